@@ -115,7 +115,7 @@ class Metered(Recorder):
     logged = 0
 
     def fetch(self) -> None:
-        begun, rows = time.thread_time(), len(self._pending)
+        begun, rows = time.thread_time(), len(self._unfetched)
         super().fetch()
         self.cpu += time.thread_time() - begun
         self.logged += rows

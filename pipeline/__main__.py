@@ -56,26 +56,33 @@ VERBS = {  # name → function in this package, and help text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return the exit status: 0 done, 1 failed, 2 wrong input, 3 different, 4 trained but not all in the
-    store, 130 or 143 interrupted."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    sys.path.append(os.getcwd())  # a user's own modules, also for the installed command
+    """Run one verb; return the exit status.
+
+    It is 0 when done, 1 when failed, 2 for wrong input, 3 for results that differ, 4
+    for a run that trained but is not all in the store, 130 or 143 when interrupted.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+    arguments = list(arguments)
+    # A user's own modules are found by the installed command, too.
+    sys.path.append(os.getcwd())
     if "--quiet" in arguments:
         arguments.remove("--quiet")
         os.environ[QUIET] = "1"
-    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # as MLflow reads it
+    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # MLflow takes it for unset, too.
         del os.environ["MLFLOW_TRACKING_URI"]
     try:
         if arguments[:1] == ["-sc"]:
             return _complete(arguments)
         return _run(arguments)
-    except (ConfigError, RunError, NotShippedError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" and not isinstance(
-            error, NotShippedError
-        ):
+    except NotShippedError as error:
+        say(f"pipeline: {error}", always=True)
+        return NOT_SHIPPED
+    except (ConfigError, RunError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
             say(*mask(traceback.format_exc()).splitlines(), always=True)
         say(f"pipeline: {error}", always=True)
-        return {ConfigError: 2, NotShippedError: NOT_SHIPPED}.get(type(error), 1)
+        return 2 if type(error) is ConfigError else 1
     except KeyboardInterrupt:
         say("pipeline: interrupted", always=True)
         return 130
@@ -87,16 +94,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if "--version" in arguments:
+        _parser().parse_args(["--version"])
+    if not arguments:
+        _parser().parse_args(["--help"])
+    if arguments[0].startswith("-"):
+        _parser().parse_args(arguments)
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
+    function, _ = VERBS[verb]
+    status: int = resolve_name(f"pipeline.{function}")(rest)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser that prints the version, the help, or a wrong usage, and exits."""
     from pipeline import __version__
 
-    about = "Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow."
-    verbs = "\n".join(
-        ["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())]
+    lines = ["verbs:"]
+    for verb, (_, description) in VERBS.items():
+        lines.append(f"  {verb:9}{description}")
+    lines.append("")
+    lines.append(
+        "Everything after the verb is Hydra's grammar: "
+        "pipeline train --help lists the config groups."
     )
-    end = f"{verbs}\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups."
-    form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="pipeline", description=about, epilog=end, formatter_class=form
+        prog="pipeline",
+        description="Exact gradient accumulation: Hydra configs, Keras training, "
+        "every update in MLflow.",
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("verb", choices=VERBS, metavar="VERB")
@@ -105,63 +134,71 @@ def _run(arguments: list[str]) -> int:
         action="store_true",
         help="with any verb: print errors and the run's ID alone",
     )
-    if "--version" in arguments or not arguments or arguments[0].startswith("-"):
-        parser.parse_args(
-            ["--version"] if "--version" in arguments else arguments or ["--help"]
-        )
-    verb, *rest = arguments
-    if verb not in VERBS:
-        raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
-    status: int = resolve_name(f"pipeline.{VERBS[verb][0]}")(rest)
-    return status
+    return parser
 
 
 def _complete(arguments: list[str]) -> int:
-    """Print shell completions: verbs, names of sweeps, and what Hydra completes after these."""
+    """Print shell completions: verbs, names of sweeps, and what Hydra completes."""
     words = os.environ.get("COMP_LINE", "").split(" ")
-    asked = arguments[1:2] == ["query=bash"]
-    if asked and len(words) <= 2:
+    is_query = arguments[1:2] == ["query=bash"]
+    if is_query and len(words) <= 2:
         print(" ".join(VERBS))
         return 0
     from pipeline.cli.train import train
     from pipeline.sweep.files import sweep_files
 
-    named = words[1:2] and words[1] in ("sweep", "rerun", "report", "critical")
-    if asked and named and len(words) <= 3:
-        print(" ".join(sweep_files()) if words[1] == "sweep" else "")
+    takes_name = words[1:2] and words[1] in ("sweep", "rerun", "report", "critical")
+    if is_query and takes_name and len(words) <= 3:
+        names = sweep_files() if words[1] == "sweep" else ()
+        print(" ".join(names))
         return 0
-    rest = words[3 if named else 2 :]
+
+    # Hydra completes what follows the verb and its name, as of `train`.
+    rest = words[3:] if takes_name else words[2:]
     os.environ["COMP_LINE"] = " ".join([words[0], *rest])
-    flags = [
-        index for index, word in enumerate(rest[:-2]) if word in ("--config-dir", "-cd")
-    ]
-    folders = [rest[index + 1] for index in flags if os.path.isdir(rest[index + 1])]
-    return train([*arguments, *(["--config-dir", folders[-1]] if folders else [])])
+    folders = []
+    for i, word in enumerate(rest[:-2]):
+        if word in ("--config-dir", "-cd") and os.path.isdir(rest[i + 1]):
+            folders.append(rest[i + 1])
+    if folders:
+        arguments = [*arguments, "--config-dir", folders[-1]]
+    return train(arguments)
 
 
 def command() -> None:
-    """Run one verb and end the process; the destructors of TensorFlow and MLflow, which take seconds, are left out."""
-    for number in range(
-        3
-    ):  # closed streams: what is opened next would be taken for them
-        with suppress(OSError):
-            os.fstat(number)
-            continue
-        os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = (
-        sys.stdout or os.fdopen(1, "w"),
-        sys.stderr or os.fdopen(2, "w"),
-    )
+    """Run one verb and end the process.
+
+    The destructors of TensorFlow and MLflow, which take seconds, are left out.
+    """
+    _open_closed_streams()
     status: list[int] = []
-    atexit.register(
-        lambda: status and _leave(status[0])
-    )  # registered first, so that it runs after all others
+
+    def leave_with_status() -> None:
+        if status:
+            _leave(status[0])
+
+    # Registered first, so that it runs after all others.
+    atexit.register(leave_with_status)
     status.append(main())
     sys.exit(status[0])
 
 
+def _open_closed_streams() -> None:
+    """Open the standard streams that are closed.
+
+    The next file that is opened would be taken for one of them.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def _leave(status: int) -> NoReturn:
-    with suppress(OSError, ValueError):  # closed pipes
+    with suppress(OSError, ValueError):  # The pipes may be closed.
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)

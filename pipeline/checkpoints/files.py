@@ -1,11 +1,14 @@
-"""Checkpoint files in RUN_DIR/checkpoints/UPDATE/, that of the best evaluation in RUN_DIR/checkpoints/best/UPDATE/.
+"""Checkpoint files: RUN_DIR/checkpoints/UPDATE/ and RUN_DIR/checkpoints/best/UPDATE/.
 
     meta.json       the format, the update, everything that is not an array
     arrays.*        the arrays, as `tf.train.Checkpoint` writes them
     manifest.json   the SHA-256 of each of these files
 
-A thread writes them to a folder whose name starts with a dot, syncs, verifies and renames it: under its final name a
-folder is complete, whenever the process is killed. Damage by the disk shows in the manifest. Imports no TensorFlow.
+A thread writes them into a folder whose name starts with a dot, syncs it to the disk,
+verifies it, and renames it. A folder under its final name is therefore complete,
+whenever the process is killed. The manifest reveals damage by the disk.
+
+This module imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -37,39 +40,51 @@ _LOOP = {
     "stopped_by": (str, type(None)),
     "best": (dict, type(None)),
 }
-_STATE = {
+_VALUES = {
     "loop": _LOOP,
     "stop_training": bool,
     "recorder": dict,
     "random": list,
     "numpy": list,
+    "callbacks": dict,
+    "kinds": dict,
 }
-META = {
-    "format": int,
-    "update": int,
-    "arrays": [list],
-    "values": {**_STATE, "callbacks": dict, "kinds": dict},
-}
-BEST = "best"  # the subfolder of the best evaluation's checkpoint
+META = {"format": int, "update": int, "arrays": [list], "values": _VALUES}
+
+BEST = "best"  # the subfolder for the checkpoint of the best evaluation
 AUTO_SECONDS = 300.0  # the least time between two checkpoints with `auto`
-STALLS = 100  # the least ratio of that time to the time that a checkpoint stalls training: under 1%
+# The least ratio of that time to the time for which a checkpoint stalls the training,
+# so that it stalls for less than 1% of the time.
+STALLS = 100
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; `pipeline.checkpoints.snapshot.read` loads it."""
+    """A verified checkpoint; `pipeline.checkpoints.snapshot.read` loads it.
+
+    Attributes:
+        folder: Where its files are.
+        update: Completed updates.
+        meta: The content of `meta.json`, in the form of `META`.
+    """
 
     folder: Path
-    update: int  # completed updates
+    update: int
     meta: dict[str, Any]
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
-    """Writes the checkpoints of one run. Leaving the `with` block waits for the last one.
+    """Writes the checkpoints of one run. Leaving the context waits for the last one.
 
-    The `folder` is made with the first one; incomplete ones in it are removed. `every` is None, a number of updates,
-    `epoch`, or `auto`: five minutes, more if that stalls training by over 1%. The latest `keep` are kept, and the best
-    ones that these refer to. A process that never `writes` reads what the chief writes.
+    Args:
+        folder: Made with the first checkpoint. Incomplete checkpoints in it are removed.
+        every: How often a checkpoint is written: None for never, a number of updates,
+            `epoch`, or `auto`: every five minutes, and less often if that would stall
+            the training for more than 1% of the time.
+        plan: Of the run.
+        keep: How many of the latest checkpoints are kept. The best ones that these
+            refer to are kept, too.
+        writes: False for a process that only reads what the chief writes.
     """
 
     def __init__(
@@ -80,65 +95,68 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         keep: int = 2,
         writes: bool = True,
     ):
-        self.folder, self.every, self.plan, self.keep, self.writes = (
-            folder,
-            every,
-            plan,
-            keep,
-            writes,
-        )
+        self.folder = folder
+        self.every = every
+        self.plan = plan
+        self.keep = keep
+        self.writes = writes
         self._writer: threading.Thread | None = None
-        self._next = time.monotonic() + AUTO_SECONDS
-        for half_written in (
-            (*folder.glob(".*"), *folder.glob(f"{BEST}/.*")) if writes else ()
-        ):
-            shutil.rmtree(half_written, ignore_errors=True)
+        self._next_auto = time.monotonic() + AUTO_SECONDS
+        if writes:
+            for incomplete in [*folder.glob(".*"), *folder.glob(f"{BEST}/.*")]:
+                _remove(incomplete)
 
     def __exit__(self, *_: object) -> None:
         self.wait()
 
     def due(self, update: int, *, last: bool = False) -> bool:
-        """Return whether to write a checkpoint after `update` updates; always after the `last` one."""
+        """Return whether to write a checkpoint after `update` updates.
+
+        After the `last` update, one is always due.
+        """
         if self.every is None or not self.writes:
             return False
         if last:
             return True
         if self.every == "auto":
-            return time.monotonic() >= self._next and not (
-                self._writer is not None and self._writer.is_alive()
-            )
-        return (
-            self.plan.ends_epoch(update)
-            if isinstance(self.every, str)
-            else update % self.every == 0
-        )
+            still_writing = self._writer is not None and self._writer.is_alive()
+            return time.monotonic() >= self._next_auto and not still_writing
+        if isinstance(self.every, str):
+            return self.plan.ends_epoch(update)
+        return update % self.every == 0
 
     def save(
         self, update: int, capture: Callable[[], State], *, best: bool = False
     ) -> None:
-        """Write what `capture` returns as the checkpoint of `update`, in a thread; a failure is said, in one line."""
+        """Write what `capture` returns as the checkpoint of `update`, in a thread.
+
+        One line reports a failure.
+        """
         if not self.writes:
             return
-        began = time.monotonic()
+        started = time.monotonic()
         self.wait()
         try:
             state = capture()
         except MemoryError as error:
-            say(
-                f"the checkpoint after update {update} was left out: {first_line(error)}"
-            )
+            reason = first_line(error)
+            say(f"the checkpoint after update {update} was left out: {reason}")
             return
-        # Not a daemon: the interpreter waits until it is written.
+        # The thread is no daemon: the interpreter waits until it has written all.
         self._writer = threading.Thread(
             target=self._write, args=(update, state, best), name="checkpoint"
         )
         self._writer.start()
         if not best:
             ended = time.monotonic()
-            self._next = ended + max(AUTO_SECONDS, STALLS * (ended - began))
+            pause = max(AUTO_SECONDS, STALLS * (ended - started))
+            self._next_auto = ended + pause
 
     def best(self, update: int) -> Checkpoint | None:
-        """Return the checkpoint of the best evaluation, at `update`; None, after a message, if it is damaged."""
+        """Return the checkpoint of the best evaluation, at `update`.
+
+        If it is damaged, one line says so, and None is returned.
+        """
         try:
             return at(self.folder / BEST, update)
         except ConfigError as error:
@@ -152,135 +170,172 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def _write(self, update: int, state: State, best: bool) -> None:
         folder = self.folder / BEST if best else self.folder
-        new, place = folder / f".{update}", folder / str(update)
+        incomplete = folder / f".{update}"
+        complete = folder / str(update)
         try:
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir(parents=True)
-            size = {
-                "examples": self.plan.examples,
-                "effective_batch_size": self.plan.batching.effective_batch_size,
-            }
-            meta = {"format": FORMAT, "update": update, **size, **state.write(new)}
-            (new / "meta.json").write_text(
-                json.dumps(meta, indent=1) + "\n", encoding="utf-8"
-            )
-            manifest = {
-                "sha256": {file.name: _hash(file) for file in sorted(new.iterdir())}
-            }
-            (new / "manifest.json").write_text(
-                json.dumps(manifest, indent=1) + "\n", encoding="utf-8"
-            )
-            for written in (*new.iterdir(), new):
-                _sync(written)
-            _verified(new, update)
-            shutil.rmtree(
-                place, ignore_errors=True
-            )  # damaged, or of a run that went on from before it
-            new.rename(place)
+            _remove(incomplete)
+            incomplete.mkdir(parents=True)
+            self._write_files(incomplete, update, state)
+            _verified(incomplete, update)
+            # What has that name is damaged, or of a run that resumed from before it.
+            _remove(complete)
+            incomplete.rename(complete)
             _sync(folder)
-        except Exception as error:  # training goes on without it: the disk may be full
-            shutil.rmtree(new, ignore_errors=True)
-            say(
-                f"the checkpoint of update {update} was not written: {described(error)}"
-            )
+        except Exception as error:
+            # The training goes on without the checkpoint: the disk may be full.
+            _remove(incomplete)
+            reason = described(error)
+            say(f"the checkpoint of update {update} was not written: {reason}")
             return
-        if not best:
-            done = updates(self.folder)
-            later = [
-                other for other in done if other > update
-            ]  # of a run that resumed from before them
-            for old in later + done[: len(done) - len(later)][: -self.keep]:
-                shutil.rmtree(self.folder / str(old), ignore_errors=True)
-        needed = {
-            _best(self.folder / str(other)) for other in updates(self.folder)
-        }  # a run may resume from each
-        for old in (
-            set(updates(self.folder / BEST)) - needed - ({update} if best else set())
-        ):
-            shutil.rmtree(self.folder / BEST / str(old), ignore_errors=True)
+        if best:
+            self._remove_old_best(just_written=update)
+        else:
+            self._remove_old(update)
+            self._remove_old_best(just_written=None)
+
+    def _write_files(self, folder: Path, update: int, state: State) -> None:
+        """Write the files of a checkpoint, and sync them to the disk."""
+        meta = {
+            "format": FORMAT,
+            "update": update,
+            "examples": self.plan.examples,
+            "effective_batch_size": self.plan.batching.effective_batch_size,
+            **state.write(folder),
+        }
+        _write_json(folder / "meta.json", meta)
+        hashes = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
+        _write_json(folder / "manifest.json", {"sha256": hashes})
+        for path in [*folder.iterdir(), folder]:
+            _sync(path)
+
+    def _remove_old(self, latest: int) -> None:
+        """Keep the `latest` checkpoint and those before it, `keep` in all.
+
+        Later ones are of a run that resumed from before them.
+        """
+        existing = updates(self.folder)
+        later = [update for update in existing if update > latest]
+        earlier = [update for update in existing if update <= latest]
+        for update in [*later, *earlier[: -self.keep]]:
+            _remove(self.folder / str(update))
+
+    def _remove_old_best(self, just_written: int | None) -> None:
+        """Keep the best checkpoints to which the latest ones refer.
+
+        A run may resume from each of the latest ones.
+        """
+        referred = {just_written}
+        for update in updates(self.folder):
+            referred.add(_best_update(self.folder / str(update)))
+        for update in updates(self.folder / BEST):
+            if update not in referred:
+                _remove(self.folder / BEST / str(update))
 
 
 def newest(folder: Path, most: float = math.inf) -> Checkpoint | None:
-    """Return the latest intact checkpoint in `folder` of at most `most` updates; one line reports each damaged one."""
-    for update in reversed([update for update in updates(folder) if update <= most]):
+    """Return the latest intact checkpoint in `folder` of at most `most` updates.
+
+    One line reports each damaged one.
+    """
+    for update in reversed(updates(folder)):
+        if update > most:
+            continue
+        path = folder / str(update)
         try:
-            return _verified(folder / str(update), update)
+            return _verified(path, update)
         except FormError as damage:
-            say(
-                f"the checkpoint {folder / str(update)} is damaged, and not used: {damage}"
-            )
+            say(f"the checkpoint {path} is damaged, and not used: {damage}")
     return None
 
 
 def at(folder: Path, update: int) -> Checkpoint:
-    """Return the checkpoint of `update` in `folder`; a `ConfigError` says why it cannot be used."""
-    place = folder / str(update)
-    if not place.is_dir():
+    """Return the checkpoint of `update` in `folder`.
+
+    Raises:
+        ConfigError: It is not there, or is damaged.
+    """
+    path = folder / str(update)
+    if not path.is_dir():
         raise ConfigError(
-            f"the checkpoint {place}", "must be there", update, updates(folder)
+            f"the checkpoint {path}", "must be there", update, updates(folder)
         )
     try:
-        return _verified(place, update)
+        return _verified(path, update)
     except FormError as damage:
-        raise ConfigError(
-            f"the checkpoint {place}", f"must not be damaged ({damage})"
-        ) from damage
-
-
-def _verified(folder: Path, update: int) -> Checkpoint:
-    try:
-        hashes = read(folder / "manifest.json", {"sha256": {str: str}})["sha256"]
-        there = {file.name for file in folder.iterdir()} - {"manifest.json"}
-        if there != set(hashes) or "meta.json" not in there:
-            raise FormError(
-                f"manifest.json names other files than {', '.join(sorted(there)) or 'none'}"
-            )
-        for name, expected in hashes.items():
-            if _hash(folder / name) != expected:
-                raise FormError(f"{name} is not as manifest.json says")
-        meta = read(folder / "meta.json", META)
-        if meta["format"] != FORMAT:
-            raise ConfigError(
-                f"the checkpoint {folder}",
-                f"must be of format {FORMAT}",
-                meta["format"],
-            )
-        if meta["update"] != update:
-            raise FormError(f"it is of update {meta['update']}")
-    except OSError as error:
-        raise FormError(described(error)) from error
-    return Checkpoint(folder, update, meta)
+        rule = f"must not be damaged ({damage})"
+        raise ConfigError(f"the checkpoint {path}", rule) from damage
 
 
 def updates(folder: Path) -> list[int]:
     """Return the updates of the checkpoints in `folder`, in ascending order."""
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted(
-        int(name)
-        for name in names
-        if name.isascii() and name.isdecimal() and str(int(name)) == name
-    )
+    if not folder.is_dir():
+        return []
+    numbers = []
+    for path in folder.iterdir():
+        name = path.name
+        # `int` reads more than this package writes, such as `007` and `1_000`.
+        if name.isascii() and name.isdecimal() and str(int(name)) == name:
+            numbers.append(int(name))
+    return sorted(numbers)
 
 
-def _best(folder: Path) -> int | None:
+def _verified(folder: Path, update: int) -> Checkpoint:
+    """Return the checkpoint in `folder` once all its files are as its manifest says.
+
+    Raises:
+        FormError: It is damaged.
+        ConfigError: It is of another format.
+    """
+    try:
+        _verify_files(folder)
+        meta = read(folder / "meta.json", META)
+    except OSError as error:
+        raise FormError(described(error)) from error
+    if meta["format"] != FORMAT:
+        rule = f"must be of format {FORMAT}"
+        raise ConfigError(f"the checkpoint {folder}", rule, meta["format"])
+    if meta["update"] != update:
+        raise FormError(f"it is of update {meta['update']}")
+    return Checkpoint(folder, update, meta)
+
+
+def _verify_files(folder: Path) -> None:
+    hashes = read(folder / "manifest.json", {"sha256": {str: str}})["sha256"]
+    names = {file.name for file in folder.iterdir()} - {"manifest.json"}
+    if names != set(hashes) or "meta.json" not in names:
+        existing = ", ".join(sorted(names)) or "none"
+        raise FormError(f"manifest.json names other files than {existing}")
+    for name, expected in hashes.items():
+        if _sha256(folder / name) != expected:
+            raise FormError(f"{name} is not as manifest.json says")
+
+
+def _best_update(folder: Path) -> int | None:
     """Return the update of the best evaluation so far, as a checkpoint recorded it."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged checkpoint
-        return int(
-            json.loads((folder / "meta.json").read_bytes())["values"]["loop"]["best"][
-                "update"
-            ]
-        )
+    # A checkpoint may be damaged.
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        meta = json.loads((folder / "meta.json").read_bytes())
+        return int(meta["values"]["loop"]["best"]["update"])
     return None
 
 
-def _hash(file: Path) -> str:
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync(place: Path) -> None:
-    descriptor = os.open(place, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

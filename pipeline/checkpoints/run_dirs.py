@@ -24,74 +24,103 @@ _GROUPS = (
     "tracking",
 )
 CONFIG = dict.fromkeys(_GROUPS, dict)  # the form of config.yaml
+SHORTEST_ID = 4  # characters of a run ID that are enough to look for its run
 
 
 def find(start: str, key: str, but: Path | None = None) -> Path:
-    """Return the only run directory that `start` names: itself, or the start of the ID of its run in MLflow.
+    """Return the only run directory that `start` names.
 
-    The one in `but` is passed over, and its journal is not opened: closing it would free its lock.
+    Args:
+        start: A run directory, or the start of the ID of its run in MLflow.
+        key: The argument that an error names.
+        but: A run directory to pass over. Its journal is not opened, as closing it
+            would release its lock.
+
+    Raises:
+        ConfigError: None or several match.
     """
-    if (Path(start) / NAME).exists() and Path(start).resolve() != (
-        but and but.resolve()
-    ):
-        return Path(start)
-    matching = [
-        folder
-        for run_id, folder in by_id(key, but).items()
-        if len(start) >= 4 and run_id.startswith(start)
-    ]
+    folder = Path(start)
+    if (folder / NAME).exists() and not _is_same(folder, but):
+        return folder
+    matching = []
+    for run_id, run_dir in by_id(key, but).items():
+        if len(start) >= SHORTEST_ID and run_id.startswith(start):
+            matching.append(run_dir)
     if len(matching) != 1:
-        rule = "must be one run directory, or the start of the ID of one run whose directory lies below this one"
-        raise ConfigError(key, rule, start, [*map(str, matching)] if matching else None)
+        rule = (
+            "must be one run directory, or the start of the ID of one run whose "
+            "directory lies below this one"
+        )
+        choices = [str(run_dir) for run_dir in matching] or None
+        raise ConfigError(key, rule, start, choices)
     return matching[0]
 
 
 def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
-    """Return the run directories below the working directory by the ID of their run, which their journals say."""
-    found = {}
-    for folder in (
-        folder
-        for folder in run_dirs([])
-        if Path(folder).resolve() != (but and but.resolve())
-    ):
+    """Return the run directories below the working directory by the ID of their run.
+
+    The IDs are those in their journals. `key` and `but` are as for `find`.
+    """
+    run_dirs_by_id = {}
+    for name in run_dirs([]):
+        run_dir = Path(name)
+        if _is_same(run_dir, but):
+            continue
+        # The journal of another version raises a ConfigError, and is passed over.
         with (
             suppress(ConfigError),
-            closing(Past.of(Path(folder), key, running=True)) as past,
-        ):  # of another version
+            closing(Past.of(run_dir, key, running=True)) as past,
+        ):
             if past.run:
-                found[past.run["run_id"]] = Path(folder)
-    return found
+                run_dirs_by_id[past.run["run_id"]] = run_dir
+    return run_dirs_by_id
 
 
 def run_dirs(folders: Sequence[str]) -> list[str]:
-    """Return the run directories among `folders` and below them; below the working directory where none is given."""
-    found: dict[str, None] = {}
+    """Return the run directories among `folders` and below them.
+
+    Without `folders`, those below the working directory.
+
+    Raises:
+        ConfigError: A folder has no run directory in it.
+    """
+    found: dict[str, None] = {}  # an ordered set
     for folder in folders or ["."]:
-        inside = [str(path) for path, _, files in os.walk(folder) if NAME in files]
+        inside = []
+        for path, _, files in os.walk(folder):
+            if NAME in files:
+                inside.append(os.path.normpath(path))
         if folders and not inside:
-            raise ConfigError(
-                "RUN_DIR", f"must be a folder with a {NAME} in it", folder
-            )
-        found |= dict.fromkeys(sorted(map(os.path.normpath, inside)))
+            rule = f"must be a folder with a {NAME} in it"
+            raise ConfigError("RUN_DIR", rule, folder)
+        found |= dict.fromkeys(sorted(inside))
     return list(found)
 
 
 def quoted(text: object) -> str:
-    """Return `text` as a quoted value in Hydra's grammar, where a backslash escapes only before a quote."""
-    return (
-        "'"
-        + re.sub(
-            r"(\\*)('|\Z)",
-            lambda found: 2 * found[1] + found[2].replace("'", "\\'"),
-            str(text),
-        )
-        + "'"
-    )
+    """Return `text` as a quoted value in Hydra's grammar.
+
+    A backslash escapes only before a quote, so those before one are doubled.
+    """
+
+    def escape(match: re.Match[str]) -> str:
+        backslashes, quote = match.groups()
+        return 2 * backslashes + quote.replace("'", "\\'")
+
+    escaped = re.sub(r"(\\*)('|\Z)", escape, str(text))
+    return f"'{escaped}'"
 
 
 def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
-    """Return the resolved config that the run in `run_dir` began with; a `ConfigError` says that it cannot be read."""
+    """Return the resolved config that the run in `run_dir` began with.
+
+    Raises:
+        ConfigError: It cannot be read. The error names the argument `key`.
+    """
     with refused(key, "must have a config.yaml that can be read", str(run_dir)):
-        return dict(
-            former_names.renamed(recorded.read(run_dir / "config.yaml", CONFIG))
-        )
+        config = recorded.read(run_dir / "config.yaml", CONFIG)
+        return dict(former_names.renamed(config))
+
+
+def _is_same(folder: Path, other: Path | None) -> bool:
+    return other is not None and folder.resolve() == other.resolve()

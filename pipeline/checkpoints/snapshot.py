@@ -1,9 +1,12 @@
-"""Snapshot of a run between two updates. A run that continues from it is equal to the bit.
+"""Snapshot of a run between two updates. A run that continues from it is bit-identical.
 
-    arrays      variables of the model (with the seeds of its layers) and of the optimizer; arrays of callbacks
-    values      state of the random generators of Python and NumPy, of the recorder and of callbacks, as JSON
+    arrays      variables of the model, with the seeds of its layers, and of the
+                optimizer; arrays of callbacks
+    values      state of the random generators of Python and NumPy, of the recorder and
+                of callbacks, as JSON
 
-A snapshot holds no position in the data, which follows from the update, and no metrics, which each update resets.
+A snapshot holds no position in the data, which follows from the update, and no metrics,
+which each update resets.
 """
 
 from __future__ import annotations
@@ -29,20 +32,24 @@ from pipeline.accumulation import (
 )
 from pipeline.common.errors import ConfigError
 
-if TYPE_CHECKING:  # a room above this one
+if TYPE_CHECKING:  # of a package above this one
     from pipeline.training.recorder import Recorder
 
 Callbacks = Mapping[str, keras.callbacks.Callback]
-Takes = Callable[[str], bool]  # whether a variable is meant, by its name
+# Variables by unique name. Each is a list of its copies on the replicas, or of one copy
+# if all are equal.
+Variables = dict[str, Sequence[Any]]
+# Takes the name of a variable, and returns whether it is meant.
+Takes = Callable[[str], bool]
 
 _SEED = "keras' global seed"
-_SAME = " #"  # PATH #2 is the second variable with that path
-_REPLICA = (
-    " on replica "  # NAME on replica 1 is a copy that differs from the one on replica 0
-)
-_ARRAY = "__array__"  # {"__array__": NAME} stands for the array NAME
-# Attributes that Keras' own callbacks keep from one epoch to the next; `best_weights` is a list of arrays.
-_KEPT: dict[type, tuple[str, ...]] = {
+_SAME_PATH = " #"  # `PATH #2` is the second variable with that path.
+_REPLICA = " on replica "  # `NAME on replica 1` differs from the copy on replica 0.
+_ARRAY = "__array__"  # `{"__array__": NAME}` stands for the array NAME.
+
+# Attributes that Keras' own callbacks keep from one epoch to the next. `best_weights` is
+# a list of arrays.
+_KEPT_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: (
         "best",
         "best_epoch",
@@ -60,23 +67,36 @@ _KEPT: dict[type, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class State:
-    """A snapshot in host memory."""
+    """A snapshot in host memory.
+
+    Attributes:
+        arrays: By name.
+        values: JSON values.
+    """
 
     arrays: dict[str, np.ndarray]
-    values: dict[str, Any]  # JSON
+    values: dict[str, Any]
 
     def specs(self) -> list[Any]:
-        return [
-            [name, list(array.shape), array.dtype.name]
-            for name, array in self.arrays.items()
-        ]
+        """Return name, shape and dtype of each array, as JSON."""
+        specs = []
+        for name, array in self.arrays.items():
+            specs.append([name, list(array.shape), array.dtype.name])
+        return specs
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the arrays into `folder`, read them back, and return what else `read` needs, as JSON."""
+        """Write the arrays into `folder`, and read them back.
+
+        Returns:
+            What else `read` needs, as JSON.
+
+        Raises:
+            OSError: An array was read back other than it was written.
+        """
         with tf.device("CPU:0"):
-            variables = [
-                tf.Variable(array, trainable=False) for array in self.arrays.values()
-            ]
+            variables = []
+            for array in self.arrays.values():
+                variables.append(tf.Variable(array, trainable=False))
             tf.train.Checkpoint(arrays=variables).write(str(folder / "arrays"))
         meta = {"arrays": self.specs(), "values": self.values}
         for name, array in read(folder, meta).arrays.items():
@@ -85,70 +105,75 @@ class State:
         return meta
 
 
+def _take_all(name: str) -> bool:
+    return True
+
+
 def read(folder: Path, meta: Mapping[str, Any]) -> State:
-    """Return the snapshot that `State.write` wrote into `folder`, given what it returned."""
+    """Return the snapshot that `State.write` wrote into `folder` and described by `meta`."""
+    variables = []
     with tf.device("CPU:0"):
-        variables = [
-            tf.Variable(tf.zeros(shape, dtype), trainable=False)
-            for _, shape, dtype in meta["arrays"]
-        ]
-        tf.train.Checkpoint(arrays=variables).read(
-            str(folder / "arrays")
-        ).assert_consumed()
-    arrays = {
-        name: own.numpy()
-        for (name, _, _), own in zip(meta["arrays"], variables, strict=True)
-    }
+        for _, shape, dtype in meta["arrays"]:
+            variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
+        checkpoint = tf.train.Checkpoint(arrays=variables)
+        checkpoint.read(str(folder / "arrays")).assert_consumed()
+    arrays = {}
+    for (name, _, _), variable in zip(meta["arrays"], variables, strict=True):
+        arrays[name] = variable.numpy()
     return State(arrays, dict(meta["values"]))
 
 
 def capture(
     update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]
 ) -> State:
-    """Copy everything that an update changes, and `loop`, the state of the training loop as JSON.
+    """Copy everything that an update changes.
 
-    The recorder must have fetched all of its rows. A callback's `get_state` may return JSON values and arrays only.
+    Args:
+        update: Its model and optimizer are copied.
+        recorder: It must have fetched all of its rows.
+        callbacks: Whose `get_state` may return JSON values and arrays only.
+        loop: The state of the training loop, as JSON.
+
+    Raises:
+        TypeError: The state of a callback is something else.
     """
     arrays = _copied(_variables(update))
-    states = {
-        name: state
-        for name, callback in callbacks.items()
-        if (state := _state_of(callback)) is not None
-    }
-    values = {
+    callback_states: dict[str, Any] = {}
+    for name, callback in callbacks.items():
+        state = _state_of(callback)
+        if state is not None:
+            callback_states[name] = state
+
+    values: dict[str, Any] = {
         "loop": dict(loop),
         "stop_training": bool(update.model.stop_training),
         "recorder": recorder.get_state(),
     }
-    values["random"] = _without_arrays(random.getstate(), "Python's random state", {})
-    values["numpy"] = _without_arrays(
-        np.random.get_state(), "NumPy's random state", arrays
-    )
-    values["callbacks"] = {
-        name: _without_arrays(each, f"callback/{name}", arrays)
-        for name, each in states.items()
-    }
-    return State(
-        arrays,
-        {
-            **values,
-            "kinds": {name: _kind(callback) for name, callback in callbacks.items()},
-        },
-    )
+    python_state = random.getstate()
+    values["random"] = _without_arrays(python_state, "Python's random state", {})
+    numpy_state = np.random.get_state()
+    values["numpy"] = _without_arrays(numpy_state, "NumPy's random state", arrays)
+    values["callbacks"] = {}
+    for name, state in callback_states.items():
+        plain_state = _without_arrays(state, f"callback/{name}", arrays)
+        values["callbacks"][name] = plain_state
+    values["kinds"] = {name: _kind(each) for name, each in callbacks.items()}
+    return State(arrays, values)
 
 
-def restore_variables(
-    state: State, update: Update, takes: Takes = lambda _: True
-) -> None:
-    """Restore the variables whose names `takes` accepts; a `ConfigError` says that one does not fit."""
+def restore_variables(state: State, update: Update, takes: Takes = _take_all) -> None:
+    """Restore the variables whose names `takes` accepts.
+
+    Raises:
+        ConfigError: One of them does not fit. No variable was changed.
+    """
     if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
         with update.strategy.scope():
             global_seed(make=True)
     check({"arrays": state.specs()}, update, takes)
-    _assign(
-        {name: copies for name, copies in _variables(update).items() if takes(name)},
-        state.arrays,
-    )
+    variables = _variables(update)
+    taken = {name: copies for name, copies in variables.items() if takes(name)}
+    _assign(taken, state.arrays)
 
 
 def restore(
@@ -156,21 +181,20 @@ def restore(
     update: Update,
     recorder: Recorder,
     callbacks: Callbacks,
-    takes: Takes = lambda _: True,
+    takes: Takes = _take_all,
 ) -> dict[str, Any]:
-    """Restore everything but the variables that `takes` leaves out; return the state of the training loop."""
+    """Restore all but the variables that `takes` leaves out.
+
+    Returns:
+        The state of the training loop.
+    """
     restore_variables(state, update, takes)
     values = state.values
     update.model.stop_training = values["stop_training"]
     recorder.set_state(values["recorder"])
     for name, callback in callbacks.items():
         if name in values["callbacks"] and values["kinds"][name] == _kind(callback):
-            own = _with_arrays(values["callbacks"][name], state.arrays)
-            if _offers(callback):
-                callback.set_state(own)
-            else:
-                for attribute, value in own.items():
-                    setattr(callback, attribute, value)
+            _restore_callback(callback, values["callbacks"][name], state.arrays)
     np.random.set_state(tuple(_with_arrays(values["numpy"], state.arrays)))
     version, numbers, gauss = values["random"]
     random.setstate((version, tuple(numbers), gauss))
@@ -178,28 +202,29 @@ def restore(
 
 
 def adapt(update: Update, state: State) -> None:
-    """Give `Normalization` layers the statistics of the snapshot, before a trace captures constants of theirs."""
-    layers = [
-        layer
-        for layer in layers_of(update.model)
-        if isinstance(layer, keras.layers.Normalization)
-    ]
-    own = {f"model/{variable.path}" for layer in layers for variable in layer.variables}
-    _assign(
-        {
-            name: at
-            for name, at in _variables(update).items()
-            if name.partition(_SAME)[0] in own
-        },
-        state.arrays,
-    )
+    """Give `Normalization` layers the statistics of the snapshot.
+
+    It is called before a trace captures constants of theirs.
+    """
+    layers = []
+    names: set[str] = set()
+    for layer in layers_of(update.model):
+        if isinstance(layer, keras.layers.Normalization):
+            layers.append(layer)
+            names.update(f"model/{variable.path}" for variable in layer.variables)
+
+    variables: Variables = {}
+    for name, copies in _variables(update).items():
+        if name.partition(_SAME_PATH)[0] in names:
+            variables[name] = copies
+    _assign(variables, state.arrays)
     for layer in layers:
         layer.finalize_state()
 
 
 @contextmanager
 def lent(state: State, update: Update) -> Iterator[None]:
-    """Run the block with the variables of the snapshot in the model and the optimizer, then restore their own."""
+    """Within the block, give model and optimizer the variables of the snapshot."""
     variables = _variables(update)
     before = _copied(variables)
     try:
@@ -209,101 +234,114 @@ def lent(state: State, update: Update) -> Iterator[None]:
         _assign(variables, before)
 
 
-def check(
-    meta: Mapping[str, Any], update: Update, takes: Takes = lambda _: True
-) -> None:
-    """Check that all variables that `takes` accepts are in `meta` and in the model, with the same shape and dtype."""
-    saved, variables = (
-        {name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]},
-        _variables(update),
-    )
-    for name, (copy, *_) in variables.items():
-        spec = f"{tuple(copy.shape)} {copy.dtype.name}"
-        if (
-            takes(name)
-            and saved.get(name) != spec
-            and not (name == _SEED and name not in saved)
-        ):
-            raise ConfigError(
-                "the checkpoint",
-                f"must fit the model, whose {name} is {spec}",
-                saved.get(name),
-            )
-    for name in (
-        name.partition(_REPLICA)[0]
-        for name in saved
-        if name.startswith(("model/", "optimizer/"))
-    ):
+def check(meta: Mapping[str, Any], update: Update, takes: Takes = _take_all) -> None:
+    """Check that a snapshot and the model have the same variables, by shape and dtype.
+
+    Variables whose names `takes` leaves out are not checked.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    saved_specs: dict[str, str] = {}
+    for name, shape, dtype in meta["arrays"]:
+        saved_specs[name] = f"{tuple(shape)} {dtype}"
+
+    variables = _variables(update)
+    for name, copies in variables.items():
+        if not takes(name):
+            continue
+        if name == _SEED and name not in saved_specs:
+            continue
+        spec = f"{tuple(copies[0].shape)} {copies[0].dtype.name}"
+        saved_spec = saved_specs.get(name)
+        if saved_spec != spec:
+            rule = f"must fit the model, whose {name} is {spec}"
+            raise ConfigError("the checkpoint", rule, saved_spec)
+
+    for saved_name in saved_specs:
+        if not saved_name.startswith(("model/", "optimizer/")):
+            continue
+        name = saved_name.partition(_REPLICA)[0]
         if takes(name) and name not in variables:
-            raise ConfigError(
-                "the checkpoint", "must fit the model, which has no such variable", name
-            )
+            rule = "must fit the model, which has no such variable"
+            raise ConfigError("the checkpoint", rule, name)
 
 
 def check_state(name: str, callback: keras.callbacks.Callback) -> None:
-    """Raise a TypeError for a state, before the training, that a checkpoint cannot hold."""
-    if _offers(callback):
-        with suppress(AttributeError):  # of what the training begins with
+    """Check, before the training, that a checkpoint can hold a callback's state.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if _offers_state(callback):
+        # Some attributes may be there only once the training has begun.
+        with suppress(AttributeError):
             _without_arrays(callback.get_state(), name, {})
 
 
 def starting_anew(callbacks: Callbacks) -> list[str]:
     """Return a line for each callback whose state cannot be saved."""
-    stateless = [
-        name
-        for name, callback in callbacks.items()
-        if type(callback) not in _KEPT and not _offers(callback)
-    ]
-    return [
-        f"training.callbacks.{name} starts anew: it offers no state"
-        for name in stateless
-    ]
+    lines = []
+    for name, callback in callbacks.items():
+        if type(callback) not in _KEPT_ATTRIBUTES and not _offers_state(callback):
+            lines.append(f"training.callbacks.{name} starts anew: it offers no state")
+    return lines
 
 
-def _variables(update: Update) -> dict[str, Sequence[Any]]:
-    """Return all variables by unique name, each as a list of its copies on the replicas, or of one if all are equal."""
-    model, local = update.model, update.strategy.experimental_local_results
-    trainable = {id(variable) for variable in model.trainable_variables}
-    named: list[tuple[str, Any]] = [
-        (f"model/{each.path}", [each.value]) for each in model.trainable_variables
-    ]
-    # The others include the seeds.
-    named += [
-        (f"model/{each.path}", local(each.value))
-        for each in model.variables
-        if id(each) not in trainable
-    ]
-    named += [(f"model/{name}", local(own)) for name, own in unknown_to_keras(model)]
-    named += [
-        (f"optimizer/{each.path}", [each.value]) for each in update.optimizer.variables
-    ]
-    named += [] if (seed := global_seed()) is None else [(_SEED, local(seed.value))]
-    found, count = dict[str, Sequence[Any]](), Counter[str]()
+def _variables(update: Update) -> Variables:
+    """Return all variables of the model and the optimizer, and Keras' global seed."""
+    model = update.model
+    copies_of = update.strategy.experimental_local_results
+    trainable_ids = {id(variable) for variable in model.trainable_variables}
+
+    named: list[tuple[str, Sequence[Any]]] = []
+    for variable in model.trainable_variables:
+        named.append((f"model/{variable.path}", [variable.value]))
+    # The seeds of layers are among these.
+    for variable in model.variables:
+        if id(variable) not in trainable_ids:
+            named.append((f"model/{variable.path}", copies_of(variable.value)))
+    for name, variable in unknown_to_keras(model):
+        named.append((f"model/{name}", copies_of(variable)))
+    for variable in update.optimizer.variables:
+        named.append((f"optimizer/{variable.path}", [variable.value]))
+    seed = global_seed()
+    if seed is not None:
+        named.append((_SEED, copies_of(seed.value)))
+
+    variables: Variables = {}
+    counts = Counter[str]()
     for name, copies in named:
-        count[name] += 1
-        found[name if count[name] == 1 else f"{name}{_SAME}{count[name]}"] = copies
-    return found
+        counts[name] += 1
+        if counts[name] > 1:
+            name = f"{name}{_SAME_PATH}{counts[name]}"
+        variables[name] = copies
+    return variables
 
 
-def _copied(variables: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
-    """Copy variables to the host. A copy on a replica is left out if it equals the one on replica 0."""
+def _copied(variables: Variables) -> dict[str, np.ndarray]:
+    """Copy variables to the host.
+
+    A copy on a replica is left out if it equals the one on replica 0.
+    """
     arrays: dict[str, np.ndarray] = {}
     for name, copies in variables.items():
-        arrays[name] = first = copies[0].numpy()
-        for replica, copy in enumerate(
-            copies[1:], start=1
-        ):  # a seed moves with the micro-batches of its replica
-            if (value := copy.numpy()).tobytes() != first.tobytes():
+        first = copies[0].numpy()
+        arrays[name] = first
+        # A seed moves with the micro-batches of its replica.
+        for replica, copy in enumerate(copies[1:], start=1):
+            value = copy.numpy()
+            if value.tobytes() != first.tobytes():
                 arrays[f"{name}{_REPLICA}{replica}"] = value
     return arrays
 
 
-def _assign(
-    variables: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]
-) -> None:
-    """Assign to `variables` what `_copied` returned; a variable without an array keeps its value."""
+def _assign(variables: Variables, arrays: Mapping[str, np.ndarray]) -> None:
+    """Assign what `_copied` returned; a variable without an array keeps its value."""
     for name, copies in variables.items():
-        for replica, copy in enumerate(copies if name in arrays else ()):
+        if name not in arrays:
+            continue
+        for replica, copy in enumerate(copies):
             copy.assign(arrays.get(f"{name}{_REPLICA}{replica}", arrays[name]))
 
 
@@ -311,56 +349,74 @@ def _kind(callback: keras.callbacks.Callback) -> str:
     return f"{type(callback).__module__}.{type(callback).__qualname__}"
 
 
-def _offers(callback: keras.callbacks.Callback) -> bool:
+def _offers_state(callback: keras.callbacks.Callback) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
 def _state_of(callback: Any) -> Any:
-    """Return the callback's `get_state()`, or the attributes in `_KEPT`; None for a callback with neither."""
-    if _offers(callback):
+    """Return `get_state()` of a callback, or what Keras' own ones keep; None if neither."""
+    if _offers_state(callback):
         return callback.get_state()
-    known = [kept for kind, kept in _KEPT.items() if isinstance(callback, kind)]
-    return (
-        {name: getattr(callback, name) for name in known[0] if hasattr(callback, name)}
-        if known
-        else None
-    )
+    for kind, attributes in _KEPT_ATTRIBUTES.items():
+        if isinstance(callback, kind):
+            state = {}
+            for name in attributes:
+                if hasattr(callback, name):
+                    state[name] = getattr(callback, name)
+            return state
+    return None
+
+
+def _restore_callback(
+    callback: Any, saved: Any, arrays: Mapping[str, np.ndarray]
+) -> None:
+    state = _with_arrays(saved, arrays)
+    if _offers_state(callback):
+        callback.set_state(state)
+        return
+    for attribute, value in state.items():
+        setattr(callback, attribute, value)
 
 
 def _without_arrays(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
-    """Return a copy of `value` as JSON; each array in it moves to `arrays`, and its name takes its place."""
+    """Return a copy of `value` as JSON.
+
+    Each array in it moves to `arrays`; in the copy its name takes its place.
+    """
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSU":
         arrays[name] = np.array(value)
         return {_ARRAY: name}
-    if (
-        isinstance(value, dict)
-        and all(isinstance(key, str) for key in value)
-        and _ARRAY not in value
-    ):
-        return {
-            key: _without_arrays(entry, f"{name}/{key}", arrays)
-            for key, entry in value.items()
-        }
+    if _is_plain_mapping(value):
+        mapping = {}
+        for key, entry in value.items():
+            mapping[key] = _without_arrays(entry, f"{name}/{key}", arrays)
+        return mapping
     if isinstance(value, list | tuple):
-        return [
-            _without_arrays(entry, f"{name}/{index}", arrays)
-            for index, entry in enumerate(value)
-        ]
+        entries = []
+        for index, entry in enumerate(value):
+            entries.append(_without_arrays(entry, f"{name}/{index}", arrays))
+        return entries
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(
-        f"the state of {name} must be JSON values and NumPy arrays. Received: {type(value).__name__}"
+        f"the state of {name} must be JSON values and NumPy arrays. "
+        f"Received: {type(value).__name__}"
     )
 
 
+def _is_plain_mapping(value: Any) -> bool:
+    if not isinstance(value, dict) or _ARRAY in value:
+        return False
+    return all(isinstance(key, str) for key in value)
+
+
 def _with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Return `value` with the arrays in place of their names."""
     if isinstance(value, dict):
         if _ARRAY in value:
             array = arrays[value[_ARRAY]]
             return array if array.shape else array[()]
         return {key: _with_arrays(entry, arrays) for key, entry in value.items()}
-    return (
-        [_with_arrays(entry, arrays) for entry in value]
-        if isinstance(value, list)
-        else value
-    )
+    if isinstance(value, list):
+        return [_with_arrays(entry, arrays) for entry in value]
+    return value

@@ -1,20 +1,22 @@
 """`pipeline critical RUN@UPDATE`: measure the critical batch by branches of a checkpoint.
 
-the run's config ─► one stage more, from UPDATE on ─► a sweep over its effective batch ─► report/critical_batch.py
+the run's config ─► one stage more, from UPDATE on
+    ─► a sweep over its effective batch ─► report/critical_batch.py
 """
 
+import argparse
 import json
 import math
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.checkpoints import fork
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.run_dirs import quoted, recorded_config
-from pipeline.cli.resume import complete
+from pipeline.cli.resume import complete, overridden_keys
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, say
 from pipeline.config import compose
@@ -23,19 +25,24 @@ from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
 from pipeline.tracking.journal_file import Past
 
 RUN = "RUN@UPDATE"
-MOST = 64  # the largest batch, in batches of the run
-LEAST = 3  # updates of the largest batch
+LARGEST = 64  # the largest batch, in batches of the run
+LEAST_UPDATES = 3  # of the largest batch
 UPDATES = 200  # of the run's batch: the default length of a branch
-_NEVER = 2**31 - 1  # only the last update is evaluated
-_BRANCH: dict[str, dict[str, Any]] = {  # what all branches do otherwise than their run
+_NEVER = 2**31 - 1  # Only the last update is evaluated.
+# What all branches do differently from their run.
+_BRANCH: dict[str, dict[str, Any]] = {
     "accumulation": {"factor": None, "seesaw_max": None, "scale_rate": True},
     "training": {
-        **dict.fromkeys(("epochs", "updates", "resume")),
+        "epochs": None,
+        "updates": None,
+        "resume": None,
         "callbacks": {},
         "keep_best": {},
     },
     "tracking": {
-        **dict.fromkeys(("sweep", "job", "run_name")),
+        "sweep": None,
+        "job": None,
+        "run_name": None,
         "log_model": False,
         "log_every": 1,
     },
@@ -44,11 +51,68 @@ _BRANCH: dict[str, dict[str, Any]] = {  # what all branches do otherwise than th
 }
 
 
+class _Stage(NamedTuple):
+    """An effective batch size, and the updates before it; a list in a run's tags."""
+
+    after: int
+    effective_batch_size: int
+
+
 def critical(arguments: Sequence[str]) -> int:
-    """Measure the critical batch: train branches of a checkpoint at 1, 2, 4, … times the batch of its run.
+    """Measure the critical batch by branches of a checkpoint.
+
+    They are trained at 1, 2, 4, … times the batch of its run.
 
     The run directory is trusted like your own files: what its config names is imported.
     """
+    options, overrides = _parser().parse_known_args(list(arguments))
+    run_dir, start = fork.named(options.run, RUN)
+    run_dir = run_dir.absolute()
+    # The run must have ended: one that goes on would remove the checkpoint.
+    past = Past.of(run_dir, RUN)
+    past.close()
+    config = recorded_config(run_dir, RUN)
+    complete(config, past, overridden_keys(overrides))
+
+    stages = _stages(past, start)
+    examples_before = _examples_before(stages, start)
+    sizes, examples = _branches(
+        batch=stages[-1].effective_batch_size,
+        training_examples=start.meta["examples"],
+        examples=options.examples,
+    )
+    last = len(stages) - 1
+    swept = ",".join(str(size) for size in sizes)
+    branch_overrides = [
+        f"start.run={quoted(f'{run_dir}@{start.update}')}",
+        f"training.examples={examples_before + examples}",
+        f"accumulation.schedule.{last}.effective_batch_size={swept}",
+    ]
+
+    def command_again(run_id: str) -> list[str]:
+        command = ["critical", options.run, f"--examples={examples}"]
+        return [*command, "--again", run_id, *overrides]
+
+    # Jobs on other machines find the folder in the run directory. A
+    # `TemporaryDirectory` would be removed by a forked process that ends.
+    folder = tempfile.mkdtemp(dir=run_dir, prefix=".critical-")
+    try:
+        branch = _branch_config(config, past, start, stages)
+        file = compose.recorded_file(branch, Path(folder), CRITICAL)
+        if options.again is not None:
+            sweep_id = _interrupted_sweep(options, file, overrides, branch_overrides)
+            branch_overrides.append(f"tracking.sweep={sweep_id}")
+        say(
+            f"branches after update {start.update}: {examples} examples each, "
+            f"at effective batches {sizes}"
+        )
+        line = ["-m", *file, *branch_overrides, *overrides]
+        return train_composed(line, command_again)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parser() -> Parser:
     parser = Parser(
         prog="pipeline critical", description=critical.__doc__, allow_abbrev=False
     )
@@ -68,133 +132,130 @@ def critical(arguments: Sequence[str]) -> int:
         metavar="SWEEP",
         help="go on with an interrupted measurement, by its sweep's ID",
     )
-    options, overrides = parser.parse_known_args(list(arguments))
-    source, start = fork.named(options.run, RUN)
-    source = source.absolute()
-    past = Past.of(source, RUN)  # a run that goes on would remove the checkpoint
-    past.close()
-    config = recorded_config(source, RUN)
-    complete(config, past, {text.lstrip("+").split("=")[0] for text in overrides})
-    stages, seen = _stages(past, start)
-    sizes, examples = _sizes(stages[-1][1], start.meta["examples"], options.examples)
-    given = [
-        f"start.run={quoted(f'{source}@{start.update}')}",
-        f"training.examples={seen + examples}",
-    ]
-    given.append(
-        f"accumulation.schedule.{len(stages) - 1}.effective_batch_size={','.join(map(str, sizes))}"
-    )
-    command = ["critical", options.run, f"--examples={examples}"]
-    # Jobs on other machines find it too. A `TemporaryDirectory` would be removed by a forked process that ends.
-    folder = tempfile.mkdtemp(dir=source, prefix=".critical-")
-    try:
-        file = compose.recorded_file(
-            _branch(config, past, start, stages), Path(folder), CRITICAL
-        )
-        if options.again is not None:
-            own = compose.composed(
-                [
-                    *file,
-                    *(
-                        text
-                        for text in overrides
-                        if text.startswith(("tracking.", "trust."))
-                    ),
-                ]
-            )
-            parent = ForeignStore.open(own.tracking.uri, own.trust.allow).sweep(
-                options.again
-            )
-            if not {*again.recordable(given)} <= {
-                *listed(parent.data.tags, "sweep.overrides")
-            }:
-                raise ConfigError(
-                    "--again",
-                    f"must be a sweep of the same branches, {' '.join(given)}",
-                    options.again,
-                )
-            given.append(f"tracking.sweep={parent.info.run_id}")
-        say(
-            f"branches after update {start.update}: {examples} examples each, at effective batches {sizes}"
-        )
-        line = ["-m", *file, *given, *overrides]
-        return train_composed(
-            line, lambda run_id: [*command, "--again", run_id, *overrides]
-        )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return parser
 
 
-def _stages(past: Past, start: Checkpoint) -> tuple[list[list[int]], int]:
-    """Return the stages as `[updates before, effective batch size]`, the branches' last, and the examples before it."""
-    first, recorded = (
-        past.start["segment"]["cut"]["effective_batch_size"],
-        "accumulation.stages",
-    )
-    stages = json.loads(past.start["tags"].get(recorded, f"[[0, {first}]]"))
-    stages, seen, in_epoch = (
-        [stage for stage in stages if stage[0] < start.update],
-        0,
-        start.meta["examples"],
-    )
+def _interrupted_sweep(
+    options: argparse.Namespace,
+    file: list[str],
+    overrides: list[str],
+    branch_overrides: list[str],
+) -> str:
+    """Return the run ID of the sweep `options.again`.
+
+    Raises:
+        ConfigError: It is not a sweep of the same branches.
+    """
+    place = [text for text in overrides if text.startswith(("tracking.", "trust."))]
+    config = compose.composed([*file, *place])
+    store = ForeignStore.open(config.tracking.uri, config.trust.allow)
+    parent = store.sweep(options.again)
+    recorded = set(listed(parent.data.tags, "sweep.overrides"))
+    if not recorded.issuperset(again.recordable(branch_overrides)):
+        rule = f"must be a sweep of the same branches, {' '.join(branch_overrides)}"
+        raise ConfigError("--again", rule, options.again)
+    run_id: str = parent.info.run_id
+    return run_id
+
+
+def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
+    """Return the stages of a branch, of which its own is the last.
+
+    Its effective batch size is that of the run at the checkpoint.
+    """
+    first = past.start["segment"]["cut"]["effective_batch_size"]
+    recorded = past.start["tags"].get("accumulation.stages", f"[[0, {first}]]")
+    stages = []
+    for after, size in json.loads(recorded):
+        if after < start.update:
+            stages.append(_Stage(after, size))
+    return [*stages, _Stage(start.update, stages[-1].effective_batch_size)]
+
+
+def _examples_before(stages: list[_Stage], start: Checkpoint) -> int:
+    """Return the examples that the run had seen at the checkpoint."""
+    training_examples = start.meta["examples"]
+    seen = 0
     for update in range(start.update):
-        batch = next(size for after, size in reversed(stages) if after <= update)
-        seen += min(batch, in_epoch - seen % in_epoch)  # a tail ends each epoch
-    return [*stages, [start.update, stages[-1][1]]], seen
+        sizes = [
+            stage.effective_batch_size for stage in stages if stage.after <= update
+        ]
+        # A smaller batch, the tail, ends each epoch.
+        seen += min(sizes[-1], training_examples - seen % training_examples)
+    return seen
 
 
-def _sizes(batch: int, in_epoch: int, given: int | None) -> tuple[list[int], int]:
-    """Return the effective batches of the branches, and the examples of each branch, a multiple of all."""
-    examples = UPDATES * batch if given is None else given
-    most = min(MOST * batch, in_epoch, examples // LEAST)
+def _branches(
+    batch: int, training_examples: int, examples: int | None
+) -> tuple[list[int], int]:
+    """Return the effective batches of the branches, and the examples of each branch.
+
+    The examples are a multiple of all effective batches.
+
+    Args:
+        batch: The effective batch of the run.
+        training_examples: Of the training split.
+        examples: Of each branch, at least; None for the default.
+    """
+    if examples is None:
+        examples = UPDATES * batch
+    most = min(LARGEST * batch, training_examples, examples // LEAST_UPDATES)
     if most < 2 * batch:
-        rule = f"must be at least {2 * LEAST * batch}, and the training split at least {2 * batch} ({in_epoch})"
+        rule = (
+            f"must be at least {2 * LEAST_UPDATES * batch}, and the training split "
+            f"at least {2 * batch} ({training_examples})"
+        )
         raise ConfigError("--examples", rule, examples)
-    sizes = [batch << n for n in range(MOST.bit_length()) if batch << n <= most]
+    sizes = [batch]
+    while 2 * sizes[-1] <= most:
+        sizes.append(2 * sizes[-1])
     return sizes, math.ceil(examples / sizes[-1]) * sizes[-1]
 
 
-def _branch(
-    config: dict[str, Any], past: Past, start: Checkpoint, stages: list[list[int]]
+def _branch_config(
+    config: dict[str, Any], past: Past, start: Checkpoint, stages: list[_Stage]
 ) -> dict[str, Any]:
-    """Return the config of a branch: that of its run with the `stages`, a constant rate, and no callbacks."""
-    scaling, batch = config.get("scaling") or {}, stages[-1][1]
-    if (rule := scaling.get("rule", "none")) not in ("none", "sqrt"):
-        raise ConfigError(
-            RUN,
-            "must have scaling.rule none or sqrt: the rate of the branches follows √k",
-            rule,
+    """Return the config of a branch.
+
+    It is that of its run with the `stages`, a constant learning rate, and no callbacks.
+    The rate at k times the batch of the run is √k times the rate at the checkpoint.
+    """
+    batch = stages[-1].effective_batch_size
+    scaling = config.get("scaling") or {}
+    rule = scaling.get("rule", "none")
+    if rule not in ("none", "sqrt"):
+        reason = (
+            "must have scaling.rule none or sqrt: the rate of the branches follows √k"
         )
-    if rule == "none" and {size for _, size in stages} != {
-        batch
-    }:  # the rule would scale the earlier ones
-        rule = "must have one effective batch up to UPDATE, or scaling.rule=sqrt"
-        raise ConfigError(RUN, rule, [size for _, size in stages[:-1]])
+        raise ConfigError(RUN, reason, rule)
+    sizes = [stage.effective_batch_size for stage in stages]
+    if rule == "none" and set(sizes) != {batch}:
+        # The rule of the branches would scale the rate of the earlier stages.
+        reason = "must have one effective batch up to UPDATE, or scaling.rule=sqrt"
+        raise ConfigError(RUN, reason, sizes[:-1])
     reference = scaling["reference_batch_size"] if rule == "sqrt" else batch
-    rate = start.meta["values"]["recorder"]["last"]["learning_rate"] / math.sqrt(
-        batch / reference
-    )
-    new = {
-        group: {**(config.get(group) or {}), **values}
-        for group, values in _BRANCH.items()
-    }
-    schedule = [
-        {"start": {"updates": after}, "effective_batch_size": size}
-        for after, size in stages
-    ]
-    micro = past.start["segment"]["cut"]["micro_batch_size"]
-    new["accumulation"] |= {
-        "effective_batch_size": stages[0][1],
-        "micro_batch_size": micro,
+
+    branch = dict(config)
+    for group, values in _BRANCH.items():
+        branch[group] = {**(config.get(group) or {}), **values}
+    schedule = []
+    for stage in stages:
+        schedule.append(
+            {
+                "start": {"updates": stage.after},
+                "effective_batch_size": stage.effective_batch_size,
+            }
+        )
+    branch["accumulation"] |= {
+        "effective_batch_size": sizes[0],
+        "micro_batch_size": past.start["segment"]["cut"]["micro_batch_size"],
         "schedule": schedule,
     }
-    new["training"]["evaluate_every"] = _NEVER
-    new["schedule"] = {
+    branch["training"]["evaluate_every"] = _NEVER
+    rate = start.meta["values"]["recorder"]["last"]["learning_rate"]
+    branch["schedule"] = {
         "_target_": "pipeline.components.optimizer.constant",
-        "learning_rate": rate,
+        "learning_rate": rate / math.sqrt(batch / reference),
     }
-    return {
-        **config,
-        **new,
-        "scaling": {"rule": "sqrt", "reference_batch_size": reference},
-    }
+    branch["scaling"] = {"rule": "sqrt", "reference_batch_size": reference}
+    return branch

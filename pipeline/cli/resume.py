@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from pipeline.checkpoints.run_dirs import find, quoted, recorded_config
 from pipeline.cli.train import run_one
@@ -26,21 +27,16 @@ def resume(arguments: Sequence[str]) -> int:
     )
     options, overrides = parser.parse_known_args(list(arguments))
     run_dir = find(options.run, "RUN").absolute()
-    past = Past.of(
-        run_dir, running=True
-    )  # this may be a worker whose chief has already resumed
+    # The run may be running: this may be a worker whose chief has resumed it already.
+    past = Past.of(run_dir, running=True)
     past.close()
-    config, named = (
-        recorded_config(run_dir, "RUN"),
-        {text.lstrip("+").split("=")[0] for text in overrides},
-    )
-    complete(config, past, named)
-    if any(name.startswith("hydra.") for name in named):
-        raise ConfigError(
-            "arguments",
-            "must set nothing of Hydra: a run goes on in its own directory",
-            sorted(named),
-        )
+
+    config = recorded_config(run_dir, "RUN")
+    keys = overridden_keys(overrides)
+    complete(config, past, keys)
+    if any(key.startswith("hydra.") for key in keys):
+        rule = "must set nothing of Hydra: a run goes on in its own directory"
+        raise ConfigError("arguments", rule, sorted(keys))
     compose.run_recorded(
         config,
         [*overrides, f"hydra.run.dir={quoted(run_dir)}"],
@@ -49,16 +45,24 @@ def resume(arguments: Sequence[str]) -> int:
     return 0
 
 
-def complete(config: dict, past: Past, named: set[str]) -> None:
-    """Set the run's store in its config; raise a `ConfigError` for a secret that is not among the overrides."""
-    if (
-        secrets.HIDDEN not in past.start["store"]
-    ):  # the journal has the absolute path of a local store
+def overridden_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that overrides set."""
+    return {text.lstrip("+").split("=")[0] for text in overrides}
+
+
+def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
+    """Set the run's store in its config.
+
+    Raises:
+        ConfigError: A secret is neither in the config nor among the overridden `keys`.
+    """
+    # The journal has the absolute path of a local store.
+    if secrets.HIDDEN not in past.start["store"]:
         config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
     for key, value in plain.leaves(config).items():
-        if secrets.HIDDEN in str(value) and key not in named:
-            raise ConfigError(
-                key,
-                "was a secret and is not in the run directory: give it again as an override",
-                value,
+        if secrets.HIDDEN in str(value) and key not in keys:
+            rule = (
+                "was a secret and is not in the run directory: "
+                "give it again as an override"
             )
+            raise ConfigError(key, rule, value)

@@ -1,4 +1,7 @@
-"""`pipeline sync`: ship to MLflow what a run could not. Safe to repeat, and to call on several machines at once."""
+"""`pipeline sync`: ship to MLflow what a run could not.
+
+It is safe to repeat, and to call on several machines at once.
+"""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +15,10 @@ from pipeline.tracking.sync_run import sync_run
 
 
 def sync(arguments: Sequence[str]) -> int:
-    """Upload to MLflow what is missing of the runs in RUN_DIR …; by default of all runs below the working folder."""
+    """Upload to MLflow what is missing of the runs in RUN_DIR …
+
+    By default, of all runs below the working folder.
+    """
     parser = Parser(prog="pipeline sync", description=sync.__doc__, allow_abbrev=False)
     parser.add_argument(
         "folders",
@@ -28,38 +34,39 @@ def sync(arguments: Sequence[str]) -> int:
     )
     overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
     options = parser.parse_args([text for text in arguments if text not in overrides])
+
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
     config = compose.composed([*config_dir, *overrides])
     allow_list.check_allowed(config.trust.allow)
-    given = any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides)
-    own = OwnStore(
+    store_keys = ("tracking.uri=", "tracking=")
+    store = OwnStore(
         config.tracking.uri,
         tuple(allow_list.allowed_places(config.trust.allow)),
-        on_command_line=given,
+        on_command_line=any(text.startswith(store_keys) for text in overrides),
     )
-    if not (found := run_dirs(options.folders)):
+
+    folders = run_dirs(options.folders)
+    if not folders:
         say("no run directory with a journal was found")
         return 0
     named = {os.path.normpath(folder) for folder in options.folders}
-    statuses = [
-        sync_run(folder, own, config.tracking.patience, named=folder in named)
-        for folder in found
-    ]
-    return max(
-        statuses
-        + [
-            _close_sweep(folder, own)
-            for folder in {Path(folder).parent for folder in found}
-        ]
-    )
+    statuses = []
+    for folder in folders:
+        is_named = folder in named
+        status = sync_run(folder, store, config.tracking.patience, named=is_named)
+        statuses.append(status)
+    for sweep_folder in {Path(folder).parent for folder in folders}:
+        statuses.append(_close_sweep(sweep_folder, store))
+    return max(statuses)
 
 
-def _close_sweep(folder: Path, own: OwnStore) -> int:
-    """Close the sweep in `folder`, if its store was unreachable when its jobs had ended."""
+def _close_sweep(folder: Path, store: OwnStore) -> int:
+    """Close the sweep in `folder` if its store was unreachable when its jobs ended."""
     from pipeline.sweep import parent_run
 
     try:
-        if (parent := parent_run.left_open(folder, own)) is not None:
+        parent = parent_run.left_open(folder, store)
+        if parent is not None:
             parent.close()
     except Exception as error:
         say(f"{folder}: the sweep is not closed in the store yet: {first_line(error)}")

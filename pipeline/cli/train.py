@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -23,18 +23,49 @@ from pipeline.trust import artifact_locations
 if TYPE_CHECKING:  # importing it takes a second
     from pipeline.sweep.parent_run import ParentRun
 
+# Takes the run ID of a sweep, and returns the command that runs what is missing of it.
+CommandAgain = Callable[[str], list[str]]
+
 
 def train(arguments: Sequence[str]) -> int:
-    """Compose a config and train it, with -m every job of a sweep; return 0 when all finished, else 1."""
-    return train_composed(
-        arguments,
-        lambda run_id: ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"],
-    )
+    """Compose a config and train it, with -m every job of a sweep.
+
+    Returns 0 when all have finished, else 1.
+    """
+
+    def command_again(run_id: str) -> list[str]:
+        return ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"]
+
+    return train_composed(arguments, command_again)
 
 
 def sweep(arguments: Sequence[str]) -> int:
     """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package."""
     files = sweep_files()
+    options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
+    if options.name not in files:
+        raise ConfigError("NAME", "must name a sweep", options.name, files)
+
+    config_dir = options.config_dir or compose.own_folder()
+    if config_dir:
+        compose.check_config_dir(config_dir)
+    file = _sweep_file_arguments(options.name, files[options.name], config_dir)
+    overrides = rest
+    if options.again:
+        overrides = _recorded_overrides(options, file, rest)
+
+    def command_again(run_id: str) -> list[str]:
+        command = ["sweep", options.name, "--again", run_id]
+        if config_dir:
+            command += ["--config-dir", config_dir]
+        command += _repeatable(rest)
+        command += [f"--allow={entry}" for entry in options.allow]
+        return command
+
+    return train_composed(["-m", *file, *overrides], command_again)
+
+
+def _sweep_parser(files: Any) -> Parser:
     parser = Parser(
         prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False
     )
@@ -57,115 +88,123 @@ def sweep(arguments: Sequence[str]) -> int:
         metavar="DIR",
         help="a folder with config groups of your own",
     )
-    options, rest = parser.parse_known_args(list(arguments) or [""])
-    if options.name not in files:
-        raise ConfigError("NAME", "must name a sweep", options.name, files)
-    folder, ours = files[options.name].parent, Path(compose.directory("sweeps"))
-    file = ["--config-dir", str(folder), "--config-name", options.name]
-    own: list[str] = []
-    searched = [ours] if folder != ours else []
-    if conf := options.config_dir or compose.own_folder():
-        compose.check_config_dir(conf)
-        own, searched = ["--config-dir", conf], [Path(conf).absolute(), *searched]
+    return parser
+
+
+def _sweep_file_arguments(name: str, file: Path, config_dir: str | None) -> list[str]:
+    """Return Hydra's arguments for a sweep file.
+
+    Hydra also searches the user's config folder and the package's sweeps.
+    """
+    arguments = ["--config-dir", str(file.parent), "--config-name", name]
+    searched: list[Path] = []
+    if config_dir:
+        searched.append(Path(config_dir).absolute())
+    package_sweeps = Path(compose.directory("sweeps"))
+    if file.parent != package_sweeps:
+        searched.append(package_sweeps)
     if searched:
-        file.append(
-            "hydra.searchpath=["
-            + ",".join(f'"file://{path}"' for path in searched)
-            + "]"
-        )
-    overrides = _recorded(options, file, rest) if options.again else rest
-    given = [*own, *_repeatable(rest), *(f"--allow={entry}" for entry in options.allow)]
-    return train_composed(
-        ["-m", *file, *overrides],
-        lambda run_id: ["sweep", options.name, "--again", run_id, *given],
-    )
+        entries = ",".join(f'"file://{path}"' for path in searched)
+        arguments.append(f"hydra.searchpath=[{entries}]")
+    return arguments
 
 
-def train_composed(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
-    """Train. If jobs of a sweep did not finish, print the command that runs them: `again` of the sweep's run ID."""
-    # A reopened sweep reads from its store, which is not trusted.
-    confined = ["tracking.confined=true"] * any(
-        text.lstrip("+").startswith("tracking.sweep=") for text in arguments
-    )
+def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int:
+    """Train.
+
+    If jobs of a sweep did not finish, the command that runs them is printed.
+
+    Args:
+        arguments: Of Hydra.
+        command_again: Returns that command.
+
+    Returns:
+        The exit status.
+    """
+    arguments = list(arguments)
+    if any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments):
+        # A reopened sweep reads from its store, which is not trusted.
+        arguments.append("tracking.confined=true")
     session = compose.Session()
     try:
-        compose.run(
-            partial(compose.in_run_dir, run_one), [*arguments, *confined], session
-        )
+        compose.run(partial(compose.in_run_dir, run_one), arguments, session)
     except BaseException as error:
-        _close(
-            session.sweep, again, "FAILED" if isinstance(error, Exception) else "KILLED"
-        )
+        status = "FAILED" if isinstance(error, Exception) else "KILLED"
+        _close(session.sweep, command_again, status)
         raise
-    return _close(session.sweep, again)
+    return _close(session.sweep, command_again)
 
 
 def _close(
-    current: ParentRun | None,
-    again: Callable[[str], list[str]],
+    parent: ParentRun | None,
+    command_again: CommandAgain,
     broken: str | None = None,
 ) -> int:
-    """Close a sweep, if there was one, and publish its report unless it ended early with status `broken`."""
-    if current is None:
+    """Close a sweep, if there was one, and publish its report.
+
+    No report is published of a sweep that ended early with the status `broken`.
+    """
+    if parent is None:
         return 0
-    missing = f"run what is missing with: {shlex.join(['pipeline', *map(secrets.mask, again(current.run_id))])}"
+    command = [secrets.mask(word) for word in command_again(parent.run_id)]
+    missing = f"run what is missing with: {shlex.join(['pipeline', *command])}"
     try:
-        status: int = current.close(broken)
-    except Exception as error:  # the store is unreachable
-        close = sync_command(current.folder, current.uri)
-        unclosed = (
-            f"the sweep could not be closed in the store ({first_line(error)}): {close}"
-        )
-        say(unclosed, *([missing] if current.lost else []))
+        status: int = parent.close(broken)
+    except Exception as error:  # The store is unreachable.
+        close = sync_command(parent.folder, parent.uri)
+        reason = first_line(error)
+        say(f"the sweep could not be closed in the store ({reason}): {close}")
+        if parent.lost:
+            say(missing)
         return NOT_SHIPPED
     if status:
         say(missing)
     if broken is None:
-        from pipeline.report import writer
-        from pipeline.sweep import mlflow_view
-
-        if any(
-            "train/loss" in run.data.metrics
-            for run in mlflow_view.complete(current).values()
-        ):
-            writer.publish(current.uri, current.run_id, current.places)
+        _publish_report(parent)
     return status
 
 
+def _publish_report(parent: ParentRun) -> None:
+    from pipeline.report import writer
+    from pipeline.sweep import mlflow_view
+
+    runs = mlflow_view.complete(parent).values()
+    if any("train/loss" in run.data.metrics for run in runs):
+        writer.publish(parent.uri, parent.run_id, parent.places)
+
+
 def _repeatable(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that also apply to the rest of a sweep; its folder does not, since it has jobs by then."""
-    return [
-        text
-        for text in arguments
-        if not text.startswith(("hydra.sweep.dir=", "tracking.sweep="))
-    ]
+    """Return the arguments that apply to the rest of a sweep, too.
+
+    Its folder does not, since it has jobs by then.
+    """
+    of_first_call = ("hydra.sweep.dir=", "tracking.sweep=")
+    return [text for text in arguments if not text.startswith(of_first_call)]
 
 
-def _recorded(
+def _recorded_overrides(
     options: argparse.Namespace, file: list[str], rest: list[str]
 ) -> list[str]:
-    """Return `rest` with the recorded overrides of the sweep `options.again` before them."""
-    # Without what is swept, which composes to several configs.
-    where = [
-        text
-        for text in rest
-        if text.startswith(("tracking.", "tracking=", "trust.", "dataset.data_dir="))
-    ]
-    own = compose.composed([*file, *where])
-    own.trust.allow = [*own.trust.allow, *map(former_names.current, options.allow)]
-    parent = ForeignStore.open(own.tracking.uri, own.trust.allow).sweep(options.again)
+    """Return the recorded overrides of the sweep `options.again`, then `rest`."""
+    # What is swept is left out, as it composes to several configs.
+    keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")
+    place = [text for text in rest if text.startswith(keys_of_place)]
+    config = compose.composed([*file, *place])
+    allowed = [former_names.current(entry) for entry in options.allow]
+    config.trust.allow = [*config.trust.allow, *allowed]
+
+    store = ForeignStore.open(config.tracking.uri, config.trust.allow)
+    parent = store.sweep(options.again)
     if parent.data.tags["sweep.name"] != options.name:
-        raise ConfigError(
-            "NAME", f"must be the name of sweep {options.again}", options.name
-        )
-    allowed = [f"trust.allow={list(own.trust.allow)}"] if options.allow else []
-    # The arguments come last, so that they override the record.
-    return [
-        *trusted_overrides(parent.data.tags, rest, own),
-        *rest,
-        *allowed,
-        f"tracking.sweep={parent.info.run_id}",
-    ]
+        rule = f"must be the name of sweep {options.again}"
+        raise ConfigError("NAME", rule, options.name)
+
+    # The arguments follow the record, so that they override it.
+    overrides = [*trusted_overrides(parent.data.tags, rest, config), *rest]
+    if options.allow:
+        overrides.append(f"trust.allow={list(config.trust.allow)}")
+    overrides.append(f"tracking.sweep={parent.info.run_id}")
+    return overrides
 
 
 def run_one(
@@ -173,16 +212,14 @@ def run_one(
 ) -> float:
     """Train the run of a composed config, or resume it; return its last loss."""
     if config.hardware.device.name == "gpu" and not nvidia.visible():
-        nvidia.why_no_gpu(
-            required=True
-        )  # fails at once, while TensorFlow would take seconds
+        # It fails at once, while TensorFlow would take seconds.
+        nvidia.why_no_gpu(required=True)
     from pipeline.run import run
 
     places = allow_list.allowed_places(config.trust.allow)
-    confined = config.tracking.confined and not resume
-    with (
-        artifact_locations.confined(config.tracking.uri, places)
-        if confined
-        else nullcontext()
-    ):
-        return run.run(config, overrides, run_dir, resume=resume)[1]
+    locations: Any = nullcontext()
+    if config.tracking.confined and not resume:
+        locations = artifact_locations.confined(config.tracking.uri, places)
+    with locations:
+        _, loss = run.run(config, overrides, run_dir, resume=resume)
+    return loss

@@ -1,6 +1,7 @@
-"""What every room may use: errors, secrets, signals, processes, files that are read again, a cache, memory and GPUs.
+"""What every package may use.
 
-Imports no other room.
+Errors, secrets, signals, processes, files that are read again, a cache, memory and GPUs.
+It imports no other package.
 """
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""A cache that is kept between runs: one file per entry in the user's cache folder; it may be deleted at any time."""
+"""A cache that is kept between runs, with one file per entry.
+
+It is in the user's cache folder, and may be deleted at any time.
+"""
 
 import hashlib
 import json
@@ -13,19 +16,28 @@ from pipeline.common import recorded
 
 
 def place(kind: str, key: str) -> Path:
+    """Return the file of an entry: of the `kind` of entries that has this `key`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "pipeline" / kind / hashlib.sha256(key.encode()).hexdigest()
+    name = hashlib.sha256(key.encode()).hexdigest()
+    return Path(home) / "pipeline" / kind / name
 
 
 def recall(file: Path, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry in `file`; an empty dict if it cannot be read, or is not of the `form` that `recorded` takes."""
+    """Return the entry in `file`.
+
+    It is an empty dict if it cannot be read, or is not of the `form`, as
+    `pipeline.common.recorded` defines forms.
+    """
     with suppress(OSError, recorded.FormError):
         return dict(recorded.read(file, form))
     return {}
 
 
 def remember(file: Path, entry: Mapping[str, object]) -> None:
-    """Write `entry` to `file`; without a home directory or room on the disk, nothing is cached."""
+    """Write `entry` to `file`.
+
+    Without a home directory, or on a full disk, nothing is cached.
+    """
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(

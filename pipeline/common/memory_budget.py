@@ -1,4 +1,7 @@
-"""How much memory this process may use: limits of the machine, its control group and its address space."""
+"""How much memory this process may use.
+
+Limits are those of the machine, of its control groups, and of its address space.
+"""
 
 import math
 import re
@@ -8,30 +11,40 @@ from pathlib import Path
 
 import psutil
 
-MARGIN = (
-    0.9  # share of the memory that a trial may fill: a run needs more than its updates
-)
+# The share of the memory that a trial may fill: a run needs more than its updates.
+MARGIN = 0.9
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.ASCII)
 
 
 def limit() -> int:
-    """Return how many bytes may be resident, by the machine and this process' control groups."""
-    found = [psutil.virtual_memory().total]
+    """Return how many bytes may be resident, by the machine and by control groups."""
+    limits = [psutil.virtual_memory().total]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-            if "memory" in controllers.split(","):
-                root, name = root / "memory", "memory.limit_in_bytes"
-            elif controllers:
-                continue
-            group = Path(path.lstrip("/"))
-            for folder in (group, *group.parents):
-                with suppress(
-                    OSError, ValueError
-                ):  # `max`, or a group that is not visible inside a container
-                    found.append(int((root / folder / name).read_text()))
-    return min(found)
+            limits += _limits_of_group(controllers, Path(path.lstrip("/")))
+    return min(limits)
+
+
+def _limits_of_group(controllers: str, group: Path) -> list[int]:
+    """Return the limits of a control group and of those around it, in bytes.
+
+    `controllers` is empty in version 2 of control groups.
+    """
+    if "memory" in controllers.split(","):
+        root = Path("/sys/fs/cgroup/memory")
+        file = "memory.limit_in_bytes"
+    elif not controllers:
+        root = Path("/sys/fs/cgroup")
+        file = "memory.max"
+    else:
+        return []
+    limits = []
+    for folder in (group, *group.parents):
+        # The limit may be `max`, and a group may not be visible inside a container.
+        with suppress(OSError, ValueError):
+            limits.append(int((root / folder / file).read_text()))
+    return limits
 
 
 def address_space() -> int | None:
@@ -41,14 +54,21 @@ def address_space() -> int | None:
 
 
 def parsed(size: object) -> int | None:
-    """Return the bytes of a size such as `8GiB`, `500MB` or `1048576`; None if it is not a size."""
+    """Return the bytes of a size such as `8GiB`, `500MB` or `1048576`.
+
+    None if it is not a size.
+    """
     if isinstance(size, int) and not isinstance(size, bool):
         return size if size > 0 else None
-    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if found is None:
+    if not isinstance(size, str):
         return None
-    number, prefix, binary = found.groups()
-    count = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        return None
+    number, prefix, binary = match.groups()
+    base = 1024 if binary else 1000
+    exponent = " KMGT".index(prefix or " ")
+    count = float(number) * base**exponent
     return int(count) if 1 <= count < math.inf else None
 
 

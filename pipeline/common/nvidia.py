@@ -1,11 +1,14 @@
-"""This machine's NVIDIA GPUs: as its driver lists them, as this process may use them, and as TensorFlow sees them."""
+"""The NVIDIA GPUs of this machine.
+
+Three parties count them: the driver lists them, this process may be allowed to use some
+of them, and TensorFlow may fail to use those.
+"""
 
 import contextlib
 import fcntl
 import functools
 import glob
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -13,130 +16,183 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, say
 
-LOCKED = "PIPELINE_GPUS"  # environment variable: the GPUs that this process, or the one that started it, has locked
-_LIST = "from pipeline import accumulation; import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
+# Environment variable: the GPUs that this process, or the one that started it, locked.
+LOCKED = "PIPELINE_GPUS"
+_COUNT_GPUS = (
+    "from pipeline import accumulation; import tensorflow as tf; "
+    "print(len(tf.config.list_physical_devices('GPU')))"
+)
+_AMPERE = (8, 0)  # compute capability
+# Bits of the significand, the hidden one included. TF32 and bfloat16 have others.
+_SIGNIFICAND_BITS = {"float64": 53, "float32": 24, "float16": 11}
+_TF32_BITS = 11
+_BFLOAT16_BITS = 8
+
+
+class TensorFlowGpus(NamedTuple):
+    """What TensorFlow finds in a new process.
+
+    Attributes:
+        listed: How many GPUs it lists.
+        missing_libraries: Names of the libraries that it could not open, sorted.
+    """
+
+    listed: int
+    missing_libraries: list[str]
 
 
 def gpus_of_driver() -> int:
     """Return how many GPUs the driver lists."""
-    if (listed := imports.said("nvidia-smi", "-L")) is not None:
-        return sum(line.startswith("GPU ") for line in listed.splitlines())
-    return len(glob.glob("/dev/nvidia[0-9]*"))
+    listing = imports.said("nvidia-smi", "-L")
+    if listing is None:
+        return len(glob.glob("/dev/nvidia[0-9]*"))
+    return len([line for line in listing.splitlines() if line.startswith("GPU ")])
 
 
 def visible() -> list[str]:
-    """Return the GPUs that this process may use, by number or UUID as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that this process may use.
+
+    They are numbers or UUIDs, as in CUDA_VISIBLE_DEVICES.
+    """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return [str(number) for number in range(gpus_of_driver())]
-    names = (gpu.strip() for gpu in listed.split(","))
-    return list(
-        itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), names)
-    )  # as CUDA reads it
+    gpus = []
+    for name in listed.split(","):
+        gpu = name.strip()
+        if not gpu or gpu.startswith("-"):
+            break  # CUDA ignores what follows.
+        gpus.append(gpu)
+    return gpus
 
 
 @functools.cache
-def of_tensorflow() -> tuple[int, list[str]]:
-    """Return how many GPUs TensorFlow lists, in a process that shows its messages, and the libraries that it lacks."""
-    shown = {
+def of_tensorflow() -> TensorFlowGpus:
+    """Return what TensorFlow lists in a new process, which shows its messages."""
+    variables = {
+        **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "TF_CPP_VMODULE": "dso_loader=1",
         "PYTHONPATH": imports.path_of_processes(),
     }
-    said = subprocess.run(
-        [sys.executable, "-c", _LIST],
+    process = subprocess.run(
+        [sys.executable, "-c", _COUNT_GPUS],
         capture_output=True,
         text=True,
-        env={**os.environ, **shown},
+        env=variables,
     )
-    missing = sorted(
-        set(re.findall(r"Could not load dynamic library '([^']+)'", said.stderr))
-    )
-    return int(
-        next(reversed(said.stdout.split()), 0)
-    ) if said.returncode == 0 else 0, missing
+    pattern = r"Could not load dynamic library '([^']+)'"
+    missing = sorted(set(re.findall(pattern, process.stderr)))
+    words = process.stdout.split()
+    if process.returncode != 0 or not words:
+        return TensorFlowGpus(0, missing)
+    return TensorFlowGpus(int(words[-1]), missing)
 
 
 def why_no_gpu(required: bool) -> str:
-    """Say why TensorFlow lists no GPU; refuse the CPU where it should have listed one, or where one is `required`."""
-    count, rule = gpus_of_driver(), ""
-    if not count:
-        why, rule = (
-            "no GPU answers",
-            "must be a device of this machine, which has no GPU",
-        )
-    elif not visible():
+    """Return why TensorFlow lists no GPU in this process.
+
+    Raises:
+        ConfigError: A GPU is `required`, or TensorFlow should have listed one: hours on
+            a CPU are not what the user wanted.
+    """
+    count = gpus_of_driver()
+    if count == 0:
+        if required:
+            raise _must_be_cpu("must be a device of this machine, which has no GPU")
+        return "no GPU answers"
+
+    if not visible():
         why = "CUDA_VISIBLE_DEVICES hides the GPUs"
-    elif listed := of_tensorflow()[0]:
-        why, required = (
-            f"TensorFlow lists {listed} GPUs in a new process and none in this one",
-            True,
-        )
-    elif importlib.util.find_spec("nvidia") is None:
-        why = "TensorFlow's CUDA libraries are not installed: see requirements-gpu.lock"
-    else:  # also where none is required: hours on a CPU are not what was meant
-        missing = ", ".join(of_tensorflow()[1]) or "their driver"
-        why, required = (
-            f"TensorFlow uses none of {count} GPUs, and could not open {missing}",
-            True,
-        )
+    else:
+        listed, missing_libraries = of_tensorflow()
+        if listed:
+            why = (
+                f"TensorFlow lists {listed} GPUs in a new process and none in this one"
+            )
+            required = True
+        elif importlib.util.find_spec("nvidia") is None:
+            why = (
+                "TensorFlow's CUDA libraries are not installed: "
+                "see requirements-gpu.lock"
+            )
+        else:
+            missing = ", ".join(missing_libraries) or "their driver"
+            why = f"TensorFlow uses none of {count} GPUs, and could not open {missing}"
+            required = True
     if required:
-        raise ConfigError(
-            "hardware.device", rule or f"must be cpu ({why})", "gpu", ["auto", "cpu"]
-        )
+        raise _must_be_cpu(f"must be cpu ({why})")
     return why
 
 
+def _must_be_cpu(rule: str) -> ConfigError:
+    return ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
+
+
 def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> None:
-    """Lock `gpus` until this process ends, `shared` with others that share them; `wait` for another run, or say so."""
-    ours = os.environ.get(LOCKED, "").split(",")
-    for gpu in sorted(
-        set(gpus) - set(ours)
-    ):  # sorted, so that no two processes deadlock
-        path = (
-            Path(tempfile.gettempdir())
-            / f"pipeline-{os.getuid()}-gpu-{quote(gpu, safe='')}.lock"
-        )
-        with contextlib.suppress(OSError):  # if no file can be written
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            try:
-                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say(
-                    f"waits for GPU {gpu}, which another run has"
-                    if wait
-                    else f"GPU {gpu} has another run on it, too"
-                )
-                if wait:
-                    fcntl.flock(descriptor, kind)
+    """Lock GPUs until this process ends.
+
+    Args:
+        gpus: As `visible` returns them.
+        shared: Whether other processes that share them may lock them, too.
+        wait: Whether to wait for another run that has locked one. Otherwise a line says
+            that there is one.
+    """
+    locked_before = os.environ.get(LOCKED, "").split(",")
+    # The order is sorted, so that no two processes wait for each other.
+    for gpu in sorted(set(gpus) - set(locked_before)):
+        with contextlib.suppress(OSError):  # No file may be writable.
+            _lock_one(gpu, shared=shared, wait=wait)
     os.environ[LOCKED] = ",".join(gpus)
 
 
+def _lock_one(gpu: str, *, shared: bool, wait: bool) -> None:
+    name = f"pipeline-{os.getuid()}-gpu-{quote(gpu, safe='')}.lock"
+    path = Path(tempfile.gettempdir()) / name
+    # The descriptor stays open: closing it would release the lock.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if wait:
+            say(f"waits for GPU {gpu}, which another run has")
+            fcntl.flock(descriptor, kind)
+        else:
+            say(f"GPU {gpu} has another run on it, too")
+
+
 def computes_in_tf32() -> bool:
-    """Return whether TensorFlow computes products of float32 in TF32 on a GPU of this process."""
+    """Return whether TensorFlow multiplies float32 in TF32 on a GPU of this process."""
     import tensorflow as tf  # takes seconds
 
-    with imports.without_chatter():  # the libraries say if they cannot start CUDA
-        known = map(
-            tf.config.experimental.get_device_details,
-            tf.config.get_visible_devices("GPU"),
-        )
-    on = tf.config.experimental.tensor_float_32_execution_enabled()
-    return bool(
-        on and any(of.get("compute_capability", (0, 0)) >= (8, 0) for of in known)
-    )  # Ampere and later
+    if not tf.config.experimental.tensor_float_32_execution_enabled():
+        return False
+    with imports.without_chatter():  # The libraries report if they cannot start CUDA.
+        for gpu in tf.config.get_visible_devices("GPU"):
+            details = tf.config.experimental.get_device_details(gpu)
+            if details.get("compute_capability", (0, 0)) >= _AMPERE:
+                return True
+    return False
 
 
 def unit_roundoff(dtypes: Iterable[str]) -> float:
-    """Return the largest unit roundoff of the floating-point ones of `dtypes`, as this process computes in them."""
-    bits = {"float64": 53, "float32": 11 if computes_in_tf32() else 24, "float16": 11}
-    return max(
-        (2.0 ** -bits.get(dtype, 8) for dtype in dtypes if "float" in dtype),
-        default=0.0,
-    )
+    """Return the largest unit roundoff of the floating-point ones of `dtypes`.
+
+    It is 2⁻ᵖ for p bits of the significand, as this process computes in that dtype.
+    """
+    roundoff = 0.0
+    for dtype in dtypes:
+        if "float" not in dtype:
+            continue
+        bits = _SIGNIFICAND_BITS.get(dtype, _BFLOAT16_BITS)
+        if dtype == "float32" and computes_in_tf32():
+            bits = _TF32_BITS
+        roundoff = max(roundoff, 2.0**-bits)
+    return roundoff

@@ -1,7 +1,14 @@
-"""JSON and YAML files that this package has written and reads again, perhaps after somebody or a disk has changed them.
+"""JSON and YAML files that this package has written and reads again.
 
-A form says what a file must hold: a type, or several; `[form]` for a list of it; a dict for a mapping with these keys,
-each of a form, where the key `str` stands for all keys, and `KEY?` may be missing or null.
+Somebody, or a disk, may have changed them meanwhile.
+
+A form says what a file must hold:
+
+    int                a value of that type
+    (int, str)         a value of one of these types
+    [form]             a list whose entries have the form
+    {"key": form}      a mapping with this key; `key?` may be missing or null
+    {str: form}        a mapping with any keys, whose values have the form
 """
 
 import json
@@ -28,7 +35,7 @@ class FormError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Without aliases: a node that contains itself has no end."""
+    """Loads YAML without aliases: a node that contains itself has no end."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -40,62 +47,87 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(file: Path, form: Any) -> Any:
-    """Return what `file` holds: YAML by its suffix, else JSON; a `FormError` if it is not of the `form`."""
-    data, path = file.read_bytes(), list[str]()
+    """Return what `file` holds: YAML by its suffix, else JSON.
+
+    Raises:
+        FormError: It cannot be parsed, or is not of the `form`.
+        OSError: It cannot be read.
+    """
+    data = file.read_bytes()
+    path: list[str] = []
     try:
         text = data.decode()
-        found = yaml.load(text, _Loader) if file.suffix == ".yaml" else json.loads(text)
-        check(found, form, path)
-        return found
+        if file.suffix == ".yaml":
+            content = yaml.load(text, _Loader)
+        else:
+            content = json.loads(text)
+        check(content, form, path)
+        return content
     except json.JSONDecodeError as error:
-        line, wrong = error.lineno, error.msg
+        line = error.lineno
+        problem = error.msg
     except yaml.MarkedYAMLError as error:
-        line, wrong = (
-            error.problem_mark.line + 1 if error.problem_mark else 1,
-            str(error.problem),
-        )
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        problem = str(error.problem)
     except FormError as error:
-        line, wrong = _line(text, path), str(error)
-    except (
-        ValueError,
-        RecursionError,
-        yaml.YAMLError,
-    ) as error:  # a byte or a sign that is no text; nested too deeply
-        at = vars(error).get("position", getattr(error, "start", 0))
-        line, wrong = 1 + data.count(b"\n", 0, at), first_line(error)
-    raise FormError(f"{file.name}, line {line}: {wrong}")
+        line = _line(text, path)
+        problem = str(error)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        # A byte or a character that is no text, or too deep a nesting.
+        position = vars(error).get("position", getattr(error, "start", 0))
+        line = 1 + data.count(b"\n", 0, position)
+        problem = first_line(error)
+    raise FormError(f"{file.name}, line {line}: {problem}")
 
 
 def check(value: Any, form: Any, path: list[str]) -> None:
-    """Raise a `FormError` if `value` is not of the `form`; the `path` then leads to what is wrong."""
-    kind: Any = type(form) if isinstance(form, dict | list) else form
-    if not isinstance(value, kind):
-        words = " or ".join(
-            _WORDS[each] for each in (kind if isinstance(kind, tuple) else (kind,))
-        )
-        found = _WORDS.get(type(value), type(value).__name__)
-        raise FormError(
-            f"{path[-1] if path else 'all of it'} must be {words}, and is {found}"
-        )
-    for entry in value if isinstance(form, list) else ():
-        check(entry, form[0], path)
-    for key, inner in form.items() if isinstance(form, dict) else ():
-        for name in value if key is str else [key.rstrip("?")]:
-            if name != key and key is not str and value.get(name) is None:
-                continue
-            if name not in value:
-                raise FormError(f"{name} is missing")
-            path.append(str(name))
-            check(value[name], inner, path)
-            path.pop()
+    """Check that `value` is of the `form`.
+
+    Raises:
+        FormError: It is not. The keys in `path` then lead to what is wrong.
+    """
+    if isinstance(form, dict):
+        _check_type(value, dict, path)
+        for key, inner in form.items():
+            _check_entries(value, key, inner, path)
+    elif isinstance(form, list):
+        _check_type(value, list, path)
+        for entry in value:
+            check(entry, form[0], path)
+    else:
+        _check_type(value, form, path)
+
+
+def _check_type(value: Any, types: Any, path: list[str]) -> None:
+    if isinstance(value, types):
+        return
+    alternatives = types if isinstance(types, tuple) else (types,)
+    expected = " or ".join(_WORDS[each] for each in alternatives)
+    actual = _WORDS.get(type(value), type(value).__name__)
+    subject = path[-1] if path else "all of it"
+    raise FormError(f"{subject} must be {expected}, and is {actual}")
+
+
+def _check_entries(mapping: Any, key: Any, form: Any, path: list[str]) -> None:
+    """Check the entry of a mapping that `key` names; all entries if it is `str`."""
+    names = list(mapping) if key is str else [key.rstrip("?")]
+    is_optional = key is not str and key.endswith("?")
+    for name in names:
+        if is_optional and mapping.get(name) is None:
+            continue
+        if name not in mapping:
+            raise FormError(f"{name} is missing")
+        path.append(str(name))
+        check(mapping[name], form, path)
+        path.pop()
 
 
 def _line(text: str, path: list[str]) -> int:
     """Return the line of `text` at which the keys of `path` end."""
-    place = 0
+    position = 0
     for key in path:
-        if found := re.compile(
-            rf'^[\s{{\[,-]*"?{re.escape(key)}"?\s*:', re.MULTILINE
-        ).search(text, place):
-            place = found.end()
-    return 1 + text.count("\n", 0, place)
+        pattern = rf'^[\s{{\[,-]*"?{re.escape(key)}"?\s*:'
+        match = re.compile(pattern, re.MULTILINE).search(text, position)
+        if match:
+            position = match.end()
+    return 1 + text.count("\n", 0, position)

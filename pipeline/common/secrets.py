@@ -1,4 +1,7 @@
-"""Keeps secrets out of everything that is written. Only this module knows what a secret looks like."""
+"""Keeps secrets out of everything that is written.
+
+Only this module knows what a secret looks like.
+"""
 
 import json
 import os
@@ -6,82 +9,111 @@ import re
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 HIDDEN = "***"
-# Up to the last @ of the word, since a password may contain any character, even a slash or a quote; without a colon,
-# and so without a password, up to the last @ before a slash, where the path starts.
+
+# The credentials of a URI within a text. With a password, they reach up to the last @ of
+# the word, since a password may contain any character, even a slash or a quote. Without a
+# colon, and so without a password, they end at the last @ before a slash, where the path
+# starts.
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s:@]*:\S*|[^/\s\"']+)@")
-# In a text that is a URI, or an override with one, up to the last @ of the line: a blank belongs to the password.
-_WHOLE = re.compile(r"\A([+~]*(?:[\w.\-]+=)?[\"']?[\w+\-]+://)[^/:@\n]*:.*@")
-# `viewStateShareKey` of MLflow's pages names a saved view.
-_NAME = r"((?:[?&;]|%3B)(?!viewStateShareKey=)[\w\-]*(?:token|secret|passw|pwd|key|sig|odbc_connect)[\w\-]*(?:=|%3D))"
+# In a text that is a URI, or an override with one, the credentials reach up to the last @
+# of the line: a blank belongs to the password.
+_CREDENTIALS_OF_LINE = re.compile(
+    r"\A([+~]*(?:[\w.\-]+=)?[\"']?[\w+\-]+://)[^/:@\n]*:.*@"
+)
+# The name of a secret in a query. `viewStateShareKey` of MLflow's pages names a saved
+# view, and is none.
+_NAME = (
+    r"((?:[?&;]|%3B)(?!viewStateShareKey=)"
+    r"[\w\-]*(?:token|secret|passw|pwd|key|sig|odbc_connect)[\w\-]*(?:=|%3D))"
+)
 # A quote or full stop after the value belongs to the sentence around it.
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
-# In an override: where a secret is.
+# The place of a secret, in an override or in YAML.
 _SECRET_FILE = re.compile(
-    r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)"""
+    r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)"""
+    r"""((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)"""
 )
+# Environment variables with secrets.
 _SECRET_NAMES = re.compile(
-    r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PWD|PAT|AUTH)$",
-    re.I,
+    r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY"
+    r"|_(KEY|PASS|PWD|PAT|AUTH)$",
+    re.IGNORECASE,
 )
-_remembered: set[str] = (
-    set()
-)  # of this process: errors quote pieces of URIs that no pattern recognizes
-_SHORTEST_SECRET = 6  # characters: masking shorter values would hide half of every text
+# Masking shorter values would hide half of every text.
+_SHORTEST_SECRET = 6  # characters
+
+# Of this process: errors quote pieces of URIs that no pattern recognizes.
+_remembered: set[str] = set()
 
 
 def remember(uri: str) -> None:
-    """Mask the secrets of this URI, and pieces of them, wherever they occur from now on.
+    """Mask the secrets of this URI, and pieces of them, from now on.
 
-    An error may quote a piece: of `http://me:Hunter7#x@host` a parser reports 'Hunter7', a port that is no number.
+    An error may quote a piece: for `http://me:Hunter7#x@host`, a parser reports the port
+    'Hunter7', which is no number.
     """
     rest = uri.partition("://")[2]
+    secrets = _credentials(rest)
+    for text in (rest, unquote_plus(rest)):
+        for match in _QUERY_VALUE.finditer(text):
+            # An ODBC string is a query of its own. Not all of its values are secrets.
+            if "odbc_connect" not in match[1].lower():
+                secrets.add(match[2])
+    for secret in secrets:
+        for form in (secret, unquote(secret), unquote_plus(secret)):
+            _remembered.update({form, *re.split(r"[:@/?#]", form)})
+
+
+def _credentials(rest: str) -> set[str]:
+    """Return the password of a URI without its scheme, or its user if it has none."""
     user, colon, password = rest.rpartition("@")[0].partition(":")
-    secrets = (
-        set() if "/" in user else {password if colon else user}
-    )  # after a slash it is a path
-    # An ODBC string is a query of its own; not all of its values are secrets.
-    values = (
-        found
-        for text in (rest, unquote_plus(rest))
-        for found in _QUERY_VALUE.finditer(text)
-    )
-    secrets |= {found[2] for found in values if "odbc_connect" not in found[1].lower()}
-    for form in {
-        form
-        for secret in secrets
-        for form in (secret, unquote(secret), unquote_plus(secret))
-    }:
-        _remembered.update({form, *re.split(r"[:@/?#]", form)})
+    if "/" in user:
+        return set()  # After a slash it is a path.
+    return {password} if colon else {user}
 
 
 def mask(text: str) -> str:
-    """Mask credentials of URIs in `text`, remembered secrets, and the values of secret environment variables."""
-    text = _CREDENTIALS.sub(f"{HIDDEN}@", _WHOLE.sub(rf"\g<1>{HIDDEN}@", text))
-    text = _SECRET_FILE.sub(rf"\g<1>{HIDDEN}", _IN_QUERY.sub(rf"\g<1>{HIDDEN}", text))
-    values = _remembered | {
-        value for name, value in os.environ.items() if _SECRET_NAMES.search(name)
-    }
-    secrets = {form for value in values for form in _forms(value)}
-    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
+    """Mask the secrets in `text`.
+
+    They are credentials of URIs, remembered secrets, and the values of environment
+    variables whose names are those of secrets.
+    """
+    text = _CREDENTIALS_OF_LINE.sub(rf"\g<1>{HIDDEN}@", text)
+    text = _CREDENTIALS.sub(f"{HIDDEN}@", text)
+    text = _IN_QUERY.sub(rf"\g<1>{HIDDEN}", text)
+    text = _SECRET_FILE.sub(rf"\g<1>{HIDDEN}", text)
+
+    values = set(_remembered)
+    for name, value in os.environ.items():
+        if _SECRET_NAMES.search(name):
+            values.add(value)
+    secrets: set[str] = set()
+    for value in values:
+        secrets.update(_forms(value))
+    # The longest first, as one secret may contain another.
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def _forms(value: str) -> set[str]:
-    """Return the ways in which Python, JSON and URLs write `value`, and each of its lines: a private key has many."""
-    backslashes = value.replace("\\", "\\\\")
+    """Return the forms in which Python, JSON and URLs write `value`.
+
+    Each of its lines is a form, too: a private key has many lines.
+    """
+    backslashes_doubled = value.replace("\\", "\\\\")
     forms = {
-        backslashes,
-        backslashes.replace("'", "\\'"),
+        value,
+        value.strip(),
+        backslashes_doubled,
+        backslashes_doubled.replace("'", "\\'"),
         repr(value)[1:-1],
         json.dumps(value)[1:-1],
-    }
-    forms |= {
         json.dumps(value, ensure_ascii=False)[1:-1],
         quote(value, safe=""),
         quote_plus(value),
         quote(value),
     }
-    forms |= {value, value.strip(), *(line.strip() for line in value.splitlines())}
+    forms.update(line.strip() for line in value.splitlines())
     return {form for form in forms if len(form) >= _SHORTEST_SECRET}

@@ -1,4 +1,7 @@
-"""Signals that end a run: the first one lets the current update finish, the second one ends the run at once."""
+"""Signals that end a run.
+
+The first one lets the current update finish; the second one ends the run at once.
+"""
 
 import os
 import signal
@@ -10,68 +13,80 @@ GRACE = 30.0  # seconds for the current update to finish before it is interrupte
 
 
 class Terminated(BaseException):
-    """SIGTERM, SIGHUP or SIGUSR2 was received. Like KeyboardInterrupt, it is not caught by `except Exception`."""
+    """SIGTERM, SIGHUP or SIGUSR2 was received.
+
+    Like KeyboardInterrupt, it is not caught by `except Exception`.
+    """
 
 
 class Interruption:
     """Whether a run was asked to end."""
 
     def __init__(self) -> None:
-        self._asked: BaseException | None = None
-        self._patient = False
+        self._reason: BaseException | None = None
+        self._defers = False
 
     def asked(self) -> BaseException | None:
         """Return the exception to raise between two updates; None if there is none."""
-        return self._asked
+        return self._reason
 
     @contextmanager
     def between_updates(self) -> Iterator[None]:
         """Defer the first signal within this context until `asked` is checked."""
-        self._patient = True
+        self._defers = True
         try:
             yield
         finally:
-            self._patient = False
+            self._defers = False
 
     @contextmanager
     def listening(self) -> Iterator["Interruption"]:
-        """Handle Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR2, which Slurm sends before a time limit."""
-        numbers = []
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # which alone may handle signals
-            # nohup lets some of them be ignored.
-            asked = [
-                each
-                for each in (signal.SIGINT, signal.SIGHUP)
-                if signal.getsignal(each) != signal.SIG_IGN
-            ]
-            numbers = [signal.SIGTERM, signal.SIGUSR2, *asked]
-        before = {number: signal.signal(number, self._receive) for number in numbers}
+        """Handle the signals within this context.
+
+        They are Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR2, which Slurm
+        sends before a time limit.
+        """
+        previous = {}
+        # Only the main thread may handle signals.
+        if threading.current_thread() is threading.main_thread():
+            for number in _handled_signals():
+                previous[number] = signal.signal(number, self._receive)
         try:
             yield self
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: object) -> None:
-        if number == signal.SIGHUP:  # a shell whose terminal is closed repeats it
+        if number == signal.SIGHUP:
+            # A shell whose terminal is closed repeats it.
             signal.signal(number, signal.SIG_IGN)
             number = signal.SIGTERM
-        error = (
-            KeyboardInterrupt()
-            if number == signal.SIGINT
-            else Terminated(signal.Signals(number).name)
-        )
-        if not self._patient or self._asked is not None:
-            raise error
-        self._asked = error
-        with suppress(OSError):  # the terminal may be gone
-            os.write(
-                2, b"finishing this update; once more ends it at once\n"
-            )  # `print` may be what was interrupted
-        timer = threading.Timer(
-            GRACE, lambda: os.kill(os.getpid(), number) if self._patient else None
-        )
+        reason: BaseException
+        if number == signal.SIGINT:
+            reason = KeyboardInterrupt()
+        else:
+            reason = Terminated(signal.Signals(number).name)
+
+        if not self._defers or self._reason is not None:
+            raise reason
+        self._reason = reason
+        # The terminal may be gone, and `print` may be what was interrupted.
+        with suppress(OSError):
+            os.write(2, b"finishing this update; once more ends it at once\n")
+        timer = threading.Timer(GRACE, self._end_update, args=(number,))
         timer.daemon = True
         timer.start()
+
+    def _end_update(self, number: int) -> None:
+        if self._defers:
+            os.kill(os.getpid(), number)
+
+
+def _handled_signals() -> list[signal.Signals]:
+    numbers = [signal.SIGTERM, signal.SIGUSR2]
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # `nohup` and shells in the background let them be ignored.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            numbers.append(number)
+    return numbers

@@ -1,14 +1,16 @@
-"""`accumulation.micro_batch_size=auto`: search for the largest micro-batch that fits into memory, or for the fastest.
+"""`accumulation.micro_batch_size=auto`: the largest micro-batch that fits into memory.
+
+`auto_fastest` finds the fastest one.
 
     share of a replica ─► powers of two ─► sizes between ─► [powers below, timed] ─► cached
 
-Imports no TensorFlow: each trial is a process of its own, whose death means that the size does not fit.
+Each trial is a process of its own, whose death means that the size does not fit. This
+module imports no TensorFlow.
 """
 
 import bisect
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,15 @@ from pipeline.common.memory_budget import MARGIN
 from pipeline.common.secrets import mask
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
-from pipeline.config.sizes import MICRO
+from pipeline.config.sizes import MICRO, Batching
 from pipeline.tracking import provenance
 
-ALIKE = 0.98  # of the best speed counts as equal: the smaller micro-batch is taken
-SLOWER = 0.9  # of the best speed, twice in a row: smaller ones are not timed
+# A size counts as fast as the fastest one from this share of its speed on. Of those, the
+# smallest is used, as it leaves the most memory free.
+ALIKE = 0.98
+# Once two sizes in a row reach less than this share of the best speed, smaller ones are
+# not timed.
+SLOWER = 0.9
 SILENCE = 5.0  # seconds of waiting for another process until a line says so
 COLUMNS = (
     "micro_batch_size",
@@ -43,46 +50,193 @@ COLUMNS = (
     "why",
 )
 TABLE = "micro_batch_sizes.json"
-_ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}  # of the cache
 TAG = "micro_batch_size.found"
+# The form of an entry of the cache, and of the fields of `Found`.
+_ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}
 PLACING = (
     "parallel_jobs",
     "gpus_per_job",
     "jobs_per_gpu",
 )  # keys of `hardware` that change no try
 
+# Takes a micro-batch size and whether its updates are timed; returns the answer of
+# `pipeline.run.batch_size_trial`.
+Trial = Callable[[int, bool], dict[str, Any]]
 
-def search(spec: RunSpec) -> tuple[RunSpec, dict[str, Any]]:
-    """Search for the micro-batch size of a run, or recall it; of processes that search for the same, one does.
 
-    Where the effective batch changes, it is searched for the largest one. Return the spec with the size, and how it was
-    found: `how` in words, and `tries` with a row of `COLUMNS` for each trial.
+@dataclass(frozen=True)
+class Found:
+    """A micro-batch size that was searched for.
+
+    Attributes:
+        micro_batch_size: Examples per forward and backward pass on one replica.
+        how: In words, such as `the largest of at most 128 that fits`.
+        tries: A row of `COLUMNS` for each trial.
     """
-    run, spec = spec, spec.at_largest()
-    memory = spec.config.hardware.memory
-    resident = (
-        memory_budget.limit() // spec.workers_on_machine
-        if memory is None
-        else memory_budget.parsed(memory)
-    )
-    budget = {"resident": resident, "address_space": memory_budget.address_space()}
-    file = disk_cache.place(
-        "micro_batch_size", json.dumps(_identity(spec, budget), sort_keys=True)
-    )
-    with _locked(file):
-        entry = disk_cache.recall(file, _ENTRY)
-        rows = all(len(row) == len(COLUMNS) for row in entry.get("tries", ()))
-        if rows and 1 <= entry.get("micro_batch_size", 0) <= spec.batching.share:
-            say(
-                f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})"
-            )
+
+    micro_batch_size: int
+    how: str
+    tries: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One trial of a micro-batch size.
+
+    Attributes:
+        size: Examples of the micro-batch.
+        factor: Micro-batches per update.
+        peak: Of the memory, in bytes; None if the trial did not get that far.
+        update_seconds: Of an update; None if the updates were not timed.
+        examples_per_second: None if they were not timed.
+        why: Why the size does not fit; empty if it fits.
+        failed: Whether the error only suggests a lack of memory.
+        seconds: That the trial took.
+    """
+
+    size: int
+    factor: int
+    peak: int | None
+    update_seconds: float | None
+    examples_per_second: float | None
+    why: str
+    failed: bool
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return not self.why
+
+    def row(self) -> list[Any]:
+        """Return the values of `COLUMNS`."""
+        return [
+            self.size,
+            self.factor,
+            self.fits,
+            self.peak,
+            self.update_seconds,
+            self.examples_per_second,
+            self.why,
+        ]
+
+    def __str__(self) -> str:
+        line = f"micro-batch of {self.size} "
+        if self.fits and self.peak is not None:
+            line += f"fits: {memory_budget.readable(self.peak)}"
         else:
-            disk_cache.remember(file, entry := _found(spec, budget))
-    return run.with_micro_batch(entry["micro_batch_size"]), entry
+            line += f"does not fit: {self.why}"
+        if self.examples_per_second:
+            line += f", {self.examples_per_second:.4g} examples/s"
+        return f"{line} ({self.seconds:.1f} s)"
+
+
+def search(spec: RunSpec) -> tuple[RunSpec, Found]:
+    """Search for the micro-batch size of a run, or recall it.
+
+    Of several processes that search for the same, one does. Where the effective batch
+    changes, the size is that for the largest one.
+
+    Returns:
+        The spec with the size, and how it was found.
+
+    Raises:
+        ConfigError: No size fits, or the update fails at any size.
+    """
+    largest_spec = spec.at_largest()
+    budget = {
+        "resident": _resident_budget(spec),
+        "address_space": memory_budget.address_space(),
+    }
+    identity = json.dumps(_identity(largest_spec, budget), sort_keys=True)
+    file = disk_cache.place("micro_batch_size", identity)
+    with _locked(file):
+        found = _recalled(file, most=largest_spec.batching.share)
+        if found is not None:
+            size = found.micro_batch_size
+            say(f"{MICRO} {size}: {found.how}, as was found before ({file})")
+        else:
+            found = _search(largest_spec, budget)
+            disk_cache.remember(file, asdict(found))
+    return spec.with_micro_batch(found.micro_batch_size), found
+
+
+def balanced(share: int, size: int) -> int:
+    """Return the smallest micro-batch that needs no more pieces than `size` does.
+
+    The pieces are those that `share` examples are cut into.
+    """
+    pieces = -(-share // size)  # rounded up
+    return -(-share // pieces)
+
+
+def largest(share: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the largest micro-batch that fits, of up to `share` examples.
+
+    None if not even one example fits. `fits` is called for powers of two by bisection,
+    then for the sizes between the last that fits and the next.
+    """
+    if fits(share):
+        return share
+    exponents = range((share - 1).bit_length())
+    powers = sorted({balanced(share, 2**exponent) for exponent in exponents})
+    fitting = _last([size for size in powers if size < share], fits)
+    if fitting is None:
+        return None
+    next_power = min([size for size in powers if size > fitting], default=share)
+    sizes_between = {balanced(share, size) for size in range(fitting + 1, next_power)}
+    sizes_between -= {fitting, next_power}
+    return _last(sorted(sizes_between), fits) or fitting
+
+
+def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> int:
+    """Return the fastest micro-batch, of `most` examples and of powers of two below.
+
+    Of those about as fast, that is the smallest.
+
+    Args:
+        most: Examples that fit.
+        share: Examples that are cut into micro-batches.
+        rate_of: Returns the examples per second of a size; None if it does not fit, as
+            updates that are timed may need more memory.
+    """
+    exponents = range(most.bit_length())
+    sizes = {balanced(share, 2**exponent) for exponent in exponents}
+    candidates = [size for size in sizes | {most} if size <= most]
+
+    rates: dict[int, float] = {}
+    for size in sorted(candidates, reverse=True):
+        rate = rate_of(size)
+        if rate is not None:
+            rates[size] = rate
+        if len(rates) > 2:
+            slower = SLOWER * max(rates.values())
+            if all(rate < slower for rate in list(rates.values())[-2:]):
+                break
+    if not rates:
+        return most
+    fast_enough = ALIKE * max(rates.values())
+    return min(size for size, rate in rates.items() if rate >= fast_enough)
+
+
+def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Return the last of the ascending `sizes` that fits, by bisection."""
+    count = bisect.bisect(sizes, False, key=lambda size: not fits(size))
+    return sizes[count - 1] if count else None
+
+
+def _resident_budget(spec: RunSpec) -> int | None:
+    """Return the bytes that this worker may keep in memory."""
+    memory = spec.config.hardware.memory
+    if memory is None:
+        return memory_budget.limit() // spec.workers_on_machine
+    return memory_budget.parsed(memory)
 
 
 def _locked(file: Path) -> AbstractContextManager[Any]:
-    """Return a lock that was taken, so that no two processes search for the same at once, if one can be written."""
+    """Return a lock that was taken, so that one process searches at a time.
+
+    Where no lock can be written, there is none.
+    """
     lock = FileLock(f"{file}.lock")
     with suppress(OSError, NotImplementedError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -94,221 +248,209 @@ def _locked(file: Path) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _found(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    cut, asked, memory = (
-        spec.batching,
-        spec.config.accumulation.micro_batch_size,
-        spec.config.hardware.memory,
-    )
-    limit = min(filter(None, budget.values()))
-    say(
-        f"{MICRO}={asked}: trying what fits into {MARGIN:.0%} of {memory_budget.readable(limit)}, or into the GPU"
-    )
-    tries: list[list[Any]] = []
-    answers: list[dict[str, Any]] = []
-    with _trials(
-        spec, {name: value and MARGIN * value for name, value in budget.items()}
-    ) as trial:
-
-        def attempt(size: int, timed: bool) -> dict[str, Any]:
-            answers.append(answer := trial(size, timed))
-            fits, seconds = "why" not in answer, answer.get("update") if timed else None
-            why = mask(answer.get("why", ""))
-            factor, rate = (
-                cut.of(size).factor,
-                cut.effective_batch_size / seconds if seconds else None,
-            )
-            tries.append([size, factor, fits, answer.get("peak"), seconds, rate, why])
-            what = (
-                f"fits: {memory_budget.readable(answer['peak'])}"
-                if fits
-                else f"does not fit: {why}"
-            )
-            speed = f", {rate:.4g} examples/s" if rate else ""
-            say(f"  micro-batch of {size} {what}{speed} ({answer['took']:.1f} s)")
-            return {**answer, "rate": rate}
-
-        size = largest(cut.share, lambda size: "why" not in attempt(size, False))
-        if size is None and answers[-1].get(
-            "failed"
-        ):  # the smallest, so that it is no matter of memory
-            raise ConfigError(
-                MICRO,
-                f"must be a number, as the update that is tried fails ({tries[-1][-1]})",
-            )
-        if size is None:
-            key, rule = (
-                ("hardware.memory", "must be enough for")
-                if memory
-                else (MICRO, "must find room for")
-            )
-            rule = f"{rule} a micro-batch of one example, which does not fit ({tries[-1][-1]})"
-            raise ConfigError(key, rule, memory or asked)
-        how = f"the largest of at most {cut.share} that fits"
-        if asked == "auto_fastest":
-            size, how = (
-                fastest(size, cut.share, lambda size: attempt(size, True)),
-                "the fastest that fits",
-            )
-    return {"micro_batch_size": size, "how": how, "tries": tries}
-
-
-def balanced(share: int, size: int) -> int:
-    """Return the smallest micro-batch that cuts `share` examples into as many pieces as `size` does."""
-    return -(-share // -(-share // size))
-
-
-def largest(share: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest micro-batch of up to `share` examples that fits; None if not even one example does."""
-    if fits(share):
-        return share
-    powers = sorted(
-        {balanced(share, 2**power) for power in range((share - 1).bit_length())}
-    )
-    found = _last([size for size in powers if size < share], fits)
-    if found is None:
+def _recalled(file: Path, most: int) -> Found | None:
+    """Return the entry of the cache; None if there is none, or if it cannot be right."""
+    entry = disk_cache.recall(file, _ENTRY)
+    if not entry:
         return None
-    above = min([size for size in powers if size > found], default=share)
-    between = {balanced(share, size) for size in range(found + 1, above)} - {
-        found,
-        above,
-    }
-    return _last(sorted(between), fits) or found
+    found = Found(**{name: entry[name] for name in _ENTRY})
+    complete = all(len(row) == len(COLUMNS) for row in found.tries)
+    return found if complete and 1 <= found.micro_batch_size <= most else None
 
 
-def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the last of the ascending `sizes` that fits, by bisection."""
-    fitting = bisect.bisect(sizes, False, key=lambda size: not fits(size))
-    return sizes[fitting - 1] if fitting else None
-
-
-def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> int:
-    """Return the fastest of `most`, which fit, and the powers of two below; the smallest of those about as fast."""
-    sizes = sorted(
-        {balanced(share, 2**power) for power in range(most.bit_length())} | {most},
-        reverse=True,
+def _search(spec: RunSpec, budget: dict[str, Any]) -> Found:
+    mode = spec.config.accumulation.micro_batch_size  # auto or auto_fastest
+    share = spec.batching.share
+    least = min(limit for limit in budget.values() if limit is not None)
+    say(
+        f"{MICRO}={mode}: trying what fits into {MARGIN:.0%} of "
+        f"{memory_budget.readable(least)}, or into the GPU"
     )
-    rates: dict[int, float] = {}
-    for size in (size for size in sizes if size <= most):
-        if (
-            rate := attempt(size)["rate"]
-        ) is not None:  # timed updates may need more memory
-            rates[size] = rate
-        if len(rates) > 2 and all(
-            rate < SLOWER * max(rates.values()) for rate in [*rates.values()][-2:]
-        ):
-            break
-    return min(
-        (size for size in rates if rates[size] >= ALIKE * max(rates.values())),
-        default=most,
+    with_margin = {}
+    for name, limit in budget.items():
+        with_margin[name] = None if limit is None else MARGIN * limit
+
+    attempts: list[_Attempt] = []
+    with _trials(spec, with_margin) as trial:
+
+        def attempt(size: int, *, timed: bool) -> _Attempt:
+            answer = trial(size, timed)
+            attempts.append(_attempt(spec.batching.of(size), timed, answer))
+            say(f"  {attempts[-1]}")
+            return attempts[-1]
+
+        def rate_of(size: int) -> float | None:
+            timed = attempt(size, timed=True)
+            return timed.examples_per_second if timed.fits else None
+
+        size = largest(share, lambda size: attempt(size, timed=False).fits)
+        if size is None:
+            raise _nothing_fits(spec, attempts[-1])
+        how = f"the largest of at most {share} that fits"
+        if mode == "auto_fastest":
+            size = fastest(size, share, rate_of)
+            how = "the fastest that fits"
+    return Found(size, how, [attempt.row() for attempt in attempts])
+
+
+def _attempt(cut: Batching, timed: bool, answer: dict[str, Any]) -> _Attempt:
+    update_seconds = answer.get("update") if timed else None
+    examples_per_second = None
+    if update_seconds:
+        examples_per_second = cut.effective_batch_size / update_seconds
+    return _Attempt(
+        size=cut.micro_batch_size,
+        factor=cut.factor,
+        peak=answer.get("peak"),
+        update_seconds=update_seconds,
+        examples_per_second=examples_per_second,
+        why=mask(answer.get("why", "")),
+        failed=answer.get("failed", False),
+        seconds=answer["took"],
     )
+
+
+def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
+    """Return the error for a search in which not even one example fitted."""
+    if smallest.failed:
+        # The smallest size fails, too, so that the error is not about memory.
+        rule = f"must be a number, as the update that is tried fails ({smallest.why})"
+        return ConfigError(MICRO, rule)
+    example = f"a micro-batch of one example, which does not fit ({smallest.why})"
+    memory = spec.config.hardware.memory
+    if memory:
+        return ConfigError("hardware.memory", f"must be enough for {example}", memory)
+    mode = spec.config.accumulation.micro_batch_size
+    return ConfigError(MICRO, f"must find room for {example}", mode)
 
 
 def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    given = spec.resolved
-    # Only whether they are 0 matters: without momentum there is no velocity in memory.
-    numbers = {
-        key: bool(value)
-        for key, value in given["optimizer"].items()
-        if isinstance(value, int | float)
-    }
-    hardware = {
-        key: value for key, value in given["hardware"].items() if key not in PLACING
-    }
+    """Return all that the result of a search depends on; the key of its cache."""
+    config = spec.resolved
+    # Of a number only whether it is 0 matters: without momentum there is no velocity in
+    # memory.
+    optimizer = dict(config["optimizer"])
+    for key, value in optimizer.items():
+        if isinstance(value, int | float):
+            optimizer[key] = bool(value)
+    hardware: dict[str, Any] = {}
+    for key, value in config["hardware"].items():
+        if key not in PLACING:
+            hardware[key] = value
+    environment = provenance.environment(Path())
+    hardware["gpus"] = []
+    if config["hardware"]["device"] != "cpu":
+        hardware["gpus"] = _gpus(environment["gpus"])
+
     training = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
-    surroundings = provenance.environment(Path())
     machine = ("python", "processor", "processors", "driver", "package", "packages")
+    targets = []
+    for key, value in leaves(config).items():
+        if key.endswith("_target_"):
+            targets.append(value)
     return {
-        "asked": given["accumulation"]["micro_batch_size"],
+        "asked": config["accumulation"]["micro_batch_size"],
         "effective_batch_size": spec.batching.effective_batch_size,
         "budget": budget,
-        **{key: given[key] for key in ("dataset", "model")},
-        "hardware": {
-            **hardware,
-            "gpus": []
-            if given["hardware"]["device"] == "cpu"
-            else _gpus(surroundings["gpus"]),
-        },
-        "optimizer": {**given["optimizer"], **numbers},
-        "training": {key: given["training"][key] for key in training},
-        "noise_every": given["tracking"]["noise_every"],
-        "machine": {key: surroundings[key] for key in machine},
-        "code": _own_code(
-            [value for key, value in leaves(given).items() if key.endswith("_target_")]
-        ),
+        "dataset": config["dataset"],
+        "model": config["model"],
+        "hardware": hardware,
+        "optimizer": optimizer,
+        "training": {key: config["training"][key] for key in training},
+        "noise_every": config["tracking"]["noise_every"],
+        "machine": {key: environment[key] for key in machine},
+        "code": _code_hash(targets),
     }
 
 
 def _gpus(names: Sequence[str]) -> Sequence[str]:
-    """Return the names of the GPUs that this process may use, from the `names` of all GPUs of the machine."""
+    """Return the names of the GPUs that this process may use.
+
+    `names` are those of all GPUs of the machine. CUDA ignores what follows an index that
+    does not exist in `CUDA_VISIBLE_DEVICES`.
+    """
     if not names:
         return names
-    known = itertools.takewhile(
-        lambda gpu: not gpu.isdecimal() or int(gpu) < len(names), nvidia.visible()
-    )
-    return [names[int(gpu)] if gpu.isdecimal() else gpu for gpu in known]
+    chosen = []
+    for gpu in nvidia.visible():
+        if not gpu.isdecimal():
+            chosen.append(gpu)  # the UUID of a GPU
+        elif int(gpu) < len(names):
+            chosen.append(names[int(gpu)])
+        else:
+            break
+    return chosen
 
 
-def _own_code(targets: Sequence[str]) -> str:
-    """Return a SHA-256 of the user's modules that define the `targets`, and of the other files of their folders."""
-    found = hashlib.sha256()
-    for name in sorted(
-        {target.partition(".")[0] for target in targets}
-        - {"pipeline", "keras", "tensorflow"}
-    ):
+def _code_hash(targets: Sequence[str]) -> str:
+    """Return a SHA-256 of the user's modules that define the `targets`.
+
+    The other files of their folders are included, as they may be imported.
+    """
+    tops = {target.partition(".")[0] for target in targets}
+    digest = hashlib.sha256()
+    for name in sorted(tops - {"pipeline", "keras", "tensorflow"}):
         spec = importlib.util.find_spec(name)
-        if spec is None or "site-packages" in str(spec.origin):  # whose version counts
+        # An installed package counts by its version, which is in the environment.
+        if spec is None or "site-packages" in str(spec.origin):
             continue
-        files = [
-            path
-            for folder in spec.submodule_search_locations or ()
-            for path in Path(folder).rglob("*.py")
-        ]
+        files: list[Path] = []
+        for folder in spec.submodule_search_locations or ():
+            files += Path(folder).rglob("*.py")
         if not files and spec.has_location and spec.origin:
-            files = [*Path(spec.origin).parent.glob("*.py")]
+            files += Path(spec.origin).parent.glob("*.py")
         for path in sorted(files):
-            found.update(path.read_bytes())
-    return found.hexdigest()
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @contextmanager
-def _trials(
-    spec: RunSpec, budget: dict[str, Any]
-) -> Iterator[Callable[[int, bool], dict[str, Any]]]:
-    """Yield what tries a micro-batch size; the second argument is whether its updates are timed."""
+def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
+    """Yield what tries a micro-batch size, in a process that is killed afterwards."""
     with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
+        tempfile.TemporaryFile("w+", errors="replace") as stderr,
         imports.started(
-            "pipeline.run.batch_size_trial", stdout=subprocess.PIPE, stderr=said
+            "pipeline.run.batch_size_trial", stdout=subprocess.PIPE, stderr=stderr
         ) as process,
     ):
 
-        def tell(what: dict[str, Any]) -> None:
+        def send(request: dict[str, Any]) -> None:
             with suppress(BrokenPipeError):
-                print(json.dumps(what), file=process.stdin, flush=True)
+                print(json.dumps(request), file=process.stdin, flush=True)
 
         def trial(size: int, timed: bool) -> dict[str, Any]:
-            tell({"micro_batch_size": size, "timed": timed})
-            if not (line := process.stdout.readline()):
-                said.seek(0)
-                last = next(
-                    (text for text in reversed([*map(str.strip, said)]) if text), ""
-                )
-                raise ConfigError(
-                    MICRO,
-                    f"must be a number, as the process that tries sizes ended ({mask(last)})",
-                )
+            send({"micro_batch_size": size, "timed": timed})
+            line = process.stdout.readline()
+            if not line:
+                last_line = mask(_last_line(stderr))
+                rule = f"must be a number, as the process that tries sizes ended ({last_line})"
+                raise ConfigError(MICRO, rule)
             answer: dict[str, Any] = json.loads(line)
-            if refused := answer.get("refused"):
-                error = ConfigError(refused["key"], refused["rule"])
-                vars(error).update(refused)
-                raise error
+            if "refused" in answer:
+                raise _config_error(answer["refused"])
             return answer
 
         try:
-            tell({"spec": spec.to_text(), "budget": budget})
+            send({"spec": spec.to_text(), "budget": budget})
             yield trial
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-            with suppress(OSError):  # what it has not read
+            with suppress(OSError):  # The process may not have read all.
                 process.stdin.close()
+
+
+def _last_line(file: Any) -> str:
+    """Return the last line of an open text file that is not empty."""
+    file.seek(0)
+    last = ""
+    for line in file:
+        if line.strip():
+            last = line.strip()
+    return last
+
+
+def _config_error(attributes: dict[str, Any]) -> ConfigError:
+    """Return the error that another process has sent by its attributes."""
+    error = ConfigError(attributes["key"], attributes["rule"])
+    vars(error).update(attributes)
+    return error

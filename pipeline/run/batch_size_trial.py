@@ -1,6 +1,19 @@
-"""The process that tries micro-batch sizes: it imports TensorFlow once, and each trial is a fork of it, which may die.
+"""The process that tries micro-batch sizes.
 
-It reads a line of JSON with the spec and the budget, then a line for each trial, which it answers with a line.
+It imports TensorFlow once. Each trial is a fork of it, which may die.
+
+It reads lines of JSON. The first one has the spec and the budget: `resident` and
+`address_space` in bytes. Each other line is a request with a `micro_batch_size` and
+whether it is `timed`. The answer to a request is a line with
+
+    took            seconds
+    on_gpu          whether the trial computed on a GPU
+    peak            of the memory, in bytes
+    address_space   the largest size of it so far, in bytes
+    update          the shortest time of an update, in seconds
+    why             why the size does not fit, if it does not
+    failed          true if the error only suggests a lack of memory
+    refused         the attributes of a ConfigError, if the config is wrong for any size
 """
 
 import json
@@ -10,6 +23,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,152 +45,162 @@ with imports.without_chatter():
     from pipeline.dataset import longest_batch
     from pipeline.training.evaluator import Evaluator
 
-POLL = 0.01  # seconds between two measurements of the memory of a trial
-STILL = 300.0  # seconds without CPU time after which a trial counts as stuck
-# What kernels on a GPU say if they get no memory for a convolution, and of tensors of more than 2^31 elements.
-UNSAID = re.compile(r"No algorithm worked|int32|32-bit|2\^31|too large|overflow")
-LEAST, SECONDS = (
-    3,
-    1.0,
-)  # the least number of updates that are timed, and for how long at least
+POLL_SECONDS = 0.01  # between two measurements of the memory of a trial
+STUCK_SECONDS = 300.0  # without CPU time, after which a trial counts as stuck
+# What kernels on a GPU say when they get no memory for a convolution, and about tensors
+# of more than 2^31 elements.
+UNCLEAR_ERRORS = re.compile(
+    r"No algorithm worked|int32|32-bit|2\^31|too large|overflow"
+)
+LEAST_UPDATES = 3  # that are timed
+LEAST_SECONDS = 1.0  # for which updates are timed
 
 
 def main() -> None:
+    """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the user's code prints is not an answer
+    os.dup2(2, 1)  # What the user's code prints is not an answer.
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
     opening = json.loads(sys.stdin.readline())
     spec = resolve.from_text(opening["spec"])
-    for asked in map(json.loads, sys.stdin):
-        of_size = replace(spec, batching=spec.batching.of(asked["micro_batch_size"]))
-        print(
-            json.dumps(_run_fork(of_size, asked["timed"], **opening["budget"])),
-            file=answers,
-            flush=True,
-        )
+    for line in sys.stdin:
+        request = json.loads(line)
+        cut = spec.batching.of(request["micro_batch_size"])
+        budget = opening["budget"]
+        answer = _run_fork(replace(spec, batching=cut), request["timed"], **budget)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _run_fork(
     spec: RunSpec, timed: bool, resident: float, address_space: float | None
 ) -> dict[str, Any]:
-    """Try a cut in a fork of this process; return what it measures, with `why` if it does not fit into these bytes."""
-    began, parent = time.monotonic(), os.getppid()
-    answers, theirs = multiprocessing.Pipe(duplex=False)
+    """Try a cut in a fork of this process; return the answer.
+
+    `resident` and `address_space` are the budget, in bytes.
+    """
+    began = time.monotonic()
+    parent_id = os.getppid()
+    answers, sender = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(
-        target=_try, args=(spec, timed, theirs)
+        target=_try, args=(spec, timed, sender)
     )
     process.start()
-    theirs.close()
-    # A new process would have loaded all libraries; in a fork they count only once it has used them.
-    unused = max(
-        0,
-        psutil.Process().memory_info().rss
-        - psutil.Process(process.pid).memory_info().rss,
-    )
-    found: dict[str, Any] = {}
-    done, at = 0.0, began
-    while not found.keys() & {"peak", "why", "refused"}:
+    sender.close()
+    # A new process would have loaded all libraries. In a fork they count only once they
+    # are used.
+    unused = max(0, _resident_bytes() - _resident_bytes(process.pid))
+
+    answer: dict[str, Any] = {}
+    stuck = _StuckClock()
+    while not answer.keys() & {"peak", "why", "refused"}:
         try:
-            if answers.poll(POLL):
-                found |= json.loads(answers.recv_bytes())
-            elif (
-                found.get("on_gpu") is False
-                and psutil.Process(process.pid).memory_info().rss + unused > resident
-            ):
-                process.kill()
-                found["why"] = "the memory"
-            elif (now := sum(psutil.Process(process.pid).cpu_times()[:2])) > done + 0.1:
-                done, at = now, time.monotonic()
-            elif time.monotonic() > at + STILL:
-                process.kill()
-                found["why"] = f"it stood still for {STILL:.0f} s"
+            if answers.poll(POLL_SECONDS):
+                answer |= json.loads(answers.recv_bytes())
+            else:
+                # Of a GPU's memory only TensorFlow knows.
+                watches_memory = answer.get("on_gpu") is False
+                memory = _resident_bytes(process.pid) + unused
+                if watches_memory and memory > resident:
+                    process.kill()
+                    answer["why"] = "the memory"
+                elif stuck.seconds(process.pid) > STUCK_SECONDS:
+                    process.kill()
+                    answer["why"] = f"it stood still for {STUCK_SECONDS:.0f} s"
         except psutil.Error:
-            pass  # it has just ended: its answer is still to be read
-        except EOFError:  # it has died
+            pass  # It has just ended: its answer is still to be read.
+        except EOFError:
             process.join()
-            status = process.exitcode
-            found["why"] = (
-                f"killed by {signal.Signals(-status).name}"
-                if status < 0
-                else f"exit status {status}"
-            )
-        if os.getppid() != parent:  # the process that asks is dead
+            answer["why"] = _why_it_died(process.exitcode)
+        if os.getppid() != parent_id:  # The process that sends requests is dead.
             process.kill()
             sys.exit(1)
     process.join()
-    if "peak" in found and not found["on_gpu"]:
-        found["peak"] += unused
-        if found["peak"] > resident or (
-            address_space is not None and found["address_space"] > address_space
-        ):
-            found["why"] = "the memory"
-    return {**found, "took": time.monotonic() - began}
+
+    if "peak" in answer and not answer["on_gpu"]:
+        answer["peak"] += unused
+        too_large = answer["peak"] > resident
+        if address_space is not None and answer["address_space"] > address_space:
+            too_large = True
+        if too_large:
+            answer["why"] = "the memory"
+    return {**answer, "took": time.monotonic() - began}
+
+
+class _StuckClock:
+    """Measures for how long a process has used no CPU time."""
+
+    def __init__(self) -> None:
+        self._cpu_seconds = 0.0
+        self._last_progress = time.monotonic()
+
+    def seconds(self, process_id: int) -> float:
+        """Return the seconds since the process has last used a tenth of a second."""
+        times = psutil.Process(process_id).cpu_times()
+        cpu_seconds = times.user + times.system
+        if cpu_seconds > self._cpu_seconds + 0.1:
+            self._cpu_seconds = cpu_seconds
+            self._last_progress = time.monotonic()
+        return time.monotonic() - self._last_progress
+
+
+def _resident_bytes(process_id: int | None = None) -> int:
+    """Return the resident memory of a process, by default of this one."""
+    resident: int = psutil.Process(process_id).memory_info().rss
+    return resident
+
+
+def _why_it_died(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"
 
 
 def _try(spec: RunSpec, timed: bool, answers: Connection) -> None:
     try:
-        answers.send_bytes(
-            json.dumps({"on_gpu": devices.uses_gpu(spec.config.hardware)}).encode()
-        )
-        found = _measured(spec, timed)
+        on_gpu = devices.uses_gpu(spec.config.hardware)
+        answers.send_bytes(json.dumps({"on_gpu": on_gpu}).encode())
+        answer = _measured(spec, timed)
     except BaseException as error:
-        found = _failure(error)
-    answers.send_bytes(json.dumps(found).encode())
+        answer = _failure(error)
+    answers.send_bytes(json.dumps(answer).encode())
     os._exit(0)  # without waiting for its threads
 
 
 def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
-    """Do all that takes memory in a run, with the longest examples; return the peak, and the seconds of an update.
-
-    An update that is not timed is shortened: two micro-batches on each replica take as much memory as more do, except
-    for the sparse gradients of an embedding, which grow with the rows that are looked up.
-    """
-    parts, cut = assembly.assemble(spec), spec.batching
-    update, count = parts.update(), cut.effective_batch_size
-    sparse = any(
-        isinstance(layer, keras.layers.Embedding) for layer in layers_of(parts.model)
-    )
-    some = (
-        count
-        if timed or sparse or update.objective.over_batch
-        else 2 * cut.micro_batch_size * cut.replicas
-    )
-    batches = iter(longest_batch.of_update(parts.spec, parts.data, count))
+    """Do all that takes memory in a run, with the longest examples; return the answer."""
+    parts = assembly.assemble(spec)
+    update = parts.update()
+    effective_batch_size = spec.batching.effective_batch_size
+    examples = effective_batch_size
+    if not timed and not _memory_grows_with_factor(parts, update):
+        # Two micro-batches on each replica take as much memory as more do.
+        examples = 2 * spec.batching.micro_batch_size * spec.batching.replicas
     step = tf.function(update, autograph=False, reduce_retracing=True)
-    copies: list[Any] = []
+
+    batches = iter(
+        longest_batch.of_update(parts.spec, parts.data, effective_batch_size)
+    )
+    full = next(batches)
+    batch = _first_examples(full, examples)
+    step(batch)["loss"].numpy()  # It is traced here, and not timed.
+    _evaluate_splits(parts, effective_batch_size)
+    # A checkpoint takes two copies, as it is read back once it is written.
+    variables = [*parts.model.variables, *update.optimizer.variables]
+    copies = [np.array(variable) for variable in [*variables, *variables]]
+
     seconds: list[float] = []
-    while len(seconds) < (LEAST if timed else 1) or (timed and sum(seconds) < SECONDS):
-        full = next(
-            batches
-        )  # while the one before is still held, as a run holds it for a retry
+    while not _timed_enough(seconds, timed):
+        # The batch before is still held, as a run holds it for a retry.
+        full = next(batches)
         began = time.monotonic()
-        batch = tf.nest.map_structure(
-            lambda leaf: None if leaf is None else leaf[:some], full
-        )
+        batch = _first_examples(full, examples)
         step(batch)["loss"].numpy()
-        if copies:  # the first update was traced
-            seconds.append(time.monotonic() - began)
-            continue
-        for name in parts.data.splits.keys() - {"train"}:
-            evaluated = longest_batch.of_evaluation(
-                parts.spec, parts.data.splits[name], count
-            )
-            Evaluator(parts.evaluation(), evaluated, name, _does_not_fit)()
-        variables = (*parts.model.variables, *update.optimizer.variables)
-        copies += [
-            np.array(variable) for variable in variables * 2
-        ]  # a checkpoint, which is read back once written
+        seconds.append(time.monotonic() - began)
+    del copies  # They were held until here.
+
     peak = devices.peak_memory(parts.devices)
-    if (
-        parts.devices.on_gpu
-    ):  # its budget only TensorFlow knows: try again with the margin allocated
-        margins = []
-        for gpu in tf.config.list_logical_devices("GPU"):
-            with tf.device(gpu.name):
-                margins.append(
-                    tf.zeros([int(peak * (1 / memory_budget.MARGIN - 1))], tf.uint8)
-                )
-        step(batch)["loss"].numpy()
+    if parts.devices.on_gpu:
+        _update_with_margin_allocated(step, batch, peak)
     return {
         "peak": peak,
         "address_space": devices.status_bytes("VmPeak") or 0,
@@ -184,28 +208,88 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
     }
 
 
+def _memory_grows_with_factor(parts: Any, update: Any) -> bool:
+    """Return whether an update takes more memory the more micro-batches it has.
+
+    Sparse gradients of an embedding grow with the rows that are looked up, and a loss
+    over the effective batch holds the outputs of all examples.
+    """
+    if update.objective.over_batch:
+        return True
+    layers = layers_of(parts.model)
+    return any(isinstance(layer, keras.layers.Embedding) for layer in layers)
+
+
+def _first_examples(batch: Any, count: int) -> Any:
+    def first(leaf: Any) -> Any:
+        return None if leaf is None else leaf[:count]
+
+    return tf.nest.map_structure(first, batch)
+
+
+def _timed_enough(seconds: list[float], timed: bool) -> bool:
+    if not timed:
+        return len(seconds) >= 1
+    return len(seconds) >= LEAST_UPDATES and sum(seconds) >= LEAST_SECONDS
+
+
+def _evaluate_splits(parts: Any, effective_batch_size: int) -> None:
+    for name, split in parts.data.splits.items():
+        if name != "train":
+            batches = longest_batch.of_evaluation(
+                parts.spec, split, effective_batch_size
+            )
+            Evaluator(parts.evaluation(), batches, name, _does_not_fit)()
+
+
 def _does_not_fit(name: str, size: int) -> None:
     raise MemoryError(f"the {name} split")
 
 
+def _update_with_margin_allocated(step: Any, batch: Any, peak: int) -> None:
+    """Update once with the margin of the budget allocated on each GPU.
+
+    The budget of a GPU is known to TensorFlow alone.
+    """
+    margin = int(peak * (1 / memory_budget.MARGIN - 1))
+    tensors = []
+    for gpu in tf.config.list_logical_devices("GPU"):
+        with tf.device(gpu.name):
+            tensors.append(tf.zeros([margin], tf.uint8))
+    step(batch)["loss"].numpy()
+
+
 def _failure(error: BaseException) -> dict[str, Any]:
-    """Return why a cut does not fit, `failed` where that is likely alone; or what is wrong with the config for any."""
-    links = [error]
-    while (link := links[-1].__cause__ or links[-1].__context__) is not None:
-        links.append(link)
-    for link in links:
+    """Return the answer for a trial that raised an error."""
+    chain = list(_causes(error))
+    for link in chain:
         if isinstance(link, MemoryError | tf.errors.ResourceExhaustedError):
             return {"why": cause(link)}
-    for link in links:
-        unsaid = isinstance(link, tf.errors.InternalError | tf.errors.UnknownError)
-        if unsaid or (isinstance(link, tf.errors.OpError) and UNSAID.search(str(link))):
-            return {"why": f"{type(link).__name__}: {cause(link)}", "failed": True}
+    for link in chain:
+        if _suggests_memory(link):
+            why = f"{type(link).__name__}: {cause(link)}"
+            return {"why": why, "failed": True}
     if not isinstance(error, ConfigError):
-        rule = (
-            f"must be a number, as the update that is tried fails ({described(error)})"
-        )
+        reason = described(error)
+        rule = f"must be a number, as the update that is tried fails ({reason})"
         error = ConfigError("accumulation.micro_batch_size", rule)
     return {"refused": vars(error)}
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, then what caused it, and so on."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _suggests_memory(error: BaseException) -> bool:
+    """Return whether libraries on a GPU raise such an error when memory is missing."""
+    if isinstance(error, tf.errors.InternalError | tf.errors.UnknownError):
+        return True
+    is_unclear = UNCLEAR_ERRORS.search(str(error)) is not None
+    return isinstance(error, tf.errors.OpError) and is_unclear
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # importing these takes seconds, in which the store is opened
     from pipeline.components.assembly import Parts
     from pipeline.training.recorder import Recorder
 
+# Takes the record of the data, as `provenance.dataset` returns it, and may reject it.
 CheckDataset = Callable[[dict[str, Any]], None]
 
 
@@ -58,98 +59,126 @@ def run(
     check_dataset: CheckDataset | None = None,
     resume: bool = False,
 ) -> tuple[str, float]:
-    """Train by a config and record it; return the run's ID in MLflow and its last (validation) loss.
+    """Train by a config and record it.
 
     Args:
-        composed: the config, as Hydra composed it from `overrides`.
-        run_dir: of this run; exists. It stays as it is if the config is refused.
-        tags: of the run, in addition to its own.
-        check_dataset: takes the record of the data, as `provenance.dataset` returns it, and may refuse it.
-        resume: continue the run in `run_dir`. With `training.resume=auto` that is done if there is one.
+        composed: The config, as Hydra composed it from `overrides`.
+        overrides: Of the command line.
+        run_dir: Directory of this run, which exists. It stays as it is if the config is
+            rejected.
+        tags: Of the run, in addition to its own.
+        check_dataset: Takes the record of the data, and may reject it.
+        resume: Continue the run in `run_dir`. With `training.resume=auto` it is
+            continued if there is one.
+
+    Returns:
+        The run's ID in MLflow, and its last loss, of the validation split if there is
+        one.
 
     Raises:
-        ConfigError: the config is wrong; nothing was created.
-        NotShippedError: it trained, but the store did not get all of it.
+        ConfigError: The config is wrong. Nothing was created.
+        NotShippedError: It trained, but not all of it is in the store.
     """
     with Interruption().listening() as interruption:
         spec = resolve_for_all(composed, overrides)
         if spec.workers is not None and not spec.workers.is_chief:
             worker.run(spec)
             return "", math.inf
-        with (
-            Chief(spec) as workers,
-            ExitStack() as undo,
-            exits_as_failures(),
-        ):  # a refused run leaves no trace
+        with Chief(spec) as workers, exits_as_failures():
             before = resume_rules.of(run_dir, spec, required=resume)
-            if before is not None:
-                if before.finished:
-                    return before.run_id, _finished(before, workers)
-                undo.callback(before.past.close)
-                spec, check_dataset = before.spec, before.check_dataset
-            began_with = (
-                None if before is None else before.past.start["tags"].get(fork.UPDATE)
-            )
-            start = (before and before.checkpoint) or fork.of(spec, run_dir, began_with)
-            asked, found = spec.config.tracking, None
-            when = asked.when_unreachable.name
-            journal = Journal(
-                asked.uri,
-                asked.experiment,
-                patience=asked.patience,
-                when_unreachable=when,
-            )
-            undo.callback(journal.abandon)  # it opens while TensorFlow is imported
-            if spec.searches:
-                journal.ready()  # before: the search takes minutes, which a store that refuses the run would waste
-                spec, found = batch_size_search.search(spec)
-            parts = _gather(spec, run_dir, start, check_dataset, workers)
-            update = parts.update()
-            for began in (before, start):
-                if isinstance(began, Continuation | Fork):
-                    began.check(update, parts.plan)
-            if found is None:
-                journal.ready()
-            undo.pop_all()
-            tracker = Tracker(journal, run_dir, parts.plan, parts.files)
-            loss = _train(
-                parts,
-                update,
-                tracker,
-                _Beginning(tags, before, start, found),
-                interruption,
-                workers,
-            )
-    say(f"open it with: {shlex.join(['pipeline', 'ui', *store_argument(asked.uri)])}")
-    return tracker.run_id, loss
+            if before is not None and before.finished:
+                return before.run_id, _finished(before, workers)
+            job = _prepare(spec, run_dir, tags, before, check_dataset, workers)
+            loss = _train(job, interruption, workers)
+    store = store_argument(job.parts.spec.config.tracking.uri)
+    say(f"open it with: {shlex.join(['pipeline', 'ui', *store])}")
+    return job.tracker.run_id, loss
 
 
 def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
-    """Return the spec of a composed config; if it is refused, tell the other workers."""
+    """Return the spec of a composed config; if it is rejected, tell the other workers."""
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
-        with suppress(
-            Exception
-        ):  # the environment may be wrong, or the config too wrong to name the workers
+        # The environment may be wrong, or the config too wrong to name the workers.
+        with suppress(Exception):
             if chief.tell_workers(composed.hardware, error):
                 raise SystemExit(2) from None
         raise
 
 
-def _finished(before: Continuation, workers: Chief) -> float:
-    before.past.close()
-    say(
-        f"run {before.run_id} has finished in {before.run_dir}: there is nothing to train"
-    )
-    workers.dismiss()
-    last, tracking = before.past.last, before.spec.config.tracking
-    loss = last.get("val/loss", last.get("train/loss", math.inf))
-    if sync_run(
-        str(before.run_dir), OwnStore(tracking.uri), tracking.patience, named=False
-    ):
-        raise NotShippedError(_unshipped_line(before.run_dir, tracking.uri), loss)
-    return loss
+@dataclass(frozen=True)
+class _Job:
+    """A run that is about to train.
+
+    Attributes:
+        parts: What it is made of.
+        update: Applies one effective batch.
+        tracker: Records it.
+        tags: In addition to the run's own.
+        before: The run that is resumed; None for a new one.
+        start: The checkpoint that the training starts from.
+        found: How its micro-batch size was found, if it was searched for.
+    """
+
+    parts: Parts
+    update: Update
+    tracker: Tracker
+    tags: Mapping[str, str]
+    before: Continuation | None
+    start: Checkpoint | Fork | None
+    found: batch_size_search.Found | None
+
+
+def _prepare(
+    spec: RunSpec,
+    run_dir: Path,
+    tags: Mapping[str, str],
+    before: Continuation | None,
+    check_dataset: CheckDataset | None,
+    workers: Chief,
+) -> _Job:
+    """Do all that may reject a run before anything is created, and open its store."""
+    with ExitStack() as undo:
+        fork_update = None
+        if before is not None:
+            undo.callback(before.past.close)
+            spec = before.spec
+            check_dataset = before.check_dataset
+            fork_update = before.past.start["tags"].get(fork.UPDATE)
+
+        start: Checkpoint | Fork | None = None
+        if before is not None:
+            start = before.checkpoint
+        if start is None:
+            start = fork.of(spec, run_dir, fork_update)
+
+        # The store opens in a thread, while TensorFlow is imported.
+        tracking = spec.config.tracking
+        journal = Journal(
+            tracking.uri,
+            tracking.experiment,
+            patience=tracking.patience,
+            when_unreachable=tracking.when_unreachable.name,
+        )
+        undo.callback(journal.abandon)
+
+        found = None
+        if spec.searches:
+            # A search takes minutes: a store that rejects the run does so before.
+            journal.ready()
+            spec, found = batch_size_search.search(spec)
+        parts = _gather(spec, run_dir, start, check_dataset, workers)
+        update = parts.update()
+        if before is not None:
+            before.check(update, parts.plan)
+        if isinstance(start, Fork):
+            start.check(update, parts.plan)
+        if found is None:
+            journal.ready()
+        undo.pop_all()
+    tracker = Tracker(journal, run_dir, parts.plan, parts.files)
+    return _Job(parts, update, tracker, tags, before, start, found)
 
 
 def _gather(
@@ -159,163 +188,198 @@ def _gather(
     check_dataset: CheckDataset | None,
     workers: Chief,
 ) -> Parts:
+    """Return the parts of the run, once all workers have met."""
     workers.start(spec, run_dir)
     with imports.without_chatter():
         from pipeline.components import assembly
 
     spec = workers.gather(spec, run_dir, start)
     with workers.as_worker_error():
-        parts = assembly.assemble(
-            spec, check_dataset, 0 if start is None else start.update
-        )
+        parts = assembly.assemble(spec, check_dataset, _updates_before(start))
     workers.reductions_ready = parts.devices.reductions_ready
     return parts
 
 
-@dataclass(frozen=True)
-class _Beginning:
-    tags: Mapping[str, str]  # in addition to the run's own
-    before: Continuation | None  # the run that is resumed; None for a new one
-    start: Checkpoint | Fork | None  # the checkpoint that the training starts from
-    found: (
-        dict[str, Any] | None
-    )  # how a micro-batch size was found that was searched for
-
-    def link(self, tracker: Tracker) -> None:
-        """Name the run in the one whose checkpoint it starts from."""
-        if isinstance(self.start, Fork) and self.start.run_id:
-            tracker.journal.write({"fork_of": self.start.run_id})
-
-    def begin(self, tracker: Tracker, parts: Parts) -> None:
-        """Create the run, or continue it, and print which."""
-        spec, callbacks = parts.spec, parts.objective.callbacks
-        record = (0 if self.start is None else self.start.update), spec
-        data = parts.data, parts.recorded_data
-        if self.before is None:
-            tags = (
-                parts.tags()
-                | (self.start.tags if isinstance(self.start, Fork) else {})
-                | dict(self.tags)
-            )
-            tracker.start(*record, *data, parts.model, tags, parts.devices.gpus)
-            lines = [
-                *filter(None, [parts.scaled]),
-                *parts.notes,
-                *parts.differences_from_large_batch(),
-            ]
-        else:
-            tracker.resume(self.before.past, *record, *data)
-            lines = self.before.said(callbacks)
-        say(f"{parts.devices.description}; {parts.plan}", *lines)
-        if self.found is not None:
-            tracker.table(
-                batch_size_search.TABLE, batch_size_search.COLUMNS, self.found["tries"]
-            )
-            tracker.journal.write({"tags": {batch_size_search.TAG: self.found["how"]}})
-        if isinstance(self.start, Fork):
-            say(*self.start.said(callbacks))
-        self.link(tracker)
-        where = mask(spec.config.tracking.uri)
-        run = (
-            f"MLflow run {tracker.run_id} in {where}"
-            if tracker.run_id
-            else "no MLflow run yet"
-        )
-        say(f"run directory {tracker.run_dir}", run)
-        say_id(tracker.run_id)
+def _updates_before(start: Checkpoint | Fork | None) -> int:
+    return 0 if start is None else start.update
 
 
-def _train(
-    parts: Parts,
-    update: Update,
-    tracker: Tracker,
-    beginning: _Beginning,
-    interruption: Interruption,
-    workers: Chief,
-) -> float:
+def _finished(before: Continuation, workers: Chief) -> float:
+    """Ship what the store of a finished run lacks; return the run's last loss."""
+    before.past.close()
+    say(
+        f"run {before.run_id} has finished in {before.run_dir}: "
+        "there is nothing to train"
+    )
+    workers.dismiss()
+    last = before.past.last
+    loss = last.get("val/loss", last.get("train/loss", math.inf))
+    tracking = before.spec.config.tracking
+    store = OwnStore(tracking.uri)
+    if sync_run(str(before.run_dir), store, tracking.patience, named=False):
+        raise NotShippedError(_unshipped_line(before.run_dir, tracking.uri), loss)
+    return loss
+
+
+def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
+    """Train, log the model, and close the run; return the last loss."""
     from pipeline.components import fitting
 
-    recorder = fitting.recorder(parts, tracker)
+    tracker = job.tracker
+    recorder = fitting.recorder(job.parts, tracker)
+    log_model = job.parts.spec.config.tracking.log_model
     with (
-        _closing(tracker, recorder) as unshipped,
-        fitting.checkpoints(parts, tracker.run_dir) as checkpoints,
+        _closing(tracker, recorder) as closing,
+        fitting.checkpoints(job.parts, tracker.run_dir) as checkpoints,
     ):
-        beginning.begin(tracker, parts)
-        if (before := beginning.before) is not None and (
-            cuts := recorded_cuts(before.past.tags)
-        ):
-            # The updates that were cut smaller keep their micro-steps; from here on the config cuts.
-            recorder.cut(
-                parts.plan.after(cuts, max([before.update, *before.past.updates]))
-            )
+        _begin(job)
+        _continue_counting(job, recorder)
         recorder.restart_clock()
-        warming = threading.Thread(
+        mlflow_import = threading.Thread(
             target=_warm_up, args=(recorder.traced,), daemon=True
         )
-        if parts.spec.config.tracking.log_model:
-            warming.start()
+        if log_model:
+            mlflow_import.start()
         with workers.as_worker_error(), interruption.between_updates():
             loss = fitting.fit(
-                parts,
-                update,
+                job.parts,
+                job.update,
                 recorder,
                 checkpoints,
-                beginning.start,
+                job.start,
                 interruption.asked,
             )
         recorder.progress.close()
         tracker.check_files()
-        beginning.link(
-            tracker
-        )  # again: two runs that begin at one moment may have overwritten each other's link
-        if parts.spec.config.tracking.log_model:
-            recorder.traced.set()  # also if there was nothing left to train
-            warming.join()  # what it imports is not looked at meanwhile
-            _log_model(parts, tracker)
-    if unshipped:
-        raise NotShippedError(unshipped[0], loss)
+        # The link is written again: of two runs that begin at one moment, one may have
+        # overwritten the link of the other.
+        _link_fork(job)
+        if log_model:
+            recorder.traced.set()  # There may have been nothing left to train.
+            mlflow_import.join()  # No interruption breaks into an import.
+            _log_model(job.parts, tracker)
+    if closing.unshipped is not None:
+        raise NotShippedError(closing.unshipped, loss)
     return loss
 
 
-@contextmanager
-def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
-    """Close the run; the list gets a line if it has finished but the store did not get all of it."""
-    unshipped: list[str] = []
-    status, failure = "FINISHED", None
-    try:
-        yield unshipped
-    except BaseException as error:
-        status = (
-            "KILLED" if isinstance(error, KeyboardInterrupt | Terminated) else "FAILED"
+def _begin(job: _Job) -> None:
+    """Create the run, or continue it, and print which."""
+    tracker = job.tracker
+    parts = job.parts
+    spec = parts.spec
+    callbacks = parts.objective.callbacks
+    updates = _updates_before(job.start)
+    if job.before is None:
+        tags = parts.tags()
+        if isinstance(job.start, Fork):
+            tags = tags | job.start.tags
+        tracker.start(
+            updates,
+            spec,
+            parts.data,
+            parts.recorded_data,
+            parts.model,
+            tags | dict(job.tags),
+            parts.devices.gpus,
         )
+        lines = [*parts.notes, *parts.differences_from_large_batch()]
+        if parts.scaled:
+            lines.insert(0, parts.scaled)
+    else:
+        tracker.resume(job.before.past, updates, spec, parts.data, parts.recorded_data)
+        lines = job.before.said(callbacks)
+    say(f"{parts.devices.description}; {parts.plan}", *lines)
+
+    if job.found is not None:
+        columns = batch_size_search.COLUMNS
+        tracker.table(batch_size_search.TABLE, columns, job.found.tries)
+        tracker.journal.write({"tags": {batch_size_search.TAG: job.found.how}})
+    if isinstance(job.start, Fork):
+        say(*job.start.said(callbacks))
+    _link_fork(job)
+
+    run = "no MLflow run yet"
+    if tracker.run_id:
+        run = f"MLflow run {tracker.run_id} in {mask(spec.config.tracking.uri)}"
+    say(f"run directory {tracker.run_dir}", run)
+    say_id(tracker.run_id)
+
+
+def _link_fork(job: _Job) -> None:
+    """Name the run in the one whose checkpoint it starts from."""
+    if isinstance(job.start, Fork) and job.start.run_id:
+        job.tracker.journal.write({"fork_of": job.start.run_id})
+
+
+def _continue_counting(job: _Job, recorder: Recorder) -> None:
+    """Let updates that were cut smaller before keep their number of micro-steps.
+
+    From here on, the config decides how an update is cut.
+    """
+    before = job.before
+    if before is None:
+        return
+    cuts = recorded_cuts(before.past.tags)
+    if cuts:
+        last = max([before.update, *before.past.updates])
+        recorder.cut(job.parts.plan.after(cuts, last))
+
+
+@dataclass
+class _Closing:
+    """How a run was closed.
+
+    Attributes:
+        unshipped: The line that names what the store lacks, if the run has finished
+            but the store did not get all of it.
+    """
+
+    unshipped: str | None = None
+
+
+@contextmanager
+def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
+    """Close the run when the block ends, however it ends."""
+    closing = _Closing()
+    status = "FINISHED"
+    failure = None
+    try:
+        yield closing
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt | Terminated)
+        status = "KILLED" if interrupted else "FAILED"
         failure = "".join(traceback.format_exception_only(error)).strip()
-        with suppress(
-            Exception
-        ):  # a second failure, such as of a lost device, must not hide the first
+        # A second failure, such as of a lost device, must not hide the first one.
+        with suppress(Exception):
             recorder.fetch()
         raise
     finally:
         recorder.progress.close()
+        why = None
         try:
-            why = tracker.end(status, failure) if tracker.begun else None
+            if tracker.begun:
+                why = tracker.end(status, failure)
         except BaseException:
             say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
             raise
-        unshipped += (
-            [_unshipped_line(tracker.run_dir, tracker.journal.uri, f" ({why})")]
-            if why
-            else []
-        )
-        if failure is not None:
-            say(*unshipped)
+        if why:
+            uri = tracker.journal.uri
+            closing.unshipped = _unshipped_line(tracker.run_dir, uri, f" ({why})")
+            if failure is not None:
+                say(closing.unshipped)
 
 
 def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
-    return f"not all of the run is in the store{why}: {sync_command(str(run_dir), uri)}"
+    command = sync_command(str(run_dir), uri)
+    return f"not all of the run is in the store{why}: {command}"
 
 
 def _warm_up(traced: threading.Event) -> None:
-    """Prepare MLflow for `_log_model` while the update is compiled and the device trains, after it is traced."""
+    """Prepare MLflow for `_log_model` once the update is traced.
+
+    Meanwhile the update is compiled, and the device trains.
+    """
     traced.wait()
     # A failure is seen again when the model is logged.
     with suppress(Exception), imports.executed_on_use(), imports.without_collections():
@@ -331,12 +395,12 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
     try:
         code = parts.spec.config.tracking.code
         if code is None:
-            resolved = leaves(parts.spec.resolved).items()
-            targets = [
-                str(value) for key, value in resolved if key.endswith("_target_")
-            ]
+            targets = []
+            for key, value in leaves(parts.spec.resolved).items():
+                if key.endswith("_target_"):
+                    targets.append(str(value))
             code = logged_model.own_code(parts.model, targets)
         tracker.log_model(parts.model, parts.example(), code)
-    except Exception as error:  # the run is trained and recorded all the same
+    except Exception as error:  # The run is trained and recorded all the same.
         tracker.journal.write({"tags": {"model.not_logged": mask(first_line(error))}})
         say(f"the model was not logged: {first_line(error)}")

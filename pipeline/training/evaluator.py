@@ -1,7 +1,9 @@
-"""The loss and the metrics over a split: when they are computed, how, with which weights, and which were the best."""
+"""The loss and the metrics over a split: when they are computed, and how.
+
+The best evaluation so far is kept here, too.
+"""
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,99 +17,127 @@ from pipeline.accumulation import Evaluation
 from pipeline.config.plan import Plan
 from pipeline.training.oom_retry import assign_all, halve
 
-Check = Callable[
-    [], None
-]  # called between two batches; what it raises ends the evaluation
+# Called between two batches. What it raises ends the evaluation.
+Check = Callable[[], None]
 Evaluate = Callable[[Check], dict[str, float]]
 
 
 @dataclass
 class Best:
-    """The best evaluation so far, by one metric, for `training.keep_best`; of two equal ones, the first."""
+    """The best evaluation so far, for `training.keep_best`; of two equal ones, the first.
 
-    metric: str  # its name, without `val/`
-    mode: str  # `min` or `max`
-    value: float | None = (
-        None  # of the metric; None before the first evaluation that gives a number
-    )
-    update: int = 0  # completed updates before that evaluation
+    Attributes:
+        metric: Name of the metric, without `val/`.
+        mode: `min` or `max`.
+        value: Its best value; None before the first evaluation that gives a number.
+        update: Completed updates before that evaluation.
+    """
+
+    metric: str
+    mode: str
+    value: float | None = None
+    update: int = 0
 
     def take(self, update: int, results: Mapping[str, float]) -> bool:
-        """Return whether the evaluation after `update` updates is the best so far; if so, keep it as that."""
-        value, better = (
-            results[self.metric],
-            operator.lt if self.mode == "min" else operator.gt,
-        )
-        if math.isnan(value) or not (self.value is None or better(value, self.value)):
+        """Keep the evaluation after `update` updates if it is the best; return whether."""
+        value = results[self.metric]
+        if math.isnan(value) or not self._improves(value):
             return False
-        self.value, self.update = value, update
+        self.value = value
+        self.update = update
         return True
 
+    def _improves(self, value: float) -> bool:
+        if self.value is None:
+            return True
+        return value < self.value if self.mode == "min" else value > self.value
+
     def row(self) -> dict[str, float]:
-        """Return what is logged of it: the metric and the update; empty if there was none."""
-        return (
-            {}
-            if self.value is None
-            else {f"best/val/{self.metric}": self.value, "best/update": self.update}
-        )
+        """Return the metrics that are logged of it; none before the first evaluation."""
+        if self.value is None:
+            return {}
+        return {f"best/val/{self.metric}": self.value, "best/update": self.update}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from another one, given as a dict, unless that is of another metric or mode."""
+        """Continue from another one, as a dict, if that is of the same metric and mode."""
         if (state["metric"], state["mode"]) == (self.metric, self.mode):
-            self.value, self.update = state["value"], state["update"]
+            self.value = state["value"]
+            self.update = state["update"]
 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """What a run evaluates, and when."""
+    """What a run evaluates, and when.
 
-    validation: Evaluate | None = (
-        None  # returns the loss and the metrics over the validation split
-    )
-    test: Evaluate | None = (
-        None  # returns them over the test split; called once, when the training has ended
-    )
-    every: int | str = (
-        "epoch"  # or updates between two evaluations; the last update is always followed by one
-    )
-    best: Best | None = (
-        None  # the checkpoint of the best one is kept, and `test` uses its weights
-    )
+    Attributes:
+        validation: Returns the loss and the metrics over the validation split.
+        test: Returns them over the test split. It is called once, after the training.
+        every: Updates between two evaluations, or `epoch`. The last update is always
+            followed by an evaluation.
+        best: The best evaluation so far, whose checkpoint is kept and whose weights
+            `test` uses. None if no checkpoint is kept for it.
+    """
+
+    validation: Evaluate | None = None
+    test: Evaluate | None = None
+    every: int | str = "epoch"
+    best: Best | None = None
 
     def due(self, update: int, plan: Plan, *, last: bool) -> bool:
-        """Return whether the validation split is evaluated after `update` updates, if there is one."""
+        """Return whether the validation split is evaluated after `update` updates."""
         if self.validation is None:
             return False
-        return last or (
-            plan.ends_epoch(update)
-            if isinstance(self.every, str)
-            else update % self.every == 0
-        )
+        if last:
+            return True
+        if isinstance(self.every, str):
+            return plan.ends_epoch(update)
+        return update % self.every == 0
+
+
+def _ignore_halved(split: str, micro_batch_size: int) -> None:
+    pass
 
 
 @dataclass
 class Evaluator:
-    """Computes the loss and the metrics over all of a split, each example exactly once."""
+    """Computes the loss and the metrics over a split, each example exactly once.
 
-    evaluation: Evaluation  # of one batch
+    Attributes:
+        evaluation: Evaluates one batch.
+        batches: Of the split.
+        name: Of the split.
+        on_halved: Called with the split's name and the new size when micro-batches do
+            not fit into memory and are halved.
+        changed: Variables that a forward pass may change. They are restored before a
+            second try.
+        retry: Whether a batch that does not fit is evaluated in smaller micro-batches.
+            One of several workers cannot do that, as the others go on.
+    """
+
+    evaluation: Evaluation
     batches: tf.data.Dataset
-    name: str = "validation"  # of the split
-    # Called with that and the new size when micro-batches do not fit into memory and are halved.
-    on_halved: Callable[[str, int], None] = lambda name, size: None
-    changed: Sequence[
-        tf.Variable
-    ] = ()  # those that a forward pass may change, put back before a second try
-    retry: bool = True  # in smaller micro-batches; one of several workers cannot, as the others go on
+    name: str = "validation"
+    on_halved: Callable[[str, int], None] = _ignore_halved
+    changed: Sequence[tf.Variable] = ()
+    retry: bool = True
 
     def __call__(self, check: Check = lambda: None) -> dict[str, float]:
-        """Return the loss and the metrics; raise a ResourceExhaustedError if a batch cannot be read into memory."""
+        """Return the loss and the metrics over the split.
+
+        Raises:
+            tf.errors.ResourceExhaustedError: A batch cannot be read into memory.
+            OutOfMemoryError: Not even a micro-batch of one example fits.
+        """
         before = [tf.identity(variable) for variable in self.changed]
-        while (results := self._evaluate(check)) is None:
+        results = self._evaluate(check)
+        while results is None:
             assign_all(self.changed, before)
+            results = self._evaluate(check)
         return results
 
-    @cached_property  # once it is traced, it keeps the size of its micro-batches
+    @cached_property
     def _evaluate_batch(self) -> Callable[[Any], Any]:
+        """Evaluate a batch; once traced, it keeps the size of its micro-batches."""
         return tf.function(
             lambda batch: self.evaluation(batch),
             [self.batches.element_spec],
@@ -115,42 +145,52 @@ class Evaluator:
         )
 
     def _evaluate(self, check: Check) -> dict[str, float] | None:
-        """Return the results; None if a batch did not fit into memory, after which micro-batches are halved."""
-        metrics, sums = self.evaluation.measured, None
+        """Return the results, or None if a batch did not fit into memory.
+
+        Then the micro-batches are halved.
+        """
+        metrics = self.evaluation.measured
         for metric in metrics.values():
             metric.reset_state()
+
+        sums: Any = None
         for batch in self.batches:
             if sums is not None:
                 check()
             try:
-                found = self._evaluate_batch(batch)
+                batch_sums = self._evaluate_batch(batch)
             except tf.errors.ResourceExhaustedError as error:
                 if not self.retry:
                     raise
-                self.on_halved(
-                    self.name, halve(self.evaluation, f"the {self.name} split", error)
-                )
+                size = halve(self.evaluation, f"the {self.name} split", error)
+                self.on_halved(self.name, size)
                 del self._evaluate_batch
                 return None
-            sums = found if sums is None else tf.nest.map_structure(tf.add, sums, found)
-            del batch  # before the next one is read
+            if sums is None:
+                sums = batch_sums
+            else:
+                sums = tf.nest.map_structure(tf.add, sums, batch_sums)
+            del batch  # Only one batch is in memory: the next one is read after it.
         assert sums is not None
-        return {name: float(value) for name, value in sums.results(metrics).items()}
+        results = {}
+        for name, value in sums.results(metrics).items():
+            results[name] = float(value)
+        return results
 
 
 @contextmanager
 def averaged_weights(
     optimizer: keras.optimizers.Optimizer, model: keras.Model
 ) -> Iterator[None]:
-    """With `use_ema`, give the model its averaged weights meanwhile, so that all rows of a curve are of the same."""
-    variables = (
-        model.trainable_variables
-        if getattr(optimizer, "inner_optimizer", optimizer).use_ema
-        else []
-    )
-    raw = [tf.identity(variable.value) for variable in variables]
+    """With `use_ema`, give the model its averaged weights within the block.
+
+    All evaluations of a run, the last one included, are then of averaged weights.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    variables = model.trainable_variables if inner.use_ema else []
+    raw_values = [tf.identity(variable.value) for variable in variables]
     optimizer.finalize_variable_values(variables)
     try:
         yield
     finally:
-        assign_all(variables, raw)
+        assign_all(variables, raw_values)

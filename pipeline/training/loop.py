@@ -23,72 +23,97 @@ WORKER_LOST = (
     tf.errors.DeadlineExceededError,
     tf.errors.AbortedError,
 )
+BATCH_HOOKS = (
+    "on_batch_begin",
+    "on_batch_end",
+    "on_train_batch_begin",
+    "on_train_batch_end",
+)
 
 
 class Interrupted(BaseException):
-    """The run was asked to end: `Trainer.fit` writes a checkpoint, then raises the reason, which this holds."""
+    """The run was asked to end.
+
+    `Trainer.fit` writes a checkpoint, then raises the reason, which is the argument.
+    """
+
+
+def _never_stop() -> BaseException | None:
+    return None
 
 
 @dataclass(eq=False)
 class Trainer:
-    """Trains to the end of the recorder's plan, or until a callback sets `model.stop_training`."""
+    """Trains to the end of the plan, or until a callback sets `model.stop_training`.
 
-    update: Update  # applies one effective batch; its model is compiled if a callback wants that
-    batches: (
-        tf.data.Dataset
-    )  # effective batches, one per update, from that of the first update here on
-    recorder: Recorder  # takes the results of every update; its plan says how many there are, and where epochs end
+    Attributes:
+        update: Applies one effective batch. Its model is compiled if a callback needs
+            a compiled model.
+        batches: Effective batches, one per update. The first one is that of the first
+            update of this process.
+        recorder: Takes the results of every update. Its plan says how many updates
+            there are and where epochs end.
+        evaluations: Of the validation and the test split.
+        callbacks: By name. To a callback, one update is one batch.
+        checkpoints: Writes the checkpoints that are due, each after the rows of all
+            updates before it.
+        oom_retry: Repeats an update that does not fit into memory in smaller
+            micro-batches. Without it, such an update ends the run.
+        stop: Called after each update and after each batch of an evaluation. If it
+            returns an exception, that is raised once the rows so far are logged and a
+            checkpoint is written.
+        profiler: Traces some of the updates.
+        agree: Returns, once every worker has called it, whether all passed True.
+        done: Completed updates.
+        pending: Whether the evaluation and the callbacks after the last update are
+            still to come.
+        validation: The results of the evaluation after the last update; empty if there
+            was none.
+        stopped_by: The name of the callback that has set `model.stop_training`.
+    """
+
+    update: Update
+    batches: tf.data.Dataset
+    recorder: Recorder
     _: KW_ONLY
-    evaluations: Evaluations = field(
-        default_factory=Evaluations
-    )  # of the validation and the test split
-    callbacks: Mapping[str, keras.callbacks.Callback] = field(
-        default_factory=dict
-    )  # one update is one batch to them
-    checkpoints: Checkpoints | None = (
-        None  # writes those that are due, each after the rows of all updates before it
-    )
-    oom_retry: OomRetry | None = (
-        None  # runs an update that does not fit into memory again; else that ends the run
-    )
-    # Called after each update and each batch of an evaluation. If it returns an exception, that is raised once the rows
-    # so far are logged and a checkpoint is written.
-    stop: Callable[[], BaseException | None] = lambda: None
-    profiler: Profiler = field(default_factory=Profiler)  # traces some of the updates
-    agree: Callable[[bool], bool] = (
-        bool  # returns, once each worker has called it, whether all gave it true
-    )
-    done: int = field(default=0, init=False)  # completed updates
-    pending: bool = field(
-        default=False, init=False
-    )  # the evaluation and the callbacks after the last update come yet
-    validation: dict[str, float] = field(
-        default_factory=dict, init=False
-    )  # after the last update; empty without one
-    stopped_by: str | None = field(
-        default=None, init=False
-    )  # the callback that has set `model.stop_training`
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    callbacks: Mapping[str, keras.callbacks.Callback] = field(default_factory=dict)
+    checkpoints: Checkpoints | None = None
+    oom_retry: OomRetry | None = None
+    stop: Callable[[], BaseException | None] = _never_stop
+    profiler: Profiler = field(default_factory=Profiler)
+    agree: Callable[[bool], bool] = bool
+    done: int = field(default=0, init=False)
+    pending: bool = field(default=False, init=False)
+    validation: dict[str, float] = field(default_factory=dict, init=False)
+    stopped_by: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.model, plan = self.update.model, self.recorder.plan
-        watched = [
-            each
-            for name, own in self.callbacks.items()
-            for each in (own, _Watch(self, name))
-        ]
-        length = {"epochs": plan.epochs, "steps": plan.updates_per_epoch}
+        self.model = self.update.model
+        hooks: list[keras.callbacks.Callback] = []
+        for name, callback in self.callbacks.items():
+            hooks.append(callback)
+            hooks.append(_StopWatch(self, name))
+        plan = self.recorder.plan
         self._hooks = keras.callbacks.CallbackList(
-            watched, model=self.model, verbose=0, **length
+            hooks,
+            model=self.model,
+            verbose=0,
+            epochs=plan.epochs,
+            steps=plan.updates_per_epoch,
         )
         self._has_batch_hooks = any(map(_has_batch_hooks, self.callbacks.values()))
         self._next_update = tf.function(self._next_step, autograph=False)
 
     def fit(self, start: Checkpoint | Fork | None = None) -> float:
-        """Train from the first update, or a checkpoint of this or another run; return the last (validation) loss.
+        """Train, and return the last loss: of the validation split if there is one.
+
+        Args:
+            start: The checkpoint, of this or of another run, from which to continue.
 
         Raises:
-            NonFiniteError: as `Recorder.fetch`.
-            ConfigError: `start` is of another model or optimizer; no weight was changed.
+            NonFiniteError: As `Recorder.fetch` does.
+            ConfigError: `start` is of another model or optimizer. No weight was changed.
         """
         self.model.stop_training = False
         self._hooks.on_train_begin()
@@ -103,13 +128,14 @@ class Trainer:
                     self.raise_if_stopped()
                 self.evaluate()
                 self.checkpoint(last=self.ended)
-            del iterator  # with the batches that it has read ahead
+            del iterator  # It holds batches that it has read ahead.
             self.finish()
             self.test()
-        self.agree(True)  # no worker leaves while another one is at work
-        return (
-            self.validation["loss"] if self.validation else self.recorder.last["loss"]
-        )
+
+        self.agree(True)  # No worker leaves while another one still computes.
+        if self.validation:
+            return self.validation["loss"]
+        return self.recorder.last["loss"]
 
     @property
     def ended(self) -> bool:
@@ -117,39 +143,40 @@ class Trainer:
         return bool(self.recorder.plan.ended(self.done) or self.model.stop_training)
 
     def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
-        """Put back the state of a checkpoint; `iterator` is as in `update_once`."""
-        state = (
-            snapshot.read(start.folder, start.meta)
-            if isinstance(start, Checkpoint)
-            else start.states.pop()
-        )
+        """Restore the state of a checkpoint; `iterator` is that of `update_once`."""
+        if isinstance(start, Checkpoint):
+            state = snapshot.read(start.folder, start.meta)
+            restore: Any = snapshot.restore
+        else:
+            state = start.states.pop()
+            restore = start.restore
         snapshot.adapt(self.update, state)
-        self._next_update.get_concrete_function(
-            iterator
-        )  # before: a layer may draw a seed when it is traced
+
+        # The update is traced before: a layer may draw a seed when it is traced.
+        self._next_update.get_concrete_function(iterator)
         self.update.begun.assign(start.update)
-        restore = snapshot.restore if isinstance(start, Checkpoint) else start.restore
         loop = restore(state, self.update, self.recorder, self.callbacks)
-        self.done, self.pending, self.validation = (
-            start.update,
-            loop["open"],
-            loop["validation"],
-        )
+
+        self.done = start.update
+        self.pending = loop["open"]
+        self.validation = loop["validation"]
         self.stopped_by = loop["stopped_by"]
         if self.evaluations.best is not None and loop["best"] is not None:
             self.evaluations.best.set_state(loop["best"])
         self.recorder.progress.done = self.done
 
     def update_once(self, iterator: Any) -> tf.Tensor:
-        """Apply the next effective batch, in smaller micro-batches if it does not fit; return a vector of results.
+        """Apply the next effective batch; return its results as `Recorder.add` takes them.
 
-        `iterator` is over effective batches; the results are as `Recorder.add` takes them.
+        If the batch does not fit into memory, it is repeated in smaller micro-batches.
+        `iterator` is over effective batches.
         """
         epoch, index = self.recorder.plan.place(self.done)
         if index == 0:
             self._hooks.on_epoch_begin(epoch)
         if self._has_batch_hooks:
             self._hooks.on_train_batch_begin(index)
+
         if self.oom_retry is None:
             return self._next_update(iterator)
         try:
@@ -157,108 +184,106 @@ class Trainer:
         except tf.errors.ResourceExhaustedError as error:
             self.recorder.fetch()
             results = self.oom_retry.retry_halved(error, self.done + 1, self._step)
-        self.recorder.cut(
-            self.recorder.plan.halved(self.done, self.update.micro_batch_size)
-        )
+        micro_batch_size = self.update.micro_batch_size
+        self.recorder.cut(self.recorder.plan.halved(self.done, micro_batch_size))
         self._next_update = tf.function(self._next_step, autograph=False)
         return results
 
     def record(self, results: tf.Tensor) -> None:
-        """Count the update that gave these results; give them to the recorder and to the callbacks' batch hooks."""
-        self.recorder.add(
-            self.done + 1, results, self._next_update.experimental_get_tracing_count()
-        )
+        """Count an update; pass its results to the recorder and to the batch hooks."""
+        traces = self._next_update.experimental_get_tracing_count()
+        self.recorder.add(self.done + 1, results, traces)
         if self._has_batch_hooks:
-            logs = dict(zip(self.recorder.names, tf.unstack(results)[:-1], strict=True))
-            self._hooks.on_train_batch_end(self.recorder.plan.place(self.done)[1], logs)
+            values = tf.unstack(results)[:-1]
+            logs = dict(zip(self.recorder.names, values, strict=True))
+            _, index = self.recorder.plan.place(self.done)
+            self._hooks.on_train_batch_end(index, logs)
         self.done += 1
         self.pending = True
 
     def raise_if_stopped(self) -> None:
         """Raise `Interrupted` if the run was asked to end."""
-        if (reason := self.stop()) is not None:
+        reason = self.stop()
+        if reason is not None:
             raise Interrupted(reason)
 
     def evaluate(self) -> None:
-        """Evaluate the validation split if that is due, and call the callbacks if an epoch ends."""
+        """Evaluate the validation split if it is due; call the callbacks at an epoch's end."""
+        plan = self.recorder.plan
+        ended = self.ended
         results: dict[str, float] = {}
-        plan, ended = self.recorder.plan, self.ended
         if self.evaluations.due(self.done, plan, last=ended):
             self.recorder.fetch()
             results = self.validate()
         try:
             if self.callbacks and (ended or plan.ends_epoch(self.done)):
-                self.recorder.fetch()
-                logs = self.recorder.epoch_means() | {
-                    f"val_{name}": value for name, value in results.items()
-                }
-                self._hooks.on_epoch_end(plan.place(self.done - 1)[0], logs)
-            if (
-                self.model.stop_training
-                and not results
-                and self.evaluations.due(self.done, plan, last=True)
-            ):
-                results = self.validate(
-                    pending=False
-                )  # a callback has just stopped the run
-        finally:  # the row is logged also if a callback raises
+                self._end_epoch(results)
+            stopped_now = self.model.stop_training and not results
+            if stopped_now and self.evaluations.due(self.done, plan, last=True):
+                results = self.validate(pending=False)
+        finally:
+            # The row is logged even if a callback raises.
             if results:
                 self.recorder.evaluated("val", self.done, results)
-        self.validation, self.pending = results, False
+        self.validation = results
+        self.pending = False
 
     def validate(self, *, pending: bool = True) -> dict[str, float]:
-        """Return the results over the validation split; write a checkpoint if they are the best so far.
+        """Return the results over the validation split.
 
-        It can be interrupted only while the callbacks after the update are `pending`.
+        If they are the best so far, a checkpoint is written. The evaluation can be
+        interrupted only while the callbacks after the update are `pending`.
         """
-        evaluate, best = self.evaluations.validation, self.evaluations.best
+        evaluate = self.evaluations.validation
         assert evaluate is not None
+        check = self.raise_if_stopped if pending else _do_nothing
         with averaged_weights(self.update.optimizer, self.model):
             self._hooks.on_test_begin()
-            results = evaluate(self.raise_if_stopped if pending else lambda: None)
+            results = evaluate(check)
             self._hooks.on_test_end(results)
-        if (
-            best is not None
-            and best.take(self.done, results)
-            and self.checkpoints is not None
-        ):
-            self._save(pending, results, best=True)
+
+        best = self.evaluations.best
+        is_best = best is not None and best.take(self.done, results)
+        if is_best and self.checkpoints is not None:
+            self._save(self.checkpoints, pending, results, best=True)
         return results
 
     def checkpoint(self, *, last: bool = False) -> None:
-        """Write a checkpoint if `Checkpoints.due` says so; the `last` one and that of an interruption always are."""
-        if self.checkpoints is None or not self.checkpoints.due(
-            self.done, last=last or self.pending
-        ):
+        """Write a checkpoint if one is due; the `last` one and one amid an update's end are."""
+        if self.checkpoints is None:
             return
-        (self.recorder.finish if last else self.recorder.fetch)()
-        self._save(self.pending, self.validation)  # copied now, and written by a thread
+        if not self.checkpoints.due(self.done, last=last or self.pending):
+            return
+        if last:
+            self.recorder.finish()
+        else:
+            self.recorder.fetch()
+        # The state is copied now and written by a thread.
+        self._save(self.checkpoints, self.pending, self.validation)
         self.recorder.restart_clock()
 
     def finish(self) -> None:
-        """Log what is left, and end the training for the optimizer and the callbacks."""
+        """Log what is left; end the training for the optimizer and the callbacks."""
         self.recorder.finish()
-        self.update.optimizer.finalize_variable_values(
-            self.model.trainable_variables
-        )  # `use_ema`: averages stay
+        # With `use_ema`, the averaged weights become the model's.
+        self.update.optimizer.finalize_variable_values(self.model.trainable_variables)
         self._hooks.on_train_end()
         self.recorder.trained(self.done, self.stopped_by, self.evaluations.best)
 
     def test(self) -> None:
-        """Evaluate the test split, if there is one, with the weights of the best evaluation if they were kept."""
+        """Evaluate the test split, if any, with the weights of the best evaluation if kept."""
         if self.evaluations.test is None:
             return
-        kept = self._best_checkpoint()
-        weights = (
-            nullcontext()
-            if kept is None
-            else snapshot.lent(snapshot.read(kept.folder, kept.meta), self.update)
-        )
+        best = self._best_checkpoint()
+        if best is None:
+            update = self.done
+            weights: Any = nullcontext()
+        else:
+            update = best.update
+            weights = snapshot.lent(snapshot.read(best.folder, best.meta), self.update)
         with weights, averaged_weights(self.update.optimizer, self.model):
             results = self.evaluations.test(self.raise_if_stopped)
-        self.recorder.evaluated(
-            "test", self.done if kept is None else kept.update, results
-        )
+        self.recorder.evaluated("test", update, results)
 
     def _next_step(self, iterator: Any) -> tf.Tensor:
         if self.oom_retry is None:
@@ -266,18 +291,32 @@ class Trainer:
         return self.oom_retry.hold_batch(iterator, self._step)
 
     def _step(self, batch: Any) -> tf.Tensor:
-        count = self.recorder.tokens
-        results = self.update(batch) | ({} if count is None else {TOKENS: count(batch)})
+        """Apply one effective batch; return a float64 vector of its results."""
+        results = self.update(batch)
+        count_tokens = self.recorder.tokens
+        if count_tokens is not None:
+            results = results | {TOKENS: count_tokens(batch)}
         self.recorder.names = tuple(results)
         compiled = shapes_compiled(batch) if self.update.compiled else 0
         self.recorder.traced.set()
-        return tf.stack(
-            [tf.cast(value, tf.float64) for value in (*results.values(), compiled)]
-        )
+        values = [*results.values(), compiled]
+        return tf.stack([tf.cast(value, tf.float64) for value in values])
+
+    def _end_epoch(self, validation: Mapping[str, float]) -> None:
+        """Call the callbacks' `on_epoch_end` with means over the epoch."""
+        self.recorder.fetch()
+        logs = self.recorder.epoch_means()
+        for name, value in validation.items():
+            logs[f"val_{name}"] = value
+        epoch, _ = self.recorder.plan.place(self.done - 1)
+        self._hooks.on_epoch_end(epoch, logs)
 
     @contextmanager
     def _checkpoint_on_interruption(self) -> Iterator[None]:
-        """On an interruption, or when a worker is lost, write a checkpoint, unless the state is amid an update."""
+        """Write a checkpoint on an interruption or when a worker is lost.
+
+        None is written while the state is amid an update.
+        """
         try:
             yield
         except Interrupted as interrupted:
@@ -285,64 +324,75 @@ class Trainer:
                 self.recorder.fetch()
                 self.checkpoint()
                 self.recorder.trained(self.done, None, None)
-            raise interrupted.args[0] from None
+            reason = interrupted.args[0]
+            raise reason from None
         except WORKER_LOST:
-            with suppress(Exception):  # the device may be lost, too
-                if self.pending or (
-                    self.oom_retry is not None and self.oom_retry.rollback()
-                ):
+            with suppress(Exception):  # The device may be lost, too.
+                if self.pending or self._roll_back():
                     self.checkpoint(last=True)
             raise
 
+    def _roll_back(self) -> bool:
+        """Undo an update that failed; return whether the state is that before it."""
+        return self.oom_retry is not None and self.oom_retry.rollback()
+
     def _save(
-        self, pending: bool, validation: Mapping[str, float], *, best: bool = False
+        self,
+        checkpoints: Checkpoints,
+        pending: bool,
+        validation: Mapping[str, float],
+        *,
+        best: bool = False,
     ) -> None:
-        assert self.checkpoints is not None
-        so_far = (
-            None if self.evaluations.best is None else asdict(self.evaluations.best)
-        )
-        loop = {
+        loop: dict[str, Any] = {
             "open": pending,
             "validation": validation,
             "stopped_by": self.stopped_by,
-            "best": so_far,
+            "best": None,
+            "batch": self.recorder.plan.digest(self.done),
         }
-        loop["batch"] = self.recorder.plan.digest(self.done)
-        of_run = self.update, self.recorder, self.callbacks, loop
-        self.checkpoints.save(self.done, lambda: snapshot.capture(*of_run), best=best)
+        if self.evaluations.best is not None:
+            loop["best"] = asdict(self.evaluations.best)
+
+        def capture() -> Any:
+            return snapshot.capture(self.update, self.recorder, self.callbacks, loop)
+
+        checkpoints.save(self.done, capture, best=best)
 
     def _best_checkpoint(self) -> Checkpoint | None:
-        best, checkpoints = self.evaluations.best, self.checkpoints
+        """Return the checkpoint of the best evaluation if every worker can read it."""
+        best = self.evaluations.best
+        checkpoints = self.checkpoints
         if best is None or best.value is None or checkpoints is None:
             return None
         checkpoints.wait()
-        self.agree(True)  # one of several workers writes it, and each reads it
-        found = checkpoints.best(best.update)
-        if self.agree(found is not None):
-            return found
-        if found is not None:
+        self.agree(True)  # One of several workers writes it, and each one reads it.
+        checkpoint = checkpoints.best(best.update)
+        if self.agree(checkpoint is not None):
+            return checkpoint
+        if checkpoint is not None:
             say(
-                f"not every worker can read {found.folder}: the test split is evaluated with the last weights"
+                f"not every worker can read {checkpoint.folder}: "
+                "the test split is evaluated with the last weights"
             )
         return None
 
 
-class _Watch(keras.callbacks.Callback):
-    """Follows the callback `name`, and notes in the trainer whether it has stopped the run."""
+class _StopWatch(keras.callbacks.Callback):
+    """Follows a callback, and notes in the trainer whether it has stopped the run."""
 
-    async_safe = (
-        True  # so that Keras calls the callbacks of a run as it would without this one
-    )
+    # Keras then calls the callbacks of a run as it would without this one.
+    async_safe = True
 
     def __init__(self, trainer: Trainer, name: str):
         super().__init__()
-        self._trainer, self._name = trainer, name
+        self._trainer = trainer
+        self._name = name
 
     def _look(self, *_: Any, **__: Any) -> None:
         if not self.model.stop_training:
-            self._trainer.stopped_by = (
-                None  # a callback may set it back before the loop reads it
-            )
+            # A callback may reset `stop_training` before the loop reads it.
+            self._trainer.stopped_by = None
         elif self._trainer.stopped_by is None:
             self._trainer.stopped_by = self._name
 
@@ -351,17 +401,17 @@ class _Watch(keras.callbacks.Callback):
 
 
 def _has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
-    """Return whether the callback overrides a hook of batches: to give it an update's logs waits for the device."""
-    names = (
-        "on_batch_begin",
-        "on_batch_end",
-        "on_train_batch_begin",
-        "on_train_batch_end",
-    )
-    hooks = {
-        name: getattr(callback, name) for name in names
-    }  # LambdaCallback's are of the instance
-    return any(
-        getattr(hook, "__func__", None) is not getattr(keras.callbacks.Callback, n)
-        for n, hook in hooks.items()
-    )
+    """Return whether the callback overrides a hook of batches.
+
+    Passing the logs of an update to such a hook waits for the device.
+    """
+    for name in BATCH_HOOKS:
+        hook = getattr(callback, name)  # LambdaCallback has functions without a class.
+        inherited = getattr(keras.callbacks.Callback, name)
+        if getattr(hook, "__func__", None) is not inherited:
+            return True
+    return False
+
+
+def _do_nothing() -> None:
+    pass

@@ -1,9 +1,9 @@
-"""Traces some updates of a run, as `hardware.profile` asks."""
+"""Traces some updates of a run, as `hardware.profile` says."""
 
 import gzip
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,60 +14,62 @@ from pipeline.training.recorder import Recorder
 
 @dataclass
 class Profiler(AbstractContextManager["Profiler"]):
-    """Traces `updates` updates from number `start` on, those of them that this process runs; leaving it ends the trace.
+    """Traces updates; leaving the context ends a trace that is under way.
 
-    In `folder` they are `profile_<first update>.xplane.pb` for TensorBoard and `profile_<…>.trace.json.gz` for
-    Perfetto; `log` gets these names.
+    In `folder` a trace is `profile_<first update>.xplane.pb`, for TensorBoard, and
+    `profile_<first update>.trace.json.gz`, for Perfetto.
+
+    Attributes:
+        folder: Where the traces are written.
+        start: Number of the first update that is traced.
+        updates: How many updates are traced. Those that an earlier process of the run
+            has completed are left out.
+        log: Called with the name of each file.
     """
 
     folder: Path = Path()
     start: int = 0
     updates: int = 0
     log: Callable[[str], object] = print
-    _first: int = 0  # update of the trace; 0 while there is none
+    _first_traced: int = 0  # Number of an update; 0 while there is no trace.
 
     @contextmanager
     def update(self, number: int, recorder: Recorder) -> Iterator[None]:
-        """Run update `number` inside; beginning and ending a trace is not in the update times."""
-        traced = self.start <= number < self.start + self.updates
-        if traced != bool(self._first):
+        """Run update `number` within the block.
+
+        The time that it takes to start and stop a trace is not in the update times.
+        """
+        is_traced = self.start <= number < self.start + self.updates
+        if is_traced != bool(self._first_traced):
             recorder.fetch()
-            if traced:
+            if is_traced:
                 tf.profiler.experimental.start(str(self.folder))
-                self._first = number
+                self._first_traced = number
             else:
                 self._stop()
             recorder.restart_clock()
-        with (
-            tf.profiler.experimental.Trace("update", step_num=number, _r=1)
-            if traced
-            else nullcontext()
-        ):
+        if not is_traced:
+            yield
+            return
+        with tf.profiler.experimental.Trace("update", step_num=number, _r=1):
             yield
 
     def __exit__(self, *_: object) -> None:
-        if self._first:
+        if self._first_traced:
             self._stop()
 
     def _stop(self) -> None:
-        name, self._first = f"profile_{self._first}", 0
-        tf.profiler.experimental.stop()
-        # `tensorboard --logdir` finds it by this path, in the run directory and among the artifacts.
-        written = max(
-            self.folder.glob("plugins/profile/*/*.xplane.pb"),
-            key=lambda path: path.stat().st_mtime,
-        )
-        shutil.copy(written, self.folder / f"{name}.xplane.pb")
-        # Private, as read in TensorFlow 2.21: TensorBoard's plugin, by which it makes what a browser shows.
-        from tensorflow.python.profiler.internal import (
-            _pywrap_profiler_plugin as plugin,
-        )
+        from pipeline.training import profiler_internals
 
-        trace, _ = plugin.xspace_to_tools_data([str(written)], "trace_viewer@", {})
-        (self.folder / f"{name}.trace.json.gz").write_bytes(gzip.compress(trace))
-        for kept in written.parent.glob(
-            "*.SSTABLE"
-        ):  # what the plugin would read next time
-            kept.unlink()
+        name = f"profile_{self._first_traced}"
+        self._first_traced = 0
+        tf.profiler.experimental.stop()
+        # `tensorboard --logdir` finds the trace by this path, in the run directory and
+        # among the artifacts.
+        traces = self.folder.glob("plugins/profile/*/*.xplane.pb")
+        latest = max(traces, key=lambda path: path.stat().st_mtime)
+        shutil.copy(latest, self.folder / f"{name}.xplane.pb")
+        trace = gzip.compress(profiler_internals.trace_json(latest))
+        (self.folder / f"{name}.trace.json.gz").write_bytes(trace)
         self.log(f"{name}.xplane.pb")
         self.log(f"{name}.trace.json.gz")

@@ -1,4 +1,4 @@
-"""Progress of a run on standard error: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress of a run on standard error: a bar on a terminal, else a line now and then."""
 
 import os
 import sys
@@ -15,27 +15,35 @@ SECONDS = 5.0  # between two plain lines
 
 
 class Progress:
-    """Shows the progress of a run of `updates` updates, 0 if unknown, of which `done` were completed before it.
+    """Shows the progress of a run.
 
-    `work` of updates is what their time is proportional to, where they are of unequal sizes.
+    Args:
+        updates: Of the whole run; 0 if unknown.
+        shown: False for a process that shows nothing.
+        work: Returns what the time of the first n updates is proportional to, for
+            updates of unequal sizes.
+
+    Attributes:
+        done: Updates that were completed before this process.
     """
 
     def __init__(
         self, updates: int, shown: bool = True, work: Callable[[int], float] = float
     ):
+        self.updates = updates
+        self.done = 0
         self._work = work
-        self.updates, self.done, self._silent = (
-            updates,
-            0,
-            not shown or QUIET in os.environ,
-        )
-        self._of = f"/{updates}" if updates else ""
+        self._silent = not shown or QUIET in os.environ
+        self._total = f"/{updates}" if updates else ""
         self._on_terminal = sys.stderr.isatty()
-        self._bar: tqdm[Any] | None = (
-            None  # drawn with the first update: what is printed before it stays readable
-        )
-        self._begun = self._shown = self._evaluated = time.monotonic()
-        self._held: dict[str, str] = {}  # the latest lines that were not due
+        # Drawn with the first update, so that what is printed before stays readable.
+        self._bar: tqdm[Any] | None = None
+        now = time.monotonic()
+        self._started = now
+        self._last_shown = now
+        self._last_evaluation_shown = now
+        # The latest lines that were not due, by kind: `train`, or a split.
+        self._postponed: dict[str, str] = {}
 
     def show(
         self, update: int, row: Mapping[str, float], examples_per_second: float | None
@@ -43,68 +51,84 @@ class Progress:
         """Show the row of `update`, the latest one that was fetched."""
         if self._silent:
             return
-        rate = (
-            "compiled"
-            if examples_per_second is None
-            else f"{examples_per_second:,.0f} examples/s"
-        )
-        if self._on_terminal:
-            with suppress(OSError):  # it may be closed
-                self._bar = self._bar or tqdm(
-                    total=self.updates or None,
-                    initial=self.done,
-                    unit="update",
-                    file=sys.stderr,
-                )
-                shown = f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}"
-                self._bar.set_postfix_str(shown, refresh=False)
-                self._bar.update(update - self._bar.n)
-            return
-        now = time.monotonic()
-        done, here, all_of_it = map(self._work, (self.done, update, self.updates))
-        left = (now - self._begun) / (here - done) * (all_of_it - here)
-        remaining = f"  {left:.0f} s left" if self.updates else ""
-        line = f"update {update}{self._of}  loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}{remaining}"
-        if now - self._shown >= SECONDS or update == self.updates:
-            self._shown = now
-            self._say("train", line)
+        if examples_per_second is None:
+            rate = "compiled"
         else:
-            self._held["train"] = line
+            rate = f"{examples_per_second:,.0f} examples/s"
+        if self._on_terminal:
+            with suppress(OSError):  # The terminal may be closed.
+                self._move_bar(update, row, rate)
+        else:
+            self._show_line(update, row, rate)
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Show the results over a split: `test`, which is the last, or `val`, above the bar or every few seconds."""
+        """Show the results over `val` or over `test`, which is the last split."""
         if self._silent:
             return
-        values = "  ".join(
-            f"{split}/{name} {value:.4f}" for name, value in results.items()
-        )
-        line = f"update {update}{self._of}  {values}"
+        values = [f"{split}/{name} {value:.4f}" for name, value in results.items()]
+        line = f"update {update}{self._total}  {'  '.join(values)}"
+
         if self._bar is not None and split == "val":
-            self._held.pop(split, None)
+            self._postponed.pop(split, None)
             with suppress(OSError):
                 self._bar.write(line, file=sys.stderr)
-        elif (
-            split == "test"
-            or update == self.updates
-            or time.monotonic() - self._evaluated >= SECONDS
-        ):
-            self.close() if split == "test" else self._end_bar()
-            self._evaluated = time.monotonic()
-            self._say(split, line)
+            return
+
+        now = time.monotonic()
+        is_last = split == "test" or update == self.updates
+        if not is_last and now - self._last_evaluation_shown < SECONDS:
+            self._postponed[split] = line
+            return
+        if split == "test":
+            self.close()
         else:
-            self._held[split] = line
+            self._close_bar()
+        self._last_evaluation_shown = now
+        self._print(split, line)
 
     def close(self) -> None:
-        """End the bar's line; show what was held back of a run that did not know its last update."""
-        self._end_bar()
-        say(*([] if self.updates else self._held.values()))
-        self._held.clear()
+        """End the bar, and show what was postponed if the last update was not known."""
+        self._close_bar()
+        if not self.updates:
+            say(*self._postponed.values())
+        self._postponed.clear()
 
-    def _say(self, kind: str, line: str) -> None:
-        self._held.pop(kind, None)
+    def _move_bar(self, update: int, row: Mapping[str, float], rate: str) -> None:
+        if self._bar is None:
+            self._bar = tqdm(
+                total=self.updates or None,
+                initial=self.done,
+                unit="update",
+                file=sys.stderr,
+            )
+        values = f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}"
+        self._bar.set_postfix_str(values, refresh=False)
+        self._bar.update(update - self._bar.n)
+
+    def _show_line(self, update: int, row: Mapping[str, float], rate: str) -> None:
+        now = time.monotonic()
+        line = (
+            f"update {update}{self._total}  loss {row['loss']:.4g}  "
+            f"lr {row['learning_rate']:.3g}  {rate}"
+        )
+        if self.updates:
+            line += f"  {self._seconds_left(update, now):.0f} s left"
+        if now - self._last_shown >= SECONDS or update == self.updates:
+            self._last_shown = now
+            self._print("train", line)
+        else:
+            self._postponed["train"] = line
+
+    def _seconds_left(self, update: int, now: float) -> float:
+        work_done = self._work(update) - self._work(self.done)
+        work_left = self._work(self.updates) - self._work(update)
+        return (now - self._started) / work_done * work_left
+
+    def _print(self, kind: str, line: str) -> None:
+        self._postponed.pop(kind, None)
         say(line)
 
-    def _end_bar(self) -> None:
+    def _close_bar(self) -> None:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.close()

@@ -1,11 +1,14 @@
-"""Results of updates on their way to the tracker: kept on the device, fetched in groups, logged as rows."""
+"""Results of updates on their way to the tracker.
+
+They are kept on the device, fetched in groups, and logged as one row per update.
+"""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -15,231 +18,288 @@ from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 
-FETCH_SECONDS = 1.0  # for which results stay on the device, at most
-FETCH_UPDATES = 200  # whose results stay there, at most
-TOKENS = "tokens"  # a result of an update that is logged by the second
+FETCH_SECONDS = 1.0  # the longest time for which results stay on the device
+FETCH_UPDATES = 200  # the largest number of updates whose results stay there
+TOKENS = "tokens"  # a result of an update that is logged per second
 
 
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient is NaN or infinite."""
 
 
+class _UnfetchedUpdate(NamedTuple):
+    """An update whose results are still on the device.
+
+    Attributes:
+        update: Its number.
+        wall_time: When it was called, in seconds since the epoch; the time of its row.
+        results: Vector, as `Recorder.add` takes it.
+        traces: How often the update had been traced by then.
+        called_at: When its call returned, on the clock of `time.perf_counter`.
+    """
+
+    update: int
+    wall_time: float
+    results: tf.Tensor
+    traces: int
+    called_at: float
+
+
 @dataclass
 class Recorder:
-    """Keeps the results of updates on the device and fetches them in groups, as reading one waits for the device."""
+    """Keeps the results of updates on the device and fetches them in groups.
 
-    tracker: (
-        Tracker | None
-    )  # takes the rows; None in a worker other than the chief, which logs for all
+    Reading a result in Python waits for the device; a group waits once.
+
+    Attributes:
+        tracker: Takes the rows. None in a worker other than the chief, which logs for
+            all of them.
+        plan: Counts examples, epochs and micro-steps of each update.
+        log_every: Updates between two logged rows. `finish` logs the last one anyway.
+        peak_memory: Returns the peak so far, in bytes.
+        progress: Shows the rows.
+        skips: Whether the optimizer skips an update whose gradient is not finite, as a
+            `LossScaleOptimizer` does.
+        share_of_peak: The share of the devices' peak FLOP/s that a training speed of
+            one example per second takes; 0 if unknown.
+        tokens: Counts the tokens of an effective batch, where examples are sequences.
+        names: Names of an update's results, in their order.
+        traced: Set once the update has been traced for the first time.
+        last: Results of the latest update that was fetched.
+        compile_seconds: Of all updates that were traced or compiled.
+    """
+
+    tracker: Tracker | None
     plan: Plan
-    log_every: (
-        int  # updates between two logged rows; `finish` logs the last one in any case
-    )
-    peak_memory: Callable[[], int]  # in bytes, so far
+    log_every: int
+    peak_memory: Callable[[], int]
     progress: Progress
-    skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
-    share_of_peak: float = (
-        0.0  # of the devices' FLOP/s, that one example a second takes; 0 if unknown
-    )
-    tokens: Callable[[Any], tf.Tensor] | None = (
-        None  # counts those of an effective batch, where examples are sequences
-    )
-    names: tuple[str, ...] = ()  # of an update's results, in their order
-    traced: Event = field(
-        default_factory=Event
-    )  # set once the update is traced for the first time
-    last: dict[str, float] = field(
-        default_factory=dict
-    )  # results of the latest update that was fetched
-    compile_seconds: float = 0.0  # of all updates that were traced or compiled
-    _compiled: set[tuple[int, float]] = field(
-        default_factory=set
-    )  # traces and `shapes_compiled` of updates so far
+    skips: bool = False
+    share_of_peak: float = 0.0
+    tokens: Callable[[Any], tf.Tensor] | None = None
+    names: tuple[str, ...] = ()
+    traced: Event = field(default_factory=Event)
+    last: dict[str, float] = field(default_factory=dict)
+    compile_seconds: float = 0.0
+    # Each kind is a number of traces and a result of `shapes_compiled`. The first
+    # update of a kind was traced or compiled.
+    _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    _unlogged: tuple[Any, ...] = ()  # the latest row, if `log_every` left it out
+    # The arguments of `Tracker.update` for the latest row that `log_every` left out.
+    _unlogged: tuple[Any, ...] = ()
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
-    _pending: list[tuple[int, float, tf.Tensor, int, float]] = field(
-        default_factory=list
-    )
-    _since: float = field(default_factory=time.perf_counter)
+    _unfetched: list[_UnfetchedUpdate] = field(default_factory=list)
+    _last_fetch: float = field(default_factory=time.perf_counter)
 
     def add(self, update: int, results: tf.Tensor, traces: int) -> None:
-        """Keep the results of `update`, after so many `traces` of it; fetch when enough are waiting.
+        """Keep the results of an update, and fetch when enough are waiting.
 
-        `results` is a vector in the order of `names`, then what `shapes_compiled` returns, or 0 without XLA.
+        Args:
+            update: Its number, from 1.
+            results: Vector in the order of `names`, then what `shapes_compiled`
+                returns, or 0 without XLA.
+            traces: How often the update has been traced so far.
         """
-        now, count = time.perf_counter(), len(self._pending) + 1
-        self._pending.append((update, time.time(), results, traces, now))
-        # The first one is traced, and tells nothing of the seconds of an update.
-        if (
-            (now - self._since >= FETCH_SECONDS or count >= FETCH_UPDATES)
-            if self._compiled
-            else count > 1
-        ):
+        now = time.perf_counter()
+        self._unfetched.append(
+            _UnfetchedUpdate(update, time.time(), results, traces, now)
+        )
+        count = len(self._unfetched)
+        if self._compiled_kinds:
+            due = now - self._last_fetch >= FETCH_SECONDS or count >= FETCH_UPDATES
+        else:
+            # The first update is traced, which says nothing about an update's time.
+            due = count > 1
+        if due:
             self.fetch()
 
     def fetch(self) -> None:
-        """Write the rows of all kept results; raise NonFiniteError after the first that is of no finite update."""
-        if not self._pending:
+        """Write the rows of all kept results.
+
+        Raises:
+            NonFiniteError: After the row of the first update that is not finite.
+        """
+        if not self._unfetched:
             return
-        pending = list(self._pending)
-        fetched = tf.stack([results for _, _, results, *_ in pending]).numpy().tolist()
-        performance = self._performance(pending, fetched)
-        for (update, at, *_), values in zip(pending, fetched, strict=True):
-            del self._pending[
-                0
-            ]  # one at a time: what an interrupt leaves here is fetched at the end of the run
+        group = list(self._unfetched)
+        values_by_update = tf.stack([entry.results for entry in group]).numpy().tolist()
+        performance = self._performance(group, values_by_update)
+        for entry, values in zip(group, values_by_update, strict=True):
+            # One at a time: what an interruption leaves is fetched at the run's end.
+            del self._unfetched[0]
             self.last = dict(zip(self.names, values, strict=True))
             self.last.pop(TOKENS, None)
-            if "gradient_variance" in self.last:
-                self._noise.add(
-                    self.last.pop("gradient_variance"), self.last.pop("gradient_square")
-                )
-                if self._noise.value is not None:
-                    self.last["gradient_noise_scale"] = self._noise.value
-            wrong = self._non_finite(self.last)
-            examples = self.plan.batch_size(update)
-            self._epoch_examples += examples
-            for name, value in self.last.items():
-                self._epoch_sums[name] = (
-                    self._epoch_sums.get(name, 0.0) + value * examples
-                )
-            self._unlogged = update, self.last, performance, at
-            if wrong or update % self.log_every == 0:
+            self._smooth_noise(self.last)
+            non_finite = self._non_finite(self.last)
+            self._add_to_epoch(entry.update, self.last)
+
+            self._unlogged = (entry.update, self.last, performance, entry.wall_time)
+            if non_finite or entry.update % self.log_every == 0:
                 self._log_last()
-            if wrong:
-                self._pending.clear()  # of weights that are not finite
-                values_of = " and ".join(f"{name}={self.last[name]}" for name in wrong)
-                group = f"updates {pending[0][0]} to {pending[-1][0]}"
+            if non_finite:
+                self._unfetched.clear()  # They are of weights that are not finite.
+                results = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
-                    f"{values_of} at update {update}, found when {group} were fetched"
+                    f"{' and '.join(results)} at update {entry.update}, found when "
+                    f"updates {group[0].update} to {group[-1].update} were fetched"
                 )
-        self.progress.show(
-            pending[-1][0], self.last, performance.get("examples_per_second")
-        )
+        examples_per_second = performance.get("examples_per_second")
+        self.progress.show(group[-1].update, self.last, examples_per_second)
 
     def finish(self) -> None:
-        """Fetch what is left, and log the last update also if `log_every` leaves it out."""
+        """Fetch what is left; log the last update even if `log_every` leaves it out."""
         self.fetch()
         self._log_last()
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Log the results over `val` or `test`, after `update` updates, and exclude the time from the update times."""
+        """Log the results over a split, and exclude the evaluation from the update times.
+
+        Args:
+            split: `val` or `test`.
+            update: Completed updates before the evaluation.
+            results: The loss and the metrics.
+        """
         if self.tracker is not None:
-            (self.tracker.test if split == "test" else self.tracker.validation)(
-                update, results
-            )
+            if split == "test":
+                self.tracker.test(update, results)
+            else:
+                self.tracker.validation(update, results)
         self.progress.evaluated(split, update, results)
         self.restart_clock()
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Log that the training has ended or was interrupted, as `Tracker.trained` takes it."""
+        """Log that the training has ended or was interrupted, as `Tracker.trained`."""
         if self.tracker is not None:
             self.tracker.trained(updates, stopped_by, best)
 
     def cut(self, plan: Plan) -> None:
-        """Continue with a plan of other micro-batches; call it with nothing left to fetch."""
-        self.plan, self._compiled = plan, set()
+        """Continue with a plan of other micro-batches, with nothing left to fetch."""
+        self.plan = plan
+        self._compiled_kinds = set()
         if self.tracker is not None:
             self.tracker.cut(plan)
 
     def restart_clock(self) -> None:
         """Exclude the time since the last fetch from the update times."""
-        self._since = time.perf_counter()
+        self._last_fetch = time.perf_counter()
 
     def epoch_means(self) -> dict[str, float]:
-        """Return the means over the epoch, each update weighted by its examples; start the next epoch's."""
-        means = {
-            name: total / self._epoch_examples
-            for name, total in self._epoch_sums.items()
-        }
-        self._epoch_sums, self._epoch_examples = {}, 0
+        """Return means over the epoch, and start those of the next one.
+
+        Each update is weighted by the number of its examples.
+        """
+        means = {}
+        for name, total in self._epoch_sums.items():
+            means[name] = total / self._epoch_examples
+        self._epoch_sums = {}
+        self._epoch_examples = 0
         return means
 
     def get_state(self) -> dict[str, Any]:
-        """Return all that later rows depend on, as JSON; call it with nothing left to fetch."""
-        state = {
+        """Return what later rows depend on, as JSON, with nothing left to fetch."""
+        return {
             "last": dict(self.last),
             "skipped": self._skipped,
             "noise": self._noise.get_state(),
-        }
-        epoch = {
+            "unlogged": list(self._unlogged),
             "epoch_sums": dict(self._epoch_sums),
             "epoch_examples": self._epoch_examples,
         }
-        return {**state, "unlogged": list(self._unlogged), **epoch}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `get_state` returned."""
-        self.last, self._skipped = dict(state["last"]), state["skipped"]
+        self.last = dict(state["last"])
+        self._skipped = state["skipped"]
         self._noise.set_state(state["noise"])
         self._unlogged = tuple(state["unlogged"])
-        self._epoch_sums, self._epoch_examples = (
-            dict(state["epoch_sums"]),
-            state["epoch_examples"],
-        )
+        self._epoch_sums = dict(state["epoch_sums"])
+        self._epoch_examples = state["epoch_examples"]
+
+    def _smooth_noise(self, results: dict[str, float]) -> None:
+        """Replace the estimates of one update, where it has them, by the noise scale."""
+        if "gradient_variance" not in results:
+            return
+        variance = results.pop("gradient_variance")
+        self._noise.add(variance, results.pop("gradient_square"))
+        if self._noise.value is not None:
+            results["gradient_noise_scale"] = self._noise.value
+
+    def _add_to_epoch(self, update: int, results: Mapping[str, float]) -> None:
+        examples = self.plan.batch_size(update)
+        self._epoch_examples += examples
+        for name, value in results.items():
+            total = self._epoch_sums.get(name, 0.0)
+            self._epoch_sums[name] = total + value * examples
 
     def _performance(
-        self, pending: Sequence[Any], results: Sequence[list[float]]
+        self, group: Sequence[_UnfetchedUpdate], values_by_update: list[list[float]]
     ) -> dict[str, float]:
-        """Return the performance in these updates; take what `shapes_compiled` returned from their `results`."""
-        computed, compiling, called = list[int](), 0.0, self._since
-        for place, ((_, _, _, traces, at), values) in enumerate(
-            zip(pending, results, strict=True)
-        ):
-            if (kind := (traces, values.pop())) in self._compiled:
-                computed.append(place)
+        """Return the performance over a group of updates.
+
+        The last value of each update, from `shapes_compiled`, is removed from
+        `values_by_update`.
+        """
+        computed: list[int] = []  # positions of the updates that were only computed
+        compiling = 0.0  # seconds
+        called_before = self._last_fetch
+        for i, entry in enumerate(group):
+            kind = (entry.traces, values_by_update[i].pop())
+            if kind in self._compiled_kinds:
+                computed.append(i)
             else:
-                compiling += at - called
-            self._compiled.add(kind)
-            called = at
+                compiling += entry.called_at - called_before
+            self._compiled_kinds.add(kind)
+            called_before = entry.called_at
+
         now = time.perf_counter()
-        seconds, self._since = now - self._since - compiling, now
+        seconds = now - self._last_fetch - compiling
+        self._last_fetch = now
         self.compile_seconds += compiling
-        found = {
+
+        performance: dict[str, float] = {
             "compile_seconds": self.compile_seconds,
             "peak_memory_bytes": self.peak_memory(),
         }
-        if computed:  # how fast they were is not known of those that were compiled
-            examples = sum(
-                self.plan.batch_size(pending[place][0]) for place in computed
-            )
-            found |= {
-                "update_seconds": seconds / len(computed),
-                "examples_per_second": examples / seconds,
-            }
+        if computed:
+            # The speed of updates that were compiled is not known.
+            sizes = [self.plan.batch_size(group[i].update) for i in computed]
+            examples = sum(sizes)
+            performance["update_seconds"] = seconds / len(computed)
+            performance["examples_per_second"] = examples / seconds
             if TOKENS in self.names:
-                tokens = self.names.index(TOKENS)
-                found["tokens_per_second"] = (
-                    sum(results[place][tokens] for place in computed) / seconds
-                )
+                column = self.names.index(TOKENS)
+                tokens = sum(values_by_update[i][column] for i in computed)
+                performance["tokens_per_second"] = tokens / seconds
             if self.share_of_peak:
-                found["model_flops_utilization"] = (
-                    self.share_of_peak * examples / seconds
-                )
+                utilization = self.share_of_peak * examples / seconds
+                performance["model_flops_utilization"] = utilization
         if self.plan.before:
-            found["micro_batch_size"] = self.plan.batching.micro_batch_size
-        return found
+            micro_batch_size = self.plan.batching.micro_batch_size
+            performance["micro_batch_size"] = micro_batch_size
+        return performance
 
     def _non_finite(self, results: dict[str, float]) -> list[str]:
-        """Return which results end the run; a skipped update, which ends none, is counted in `results`."""
-        wrong = [
-            name
-            for name in ("loss", "gradient_norm")
-            if not math.isfinite(results[name])
-        ]
+        """Return the names of the results that end the run because they are not finite.
+
+        A skipped update ends no run: it is counted in `results`.
+        """
+        non_finite = []
+        for name in ("loss", "gradient_norm"):
+            if not math.isfinite(results[name]):
+                non_finite.append(name)
         if self.skips:
-            skipped = wrong == ["gradient_norm"]
-            self._skipped += skipped
+            if non_finite == ["gradient_norm"]:
+                self._skipped += 1
+                non_finite = []
             results["skipped_updates"] = self._skipped
-            wrong = [] if skipped else wrong
-        return (
-            [] if self.tracker is None else wrong
-        )  # a worker leaves that to the chief
+        if self.tracker is None:
+            return []  # A worker leaves that to the chief.
+        return non_finite
 
     def _log_last(self) -> None:
-        row, self._unlogged = self._unlogged, ()
+        row = self._unlogged
+        self._unlogged = ()
         if row and self.tracker is not None:
             self.tracker.update(*row)

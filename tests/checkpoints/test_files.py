@@ -708,10 +708,10 @@ def test_one_of_another_format_or_that_is_not_there_is_refused(tmp_path):
     ):
         checkpoint.at(tmp_path, 3)
     meta = tmp_path / "2" / "meta.json"
-    before = checkpoint._hash(meta)
+    before = checkpoint._sha256(meta)
     meta.write_text(meta.read_text().replace('"format": 1', '"format": 2'))
     manifest = tmp_path / "2" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(before, checkpoint._hash(meta)))
+    manifest.write_text(manifest.read_text().replace(before, checkpoint._sha256(meta)))
     for find in (
         lambda: checkpoint.newest(tmp_path),
         lambda: checkpoint.at(tmp_path, 2),
@@ -725,9 +725,9 @@ def test_one_that_lacks_something_is_said_and_not_used(tmp_path, capsys, lost):
     """Though its hashes are right."""
     saved(tmp_path, 1, 2)
     meta, manifest = tmp_path / "2" / "meta.json", tmp_path / "2" / "manifest.json"
-    before = checkpoint._hash(meta)
+    before = checkpoint._sha256(meta)
     meta.write_text(meta.read_text().replace(f'"{lost}"', '"found"'))
-    manifest.write_text(manifest.read_text().replace(before, checkpoint._hash(meta)))
+    manifest.write_text(manifest.read_text().replace(before, checkpoint._sha256(meta)))
     assert checkpoint.newest(tmp_path).update == 1
     assert re.search(
         rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n",

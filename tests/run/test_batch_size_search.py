@@ -159,19 +159,18 @@ def test_the_fastest_is_the_smallest_of_those_that_are_about_as_fast():
     rates = {128: 100.0, 64: 104.0, 32: 103.0, 16: 80.0, 8: 70.0, 4: 200.0}
     tried = []
 
-    def attempt(size):
+    def rate_of(size):
         tried.append(size)
-        return {"rate": rates[size]}
+        return rates[size]
 
-    assert batch_size_search.fastest(128, 512, attempt) == 32
-    assert tried == [128, 64, 32, 16, 8]  # where twice it was a tenth slower, it ends
-    assert (
-        batch_size_search.fastest(
-            128, 512, lambda size: {"rate": None if size > 16 else rates.get(size, 1)}
-        )
-        == 4
-    )
-    assert batch_size_search.fastest(3, 7, lambda size: {"rate": None}) == 3
+    assert batch_size_search.fastest(128, 512, rate_of) == 32
+    assert tried == [128, 64, 32, 16, 8]  # twice a tenth slower: it ends
+
+
+def test_sizes_that_do_not_fit_once_they_are_timed_are_not_the_fastest():
+    rates = {16: 80.0, 8: 70.0, 4: 200.0, 2: 1.0, 1: 1.0}
+    assert batch_size_search.fastest(128, 512, rates.get) == 4
+    assert batch_size_search.fastest(3, 7, lambda size: None) == 3
 
 
 @pytest.mark.parametrize("kind", mostly_slow(FAILS, [], [next(iter(FAILS))]))
@@ -208,15 +207,15 @@ def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(
     monkeypatch.setattr(batch_size_search, "_trials", lambda *_: nullcontext(trial))
     asked = {"accumulation": {"micro_batch_size": "auto"}, "hardware": {"memory": None}}
     spec = SimpleNamespace(config=OmegaConf.create(asked), batching=Batching(16, 16, 1))
-    found = batch_size_search._found(spec, {"resident": 2**30})
-    assert found["micro_batch_size"] == 4  # 16 in four pieces; 6 in three
-    assert found["tries"][0][-1].startswith(f"{kind}: ")
+    found = batch_size_search._search(spec, {"resident": 2**30})
+    assert found.micro_batch_size == 4  # 16 in four pieces; 6 in three
+    assert found.tries[0][-1].startswith(f"{kind}: ")
     most.assign(0)
     with pytest.raises(
         ConfigError,
         match=f"must be a number, as the update that is tried fails \\({kind}: ",
     ):
-        batch_size_search._found(spec, {"resident": 2**30})
+        batch_size_search._search(spec, {"resident": 2**30})
 
 
 def test_what_is_wrong_at_every_size_is_not_tried_at_each():
@@ -656,7 +655,8 @@ ENTRY = {
 def test_a_bad_entry_of_the_cache_counts_as_none(tmp_path, monkeypatch, entry):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(batch_size_search, "_identity", lambda *_: {})
-    monkeypatch.setattr(batch_size_search, "_found", lambda *_: ENTRY)
+    found = batch_size_search.Found(**ENTRY)
+    monkeypatch.setattr(batch_size_search, "_search", lambda *_: found)
     spec = SimpleNamespace(
         config=SimpleNamespace(hardware=SimpleNamespace(memory=None)),
         workers_on_machine=1,

@@ -1,0 +1,19 @@
+"""What is private in TensorFlow's profiler, as read in TensorFlow 2.21.
+
+TensorFlow writes a trace as `xplane.pb`, which only TensorBoard reads. Its plugin makes
+from it what a browser shows; there is no public function for that.
+"""
+
+from pathlib import Path
+
+from tensorflow.python.profiler.internal import _pywrap_profiler_plugin
+
+
+def trace_json(xplane: Path) -> bytes:
+    """Return a trace as JSON for Perfetto."""
+    trace, _ = _pywrap_profiler_plugin.xspace_to_tools_data(
+        [str(xplane)], "trace_viewer@", {}
+    )
+    for cache in xplane.parent.glob("*.SSTABLE"):
+        cache.unlink()  # The plugin writes it, and would read it the next time.
+    return trace
