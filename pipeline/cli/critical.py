@@ -28,7 +28,7 @@ LEAST = 3  # updates of the largest batch
 UPDATES = 200  # of the run's batch: the default length of a branch
 _NEVER = 2**31 - 1  # only the last update is evaluated
 _BRANCH: dict[str, dict[str, Any]] = {  # what all branches do otherwise than their run
-    "accumulation": {"factor": None, "seesaw_max": None, "scale_rate": True},
+    "accumulation": {"factor": None},
     "training": {
         **dict.fromkeys(("epochs", "updates", "resume")),
         "callbacks": {},

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from pipeline import accumulation
 from pipeline.common.errors import ConfigError, refused
 from pipeline.components import (
-    adascale,
     added_losses,
     devices,
     model,
@@ -28,6 +27,7 @@ from pipeline.config import sizes
 from pipeline.config.plan import Plan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
+from pipeline.config.stages import asked
 from pipeline.dataset import cache, load, tokens
 from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import (
@@ -82,12 +82,7 @@ class Parts:
             cut.factor * cut.replicas > 1,
             self.objective.training.over_batch,
         )
-        kind = (
-            accumulation.Update
-            if adascale.of(self.model.optimizer) is None
-            else adascale.Update
-        )
-        return kind(
+        return accumulation.Update(
             *(
                 self.model,
                 self.objective.training,
@@ -163,17 +158,19 @@ class Parts:
         """Return a line for each reason for which an update differs from that of the large batch, with its layers."""
         if self.spec.largest.factor * self.plan.batching.replicas == 1:
             return []
-        asked, held = (
+        accumulates, held = (
             self.spec.config.accumulation,
             accumulation.normalising_layers(self.model),
         )
         when = (
             "once an update"
-            if asked.moving_statistics.name == "effective"
+            if accumulates.moving_statistics.name == "effective"
             else "with every micro-batch"
         )
         moved = accumulation.batch_dependent_layers(self.model, self.forward, held)
-        noise = self.forward.cut_dependent_noise if asked.same_noise == "auto" else []
+        noise = (
+            self.forward.cut_dependent_noise if accumulates.same_noise == "auto" else []
+        )
         layers = {
             f"normalised by each micro-batch, moving statistics {when}": [
                 each.name for each in held if each.trainable
@@ -273,7 +270,7 @@ def assemble(
         stream, spec, plan = _of_stream(spec, data)
     else:
         plan = plan_of(
-            cut, data.examples, spec.horizon, optimizer.stages(spec, data.examples)
+            cut, data.examples, spec.horizon, asked(spec.config.accumulation.schedule)
         )
     here = spec.config.hardware.replicas
     reader = (
@@ -295,10 +292,6 @@ def assemble(
         stepping, scaled = optimizer.build(
             spec, plan.updates, None if data.loaders else plan
         )
-        if (gain := adascale.of(stepping)) is not None:
-            plan = adascale.EstimatedPlan(
-                plan.batching, plan.examples, plan.updates, gain=gain
-            )
         first = _first_batch(spec, data, files, used)
         labels, outputs, goal = objective_checks.check(goal, network, data, first, spec)
         notes += added_losses.check(network, first[0], goal.training.added_losses)
@@ -381,7 +374,7 @@ def _reading(
 
 def _of_stream(spec: RunSpec, data: Data) -> tuple[Stream, RunSpec, Plan]:
     """Return the stream of the training split, the spec with the sizes of its first batch, and the plan."""
-    loader, asked, factor = (
+    loader, micro, factor = (
         data.loaders["train"],
         spec.config.accumulation.micro_batch_size,
         spec.batching.factor,
@@ -389,10 +382,10 @@ def _of_stream(spec: RunSpec, data: Data) -> tuple[Stream, RunSpec, Plan]:
     first = int(accumulation.examples_in(loader.first))
     stream, cut = (
         Stream(loader, factor),
-        sizes.Batching(first * factor, asked or first, factor),
+        sizes.Batching(first * factor, micro or first, factor),
     )
     plan = stream_plan(
-        cut, spec.horizon, stream.windows, stream.per_epoch, asked is not None
+        cut, spec.horizon, stream.windows, stream.per_epoch, micro is not None
     )
     return stream, replace(spec, batching=cut), plan
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from pipeline.accumulation import Update
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Fork
-from pipeline.components import adascale, devices, utilization
+from pipeline.components import devices, utilization
 from pipeline.components.assembly import Parts
 from pipeline.config.plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example
@@ -35,11 +35,7 @@ WRITING = {
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
     config, logs = parts.spec.config, tracker is not None
-    known = (
-        0
-        if isinstance(parts.plan, adascale.EstimatedPlan)
-        else parts.plan.updates % ENDLESS
-    )
+    known = parts.plan.updates % ENDLESS
     progress = Progress(
         known, logs, parts.plan.examples_seen if parts.plan.stages else float
     )

@@ -9,11 +9,10 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, refused
-from pipeline.components import adascale, scaling, stage_rates
+from pipeline.components import scaling, stage_rates
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
-from pipeline.config.stages import SEESAW, SEESAW_MAX, Asked, asked
 from pipeline.trust import instantiate
 
 # The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
@@ -33,14 +32,15 @@ def build(
     # An update of the reference batch is this share of one, as a warm-up counts them.
     reference = scale.reference_batch_size / batch if scale.rule == Rule.sde else 1.0
     horizon, later = updates, list[str]()
-    if plan is not None and stage_rates.in_examples(spec):
-        horizon = stage_rates.horizon(spec, plan.examples, plan)
+    if plan is not None and stage_rates.counts_examples(spec):
+        horizon = stage_rates.horizon(spec, plan)
     node, schedule = (
         spec.node("optimizer"),
         build_schedule(spec.node("schedule"), horizon, reference),
     )
     if plan is not None:
-        schedule, later = stage_rates.rates(spec, plan, schedule, horizon)
+        staged = stage_rates.follow_stages(spec, plan, schedule)
+        schedule, later = staged.schedule, staged.changes
     factor = scaling.rate_factor(scale, batch)
     if scale.rule != Rule.none:
         warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
@@ -52,9 +52,6 @@ def build(
             Rule.sqrt,
         ):  # else callbacks may still set the rate
             schedule = scaling.Scaled(schedule, factor, warmup)
-    if scale.rule == Rule.adascale:
-        adascale.check(spec)
-        schedule = adascale.Gain(schedule, batch, scale.reference_batch_size)
     with tf.device(
         "CPU:0"
     ):  # its counter: the schedule, on the host, would wait for a GPU's
@@ -74,8 +71,6 @@ def build(
         )
     named = getattr(optimizer, "inner_optimizer", optimizer)
     changed = scaling.rescale(named, scale, batch)
-    if isinstance(schedule, adascale.Gain):
-        changed = [schedule.attach(named), *changed]
     changes = [
         *([f"learning rate × {factor:g}"] if factor != 1 or later else []),
         *later,
@@ -86,27 +81,6 @@ def build(
     if spec.config.hardware.precision.name != "mixed_float16" or scales:
         return optimizer, said
     return keras.optimizers.LossScaleOptimizer(optimizer), said
-
-
-def stages(spec: RunSpec, examples: int) -> list[Asked]:
-    """Return the stages of the effective batch; those of `seesaw` follow from the schedule and the `examples`."""
-    schedule = spec.config.accumulation.schedule
-    if schedule != SEESAW:
-        return asked(schedule)
-    most, horizon = (
-        spec.largest.effective_batch_size,
-        stage_rates.horizon(spec, examples),
-    )
-    if most > examples:
-        raise ConfigError(
-            SEESAW_MAX,
-            f"must be at most the {examples} examples of the training split",
-            most,
-        )
-    schedule = build_schedule(spec.node("schedule"), horizon)
-    return stage_rates.seesaw(
-        schedule, horizon, spec.batching.effective_batch_size, most
-    )
 
 
 def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> Any:

@@ -1,6 +1,5 @@
 """How the learning rate and an optimizer's other arguments follow the effective batch."""
 
-import inspect
 import math
 from typing import Any, Self
 
@@ -15,7 +14,6 @@ _FOR = {
     Rule.sde: ("Adam", "AdamW", "RMSprop"),
     Rule.half_life: ("Adam", "AdamW"),
     Rule.surge: ("Adam", "AdamW", "Nadam", "Lion"),
-    Rule.adascale: ("SGD", "Adam", "AdamW"),
 }
 
 
@@ -31,7 +29,6 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
     - `timescale`: 1, or √κ if `scaling.rate` is sqrt: Bergsma et al. 2025 (arXiv:2505.13738).
     - `surge`: f(B) / f(B_ref), f(B) = 2 / (√(B_n/B) + √(B/B_n)), which has its peak at B_n, `scaling.peak_batch_size`,
       and falls beyond it: Li et al. 2024 (arXiv:2405.14578, equation 13). B_n is not the gradient noise scale.
-    - `adascale`: 1, as its factor changes with every update: see `pipeline.components.adascale`.
     """
     kappa = effective_batch_size / scaling.reference_batch_size
     if scaling.rule == Rule.linear:
@@ -139,25 +136,19 @@ class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
     schedule: Any
 
     def rate(self, step: Any) -> Any:
-        return ops.convert_to_tensor(
-            self.schedule(step) if callable(self.schedule) else self.schedule
-        )
+        """Return the rate of the other schedule at `step`."""
+        rate = self.schedule
+        if callable(rate):
+            rate = rate(step)
+        return ops.convert_to_tensor(rate)
 
     def get_config(self) -> dict[str, Any]:
-        given = {
-            name: getattr(self, name)
-            for name in inspect.signature(type(self)).parameters
-        }
-        return {**given, "schedule": keras.saving.serialize_keras_object(self.schedule)}
+        return {"schedule": keras.saving.serialize_keras_object(self.schedule)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(
-            **{
-                **config,
-                "schedule": keras.saving.deserialize_keras_object(config["schedule"]),
-            }
-        )
+        schedule = keras.saving.deserialize_keras_object(config["schedule"])
+        return cls(**{**config, "schedule": schedule})
 
 
 @keras.saving.register_keras_serializable("pipeline")
@@ -169,7 +160,9 @@ class Scaled(DerivedSchedule):
     """
 
     def __init__(self, schedule: Any, factor: float, warmup: int):
-        self.schedule, self.factor, self.warmup = schedule, factor, warmup
+        self.schedule = schedule
+        self.factor = factor
+        self.warmup = warmup
 
     def __call__(self, step: Any) -> Any:
         rate = self.rate(step)
@@ -177,3 +170,10 @@ class Scaled(DerivedSchedule):
             return rate * self.factor
         share = ops.minimum(1.0, (ops.cast(step, rate.dtype) + 1) / self.warmup)
         return rate * (1 + (self.factor - 1) * ops.cast(share, rate.dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "factor": self.factor,
+            "warmup": self.warmup,
+        }

@@ -1,4 +1,4 @@
-"""The learning rate where the effective batch changes: by rule, by clock, and by `seesaw`, against values by hand."""
+"""The learning rate where the effective batch changes: by rule and by clock, against values by hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
-from pipeline.components import optimizer, stage_rates
+from pipeline.components import optimizer
 from pipeline.components.stage_rates import StageRates
 from pipeline.config import sizes
 from pipeline.config.plan import plan_of
-from pipeline.config.stages import Asked
+from pipeline.config.stages import Asked, asked
 from tests.config.test_stages import RAMP, resolved
 
 EXAMPLES = 1000
@@ -32,7 +32,7 @@ def built(*given, examples=EXAMPLES):
     """The rates of a run by update, from the first on, what was said of them, and its plan."""
     spec = resolved(given)
     plan = plan_of(
-        spec.batching, examples, spec.horizon, optimizer.stages(spec, examples)
+        spec.batching, examples, spec.horizon, asked(spec.config.accumulation.schedule)
     )
     made, said = optimizer.build(spec, plan.updates, plan)
     if isinstance(made._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
@@ -55,13 +55,8 @@ def built(*given, examples=EXAMPLES):
             0.8 / (2 / 1.5 / math.sqrt(2)),
             1.5 * math.sqrt(2) / 2,
         ),
-        (
-            ["scaling=linear", "scaling.warmup=0", "accumulation.scale_rate=false"],
-            0.5,
-            0.5,
-        ),
     ],
-    ids=["none", "linear", "sqrt", "surge", "unscaled"],
+    ids=["none", "linear", "sqrt", "surge"],
 )
 def test_the_rate_at_a_stage_follows_the_rule(given, first, later):
     rates, said, _ = built(*ADAM, *given, STAGES, "training.updates=6")
@@ -77,12 +72,6 @@ def test_other_arguments_of_an_optimizer_do_not_follow():
             match=r"^scaling.rule must not change β or the weight decay with accumulation",
         ):
             built("optimizer=adamw", f"scaling={rule}", STAGES)
-        built(
-            "optimizer=adamw",
-            f"scaling={rule}",
-            STAGES,
-            "accumulation.scale_rate=false",
-        )
     with pytest.raises(
         ConfigError, match=r"^scaling\.ema must be false with accumulation\.schedule"
     ):
@@ -159,107 +148,7 @@ def test_the_clock_is_that_of_the_plan_at_hundreds_of_thousands_of_updates():
     )
     again = StageRates.from_config(json.loads(json.dumps(saved.get_config())))
     assert float(again(250_000)) == float(saved(250_000))
-
-
-SEESAW = (
-    "accumulation.schedule=seesaw",
-    "accumulation.effective_batch_size=10",
-    "accumulation.micro_batch_size=5",
-)
-
-
-def test_seesaw_on_a_cosine():
-    given = (
-        "accumulation.seesaw_max=80",
-        "training.epochs=4",
-        "optimizer.learning_rate=0.01",
-        "schedule=cosine",
-    )
-    rates, _, plan = built(
-        *SEESAW, *given, "schedule.warmup_steps=20", "schedule.decay_steps=380"
-    )
-    # ½(1 + cos πt) is ½, ¼, ⅛ at t = 0.5, 0.6667, 0.7699: 20 + 380 t is 210, 273.3, 312.6 updates of 10 examples.
-    assert [(size, plan.examples_seen(after)) for after, size in plan.changes] == [
-        *((10, 0), (20, 2100)),
-        *(
-            (40, 2740),
-            (80, 3160),
-        ),  # 274 · 10; 3000 + 4 · 40 is the first update from 313 · 10 on
-    ]
-    held = [rates[after] for after, _ in plan.changes]
-    assert held[1:3] == pytest.approx([0.01 / math.sqrt(2), 0.01 / 2], rel=1e-6)
-    first, second, third = (after for after, _ in plan.changes[1:])
-    assert rates[20:first] == [rates[20]] * (first - 20)
-    assert rates[20] == pytest.approx(0.01, rel=1e-6)
-    assert rates[first:second] == [held[1]] * (second - first)
-    assert rates[10] == pytest.approx(
-        0.0055, rel=1e-6
-    )  # the warm-up stays: from a tenth of the rate
-    # The last stage follows the cosine, times √8.
-    seen = np.array(
-        [plan.examples_seen(update) for update in range(third, plan.updates)]
-    )
-    cosine = 0.005 * (1 + np.cos(np.pi * (seen / 10 - 20) / 380))
-    assert rates[third:] == pytest.approx(
-        (math.sqrt(8) * cosine).tolist(), rel=1e-5, abs=1e-8
-    )
-    assert plan.examples_seen(plan.updates) == 4000
-    assert plan.updates < 300  # in place of 400
-
-
-def test_seesaw_on_steps():
-    """A rate that is halved at 40% and divided by eight at 70%: the batch doubles, then grows by eight at once."""
-    steps = (
-        "schedule=piecewise",
-        "schedule.boundaries=[40%,70%]",
-        "schedule.values=[0.8,0.4,0.05]",
-    )
-    _, _, plan = built(
-        *SEESAW, *steps, "accumulation.seesaw_max=1000", "training.epochs=1"
-    )
-    assert [(size, plan.examples_seen(after)) for after, size in plan.changes] == [
-        (10, 0),
-        (20, 410),
-        (160, 710),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            ["schedule=constant"],
-            r"schedule must fall to half of its peak, and rise no more, with accumulation.schedule",
-        ),
-        (
-            [
-                "schedule=piecewise",
-                "schedule.boundaries=[20%,50%]",
-                "schedule.values=[0.8,0.1,0.4]",
-            ],
-            r"schedule must fall to half of its peak, and rise no more",
-        ),
-        (
-            ["schedule=cosine", "accumulation.seesaw_max=2000"],
-            r"accumulation.seesaw_max must be at most the 1000 exam",
-        ),
-    ],
-)
-def test_seesaw_needs_a_rate_that_falls(given, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        built(*SEESAW, "accumulation.seesaw_max=80", *given)
-
-
-def test_a_schedule_of_a_million_updates_is_searched_to_a_share_of_it():
-    cosine = keras.optimizers.schedules.CosineDecay(
-        0.0, 950_000, warmup_target=1.0, warmup_steps=50_001
-    )
-    found = stage_rates.seesaw(cosine, 10**6, 32, 256)
-    assert [stage.size for stage in found] == [32, 64, 128, 256]
-    at = [
-        50_001 + 950_000 * math.acos(2 * share - 1) / math.pi
-        for share in (1 / 2, 1 / 4, 1 / 8)
-    ]
-    assert [stage.start / 32 for stage in found[1:]] == pytest.approx(
-        at, abs=10**6 / stage_rates.GRID + 1
-    )
+    by_version_0_1_0 = {**saved.get_config(), "peak": None}
+    assert StageRates.from_config(by_version_0_1_0).get_config() == saved.get_config()
+    with pytest.raises(TypeError, match="peak"):
+        StageRates.from_config({**by_version_0_1_0, "peak": [3, 0.1]})
