@@ -318,7 +318,7 @@ def _warm_up(traced: threading.Event) -> None:
     """Prepare MLflow for `_log_model` while the update is compiled and the device trains, after it is traced."""
     traced.wait()
     # A failure is seen again when the model is logged.
-    with suppress(Exception), imports.executed_on_use(), imports.without_collections():
+    with suppress(Exception), imports.without_collections():
         from pipeline.tracking import logged_model
 
         logged_model.warm_up()
