@@ -208,7 +208,7 @@ REMOVED = {
 @pytest.mark.parametrize("subject", REMOVED)
 def test_a_record_with_what_was_removed_is_rejected(subject, tmp_path):
     """As rerun, resume, forks and `critical` read it."""
-    record = {**dict.fromkeys(CONFIG_GROUPS, {}), **REMOVED[subject]}
+    record = {group: {} for group in CONFIG_GROUPS} | REMOVED[subject]
     (tmp_path / "config.yaml").write_text(json.dumps(record))
     message = rf"^{subject} was removed in version 0\.2\.0: \w.*\.$"
     with pytest.raises(ConfigError, match=message):
