@@ -1,8 +1,9 @@
 """The learning rate of a run whose effective batch changes in stages.
 
-    update ─ clock ─► updates, or examples seen ─ schedule ─► rate ─ × the stage's factor ─► learning rate
+    updates ─ clock ─► updates, or examples seen ─ schedule ─► rate ─ × factor ─► rate
 
-The factor of a stage is that of the scaling rule for the stage's effective batch, relative to the first stage.
+The factor of a stage is that of the scaling rule for its effective batch, relative to
+the first stage.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class StagedSchedule:
 
 
 def check(spec: RunSpec) -> None:
-    """Raise a ConfigError if `scaling` would change more than the rate where a stage begins."""
+    """Raise a ConfigError if a stage would change more than the learning rate."""
     scale = spec.config.scaling
     if spec.config.accumulation.schedule is None or scale.rule == Rule.none:
         return
@@ -49,12 +50,15 @@ def check(spec: RunSpec) -> None:
 
 
 def counts_examples(spec: RunSpec) -> bool:
-    """Return whether the schedule's clock is the examples seen, in updates of the first effective batch."""
+    """Return whether the clock of the schedule counts the examples seen.
+
+    Such a clock counts them in updates of the first effective batch.
+    """
     return bool(spec.resolved["schedule"].get("clock") == "examples")
 
 
 def horizon(spec: RunSpec, plan: Plan) -> int:
-    """Return the horizon of a clock that counts examples: in updates of the first effective batch, rounded up."""
+    """Return the horizon in updates of the first effective batch, rounded up."""
     unit, length = spec.horizon
     if unit == "updates":
         examples = plan.examples_seen(length)
@@ -66,7 +70,11 @@ def horizon(spec: RunSpec, plan: Plan) -> int:
 
 
 def follow_stages(spec: RunSpec, plan: Plan, schedule: Any) -> StagedSchedule:
-    """Return the schedule with the clock that the config names, scaled in each stage of the plan."""
+    """Return the schedule with the clock of the config, scaled in each stage.
+
+    A schedule that does not change is returned as it is: callbacks may still set the
+    rate of a constant one.
+    """
     scale = spec.config.scaling
     first_factor = scaling.rate_factor(scale, plan.all_stages[0].size)
     factors = []
@@ -99,11 +107,12 @@ class StageRates(scaling.DerivedSchedule):
     """schedule(clock) × the factor of the stage.
 
     Args:
-        schedule: of the clock; may be a number.
-        stages: a list for each stage: [updates before it, its effective batch size, the epoch in which it begins, the
-            examples of that epoch before it, its updates in an epoch].
+        schedule: a function of the clock, or a number.
+        stages: a list for each stage: [updates before it, effective batch size, epoch
+            in which it begins, examples of that epoch before it, updates in an epoch].
         factors: a number for each stage.
-        examples: in an epoch, for a clock of examples seen ÷ the first effective batch size; None for one of updates.
+        examples: in an epoch; the clock is then the examples seen ÷ the first effective
+            batch size. None for a clock of updates.
     """
 
     def __init__(
@@ -130,7 +139,7 @@ class StageRates(scaling.DerivedSchedule):
         return rate * tf.constant(self.factors, rate.dtype)[number]
 
     def _examples_seen(self, updates: tf.Tensor, stage: tf.Tensor) -> tf.Tensor:
-        """Return the examples of so many updates, as `Plan.examples_seen` counts them; scalar, int64."""
+        """Return the examples of so many updates, as `Plan.examples_seen` counts."""
         after, size, epoch, first, in_epoch = tf.unstack(stage)
         epochs = epoch + (updates - after) // in_epoch
         updates_of_epoch = (updates - after) % in_epoch
@@ -146,7 +155,8 @@ class StageRates(scaling.DerivedSchedule):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        # Models that version 0.1.0 saved have the argument of a removed feature, null where it was not used.
+        # Models that version 0.1.0 saved have an argument of a removed feature, which is
+        # None if that was not used.
         if "peak" in config and config["peak"] is None:
             config = {name: value for name, value in config.items() if name != "peak"}
         return super().from_config(config)

@@ -188,21 +188,19 @@ class _Beginning:
 
     def begin(self, tracker: Tracker, parts: Parts) -> None:
         """Create the run, or continue it, and print which."""
+        from pipeline.components import description
+
         spec, callbacks = parts.spec, parts.objective.callbacks
         record = (0 if self.start is None else self.start.update), spec
-        data = parts.data, parts.recorded_data
+        data = parts.data, parts.record.dataset
         if self.before is None:
             tags = (
-                parts.tags()
+                description.tags(parts)
                 | (self.start.tags if isinstance(self.start, Fork) else {})
                 | dict(self.tags)
             )
             tracker.start(*record, *data, parts.model, tags, parts.devices.gpus)
-            lines = [
-                *filter(None, [parts.scaled]),
-                *parts.notes,
-                *parts.differences_from_large_batch(),
-            ]
+            lines = description.first_lines(parts)
         else:
             tracker.resume(self.before.past, *record, *data)
             lines = self.before.said(callbacks)
@@ -326,6 +324,7 @@ def _warm_up(traced: threading.Event) -> None:
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:
     """Log the trained model; one that cannot be logged does not undo the run."""
+    from pipeline.components import description
     from pipeline.tracking import logged_model  # imports TensorFlow
 
     try:
@@ -336,7 +335,7 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
                 str(value) for key, value in resolved if key.endswith("_target_")
             ]
             code = logged_model.own_code(parts.model, targets)
-        tracker.log_model(parts.model, parts.example(), code)
+        tracker.log_model(parts.model, description.example_inputs(parts), code)
     except Exception as error:  # the run is trained and recorded all the same
         tracker.journal.write({"tags": {"model.not_logged": mask(first_line(error))}})
         say(f"the model was not logged: {first_line(error)}")

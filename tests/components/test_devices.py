@@ -81,7 +81,10 @@ def test_the_gpu_and_its_memory_are_those_of_the_config(
 
 def test_the_replicas_are_on_the_gpus_that_are_named(asked):
     gpus = tf.config.list_physical_devices("GPU")
-    assert devices._gpus(devices._named(gpus, [2, 0]), 2, None) == [gpus[2], gpus[0]]
+    assert devices._gpus_of_process(devices._named_gpus(gpus, [2, 0]), 2, None) == [
+        gpus[2],
+        gpus[0],
+    ]
     with pytest.raises(
         ConfigError,
         match=r"hardware\.gpu must be of the 3 GPUs of this machine, counted from 0\. Rec",
@@ -151,14 +154,14 @@ def test_the_peak_begins_with_the_first_update(asked, monkeypatch):
         training = SimpleNamespace(evaluate_every="epoch")
         parts = SimpleNamespace(
             spec=SimpleNamespace(config=SimpleNamespace(training=training)),
-            **{
-                "data": SimpleNamespace(splits={}),
-                "files": None,
-                "best": None,
-                "batches": None,
-                "devices": used,
-            },
-            **{"objective": SimpleNamespace(callbacks={}), "evaluate": lambda *_: None},
+            data=SimpleNamespace(splits={}),
+            files=None,
+            best=None,
+            batches=None,
+            reader=None,
+            devices=used,
+            objective=SimpleNamespace(callbacks={}),
+            evaluation_batches=lambda *_: None,
             assigned_by_forward=list,
         )
         assert (
