@@ -155,7 +155,7 @@ class StageRates(scaling.DerivedSchedule):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        # Models that version 0.1.0 saved have an argument of a removed feature, which is
+        # Models that version 0.1.0 saved have an argument of a removed feature. It is
         # None if that was not used.
         if "peak" in config and config["peak"] is None:
             config = {name: value for name, value in config.items() if name != "peak"}
