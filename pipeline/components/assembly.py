@@ -25,7 +25,7 @@ from pipeline.components import (
     optimizer,
 )
 from pipeline.components.devices import Devices
-from pipeline.components.objective import Objective
+from pipeline.components.objective import RunObjective
 from pipeline.config import sizes, stages
 from pipeline.config.plan import Plan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
@@ -71,7 +71,7 @@ class Parts:
     plan: Plan
     batches: tf.data.Dataset  # of the updates to come; a worker has its share of them
     model: keras.Model  # compiled with its built optimizer
-    objective: Objective
+    objective: RunObjective
     inputs: Any  # of the first four training examples at most, on the host
     reader: Reader | None  # with several workers, the replicas that this one reads for
     best: Best | None  # tracks the best evaluation, if its checkpoint is kept
@@ -82,7 +82,7 @@ class Parts:
         config = self.spec.config
         training = self.objective.training
         cut = self.spec.largest
-        # The noise is measured between micro-batches, and of each example's gradient.
+        # The noise scale compares micro-batches, each with a gradient of its own.
         noise_every = 0
         if cut.factor * cut.replicas > 1 and not training.over_batch:
             noise_every = config.tracking.noise_every
@@ -349,7 +349,7 @@ class _Network:
     """A compiled model, and what was learned of it."""
 
     model: keras.Model
-    objective: Objective
+    objective: RunObjective
     outputs: Any  # of the model for the first examples
     first_inputs: Any  # a few examples
     scaling: str  # what the scaling rule changed

@@ -38,9 +38,9 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
     if parts.spec.largest.factor * parts.plan.batching.replicas == 1:
         return []
     config = parts.spec.config.accumulation
-    normalising = accumulation.normalising_layers(parts.model)
+    normalizing = accumulation.normalising_layers(parts.model)
     moving = accumulation.batch_dependent_layers(
-        parts.model, parts.forward, normalising
+        parts.model, parts.forward, normalizing
     )
     noisy = []
     if config.same_noise == "auto":
@@ -51,7 +51,7 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
         moves = "once an update"
     layers_by_reason = {
         f"normalised by each micro-batch, moving statistics {moves}": [
-            layer.name for layer in normalising if layer.trainable
+            layer.name for layer in normalizing if layer.trainable
         ],
         "state that moves with every micro-batch": moving,
         "noise of each micro-batch, not of the effective batch": noisy,

@@ -17,10 +17,10 @@ from pipeline.trust import instantiate
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What is minimized and what is measured.
+class RunObjective:
+    """What a run minimizes and measures, and its callbacks.
 
-    With several outputs, it stands under the name of the output.
+    With several outputs, each has its losses and metrics under its name.
     """
 
     training: accumulation.Objective
@@ -47,7 +47,7 @@ class FunctionLoss(keras.losses.Loss):
         return self.fn(y_true, y_pred)
 
 
-def build(training: DictConfig) -> Objective:
+def build(training: DictConfig) -> RunObjective:
     """Return the objective of the `training` group.
 
     Raises:
@@ -69,7 +69,7 @@ def build(training: DictConfig) -> Objective:
             loss_over=training.loss_over,
         )
 
-    return Objective(
+    return RunObjective(
         training=with_new_metrics(),
         evaluation=with_new_metrics(),
         callbacks={
@@ -80,7 +80,7 @@ def build(training: DictConfig) -> Objective:
 
 
 def compile(
-    objective: Objective,
+    objective: RunObjective,
     model: keras.Model,
     optimizer: keras.Optimizer,
     y: Any,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from pipeline import accumulation
 from pipeline.common.errors import ConfigError, refused
-from pipeline.components.objective import Objective
+from pipeline.components.objective import RunObjective
 from pipeline.config.metric_names import UPDATE_METRICS, is_name
 from pipeline.config.objective_nodes import METRIC_GROUPS
 from pipeline.config.resolve import RunSpec
@@ -49,7 +49,7 @@ class Checked:
 
     labels: Any
     outputs: Any
-    objective: Objective  # with the metrics that the model's layers update
+    objective: RunObjective  # with the metrics that the model's layers update
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Example:
 
 
 def check(
-    objective: Objective, model: keras.Model, data: Data, batch: Any, spec: RunSpec
+    objective: RunObjective, model: keras.Model, data: Data, batch: Any, spec: RunSpec
 ) -> Checked:
     """Compute the loss and the metrics of a batch, by which the model is built too.
 
