@@ -14,7 +14,7 @@ from pipeline.config.plain import leaves
 from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
-from pipeline.config.stages import CLOCK, SCHEDULE, SEESAW, SEESAW_MAX
+from pipeline.config.stages import CLOCK, SCHEDULE
 from pipeline.tracking.journal_file import Past
 
 if TYPE_CHECKING:  # importing these takes seconds
@@ -31,11 +31,6 @@ _RATE = (
     "schedule.",
     "scaling.",
 )  # the keys that a learning rate depends on
-_STAGES: dict[str, Any] = {
-    SCHEDULE: None,
-    "accumulation.scale_rate": True,
-    SEESAW_MAX: None,
-}  # and where it is scaled
 
 
 @dataclass
@@ -174,13 +169,13 @@ def named(
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     # Records of before there were stages lack their keys.
     both = [
-        {CLOCK: "updates", **_STAGES, **leaves(each)}
+        {CLOCK: "updates", SCHEDULE: None, **leaves(each)}
         for each in (recorded, spec.recorded)
     ]
-    scaled = spec.config.scaling.rule != Rule.none or any(
-        values[SCHEDULE] == SEESAW for values in both
-    )
-    keys = (*_RATE, *(f"{key}." for key in _STAGES if scaled))
+    scaled = spec.config.scaling.rule != Rule.none
+    keys: tuple[str, ...] = _RATE
+    if scaled:  # the rate follows the stages
+        keys = (*_RATE, f"{SCHEDULE}.")
     then, now = (
         {key: leaf for key, leaf in values.items() if f"{key}.".startswith(keys)}
         for values in both

@@ -20,7 +20,7 @@ from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
-from pipeline.config.stages import CLOCK, SCHEDULE
+from pipeline.config.stages import CLOCK
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun
 
@@ -49,7 +49,7 @@ _SAME = (
         "training.metrics.",
     ),
     *("training.weighted_metrics.", "training.added_losses.", "training.loss_over."),
-    *("accumulation.schedule.", "accumulation.scale_rate.", "accumulation.seesaw_max."),
+    "accumulation.schedule.",
 )
 _FREE = (*provenance.PLACE, "hardware.memory.")
 
@@ -100,16 +100,12 @@ class Continuation:
             raise ConfigError(
                 "RUN", f"{rule}start.run=RUN@{self.update}", str(self.run_dir)
             )
-        # With AdaScale an update counts for several; the row of the last one says for how many all of them did.
-        done = max(
-            self.update, int(self.past.last.get("train/scale_invariant_updates", 0))
-        )
         if self.update > plan.updates or (
-            done >= plan.updates and self.past.status == "FINISHED"
+            self.update == plan.updates and self.past.status == "FINISHED"
         ):
             raise ConfigError(
                 "training",
-                f"must have a horizon beyond the {done} updates done",
+                f"must have a horizon beyond the {self.update} updates done",
                 plan.updates,
             )
         snapshot.check(self.checkpoint.meta, update)
@@ -117,29 +113,7 @@ class Continuation:
             self.update
         ):
             rule = f"must give the batches of the run again: that of update {self.update} is another one"
-            if plan.stages:
-                raise ConfigError(
-                    SCHEDULE,
-                    f"{rule}; a longer horizon moves the stages of seesaw",
-                    plan.changes,
-                )
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
-        last, seen = (
-            max(self.past.updates, default=0),
-            self.past.last.get("train/examples_seen"),
-        )
-        if (
-            plan.stages
-            and seen is not None
-            and last > self.update
-            and plan.examples_seen(last) != seen
-        ):
-            rule = f"must give the rows of the run again, up to update {last}"
-            raise ConfigError(
-                SCHEDULE,
-                f"{rule}; a longer horizon moves the stages of seesaw",
-                plan.changes,
-            )
 
     def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
         from pipeline.checkpoints import snapshot

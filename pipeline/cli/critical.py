@@ -31,7 +31,7 @@ UPDATES = 200  # of the run's batch: the default length of a branch
 _NEVER = 2**31 - 1  # Only the last update is evaluated.
 # What all branches do differently from their run.
 _BRANCH: dict[str, dict[str, Any]] = {
-    "accumulation": {"factor": None, "seesaw_max": None, "scale_rate": True},
+    "accumulation": {"factor": None},
     "training": {
         "epochs": None,
         "updates": None,

@@ -8,83 +8,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import PathFinder
+from contextlib import contextmanager
 from pathlib import Path
-from threading import RLock
-from types import ModuleType
 from typing import Any
 
 from pipeline.common.errors import say
 
-# Keras' import matplotlib, scikit-learn and scipy.stats, a third of the time that `import tensorflow` takes; MLflow's
-# imports FastAPI.
-ON_USE = (
-    "keras.visualization",
-    "keras.wrappers",
-    "keras.src.visualization",
-    "mlflow.gateway",
-)
-
-
-class _OnUse(MetaPathFinder):
-    """Finds the modules of `ON_USE`, each to be executed when a name in it is first looked up."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        spec = PathFinder.find_spec(name, path) if name in ON_USE else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Later(spec.loader)
-        return spec
-
-
-class _Later(Loader):
-    """Executes a module late. Python's own `LazyLoader` does so too early: `inspect` asks every module for its file."""
-
-    def __init__(self, loader: Loader):
-        self._loader, self._lock, self._begun = loader, RLock(), False
-
-    def exec_module(self, module: ModuleType) -> None:
-        def look_up(name: str) -> Any:
-            unknown = AttributeError(
-                f"module {module.__name__!r} has no attribute {name!r}"
-            )
-            if name.startswith("__") and name != "__all__":
-                raise unknown
-            with self._lock:  # other threads wait for the one that executes it
-                if not self._begun:
-                    self._begun = True
-                    try:
-                        self._loader.exec_module(module)
-                    except BaseException:
-                        self._begun = False
-                        raise
-            if name not in vars(module):
-                raise unknown
-            return vars(module)[name]
-
-        def names() -> list[str]:
-            with suppress(AttributeError):
-                look_up("__all__")  # executes it
-            return sorted(vars(module))
-
-        vars(module).update(__getattr__=look_up, __dir__=names)
-
-
-@contextmanager
-def executed_on_use() -> Iterator[None]:
-    """Leave the modules of `ON_USE` that are imported meanwhile to be executed when they are used."""
-    finder = _OnUse()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Suppress the notices that TensorFlow's libraries print before they read any level; execute `ON_USE` later.
+    """Suppress the notices that TensorFlow's libraries print before they read any level.
 
     Nor is garbage ever looked for among what was imported first: each search takes 0.2 s.
     """
@@ -96,7 +29,7 @@ def without_chatter() -> Iterator[None]:
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
-            with executed_on_use(), without_collections():
+            with without_collections():
                 yield
                 if first:
                     gc.freeze()  # before anything looks for garbage again

@@ -1,7 +1,11 @@
-"""Whether what layers add to the loss is a mean or a sum over their batch: a few examples in two cuts show it."""
+"""Whether what layers add to the loss is a mean or a sum over the examples of a batch.
+
+A few examples show it: what a layer adds for all of them is compared with what it adds
+for two parts of them.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -10,96 +14,143 @@ from pipeline import accumulation
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import Added
 
-Amounts = dict[
-    str, tuple[float, float]
-]  # by the layer's path: what it adds as scalars, and as values of examples
+KEY = "training.added_losses"
+
+
+class Amounts(NamedTuple):
+    """What a layer adds to the loss in one call."""
+
+    scalars: float
+    values: float  # the sum of what it adds as one value for each example
 
 
 def check(model: keras.Model, x: Any, rule: str) -> list[str]:
-    """Refuse the rule where the other one is right; return a line about the layers for which none is.
+    """Check that `rule` says how the layers of a model add to the loss for `x`.
 
-    Nothing is computed for a model that has added nothing in its last call.
+    Nothing is computed for a model that added nothing in its last call.
+
+    Args:
+        x: inputs of a few examples.
+        rule: `mean` or `sum`.
+
+    Returns:
+        A line with the layers for which neither rule is right, or an empty list.
+
+    Raises:
+        ConfigError: the other rule is right for a layer.
     """
     count = int(accumulation.examples_in(x))
     if not accumulation.added_losses(model) or count < 2:
         return []
-    cuts = [(0, count), (0, count - count // 3 - 1), (count - count // 3 - 1, count)]
-    found = list[Amounts]()
+    cut = count - count // 3 - 1  # parts of different sizes: 7 examples are 4 and 3
     try:
-        values = [(variable, variable.value) for variable in model.trainable_variables]
-        policies = [
-            (layer, "dtype_policy", _Float64("float32"))
-            for layer in (model, *accumulation.layers_of(model))
-        ]
-        with (
-            accumulation.replaced(policies),
-            keras.StatelessScope(values, collect_losses=True),
-        ):
-            for start, stop in cuts:
-                model(accumulation.slice_of(x, start, stop), training=False)
-                found.append(amounts(model, stop - start))
-    except Exception:  # it computes in its own precision alone
+        amounts_of_batch, *amounts_of_parts = _amounts_by_range(
+            model, x, [(0, count), (0, cut), (cut, count)]
+        )
+    except Exception:  # the model computes in its own precision only
         return []
-    shares = [(stop - start) / count for start, stop in cuts[1:]]
-    fitting = {
-        path: [each for each in Added.__members__ if holds(each, path, found, shares)]
-        for path in found[0]
-    }
-    for path, rules in fitting.items():
-        if rules and rule not in rules:
-            others = [other for other, theirs in fitting.items() if theirs == [rule]]
-            but = (
-                f", while {others[0]} adds a {rule}: one of them has to change"
-                if others
-                else ""
-            )
-            right = f"must be {rules[0]}, which {path} adds over its batch{but}"
-            raise ConfigError("training.added_losses", right, rule)
-    neither = [path for path, rules in fitting.items() if not rules]
-    return [
-        f"added to the loss by each micro-batch, neither a mean nor a sum: {', '.join(neither)}"
-    ] * bool(neither)
 
-
-def amounts(model: keras.Model, count: int) -> Amounts:
-    """Return what each layer has itself added in the last call, of `count` examples."""
-    found, seen = Amounts(), set[int]()
-    for layer in (
-        *reversed(accumulation.layers_of(model)),
-        model,
-    ):  # a layer comes after those inside of it
-        own = [
-            value for value in accumulation.added_losses(layer) if id(value) not in seen
+    shares = [cut / count, (count - cut) / count]
+    rules_by_layer: dict[str, list[str]] = {}
+    for path, batch in amounts_of_batch.items():
+        parts = [part.get(path, Amounts(0.0, 0.0)) for part in amounts_of_parts]
+        rules_by_layer[path] = [
+            name for name in Added.__members__ if holds(name, batch, parts, shares)
         ]
-        seen |= set(map(id, own))
-        sums = [0.0, 0.0]
-        for value in own:
-            sums[value.shape.rank > 0 and value.shape[0] == count] += float(
-                tf.reduce_sum(value)
-            )
-        if own:
-            found[layer.path or layer.name] = (sums[0], sums[1])
-    return found
+
+    for path, rules in rules_by_layer.items():
+        if rules and rule not in rules:
+            raise _wrong_rule(path, rules[0], rule, rules_by_layer)
+    neither = [path for path, rules in rules_by_layer.items() if not rules]
+    if not neither:
+        return []
+    what = "added to the loss by each micro-batch, neither a mean nor a sum"
+    return [f"{what}: {', '.join(neither)}"]
+
+
+def amounts(model: keras.Model, count: int) -> dict[str, Amounts]:
+    """Return by path what each layer itself added in the last call.
+
+    What a layer holds of the layers inside it counts for these.
+
+    Args:
+        count: the number of examples of that call.
+    """
+    amounts_by_path = {}
+    seen: set[int] = set()
+    # Reversed, a layer comes after those inside it.
+    for layer in (*reversed(accumulation.layers_of(model)), model):
+        losses = accumulation.added_losses(layer)
+        own_losses = [loss for loss in losses if id(loss) not in seen]
+        seen.update(map(id, own_losses))
+
+        scalars = 0.0
+        values = 0.0
+        for loss in own_losses:
+            total = float(tf.reduce_sum(loss))
+            if loss.shape.rank > 0 and loss.shape[0] == count:
+                values += total
+            else:
+                scalars += total
+        if own_losses:
+            amounts_by_path[layer.path or layer.name] = Amounts(scalars, values)
+    return amounts_by_path
 
 
 def holds(
     rule: str,
-    path: str,
-    found: Sequence[Amounts],
+    batch: Amounts,
+    parts: Sequence[Amounts],
     shares: Sequence[float],
-    apart: float = 1e-5,
+    tolerance: float = 1e-5,
 ) -> bool:
-    """Return whether a layer adds to a batch, the first found, what the rule makes of its parts, the others."""
-    whole, *parts = (each.get(path, (0.0, 0.0)) for each in found)
-    of_parts = [
-        a * (1 if rule == "sum" else share) + b
-        for (a, b), share in zip(parts, shares, strict=True)
+    """Return whether the rule makes the amounts of a batch from those of its parts.
+
+    Args:
+        shares: the share of the examples that is in each part.
+        tolerance: relative to the sum of the parts.
+    """
+    expected = []
+    for part, share in zip(parts, shares, strict=True):
+        weight = 1.0 if rule == "sum" else share
+        expected.append(part.scalars * weight + part.values)
+    size = sum(map(abs, expected)) + 1e-3
+    return abs(sum(batch) - sum(expected)) <= tolerance * size
+
+
+def _amounts_by_range(
+    model: keras.Model, x: Any, ranges: Sequence[tuple[int, int]]
+) -> list[dict[str, Amounts]]:
+    """Return what the layers add for each range of examples, computed in float64."""
+    values = [(variable, variable.value) for variable in model.trainable_variables]
+    policies = [
+        (layer, "dtype_policy", _Float64("float32"))
+        for layer in (model, *accumulation.layers_of(model))
     ]
-    return abs(sum(whole) - sum(of_parts)) <= apart * (sum(map(abs, of_parts)) + 1e-3)
+    amounts_by_range = []
+    with (
+        accumulation.replaced(policies),
+        keras.StatelessScope(values, collect_losses=True),
+    ):
+        for start, stop in ranges:
+            model(accumulation.slice_of(x, start, stop), training=False)
+            amounts_by_range.append(amounts(model, stop - start))
+    return amounts_by_range
+
+
+def _wrong_rule(
+    path: str, right: str, rule: str, rules_by_layer: dict[str, list[str]]
+) -> ConfigError:
+    """Return the error for a layer that adds by the `right` rule, not by `rule`."""
+    message = f"must be {right}, which {path} adds over its batch"
+    others = [other for other, rules in rules_by_layer.items() if rules == [rule]]
+    if others:
+        message += f", while {others[0]} adds a {rule}: one of them has to change"
+    return ConfigError(KEY, message, rule)
 
 
 class _Float64(keras.DTypePolicy):
-    """Computes in float64, whatever the precision of the variables."""
+    """A policy that computes in float64, whatever the precision of the variables."""
 
     @property
     def compute_dtype(self) -> str:

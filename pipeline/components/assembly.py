@@ -1,4 +1,7 @@
-"""The parts of a run, built from its spec in the order in which data flows; nothing is written."""
+"""Spec → the parts of a run, in the order in which data flows; nothing is written.
+
+devices ─► data ─► plan ─► batches ─► model, objective, optimizer ─► Parts
+"""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +17,6 @@ from omegaconf import DictConfig
 from pipeline import accumulation
 from pipeline.common.errors import ConfigError, refused
 from pipeline.components import (
-    adascale,
     added_losses,
     devices,
     model,
@@ -23,12 +25,12 @@ from pipeline.components import (
     optimizer,
 )
 from pipeline.components.devices import Devices
-from pipeline.components.objective import Objective
-from pipeline.config import sizes
+from pipeline.components.objective import RunObjective
+from pipeline.config import sizes, stages
 from pipeline.config.plan import Plan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
-from pipeline.dataset import cache, load, tokens
+from pipeline.dataset import cache, load
 from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import (
     Reader,
@@ -43,358 +45,268 @@ from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Stream, digest
 from pipeline.tracking import provenance
-from pipeline.training.evaluator import Best, Evaluator
+from pipeline.training.evaluator import Best
+
+# Takes the record of the data, as `provenance.dataset` returns it, and may reject it.
+CheckDataset = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class PartsRecord:
+    """What the run's record says of its parts, besides the config."""
+
+    dataset: dict[str, Any]  # as `provenance.dataset` returns it
+    scaling: str  # what the scaling rule changed; empty if nothing
+    notes: Sequence[str]  # lines about the data and the model for the user
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run."""
+    """What a run trains with."""
 
-    spec: RunSpec  # with the decision where the data is kept
+    spec: RunSpec  # with the decision whether the data are kept in memory
     devices: Devices
     data: Data
-    recorded_data: dict[
-        str, Any
-    ]  # the record of `data`, as `provenance.dataset` returns it
+    files: Files  # of `data`, as they were before they were read
     plan: Plan
-    batches: (
-        tf.data.Dataset
-    )  # of the updates to come; with several workers the share of this one
+    batches: tf.data.Dataset  # of the updates to come; a worker has its share of them
     model: keras.Model  # compiled with its built optimizer
-    objective: Objective
-    files: Files  # of `data`, with their states before they were read
+    objective: RunObjective
     inputs: Any  # of the first four training examples at most, on the host
-    best: Best | None = (
-        None  # tracks the best evaluation, where its checkpoint is to be kept
-    )
-    notes: Sequence[
-        str
-    ] = ()  # lines about the data that are printed when the run begins
-    reader: Reader | None = (
-        None  # with several workers the replicas that this one reads for
-    )
-    scaled: str = ""  # what `scaling` changed
+    reader: Reader | None  # with several workers, the replicas that this one reads for
+    best: Best | None  # tracks the best evaluation, if its checkpoint is kept
+    record: PartsRecord
 
     def update(self) -> accumulation.Update:
-        """Return the update, which applies one effective batch."""
-        cut, config = self.spec.largest, self.spec.config
-        several, over_batch = (
-            cut.factor * cut.replicas > 1,
-            self.objective.training.over_batch,
-        )
-        kind = (
-            accumulation.Update
-            if adascale.of(self.model.optimizer) is None
-            else adascale.Update
-        )
-        return kind(
-            *(
-                self.model,
-                self.objective.training,
-                self.model.optimizer,
-                self.plan.micro_batch_size,
-            ),
-            noise_every=config.tracking.noise_every
-            if several and not over_batch
-            else 0,
-            same_noise=self.spec.same_noise and "auto",  # `assemble` refuses
+        """Return a new update, which applies one effective batch."""
+        config = self.spec.config
+        training = self.objective.training
+        cut = self.spec.largest
+        # The noise scale compares micro-batches, each with a gradient of its own.
+        noise_every = 0
+        if cut.factor * cut.replicas > 1 and not training.over_batch:
+            noise_every = config.tracking.noise_every
+        # `assemble` has rejected layers that `true` does not allow.
+        same_noise = "auto" if self.spec.same_noise else False
+        return accumulation.Update(
+            self.model,
+            training,
+            self.model.optimizer,
+            self.plan.micro_batch_size,
+            strategy=self.devices.strategy,
+            noise_every=noise_every,
+            same_noise=same_noise,
             hold_statistics=config.accumulation.moving_statistics.name == "effective",
-            **self._on_devices,
+            jit_compile=config.hardware.xla,
+            reductions_ready=self.devices.reductions_ready,
         )
 
     def evaluation(self) -> accumulation.Evaluation:
-        """Return the evaluation of one batch."""
-        of_batch = self.objective.evaluation, self.plan.batching.micro_batch_size
-        return accumulation.Evaluation(self.model, *of_batch, **self._on_devices)
-
-    @property
-    def _on_devices(self) -> dict[str, Any]:
-        used, xla = self.devices, self.spec.config.hardware.xla
-        return {
-            "strategy": used.strategy,
-            "reductions_ready": used.reductions_ready,
-            "jit_compile": xla,
-        }
+        """Return a new evaluation of one batch."""
+        return accumulation.Evaluation(
+            self.model,
+            self.objective.evaluation,
+            self.plan.batching.micro_batch_size,
+            strategy=self.devices.strategy,
+            jit_compile=self.spec.config.hardware.xla,
+            reductions_ready=self.devices.reductions_ready,
+        )
 
     def effective_batches(self, done: int = 0) -> tf.data.Dataset:
-        """Return the effective batches after `done` updates, undivided also with several workers."""
-        return (
-            self.batches
-            if self.reader is None and not done
-            else _batches(self.spec, self.data, self.plan, done)
-        )
+        """Return the effective batches after `done` updates.
+
+        A worker too gets all of each, not its share.
+        """
+        if self.reader is None and not done:
+            return self.batches
+        return _batches(self.spec, self.data, self.plan, done)
 
     def evaluation_batches(
         self, name: str = "validation", reader: Reader | None = None
     ) -> tf.data.Dataset | None:
-        """Return the batches of a split, in its order, or a reader's share of each; None without such a split."""
+        """Return the batches of a split in its order; None if there is no such split.
+
+        With a `reader` they are its share of each batch.
+        """
         if name not in self.data.splits:
             return None
-        size, node = self.plan.batching.effective_batch_size, self.spec.dataset
+        node = self.spec.dataset
         keep = name == "validation" and cache.keeps_validation(
             node, self.data, self.spec.workers_on_machine
         )
+        size = self.plan.batching.effective_batch_size
         return evaluated(self.data, name, size, node.get("pad"), reader, keep)
 
-    def evaluate(self, name: str, **fields: Any) -> Evaluator | None:
-        """Return the evaluator of a split, with these other `fields` of it; None without such a split."""
-        if (batches := self.evaluation_batches(name, self.reader)) is None:
-            return None
-        return Evaluator(
-            self.evaluation(), batches, name, retry=self.devices.workers == 1, **fields
-        )
-
-    def tags(self) -> dict[str, str]:
-        """Return the tags of a run about the layers that depend on how an effective batch is cut, and its scaling."""
-        state, noise = (
-            accumulation.batch_dependent_layers(self.model, self.forward),
-            self.forward.cut_dependent_noise,
-        )
-        layers = {
-            "model.batch_dependent_layers": state,
-            "model.cut_dependent_noise": noise,
-        }
-        scaled = {"scaling": self.scaled} if self.scaled else {}
-        return {
-            tag: ", ".join(names) or "none" for tag, names in layers.items()
-        } | scaled
-
-    def differences_from_large_batch(self) -> list[str]:
-        """Return a line for each reason for which an update differs from that of the large batch, with its layers."""
-        if self.spec.largest.factor * self.plan.batching.replicas == 1:
-            return []
-        asked, held = (
-            self.spec.config.accumulation,
-            accumulation.normalising_layers(self.model),
-        )
-        when = (
-            "once an update"
-            if asked.moving_statistics.name == "effective"
-            else "with every micro-batch"
-        )
-        moved = accumulation.batch_dependent_layers(self.model, self.forward, held)
-        noise = self.forward.cut_dependent_noise if asked.same_noise == "auto" else []
-        layers = {
-            f"normalised by each micro-batch, moving statistics {when}": [
-                each.name for each in held if each.trainable
-            ],
-            "state that moves with every micro-batch": moved,
-            "noise of each micro-batch, not of the effective batch": noise,
-        }
-        return [
-            f"{what}: {', '.join(names)}" for what, names in layers.items() if names
-        ]
-
-    def assigned_by_forward(self) -> list[tf.Variable]:
-        """Return every replica's copy of the variables that a forward pass in training assigns."""
-        seen, seed = (
-            self.forward.assigned,
-            accumulation.global_seed(),
-        )  # made by the first draw from it, as in a trace
-        of_keras = [
-            variable.value for variable in (*seen, *([] if seed is None else [seed]))
-        ]
-        found = [
-            *of_keras,
-            *(variable for _, variable in accumulation.unknown_to_keras(self.model)),
-        ]
-        return [
-            copy
-            for each in found
-            for copy in self.devices.strategy.experimental_local_results(each)
-        ]
-
-    def tokens(self) -> Callable[[Any], tf.Tensor] | None:
-        """Return what counts the tokens of an effective batch; None if there are none, or workers see theirs alone."""
-        pad, layers = self.spec.dataset.get("pad"), accumulation.layers_of(self.model)
-        masked = any(getattr(layer, "mask_zero", False) for layer in layers)
-        if masked and self.reader is not None:
-            return None
-        return tokens.counter(
-            self.data.train.element_spec[0],
-            None if pad is None else pad["value"],
-            masked,
-        )
-
-    @cached_property  # one trace: a layer may draw while it is traced
+    @cached_property  # traced once: a layer may draw while it is traced
     def forward(self) -> accumulation.Forward:
-        """Return what a forward pass in training draws and assigns."""
+        """What a forward pass in training draws and assigns."""
         return accumulation.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
-    def example(self) -> Any:
-        """Return the inputs as NumPy arrays; raise a TypeError for those that have no signature."""
-        if not all(map(tf.is_tensor, tf.nest.flatten(self.inputs))) or not isinstance(
-            self.inputs, tf.Tensor | dict
-        ):
-            raise TypeError(
-                "an input that is neither a dense tensor nor a dict of them has no signature"
-            )
-        return tf.nest.map_structure(lambda leaf: leaf.numpy(), self.inputs)
+    def assigned_by_forward(self) -> list[tf.Variable]:
+        """Return every replica's copy of the variables that a forward pass assigns."""
+        variables = [variable.value for variable in self.forward.assigned]
+        # The trace has made Keras' global seed, if anything draws from it.
+        seed = accumulation.global_seed()
+        if seed is not None:
+            variables.append(seed.value)
+        for _, variable in accumulation.unknown_to_keras(self.model):
+            variables.append(variable)
+
+        copies: list[tf.Variable] = []
+        for variable in variables:
+            copies += self.devices.strategy.experimental_local_results(variable)
+        return copies
 
 
 def assemble(
-    spec: RunSpec,
-    check_dataset: Callable[[dict[str, Any]], None] | None = None,
-    first_update: int = 0,
+    spec: RunSpec, check_dataset: CheckDataset | None = None, first_update: int = 0
 ) -> Parts:
-    """Build everything that can still refuse the config; the batches of updates before `first_update` are left out.
+    """Build everything that can still reject the config.
 
-    `check_dataset` takes the record of the data, checksums included, and may refuse it; without it the checksums of
-    files are computed later.
+    Args:
+        check_dataset: gets the record of the data with the checksums of the files.
+            Without it, these are computed later.
+        first_update: the batches of the updates before it are left out.
+
+    Raises:
+        ConfigError: a part cannot be built, or does not fit the others.
     """
-    workers, seed = spec.workers, spec.config.seed
-    used = devices.setup(spec.config.hardware, seed, workers)
-    data = load.load(spec.dataset)
-    files = Files(data.files)
-    with _reading(spec.dataset, data, files):
-        decided, kept = cache.resolve(
-            spec.dataset, data, used.agree, spec.workers_on_machine
+    seed = spec.config.seed
+    run_devices = devices.setup(spec.config.hardware, seed, spec.workers)
+    source = _open_dataset(spec, run_devices, check_dataset)
+    data = source.data
+    planned = _planned(source.spec, data)
+    spec = planned.spec
+    reader = _reader(source.spec)
+    with _reading_for_training(spec, source):
+        batches = _batches(
+            spec, data, planned.plan, first_update, reader, planned.stream
         )
-        spec = spec.changed({f"dataset.{key}": value for key, value in decided.items()})
-        notes = [*filter(None, [kept, one_class(spec.dataset, data, seed)])]
-        checksum = spec.dataset.get("checksum", "full")
-        recorded = provenance.dataset(
-            data, checksum, files=files, of_files=check_dataset is not None
-        )
-    node, cut, stream = spec.dataset, spec.batching, None
-    if data.shards:  # the training split in memory is read once, here; others as the run trains, kept or not
-        held = ("train",) if node.get("in_memory", True) else ()
-        files.reread = tuple(
-            {
-                s.path
-                for name, shards in data.shards.items()
-                if name not in held
-                for s in shards
-            }
-        )
-    if check_dataset is not None:
-        check_dataset(recorded)
-    if data.loaders:
-        stream, spec, plan = _of_stream(spec, data)
-    else:
-        plan = plan_of(
-            cut, data.examples, spec.horizon, optimizer.stages(spec, data.examples)
-        )
-    here = spec.config.hardware.replicas
-    reader = (
-        None if workers is None else Reader(workers.index * here, here, cut.replicas)
-    )
-    augment = node.get("augment")
-    with _reading(
-        augment or node,
-        data,
-        files,
-        "dataset" if augment is None else "dataset.augment",
-    ):
-        batches = _batches(spec, data, plan, first_update, reader, stream)
-    # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
+
+    # Once more: TFDS draws while it prepares a dataset, so the run in which it does
+    # would begin with other weights.
     keras.utils.set_random_seed(seed)
-    with used.strategy.scope():
-        network = model.build(spec.node("model"), data)
-        goal = objective.build(spec.node("training"))
-        stepping, scaled = optimizer.build(
-            spec, plan.updates, None if data.loaders else plan
-        )
-        if (gain := adascale.of(stepping)) is not None:
-            plan = adascale.EstimatedPlan(
-                plan.batching, plan.examples, plan.updates, gain=gain
-            )
-        first = _first_batch(spec, data, files, used)
-        labels, outputs, goal = objective_checks.check(goal, network, data, first, spec)
-        notes += added_losses.check(network, first[0], goal.training.added_losses)
-        objective.compile(goal, network, stepping, labels, outputs)
-        stepping.build(network.trainable_variables)
-    optimizer.check(
-        stepping, network.trainable_variables
-    )  # outside of the scope, as an update applies
+    network = _build_network(spec, source, planned.plan, run_devices)
     best = _best(
         spec.config.training.keep_best,
-        goal.evaluation,
+        network.objective.evaluation,
         data,
-        list(accumulation.by_name(network, outputs)),
+        list(accumulation.by_name(network.model, network.outputs)),
     )
     with tf.device("CPU:0"):
-        inputs = accumulation.slice_of(first[0], 0, 4)
+        inputs = accumulation.slice_of(network.first_inputs, 0, 4)
     parts = Parts(
-        spec,
-        used,
-        data,
-        recorded,
-        plan,
-        batches,
-        network,
-        goal,
-        files,
-        inputs,
-        best,
-        notes,
-        reader,
-        scaled,
+        spec=spec,
+        devices=run_devices,
+        data=data,
+        files=source.files,
+        plan=planned.plan,
+        batches=batches,
+        model=network.model,
+        objective=network.objective,
+        inputs=inputs,
+        reader=reader,
+        best=best,
+        record=PartsRecord(
+            source.record, network.scaling, [*source.notes, *network.notes]
+        ),
     )
-    if spec.config.accumulation.same_noise is True and (
-        layers := parts.forward.cut_dependent_noise
-    ):
-        rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
-        raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
-    for rule, received in (
-        accumulation.not_supported(network, parts.forward)
-        if goal.training.over_batch
-        else ()
-    ):
-        key, _, must = rule.partition(" ")
-        raise ConfigError(
-            f"{'training' if key == 'loss_over' else 'accumulation'}.{key}",
-            must,
-            received,
-        )
+    _check_cut(parts)
     return parts
 
 
-def _first_batch(spec: RunSpec, data: Data, files: Files, used: Devices) -> tuple:
-    """Return a few examples with the weights of their classes; refuse those that differ between workers."""
+@dataclass(frozen=True)
+class _Source:
+    """The data of a run, before they are cut into batches."""
+
+    spec: RunSpec  # with the decision whether the data are kept in memory
+    data: Data
+    files: Files
+    record: dict[str, Any]
+    notes: list[str]
+
+
+def _open_dataset(
+    spec: RunSpec, run_devices: Devices, check_dataset: CheckDataset | None
+) -> _Source:
+    """Load the dataset, and decide whether its examples are kept in memory."""
+    data = load.load(spec.dataset)
+    files = Files(data.files)
     with _reading(spec.dataset, data, files):
-        count = min(max(2, spec.batching.micro_batch_size), 32)
-        first = first_examples(data, "train", count, spec.dataset.get("pad"))
-        lengths = repr(
-            [(name, int(split.cardinality())) for name, split in data.splits.items()]
+        values, line = cache.resolve(
+            spec.dataset, data, run_devices.agree, spec.workers_on_machine
         )
-        if spec.workers is not None and not used.same(
-            digest(first, zlib.crc32(lengths.encode())) & 0xFFFFFF
-        ):
-            raise ConfigError(
-                "dataset",
-                "must be the same for all workers, whose first examples are not",
-                data.name,
-            )
-    weigh = weigher(spec.config.training, data)
-    return first if weigh is None else weigh(*first)
+        spec = spec.changed({f"dataset.{key}": value for key, value in values.items()})
+        notes = [line, one_class(spec.dataset, data, spec.config.seed)]
+        record = provenance.dataset(
+            data,
+            spec.dataset.get("checksum", "full"),
+            files=files,
+            of_files=check_dataset is not None,
+        )
+    if data.shards:
+        files.reread = _read_again(spec.dataset, data)
+    if check_dataset is not None:
+        check_dataset(record)
+    return _Source(spec, data, files, record, [note for note in notes if note])
 
 
-@contextmanager
-def _reading(
-    node: DictConfig, data: Data, files: Files, key: str = "dataset"
-) -> Iterator[None]:
-    """Name what fails while TensorFlow traces and runs what the config names, to read the data."""
-    with refused(key, "must give examples", node._target_), located(data, files):
-        yield
+def _read_again(node: DictConfig, data: Data) -> tuple[Any, ...]:
+    """Return the files that are read while the run trains.
+
+    A training split in memory is read once, before. The other splits are read as the
+    run trains, whether they are kept or not.
+    """
+    paths: set[Any] = set()
+    for name, shards in data.shards.items():
+        if name == "train" and node.get("in_memory", True):
+            continue
+        paths.update(shard.path for shard in shards)
+    return tuple(paths)
 
 
-def _of_stream(spec: RunSpec, data: Data) -> tuple[Stream, RunSpec, Plan]:
-    """Return the stream of the training split, the spec with the sizes of its first batch, and the plan."""
-    loader, asked, factor = (
-        data.loaders["train"],
-        spec.config.accumulation.micro_batch_size,
-        spec.batching.factor,
-    )
-    first = int(accumulation.examples_in(loader.first))
-    stream, cut = (
-        Stream(loader, factor),
-        sizes.Batching(first * factor, asked or first, factor),
-    )
+@dataclass(frozen=True)
+class _Planned:
+    """How the training split is cut into updates."""
+
+    spec: RunSpec  # with the sizes of the first batch, if the data cut the batches
+    plan: Plan
+    stream: Stream | None  # of batches that the data cut
+
+
+def _planned(spec: RunSpec, data: Data) -> _Planned:
+    if data.loaders:
+        return _planned_stream(spec, data)
+    batch_schedule = stages.asked(spec.config.accumulation.schedule)
+    plan = plan_of(spec.batching, data.examples, spec.horizon, batch_schedule)
+    return _Planned(spec, plan, None)
+
+
+def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
+    """Return the plan for batches that the data cut, by the sizes of the first one."""
+    loader = data.loaders["train"]
+    factor = spec.batching.factor
+    stream = Stream(loader, factor)
+    examples = int(accumulation.examples_in(loader.first))
+    micro_batch_size = spec.config.accumulation.micro_batch_size
+    cut = sizes.Batching(examples * factor, micro_batch_size or examples, factor)
     plan = stream_plan(
-        cut, spec.horizon, stream.windows, stream.per_epoch, asked is not None
+        cut,
+        spec.horizon,
+        stream.windows,
+        stream.per_epoch,
+        micro_batch_size is not None,
     )
-    return stream, replace(spec, batching=cut), plan
+    return _Planned(replace(spec, batching=cut), plan, stream)
+
+
+def _reader(spec: RunSpec) -> Reader | None:
+    """Return the replicas that this process reads for, if there are several workers."""
+    if spec.workers is None:
+        return None
+    replicas = spec.config.hardware.replicas
+    first = spec.workers.index * replicas
+    return Reader(first, replicas, spec.batching.replicas)
 
 
 def _batches(
@@ -413,29 +325,128 @@ def _batches(
     )
 
 
+@contextmanager
+def _reading(
+    node: DictConfig, data: Data, files: Files, key: str = "dataset"
+) -> Iterator[None]:
+    """Name what fails while TensorFlow traces and runs the code that `node` names."""
+    with refused(key, "must give examples", node._target_), located(data, files):
+        yield
+
+
+@contextmanager
+def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
+    """Name what fails while the training split and its augmentation are traced."""
+    augment = spec.dataset.get("augment")
+    node = augment or spec.dataset
+    key = "dataset" if augment is None else "dataset.augment"
+    with _reading(node, source.data, source.files, key):
+        yield
+
+
+@dataclass(frozen=True)
+class _Network:
+    """A compiled model, and what was learned of it."""
+
+    model: keras.Model
+    objective: RunObjective
+    outputs: Any  # of the model for the first examples
+    first_inputs: Any  # a few examples
+    scaling: str  # what the scaling rule changed
+    notes: list[str]
+
+
+def _build_network(
+    spec: RunSpec, source: _Source, plan: Plan, run_devices: Devices
+) -> _Network:
+    """Build the model, the objective and the optimizer; check that the data fit."""
+    data = source.data
+    with run_devices.strategy.scope():
+        network = model.build(spec.node("model"), data)
+        goal = objective.build(spec.node("training"))
+        stages_known = None if data.loaders else plan
+        built_optimizer, scaling = optimizer.build(spec, plan.updates, stages_known)
+        batch = _first_batch(spec, data, source.files, run_devices)
+        checked = objective_checks.check(goal, network, data, batch, spec)
+        goal = checked.objective
+        notes = added_losses.check(network, batch[0], goal.training.added_losses)
+        objective.compile(
+            goal, network, built_optimizer, checked.labels, checked.outputs
+        )
+        built_optimizer.build(network.trainable_variables)
+    # Outside the scope, where an update applies too.
+    optimizer.check(built_optimizer, network.trainable_variables)
+    return _Network(network, goal, checked.outputs, batch[0], scaling, notes)
+
+
+def _first_batch(
+    spec: RunSpec, data: Data, files: Files, run_devices: Devices
+) -> tuple[Any, ...]:
+    """Return a few examples with the weights of their classes.
+
+    Raises:
+        ConfigError: the workers differ in their first examples, or in their number.
+    """
+    with _reading(spec.dataset, data, files):
+        count = min(max(2, spec.batching.micro_batch_size), 32)
+        batch = first_examples(data, "train", count, spec.dataset.get("pad"))
+        if spec.workers is not None:
+            _check_same_data(data, batch, run_devices)
+    weigh = weigher(spec.config.training, data)
+    return batch if weigh is None else weigh(*batch)
+
+
+def _check_same_data(data: Data, batch: Any, run_devices: Devices) -> None:
+    lengths = [(name, int(split.cardinality())) for name, split in data.splits.items()]
+    checksum = digest(batch, zlib.crc32(repr(lengths).encode()))
+    if not run_devices.same(checksum & 0xFFFFFF):
+        rule = "must be the same for all workers, whose first examples are not"
+        raise ConfigError("dataset", rule, data.name)
+
+
 def _best(
     keep: KeepBestConfig | None,
     goal: accumulation.Objective,
     data: Data,
     outputs: list[str],
 ) -> Best | None:
-    """Return the tracker of the best evaluation; refuse a metric that the evaluations do not return."""
+    """Return the tracker of the best evaluation, if its checkpoint is kept.
+
+    Raises:
+        ConfigError: the evaluations do not return its metric.
+    """
     if keep is None or keep.metric is None or keep.mode is None:
         return None
     key = "training.keep_best.metric"
     if data.validation is None:
-        raise ConfigError(
-            key, "must be null: the dataset has no validation split", keep.metric
-        )
-    losses = [
-        name
-        for name, loss in accumulation.spread(goal.loss, outputs, to_all=True).items()
-        if loss is not None
-    ]
-    of_outputs = [f"{name}_loss" for name in losses] if len(losses) > 1 else []
-    choices = [f"val/{name}" for name in ("loss", *of_outputs, *goal.measured())]
+        rule = "must be null: the dataset has no validation split"
+        raise ConfigError(key, rule, keep.metric)
+
+    losses_by_output = accumulation.spread(goal.loss, outputs, to_all=True)
+    with_loss = [name for name, loss in losses_by_output.items() if loss is not None]
+    names = ["loss"]
+    if len(with_loss) > 1:
+        names += [f"{output}_loss" for output in with_loss]
+    choices = [f"val/{name}" for name in (*names, *goal.measured())]
     if keep.metric not in choices:
-        raise ConfigError(
-            key, "must be a metric of the validation split", keep.metric, choices
-        )
+        rule = "must be a metric of the validation split"
+        raise ConfigError(key, rule, keep.metric, choices)
     return Best(keep.metric.removeprefix("val/"), keep.mode.name)
+
+
+def _check_cut(parts: Parts) -> None:
+    """Raise a ConfigError for a model that does not allow what the config requires."""
+    if parts.spec.config.accumulation.same_noise is True:
+        layers = parts.forward.cut_dependent_noise
+        if layers:
+            rule = (
+                "must be auto, which names them, or false: "
+                "some layers can only draw for each micro-batch"
+            )
+            raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
+    if not parts.objective.training.over_batch:
+        return
+    for text, received in accumulation.not_supported(parts.model, parts.forward):
+        name, _, rule = text.partition(" ")
+        group = "training" if name == "loss_over" else "accumulation"
+        raise ConfigError(f"{group}.{name}", rule, received)

@@ -1,4 +1,4 @@
-"""Device, replicas, precision and determinism: what must be set before TensorFlow builds anything."""
+"""Devices, precision and determinism: what is set before TensorFlow builds anything."""
 
 import re
 import resource
@@ -26,185 +26,96 @@ from pipeline.config.sizes import REPLICAS
 class Devices:
     """The devices that a run computes on."""
 
-    strategy: tf.distribute.Strategy  # mirrored where there are several devices
+    strategy: tf.distribute.Strategy  # mirrored if there are several devices
     on_gpu: bool
     description: str  # one line for a person
     workers: int = 1  # processes
-    reductions_ready: tf.Variable | None = (
-        None  # of several workers: the all-reduces that this one was ready for
-    )
-    gpus: Sequence[int] = ()  # places among those that this process sees
+    # With several workers, the number of all-reduces that this one was ready for.
+    reductions_ready: tf.Variable | None = None
+    gpus: Sequence[int] = ()  # indices among the GPUs that this process sees
 
     def agree(self, holds: bool) -> bool:
-        """Return whether `holds` is true on every worker; all workers have to call it."""
-        return (
-            holds
-            if self.workers == 1
-            else self._sum(int(holds)) == self.strategy.num_replicas_in_sync
-        )
+        """Return whether `holds` is true on every worker; each has to call it."""
+        if self.workers == 1:
+            return holds
+        return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
 
     def same(self, number: int) -> bool:
-        """Return whether a number of up to 24 bits is the same on every worker; all workers have to call it."""
-        # N·Σv² = (Σv)² holds only if all v are equal.
-        return (
-            self.strategy.num_replicas_in_sync * self._sum(number**2)
-            == self._sum(number) ** 2
-        )
+        """Return whether a number of up to 24 bits is the same on every worker.
+
+        Every worker has to call it.
+        """
+        # N·Σv² = (Σv)² holds only if all N values v are equal.
+        replicas = self.strategy.num_replicas_in_sync
+        return replicas * self._sum(number**2) == self._sum(number) ** 2
 
     @cached_property
     def _sum(self) -> Callable[[int], int]:
-        run, reduce = self.strategy.run, self.strategy.reduce
-        total = tf.function(
-            lambda number: reduce("SUM", run(lambda: number), axis=None),
-            autograph=False,
-        )
+        """A function that returns the sum of an integer over all replicas."""
+        strategy = self.strategy
+
+        @tf.function(autograph=False)
+        def total(number: tf.Tensor) -> tf.Tensor:
+            values = strategy.run(lambda: number)
+            return strategy.reduce("SUM", values, axis=None)
+
         return lambda number: int(total(tf.constant(number, tf.int64)))
 
 
 def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> Devices:
-    """Choose the devices and set this process' global state, such as the seeds of Python, NumPy and TensorFlow.
+    """Choose the devices and set the global state of this process, such as its seeds.
 
-    Call it once, before any other TensorFlow call; with several `workers` it waits until all have joined. It raises a
-    ConfigError if the machine lacks the devices that the config asks for.
+    Call it once, before any other call of TensorFlow. With several `workers` it waits
+    until all have joined.
+
+    Args:
+        seed: of Python, NumPy and TensorFlow.
+
+    Raises:
+        ConfigError: the machine lacks the devices that the config asks for.
     """
     load_cuda_libraries()
-    with (
-        imports.without_chatter()
-    ):  # on a machine without a driver, the libraries say that they cannot start CUDA
-        replicas, gpus = config.replicas, tf.config.list_physical_devices("GPU")
-    missing = (
-        ""
-        if gpus or config.device == Device.cpu
-        else nvidia.why_no_gpu(config.device == Device.gpu)
-    )
-    if missing and config.gpu is not None:
-        raise ConfigError("hardware.gpu", f"must be null ({missing})", config.gpu)
-    used = (
-        _gpus(_named(gpus, config.gpu), replicas, workers) if uses_gpu(config) else []
-    )
-    tf.config.set_visible_devices(used, "GPU")
-    for gpu in used:
-        if config.gpu_memory is None:
-            tf.config.experimental.set_memory_growth(gpu, True)
-        else:  # TensorFlow counts it in MiB, and takes all of it at once
-            limit = max(1, (memory_budget.parsed(config.gpu_memory) or 0) // 2**20)
-            tf.config.set_logical_device_configuration(
-                gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=limit)]
-            )
-    if used:
-        numbers, names = (
-            (int(gpu.name.rpartition(":")[2]) for gpu in used),
-            nvidia.visible(),
-        )
-        nvidia.lock(
-            [
-                names[number] if number < len(names) else str(number)
-                for number in numbers
-            ],
-            wait=False,
-        )
-    if replicas > 1 and not used:
-        if workers is not None:
+    # On a machine without a driver, the libraries print that they cannot start CUDA.
+    with imports.without_chatter():
+        gpus = tf.config.list_physical_devices("GPU")
+    why_no_gpu = ""
+    if not gpus and config.device != Device.cpu:
+        why_no_gpu = nvidia.why_no_gpu(config.device == Device.gpu)
+        if why_no_gpu and config.gpu is not None:
             raise ConfigError(
-                REPLICAS, "must be 1 with several workers on CPUs", replicas
+                "hardware.gpu", f"must be null ({why_no_gpu})", config.gpu
             )
-        (cpu,) = tf.config.list_physical_devices("CPU")
-        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas)]
-        tf.config.set_logical_device_configuration(cpu, logical)
-    precision = config.precision.name
-    # A checkpoint knows a variable by its name, in which Keras counts the layers of all models that a process has had.
-    keras.utils.clear_session(free_memory=False)
-    # Losses and layers that have no policy follow floatx.
-    keras.config.set_floatx("float64" if precision == "float64" else "float32")
-    keras.config.set_dtype_policy(precision)
-    keras.utils.set_random_seed(seed)
-    tf.config.experimental.enable_tensor_float_32_execution(config.tf32)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    what = ", ".join(gpu_names()) or (
-        "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
-    )
-    products = (
-        " (products in TF32)"
-        if precision == "float32" and nvidia.computes_in_tf32()
-        else ""
-    )
-    what = f"{what}{missing and f' ({missing})'}, {precision}{products}"
-    strategy, places = (
-        _strategy(replicas, bool(used), workers),
-        [gpus.index(gpu) for gpu in used],
-    )
+
+    used_gpus = []
+    if uses_gpu(config):
+        used_gpus = _gpus_of_process(
+            _named_gpus(gpus, config.gpu), config.replicas, workers
+        )
+    tf.config.set_visible_devices(used_gpus, "GPU")
+    for gpu in used_gpus:
+        _limit_memory(gpu, config.gpu_memory)
+    if used_gpus:
+        _lock(used_gpus)
+    elif config.replicas > 1:
+        _split_cpu(config.replicas, workers)
+    _set_precision_and_seed(config, seed)
+
+    description = _description(config, why_no_gpu)
+    on_gpu = bool(used_gpus)
+    strategy = _strategy(config.replicas, on_gpu, workers)
+    indices = [gpus.index(gpu) for gpu in used_gpus]
     if workers is None:
-        return Devices(strategy, bool(used), what, gpus=places)
+        return Devices(strategy, on_gpu, description, gpus=indices)
     with tf.device("CPU:0"):
         reductions_ready = tf.Variable(0, dtype=tf.int64, trainable=False)
     count = len(workers.addresses)
     return Devices(
         strategy,
-        bool(used),
-        f"{count} workers, each with {what}",
+        on_gpu,
+        f"{count} workers, each with {description}",
         count,
         reductions_ready,
-        places,
-    )
-
-
-def _named(gpus: list[Any], named: int | list[int] | None) -> list[Any]:
-    """Return the GPUs of `hardware.gpu`, of all that TensorFlow lists."""
-    if named is None:
-        return gpus
-    numbers = [named] if isinstance(named, int) else named
-    if max(numbers) >= len(gpus):
-        raise ConfigError(
-            "hardware.gpu",
-            f"must be of the {len(gpus)} GPUs of this machine, counted from 0",
-            named,
-        )
-    return [gpus[number] for number in numbers]
-
-
-def _gpus(gpus: list[Any], replicas: int, workers: Cluster | None) -> list[Any]:
-    if replicas > len(gpus):
-        raise ConfigError(
-            REPLICAS, f"must be at most the {len(gpus)} GPUs of this machine", replicas
-        )
-    if (
-        workers is not None
-        and workers.started
-        and len(workers.addresses) * replicas > len(gpus)
-    ):
-        rule = f"must be at most {len(gpus) // replicas}: each has {replicas} of the {len(gpus)} GPUs of this machine"
-        raise ConfigError(KEY, rule, len(workers.addresses))
-    # Workers on one machine share its GPUs, unless each sees its own alone.
-    first = 0 if workers is None else workers.index_on_machine * replicas
-    return (
-        gpus[first : first + replicas]
-        if len(gpus) >= first + replicas
-        else gpus[:replicas]
-    )
-
-
-def _strategy(
-    replicas: int, on_gpu: bool, workers: Cluster | None
-) -> tf.distribute.Strategy:
-    if workers is not None:
-        servers = tf.train.ClusterSpec({"worker": list(workers.addresses)})
-        own = {
-            "task_type": "worker",
-            "task_id": workers.index,
-            "num_accelerators": {"GPU": replicas} if on_gpu else {},
-        }
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            servers, rpc_layer="grpc", **own
-        )
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
-        # TensorFlow has replaced the handler of SIGTERM, for a notice of preemption that is not used here.
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        return strategy
-    if replicas == 1:
-        return tf.distribute.get_strategy()
-    return tf.distribute.MirroredStrategy(
-        [f"/{'GPU' if on_gpu else 'CPU'}:{index}" for index in range(replicas)]
+        indices,
     )
 
 
@@ -215,33 +126,165 @@ def uses_gpu(config: HardwareConfig) -> bool:
 
 def gpu_names() -> list[str]:
     """Return TensorFlow's names of the GPUs that this process uses."""
-    used = tf.config.get_visible_devices("GPU")
-    return [
-        tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
-        for gpu in used
-    ]
+    names = []
+    for gpu in tf.config.get_visible_devices("GPU"):
+        details = tf.config.experimental.get_device_details(gpu)
+        names.append(details.get("device_name", "GPU"))
+    return names
 
 
-def peak_memory(used: Devices) -> int:
-    """Return the peak in bytes: of TensorFlow's tensors on the first GPU, or of resident memory on a CPU."""
-    if used.on_gpu:
+def peak_memory(devices: Devices) -> int:
+    """Return the peak in bytes.
+
+    On a GPU it is that of TensorFlow's tensors on the first one, on a CPU that of
+    resident memory.
+    """
+    if devices.on_gpu:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
-    if (
-        peak := status_bytes("VmHWM")
-    ) is not None:  # ru_maxrss begins with that of the process that started this one
+    peak = status_bytes("VmHWM")
+    if peak is not None:
         return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    # It begins with the peak of the process that started this one.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024
 
 
 def status_bytes(name: str) -> int | None:
-    """Return a size that Linux keeps of this process, such as `VmHWM`; None elsewhere."""
+    """Return a size that Linux keeps of this process, such as `VmHWM`, or None."""
     with suppress(OSError):
-        if found := re.search(
-            rf"^{name}:\s+(\d+) kB$",
-            Path("/proc/self/status").read_text(),
-            re.MULTILINE,
-        ):
-            return int(found[1]) * 1024
+        status = Path("/proc/self/status").read_text()
+        match = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+        if match is not None:
+            return int(match[1]) * 1024
     return None
+
+
+def _named_gpus(gpus: list[Any], names: int | list[int] | None) -> list[Any]:
+    """Return the GPUs that `hardware.gpu` names, among all that TensorFlow lists."""
+    if names is None:
+        return gpus
+    indices = [names] if isinstance(names, int) else names
+    if max(indices) >= len(gpus):
+        rule = f"must be of the {len(gpus)} GPUs of this machine, counted from 0"
+        raise ConfigError("hardware.gpu", rule, names)
+    return [gpus[index] for index in indices]
+
+
+def _gpus_of_process(
+    gpus: list[Any], replicas: int, workers: Cluster | None
+) -> list[Any]:
+    """Return one GPU for each replica of this process."""
+    count = len(gpus)
+    if replicas > count:
+        rule = f"must be at most the {count} GPUs of this machine"
+        raise ConfigError(REPLICAS, rule, replicas)
+    if workers is None:
+        return gpus[:replicas]
+    processes = len(workers.addresses)
+    if workers.started and processes * replicas > count:
+        rule = (
+            f"must be at most {count // replicas}: "
+            f"each has {replicas} of the {count} GPUs of this machine"
+        )
+        raise ConfigError(KEY, rule, processes)
+    # The workers on a machine share its GPUs, unless each of them sees only its own.
+    first = workers.index_on_machine * replicas
+    if count < first + replicas:
+        return gpus[:replicas]
+    return gpus[first : first + replicas]
+
+
+def _limit_memory(gpu: Any, size: Any) -> None:
+    """Let TensorFlow take memory of a GPU as it needs it, or all of `size` at once."""
+    if size is None:
+        tf.config.experimental.set_memory_growth(gpu, True)
+        return
+    mebibytes = max(1, (memory_budget.parsed(size) or 0) // 2**20)
+    tf.config.set_logical_device_configuration(
+        gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=mebibytes)]
+    )
+
+
+def _lock(gpus: list[Any]) -> None:
+    """Hold the locks of the GPUs, by which another run on them is noticed."""
+    visible = nvidia.visible()
+    names = []
+    for gpu in gpus:
+        index = int(gpu.name.rpartition(":")[2])
+        if index < len(visible):
+            names.append(visible[index])
+        else:
+            names.append(str(index))
+    nvidia.lock(names, wait=False)
+
+
+def _split_cpu(replicas: int, workers: Cluster | None) -> None:
+    """Make a logical device of the CPU for each replica."""
+    if workers is not None:
+        raise ConfigError(REPLICAS, "must be 1 with several workers on CPUs", replicas)
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    logical = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas)]
+    tf.config.set_logical_device_configuration(cpu, logical)
+
+
+def _set_precision_and_seed(config: HardwareConfig, seed: int) -> None:
+    # A checkpoint knows a variable by its name, in which Keras counts the layers of all
+    # models that a process has had.
+    keras.utils.clear_session(free_memory=False)
+    precision = config.precision.name
+    # Losses and layers that have no policy follow floatx.
+    floatx = "float64" if precision == "float64" else "float32"
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(precision)
+    keras.utils.set_random_seed(seed)
+    tf.config.experimental.enable_tensor_float_32_execution(config.tf32)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+
+
+def _description(config: HardwareConfig, why_no_gpu: str) -> str:
+    """Return the line that describes the devices of this process."""
+    names = ", ".join(gpu_names())
+    if not names and config.replicas == 1:
+        names = "CPU"
+    elif not names:
+        names = f"{config.replicas} logical CPU devices"
+    if why_no_gpu:
+        names += f" ({why_no_gpu})"
+    line = f"{names}, {config.precision.name}"
+    if config.precision.name == "float32" and nvidia.computes_in_tf32():
+        line += " (products in TF32)"
+    return line
+
+
+def _strategy(
+    replicas: int, on_gpu: bool, workers: Cluster | None
+) -> tf.distribute.Strategy:
+    if workers is not None:
+        return _strategy_of_workers(replicas, on_gpu, workers)
+    if replicas == 1:
+        return tf.distribute.get_strategy()
+    kind = "GPU" if on_gpu else "CPU"
+    names = [f"/{kind}:{index}" for index in range(replicas)]
+    return tf.distribute.MirroredStrategy(names)
+
+
+def _strategy_of_workers(
+    replicas: int, on_gpu: bool, workers: Cluster
+) -> tf.distribute.Strategy:
+    """Return the strategy of several workers, once all have joined."""
+    accelerators = {"GPU": replicas} if on_gpu else {}
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": list(workers.addresses)}),
+        task_type="worker",
+        task_id=workers.index,
+        num_accelerators=accelerators,
+        rpc_layer="grpc",
+    )
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+    # TensorFlow has replaced the handler of SIGTERM, for a notice of preemption that is
+    # not used here.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    return strategy

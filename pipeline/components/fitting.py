@@ -1,27 +1,30 @@
 """The training of a run's parts, on the chief and on every other worker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from pipeline import accumulation
 from pipeline.accumulation import Update
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Fork
-from pipeline.components import adascale, devices, utilization
+from pipeline.components import devices, utilization
 from pipeline.components.assembly import Parts
 from pipeline.config.plan import ENDLESS, UNCUT
-from pipeline.dataset import bad_example
+from pipeline.dataset import bad_example, tokens
 from pipeline.tracking.tracker import Tracker
-from pipeline.training.evaluator import Evaluations
+from pipeline.training.evaluator import Evaluations, Evaluator
 from pipeline.training.loop import Trainer
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
-# Callbacks of Keras that write files, which is the chief's task.
+# Callbacks of Keras that write files, which only the chief does.
 WRITING = {
     "ModelCheckpoint",
     "OrbaxCheckpoint",
@@ -33,34 +36,37 @@ WRITING = {
 
 
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
-    """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
-    config, logs = parts.spec.config, tracker is not None
-    known = (
-        0
-        if isinstance(parts.plan, adascale.EstimatedPlan)
-        else parts.plan.updates % ENDLESS
-    )
-    progress = Progress(
-        known, logs, parts.plan.examples_seen if parts.plan.stages else float
-    )
-    skips = config.hardware.precision.name == "mixed_float16"
-    of_run = (
+    """Return the recorder of a run.
+
+    Without a tracker, as on a worker other than the chief, it logs nothing.
+    """
+    config = parts.spec.config
+    plan = parts.plan
+    logs = tracker is not None
+    updates = plan.updates % ENDLESS  # 0 if the number is unknown
+    # With stages, updates have different sizes, so progress counts examples.
+    work = plan.examples_seen if plan.stages else float
+    progress = Progress(updates, logs, work)
+    share_of_peak = 0.0
+    if logs and parts.devices.on_gpu:
+        share_of_peak = utilization.share_of_peak(parts, devices.gpu_names())
+    return Recorder(
         tracker,
-        parts.plan,
+        plan,
         config.tracking.log_every,
-        lambda: devices.peak_memory(parts.devices),
-        progress,
+        peak_memory=lambda: devices.peak_memory(parts.devices),
+        progress=progress,
+        skips=config.hardware.precision.name == "mixed_float16",
+        share_of_peak=share_of_peak,
+        tokens=_token_counter(parts),
     )
-    share = (
-        utilization.share_of_peak(parts, devices.gpu_names())
-        if logs and parts.devices.on_gpu
-        else 0.0
-    )
-    return Recorder(*of_run, skips=skips, share_of_peak=share, tokens=parts.tokens())
 
 
 def checkpoints(parts: Parts, run_dir: Path, *, writes: bool = True) -> Checkpoints:
-    """Return the checkpoints in a run directory; they are written when the config says, if this process `writes`."""
+    """Return the checkpoints in a run directory.
+
+    They are written when the config says so, if this process `writes`.
+    """
     every = parts.spec.config.training.checkpoint_every if writes else None
     return Checkpoints(run_dir / "checkpoints", every, parts.plan, writes=writes)
 
@@ -73,50 +79,34 @@ def fit(
     start: Checkpoint | Fork | None,
     stop: Callable[[], BaseException | None] = lambda: None,
 ) -> float:
-    """Train from `start` to the end of the plan; return the last loss, of the validation split if there is one.
+    """Train to the end of the plan; return the last loss.
 
-    Without a tracker, as on a worker other than the chief, nothing is written. `stop` returns an exception if the run
-    is asked to end.
+    The loss is that of the validation split, if there is one. Without a tracker, as on
+    a worker other than the chief, nothing is written.
+
+    Args:
+        start: the checkpoint from which training starts.
+        stop: returns an exception if the run is to end.
     """
+    tracker = recorder.tracker
     with bad_example.located(parts.data, parts.files):
-        tracker, changed, callbacks = (
-            recorder.tracker,
-            parts.assigned_by_forward(),
-            parts.objective.callbacks,
-        )
-        told: dict[str, Any] = {}
-        retry, profiler = None, Profiler()
+        assigned = parts.assigned_by_forward()
+        callbacks: Mapping[str, keras.callbacks.Callback] = parts.objective.callbacks
+        profiler = Profiler()
+        retry = None
         if tracker is None:
-            kinds = {
-                name: {kind.__name__ for kind in type(each).__mro__}
-                for name, each in callbacks.items()
-            }
-            callbacks = {
-                name: each
-                for name, each in callbacks.items()
-                if WRITING.isdisjoint(kinds[name])
-            }
+            callbacks = _without_writing(callbacks)
         else:
-            told = {"on_halved": tracker.evaluation_halved, "changed": changed}
-            if (asked := parts.spec.config.hardware.profile) is not None:
-                log = lambda name: tracker.journal.write({"artifact": name})  # noqa: E731
-                profiler = Profiler(
-                    tracker.run_dir, asked["start"], asked["updates"], log
-                )
-            if parts.plan.micro_batch_size != UNCUT:
-                retry = OomRetry(
-                    update,
-                    changed,
-                    parts.batches.element_spec,
-                    parts.devices.workers == 1,
-                )
-        validation, test = (
-            parts.evaluate(name, **told) for name in ("validation", "test")
-        )
+            profiler = _profiler(parts, tracker)
+            retry = _oom_retry(parts, update, assigned)
         evaluations = Evaluations(
-            validation, test, parts.spec.config.training.evaluate_every, parts.best
+            _evaluator(parts, "validation", tracker, assigned),
+            _evaluator(parts, "test", tracker, assigned),
+            parts.spec.config.training.evaluate_every,
+            parts.best,
         )
-        if parts.devices.on_gpu:  # what came before, such as the model's initialization, is left out of the peak
+        # The peak leaves out what came before, such as the model's initialization.
+        if parts.devices.on_gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
         return Trainer(
             update,
@@ -130,3 +120,64 @@ def fit(
             profiler=profiler,
             agree=parts.devices.agree,
         ).fit(start)
+
+
+def _token_counter(parts: Parts) -> Callable[[Any], tf.Tensor] | None:
+    """Return a function that counts the tokens of an effective batch.
+
+    Return None if examples are no sequences, or if each worker knows only the masks of
+    its own share.
+    """
+    pad = parts.spec.dataset.get("pad")
+    layers = accumulation.layers_of(parts.model)
+    masks_zeros = any(getattr(layer, "mask_zero", False) for layer in layers)
+    if masks_zeros and parts.reader is not None:
+        return None
+    inputs = parts.data.train.element_spec[0]
+    padding = None if pad is None else pad["value"]
+    return tokens.counter(inputs, padding, masks_zeros)
+
+
+def _without_writing(
+    callbacks: Mapping[str, keras.callbacks.Callback],
+) -> dict[str, keras.callbacks.Callback]:
+    kept = {}
+    for name, callback in callbacks.items():
+        classes = {cls.__name__ for cls in type(callback).__mro__}
+        if WRITING.isdisjoint(classes):
+            kept[name] = callback
+    return kept
+
+
+def _profiler(parts: Parts, tracker: Tracker) -> Profiler:
+    profile = parts.spec.config.hardware.profile
+    if profile is None:
+        return Profiler()
+
+    def log(name: str) -> None:
+        tracker.journal.write({"artifact": name})
+
+    return Profiler(tracker.run_dir, profile["start"], profile["updates"], log)
+
+
+def _oom_retry(
+    parts: Parts, update: Update, assigned: Sequence[tf.Variable]
+) -> OomRetry | None:
+    if parts.plan.micro_batch_size == UNCUT:
+        return None
+    alone = parts.devices.workers == 1
+    return OomRetry(update, assigned, parts.batches.element_spec, alone)
+
+
+def _evaluator(
+    parts: Parts, name: str, tracker: Tracker | None, assigned: Sequence[tf.Variable]
+) -> Evaluator | None:
+    """Return the evaluator of a split; None if there is no such split."""
+    batches = parts.evaluation_batches(name, parts.reader)
+    if batches is None:
+        return None
+    alone = parts.devices.workers == 1
+    evaluator = Evaluator(parts.evaluation(), batches, name, retry=alone)
+    if tracker is None:
+        return evaluator
+    return replace(evaluator, on_halved=tracker.evaluation_halved, changed=assigned)

@@ -8,7 +8,10 @@ import keras
 
 @keras.saving.register_keras_serializable("pipeline")
 class BitsPerToken(keras.metrics.SparseCategoricalCrossentropy):
-    """Cross-entropy of logits, in bits per token: per byte if a token is a byte. The weights leave padding out."""
+    """Cross-entropy of logits, in bits per token.
+
+    The weights of padding are 0. If a token is a byte, the unit is bits per byte.
+    """
 
     def __init__(self, name: str = "bits_per_token", dtype: Any = None):
         super().__init__(name=name, dtype=dtype, from_logits=True)

@@ -1,8 +1,9 @@
-"""Config → keras.Model, of the dataset's shape and number of classes."""
+"""Config → Keras model, for the shape and the number of classes of the dataset."""
 
 import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,18 +18,24 @@ from pipeline.trust import instantiate
 
 
 def build(node: DictConfig, data: Data) -> keras.Model:
-    """Return the model of `node`. A builder gets `input_shape` (of one example, without the batch), `classes` and
-    `training_examples` (the training split, example by example) where it has parameters of those names and the config
-    gives them no value. Raise a `ConfigError` for a wrong target or argument, or a model that cannot be trained here.
+    """Return the model of `node`.
+
+    A builder is offered `input_shape` (of one example, without the batch), `classes`
+    and `training_examples` (the training split, example by example). It gets those for
+    which it has a parameter and the config has no value.
+
+    Raises:
+        ConfigError: a target or an argument is wrong, or the model cannot be trained.
     """
-    known = {"input_shape": data.input_shape, "classes": data.classes}
-    known |= {} if data.loaders else {"training_examples": data.train}
-    offers = instantiate.accepted(instantiate.locate(node, "model"), node, **known)
-    model = instantiate.build(node, "model", **offers)
+    offers: dict[str, Any] = {"input_shape": data.input_shape, "classes": data.classes}
+    if not data.loaders:
+        offers["training_examples"] = data.train
+    builder = instantiate.locate(node, "model")
+    arguments = instantiate.accepted(builder, node, **offers)
+    model = instantiate.build(node, "model", **arguments)
     if not isinstance(model, keras.Model):
-        raise ConfigError(
-            "model._target_", "must give a keras.Model", type(model).__name__
-        )
+        rule = "must give a keras.Model"
+        raise ConfigError("model._target_", rule, type(model).__name__)
     for rule, received in unsupported(model, as_by_fit=True):
         raise ConfigError("model", rule, received)
     return model
@@ -47,13 +54,14 @@ def mlp(
         input_shape: of one example, any rank.
         classes: width of the output, which are logits.
         hidden: widths of the hidden layers.
-        dropout: share of each hidden layer's outputs that is dropped.
-        l2: factor of the weights' L2 penalty.
+        dropout: share of the outputs of each hidden layer that is dropped.
+        l2: factor of the L2 penalty of the weights.
     """
     _check(classes=[classes], hidden=hidden, dropout=dropout, l2=l2)
     inputs = keras.Input(tuple(input_shape))
     x = inputs if len(input_shape) == 1 else layers.Flatten()(inputs)
-    return keras.Model(inputs, _head(x, classes, hidden, dropout, l2), name="mlp")
+    logits = _head(x, classes, hidden, dropout, l2)
+    return keras.Model(inputs, logits, name="mlp")
 
 
 def cnn(
@@ -65,18 +73,21 @@ def cnn(
     dropout: float = 0.0,
     l2: float = 0.0,
 ) -> keras.Model:
-    """Return convolutions, each followed by 2×2 pooling while the image is large enough, then dense layers.
+    """Return convolutions, then dense layers.
+
+    Each convolution is followed by 2×2 pooling, as long as the image is large enough.
 
     Args:
         input_shape: (height, width, channels).
         classes: width of the output, which are logits.
-        filters, kernel_size: channels, and height and width, of each convolution.
-        hidden, dropout, l2: as for `mlp`, for the dense layers; `l2` holds for the convolutions too.
+        filters: channels of each convolution.
+        kernel_size: height and width of each convolution.
+        hidden, dropout, l2: as for `mlp`, for the dense layers; `l2` also holds for the
+            convolutions.
     """
     if len(input_shape) != 3:
-        raise ValueError(
-            f"input_shape must be (height, width, channels). Received: {tuple(input_shape)}"
-        )
+        rule = "input_shape must be (height, width, channels)"
+        raise ValueError(f"{rule}. Received: {tuple(input_shape)}")
     _check(
         filters=filters,
         kernel_size=[kernel_size],
@@ -85,7 +96,8 @@ def cnn(
         dropout=dropout,
         l2=l2,
     )
-    x = inputs = keras.Input(tuple(input_shape))
+    inputs = keras.Input(tuple(input_shape))
+    x = inputs
     for channels in filters:
         x = layers.Conv2D(
             channels,
@@ -96,9 +108,8 @@ def cnn(
         )(x)
         if min(x.shape[1:3]) >= 2:
             x = layers.MaxPooling2D()(x)
-    return keras.Model(
-        inputs, _head(layers.Flatten()(x), classes, hidden, dropout, l2), name="cnn"
-    )
+    logits = _head(layers.Flatten()(x), classes, hidden, dropout, l2)
+    return keras.Model(inputs, logits, name="cnn")
 
 
 def tabular(
@@ -109,29 +120,27 @@ def tabular(
     dropout: float = 0.0,
     l2: float = 0.0,
 ) -> keras.Model:
-    """Return dense layers over measurements that are normalised as those of the training split, with one output.
+    """Return dense layers over normalized measurements, with one output.
 
     Args:
         input_shape: of one example, (measurements,).
-        training_examples: whose means and variances the first layer takes.
+        training_examples: the first layer normalizes by their means and variances.
         hidden, dropout, l2: as for `mlp`.
         activation: of the output, such as `sigmoid`.
     """
     _check(hidden=hidden, dropout=dropout, l2=l2)
     if len(input_shape) != 1:
-        raise ValueError(
-            f"input_shape must be (measurements,). Received: {tuple(input_shape)}"
-        )
+        rule = "input_shape must be (measurements,)"
+        raise ValueError(f"{rule}. Received: {tuple(input_shape)}")
     inputs = keras.Input(tuple(input_shape))
-    # In full precision under a mixed policy: measurements and their variances may be larger than float16 holds.
+    # In full precision under a mixed policy too: measurements and their variances may
+    # be larger than float16 holds.
     normalisation = layers.Normalization(dtype=keras.config.floatx())
     normalisation.adapt(training_examples.map(lambda x, *_: x).batch(1024))
-    x = _head(normalisation(inputs), 1, hidden, dropout, l2)
-    return keras.Model(
-        inputs,
-        layers.Activation(activation, dtype=x.dtype)(x) if activation else x,
-        name="tabular",
-    )
+    outputs = _head(normalisation(inputs), 1, hidden, dropout, l2)
+    if activation:
+        outputs = layers.Activation(activation, dtype=outputs.dtype)(outputs)
+    return keras.Model(inputs, outputs, name="tabular")
 
 
 def decoder(
@@ -142,14 +151,20 @@ def decoder(
     heads: int = 4,
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Return a decoder-only transformer, with a layer norm before each attention and before each two dense layers.
+    """Return a decoder-only transformer, of token numbers (batch, time).
+
+    Each block has an attention and two dense layers, with a layer norm before each of
+    the two.
 
     Args:
-        classes: number of tokens, and width of the output, which are logits (batch, time, tokens).
-        length: longest sequence.
+        classes: number of tokens, and width of the output, which are logits of shape
+            (batch, time, tokens).
+        length: of the longest sequence.
         width: of the residual stream, a multiple of `heads`.
-        blocks, heads: of attention and dense layers, and of each attention.
-        dropout: share of each block's outputs that is dropped.
+        blocks: how many there are.
+        heads: of each attention.
+        dropout: share of the outputs that is dropped, of each attention and of each two
+            dense layers.
     """
     _check(
         dropout=dropout,
@@ -160,31 +175,26 @@ def decoder(
         heads=[heads],
     )
     if width % heads:
-        raise ValueError(
-            f"width must be a multiple of heads, {heads}. Received: {width}"
-        )
+        rule = f"width must be a multiple of heads, {heads}"
+        raise ValueError(f"{rule}. Received: {width}")
     tokens = keras.Input((None,), dtype="int32")
     positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
-    x = layers.Embedding(classes, width)(tokens) + layers.Embedding(length, width)(
-        positions
-    )
+    embedded_tokens = layers.Embedding(classes, width)(tokens)
+    x = embedded_tokens + layers.Embedding(length, width)(positions)
     for _ in range(blocks):
         normed = layers.LayerNormalization()(x)
-        x += _dropped(
-            layers.MultiHeadAttention(heads, width // heads)(
-                normed, normed, use_causal_mask=True
-            ),
-            dropout,
-        )
+        attention = layers.MultiHeadAttention(heads, width // heads)
+        attended = attention(normed, normed, use_causal_mask=True)
+        x += _dropped(attended, dropout)
+
         normed = layers.LayerNormalization()(x)
-        x += _dropped(
-            layers.Dense(width)(layers.Dense(4 * width, activation="gelu")(normed)),
-            dropout,
-        )
+        # In this order: the layers draw their seeds when they are made.
+        narrow = layers.Dense(width)
+        wide = layers.Dense(4 * width, activation="gelu")
+        x += _dropped(narrow(wide(normed)), dropout)
     x = layers.LayerNormalization()(x)
-    return keras.Model(
-        tokens, layers.Dense(classes, dtype=keras.config.floatx())(x), name="decoder"
-    )
+    logits = layers.Dense(classes, dtype=keras.config.floatx())(x)
+    return keras.Model(tokens, logits, name="decoder")
 
 
 def application(
@@ -194,43 +204,47 @@ def application(
     weights: str | None = None,
     frozen: Sequence[str] = (),
 ) -> keras.Model:
-    """Return a network of `keras.applications` with a dense layer of `classes` logits on its pooled features.
+    """Return a network of `keras.applications` for other classes.
+
+    A dense layer gives the logits from the pooled features.
 
     Args:
         input_shape, classes: as for `cnn`.
         name: such as `ResNet50` or `MobileNetV2`.
-        weights: your own, of this network: a `.keras` file, of which the layers that fit are taken by name, or a
-            `.weights.h5` file, of which they are taken in their order; the last layer may be another one.
-        frozen: patterns, such as `conv1_*`, of the names of layers that are not trained.
+        weights: a file with weights of this network. Those of a `.keras` file are taken
+            by the names of the layers, if they fit, and those of a `.weights.h5` file
+            in their order. The last layer may be another one.
+        frozen: patterns, such as `conv1_*`, of names of layers that are not trained.
     """
     build = getattr(keras.applications, name, None)
     if not callable(build) or not name[:1].isupper():
-        raise ValueError(
-            f"name must be a model of keras.applications. Received: {name}"
-        )
+        rule = "name must be a model of keras.applications"
+        raise ValueError(f"{rule}. Received: {name}")
     base = build(
         include_top=False, weights=None, input_shape=tuple(input_shape), pooling="avg"
     )
-    outputs = layers.Dense(classes, dtype=keras.config.floatx(), name="logits")(
-        base.output
-    )
-    model = keras.Model(base.input, outputs, name=name.lower())
+    head = layers.Dense(classes, dtype=keras.config.floatx(), name="logits")
+    model = keras.Model(base.input, head(base.output), name=name.lower())
     if weights is not None:
         _take_weights(model, weights)
     for pattern in frozen:
-        found = [
+        matching = [
             layer for layer in model.layers if fnmatch.fnmatchcase(layer.name, pattern)
         ]
-        if not found:
-            raise ValueError(
-                f"frozen: no layer has a name like this. Received: {pattern}"
-            )
-        for layer in found:
+        if not matching:
+            rule = "frozen: no layer has a name like this"
+            raise ValueError(f"{rule}. Received: {pattern}")
+        for layer in matching:
             layer.trainable = False
     return model
 
 
 def _take_weights(model: keras.Model, file: str) -> None:
+    """Set the weights of the layers that those in a file fit.
+
+    Raises:
+        ValueError: there is no such file, or no layer's weights fit.
+    """
     if not Path(file).is_file():
         raise ValueError(f"weights must be a file that is there. Received: {file}")
     if file.endswith(".weights.h5"):
@@ -238,47 +252,49 @@ def _take_weights(model: keras.Model, file: str) -> None:
         model.load_weights(file, skip_mismatch=True)
         fits = not all(map(np.array_equal, before, model.get_weights()))
     elif file.endswith(".keras"):
-        theirs = {
-            layer.name: layer.get_weights()
-            for layer in keras.models.load_model(file, compile=False).layers
-        }
-        shapes = {
-            name: [value.shape for value in values]
-            for name, values in theirs.items()
-            if values
-        }
-        fitting = [
-            layer
-            for layer in model.layers
-            if shapes.get(layer.name) == [w.shape for w in layer.weights]
-        ]
-        for layer in fitting:
-            layer.set_weights(theirs[layer.name])
-        fits = bool(fitting)
+        fits = _take_weights_by_name(
+            model, keras.models.load_model(file, compile=False)
+        )
     else:
-        raise ValueError(
-            f"weights must be a .keras or .weights.h5 file. Received: {file}"
-        )
+        rule = "weights must be a .keras or .weights.h5 file"
+        raise ValueError(f"{rule}. Received: {file}")
     if not fits:
-        raise ValueError(
-            f"weights must be of this model: no layer's fit. Received: {file}"
-        )
+        rule = "weights must be of this model: no layer's fit"
+        raise ValueError(f"{rule}. Received: {file}")
+
+
+def _take_weights_by_name(model: keras.Model, source: keras.Model) -> bool:
+    """Take the weights of layers with the same name and shapes.
+
+    Return whether there are any.
+    """
+    weights_by_layer = {layer.name: layer.get_weights() for layer in source.layers}
+    fits = False
+    for layer in model.layers:
+        weights = weights_by_layer.get(layer.name)
+        if not weights:
+            continue
+        shapes = [weight.shape for weight in weights]
+        if shapes == [variable.shape for variable in layer.weights]:
+            layer.set_weights(weights)
+            fits = True
+    return fits
 
 
 def _dropped(x: keras.KerasTensor, dropout: float) -> keras.KerasTensor:
     return layers.Dropout(dropout)(x) if dropout else x
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
-    """Raise a ValueError for what Keras builds a useless model of, without a word."""
+    """Raise a ValueError for arguments of which Keras would build a useless model."""
     for name, values in sizes.items():
-        if not all(
-            isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            for value in values
-        ):
-            raise ValueError(
-                f"{name}: each size must be a whole number of at least 1. Received: {list(values)}"
-            )
+        if not all(map(_is_size, values)):
+            rule = f"{name}: each size must be a whole number of at least 1"
+            raise ValueError(f"{rule}. Received: {list(values)}")
     if isinstance(dropout, bool) or not 0 <= dropout < 1:
         raise ValueError(f"dropout must be from 0 to below 1. Received: {dropout}")
     if isinstance(l2, bool) or not 0 <= l2 < float("inf"):
@@ -288,15 +304,16 @@ def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
 def _head(
     x: keras.KerasTensor, classes: int, hidden: Sequence[int], dropout: float, l2: float
 ) -> keras.KerasTensor:
+    """Return the logits of dense layers over `x`."""
     for units in hidden:
-        x = _dropped(
-            layers.Dense(units, activation="relu", kernel_regularizer=_l2(l2))(x),
-            dropout,
-        )
-    # Logits in full precision under a mixed policy: a softmax of float16 loses what the loss needs.
-    return layers.Dense(
+        dense = layers.Dense(units, activation="relu", kernel_regularizer=_l2(l2))
+        x = _dropped(dense(x), dropout)
+    # The logits are in full precision under a mixed policy too: a softmax of float16
+    # loses what the loss needs.
+    logits = layers.Dense(
         classes, dtype=keras.config.floatx(), kernel_regularizer=_l2(l2)
-    )(x)
+    )
+    return logits(x)
 
 
 def _l2(factor: float) -> keras.regularizers.Regularizer | None:

@@ -12,139 +12,138 @@ from pipeline import accumulation
 from pipeline.accumulation import Losses, Metrics, by_name
 from pipeline.checkpoints import snapshot
 from pipeline.common.errors import ConfigError, refused
-from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
+from pipeline.config.objective_nodes import metrics_of
 from pipeline.trust import instantiate
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What is minimised and what is measured; what is of several outputs stands under the name of the output."""
+class RunObjective:
+    """What a run minimizes and measures, and its callbacks.
+
+    With several outputs, each has its losses and metrics under its name.
+    """
 
     training: accumulation.Objective
-    evaluation: (
-        accumulation.Objective
-    )  # the same, with metrics that have a state of their own
-    callbacks: dict[
-        str, keras.callbacks.Callback
-    ]  # by their names in the config; one batch of theirs is one update
+    evaluation: accumulation.Objective  # the same, with metrics of its own state
+    # By their names in the config. An update is one batch to them.
+    callbacks: dict[str, keras.callbacks.Callback]
 
 
 class FunctionLoss(keras.losses.Loss):
-    """A loss that calls a function of (y_true, y_pred), which returns one value per example, on axis 0."""
+    """A loss that calls a function of (y_true, y_pred).
+
+    The function returns one value per example, on axis 0.
+    """
 
     def __init__(self, function: Callable[[Any, Any], Any]):
         super().__init__(name=getattr(function, "__name__", "loss"))
         self.fn = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        # As `compile(loss=function)` does: (batch,) labels beside (batch, 1) outputs would be broadcast.
-        if (
-            tf.is_tensor(y_true)
-            and tf.is_tensor(y_pred)
-            and y_true.shape.rank
-            and y_pred.shape.rank
-        ):
-            if y_true.shape.rank == y_pred.shape.rank + 1 and y_true.shape[-1] == 1:
-                y_true = tf.squeeze(y_true, -1)
-            elif y_pred.shape.rank == y_true.shape.rank + 1 and y_pred.shape[-1] == 1:
-                y_true = tf.expand_dims(y_true, -1)
+        # As in `compile(loss=function)`: labels of shape (batch,) would be broadcast
+        # against outputs of shape (batch, 1).
+        if tf.is_tensor(y_true) and tf.is_tensor(y_pred):
+            y_true = _with_rank_of_outputs(y_true, y_pred)
         return self.fn(y_true, y_pred)
 
 
-def build(training: DictConfig) -> Objective:
-    """Return the objective of the `training` group; raise a `ConfigError` for a wrong target or argument."""
-    weights: Any = training.loss_weights
-    if OmegaConf.is_config(weights):
-        weights = OmegaConf.to_container(weights)
-    weights = tf.nest.map_structure(
-        lambda weight: None if weight is None else float(weight), weights
-    )
-    losses: dict[str, Any] = {
-        "loss": _losses(training.loss, "training.loss"),
-        "loss_weights": weights,
-    }
-    losses |= {"added_losses": training.added_losses, "loss_over": training.loss_over}
+def build(training: DictConfig) -> RunObjective:
+    """Return the objective of the `training` group.
+
+    Raises:
+        ConfigError: a target or an argument is wrong.
+    """
+    loss_weights = _loss_weights(training.loss_weights)
+    losses = _losses(training.loss, "training.loss")
     if training.loss is None and training.loss_over != "example":
-        raise ConfigError(
-            "training.loss_over",
-            "must be example where training.loss is null",
-            training.loss_over,
+        rule = "must be example where training.loss is null"
+        raise ConfigError("training.loss_over", rule, training.loss_over)
+
+    def with_new_metrics() -> accumulation.Objective:
+        return accumulation.Objective(
+            loss=losses,
+            loss_weights=loss_weights,
+            metrics=_metrics(training, "metrics"),
+            weighted_metrics=_metrics(training, "weighted_metrics"),
+            added_losses=training.added_losses,
+            loss_over=training.loss_over,
         )
-    groups = [
-        {group: _metrics(training, group) for group in METRIC_GROUPS} for _ in range(2)
-    ]
-    goal, evaluated = (
-        accumulation.Objective(**(losses | metrics)) for metrics in groups
-    )
-    return Objective(
-        goal,
-        evaluated,
-        {str(name): _callback(node, name) for name, node in training.callbacks.items()},
+
+    return RunObjective(
+        training=with_new_metrics(),
+        evaluation=with_new_metrics(),
+        callbacks={
+            str(name): _callback(node, name)
+            for name, node in training.callbacks.items()
+        },
     )
 
 
 def compile(
-    objective: Objective,
+    objective: RunObjective,
     model: keras.Model,
     optimizer: keras.Optimizer,
     y: Any,
     outputs: Any,
 ) -> None:
-    """Compile the model as its callbacks look for it, and the saved model keeps it; try its callbacks."""
-    goal, weights = objective.training, objective.training.loss_weights
-    if isinstance(weights, dict):  # Keras wants one for each
-        weights = {
-            name: 1.0 if weights.get(name) is None else weights[name]
-            for name in by_name(model, outputs)
-        }
-    metrics = {
-        "metrics": goal.metrics or None,
-        "weighted_metrics": goal.weighted_metrics or None,
-    }
-    model.compile(optimizer, goal.loss, loss_weights=weights, **metrics)
+    """Compile the model for its callbacks and for the saved model; try its callbacks.
+
+    Args:
+        y: the labels of a few examples.
+        outputs: of the model for these.
+
+    Raises:
+        ConfigError: a callback cannot do its work.
+    """
+    goal = objective.training
+    loss_weights = goal.loss_weights
+    if isinstance(loss_weights, dict):  # Keras wants one for each output
+        loss_weights = {}
+        for name in by_name(model, outputs):
+            weight = goal.loss_weights.get(name)
+            loss_weights[name] = 1.0 if weight is None else weight
+    model.compile(
+        optimizer,
+        goal.loss,
+        loss_weights=loss_weights,
+        metrics=goal.metrics or None,
+        weighted_metrics=goal.weighted_metrics or None,
+    )
+    # Keras' callbacks look there for the metric that they monitor.
     if tf.is_tensor(y) and tf.is_tensor(outputs):
-        for compiled in model.metrics:
-            if not getattr(
-                compiled, "built", True
-            ):  # Keras' callbacks look in it for the metric that they monitor
-                compiled.build(y, outputs)
+        for metric in model.metrics:
+            if not getattr(metric, "built", True):
+                metric.build(y, outputs)
+
     for name, callback in objective.callbacks.items():
-        with refused(
-            f"training.callbacks.{name}",
-            "must be able to do its work",
-            type(callback).__name__,
-        ):
+        key = f"training.callbacks.{name}"
+        kind = type(callback).__name__
+        with refused(key, "must be able to do its work", kind):
             _check_callback(callback, model)
             snapshot.check_state(name, callback)
 
 
-def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
-    """Raise where a Keras callback would at the end of the first epoch; a fresh one is tried, with nothing to stop."""
-    if isinstance(getattr(callback, "monitor", None), str) and hasattr(
-        callback, "mode"
-    ):
-        trial = keras.callbacks.EarlyStopping(
-            callback.monitor, mode=callback.mode, patience=1
-        )
-        trial.set_model(model)
-        trial.on_train_begin()
-        trial.on_epoch_end(0, {callback.monitor: 0.0})
-    if isinstance(
-        callback,
-        keras.callbacks.LearningRateScheduler | keras.callbacks.ReduceLROnPlateau,
-    ):
-        rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-        try:
-            model.optimizer.learning_rate = rate
-        except TypeError:
-            raise ValueError(
-                "it sets the learning rate, which only schedule=constant allows"
-            ) from None
-        if isinstance(callback, keras.callbacks.LearningRateScheduler):
-            scheduler = keras.callbacks.LearningRateScheduler(callback.schedule)
-            scheduler.set_model(model)
-            scheduler.on_epoch_begin(0)
-            model.optimizer.learning_rate = rate
+def _with_rank_of_outputs(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+    """Return the labels with a last axis of size 1 only if the outputs have it."""
+    if not labels.shape.rank or not outputs.shape.rank:
+        return labels
+    if labels.shape.rank == outputs.shape.rank + 1 and labels.shape[-1] == 1:
+        return tf.squeeze(labels, -1)
+    if outputs.shape.rank == labels.shape.rank + 1 and outputs.shape[-1] == 1:
+        return tf.expand_dims(labels, -1)
+    return labels
+
+
+def _loss_weights(node: Any) -> Any:
+    """Return the weights as floats; None stays None."""
+    weights = node
+    if OmegaConf.is_config(node):
+        weights = OmegaConf.to_container(node)
+
+    def as_float(weight: Any) -> float | None:
+        return None if weight is None else float(weight)
+
+    return tf.nest.map_structure(as_float, weights)
 
 
 def _losses(node: Any, key: str) -> Losses:
@@ -154,66 +153,97 @@ def _losses(node: Any, key: str) -> Losses:
         return [_losses(inner, f"{key}.{index}") for index, inner in enumerate(node)]
     if "_target_" not in node:
         return {name: _losses(inner, f"{key}.{name}") for name, inner in node.items()}
-    made = instantiate.build(node, key)
-    if isinstance(made, keras.losses.Loss):
-        if made.reduction in (None, "none"):
-            raise ConfigError(
-                f"{key}.reduction", "must be a mean or a sum", made.reduction
-            )
-        if type(made).__call__ is not keras.losses.Loss.__call__:
-            rule = "must compute in `call`, one value per example: its __call__ is not called here"
-            raise ConfigError(f"{key}._target_", rule, type(made).__name__)
-        return made
-    if callable(made):  # a function, by `_partial_: true`
-        return FunctionLoss(made)
-    raise ConfigError(
-        f"{key}._target_", "must give a keras.losses.Loss", type(made).__name__
-    )
+    return _loss(node, key)
+
+
+def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
+    loss = instantiate.build(node, key)
+    kind = type(loss)
+    if not isinstance(loss, keras.losses.Loss):
+        if callable(loss):  # a function, by `_partial_: true`
+            return FunctionLoss(loss)
+        rule = "must give a keras.losses.Loss"
+        raise ConfigError(f"{key}._target_", rule, kind.__name__)
+    if loss.reduction in (None, "none"):
+        raise ConfigError(f"{key}.reduction", "must be a mean or a sum", loss.reduction)
+    if kind.__call__ is not keras.losses.Loss.__call__:
+        rule = (
+            "must compute in `call`, one value per example: "
+            "its __call__ is not called here"
+        )
+        raise ConfigError(f"{key}._target_", rule, kind.__name__)
+    return loss
 
 
 def _metrics(training: DictConfig, group: str) -> Metrics:
-    """Return the metrics of a group: a list for the only output, or lists by the names of outputs."""
-    nodes, made = metrics_of(training, group), dict[Any, list[keras.metrics.Metric]]()
-    for metric in nodes:
-        made.setdefault(metric.output, []).append(
-            _metric(metric.node, metric.key, metric.name)
-        )
-    if None in made and len(made) > 1:
+    """Return the metrics of a group: a list for the only output, or lists by output."""
+    nodes = metrics_of(training, group)
+    metrics_by_output: dict[Any, list[keras.metrics.Metric]] = {}
+    for node in nodes:
+        metric = _metric(node.node, node.key, node.name)
+        metrics_by_output.setdefault(node.output, []).append(metric)
+    if None in metrics_by_output and len(metrics_by_output) > 1:
         rule = "must have all metrics under the name of their output, or none"
-        raise ConfigError(
-            f"training.{group}", rule, [metric.full_name for metric in nodes]
-        )
-    return made.get(None, made)
+        names = [node.full_name for node in nodes]
+        raise ConfigError(f"training.{group}", rule, names)
+    return metrics_by_output.get(None, metrics_by_output)
 
 
 def _metric(node: DictConfig, key: str, name: str) -> keras.metrics.Metric:
-    made = instantiate.build(
-        node,
-        key,
-        **instantiate.accepted(instantiate.locate(node, key), node, name=name),
-    )
-    if node.get("_partial_") and callable(made):  # a function
-        made = keras.metrics.MeanMetricWrapper(made, name=name)  # as `compile` does
-    if not isinstance(made, keras.metrics.Metric):
-        raise ConfigError(
-            f"{key}._target_", "must give a keras.metrics.Metric", type(made).__name__
-        )
-    made.name = name  # also that of a class which takes none
-    return made
+    arguments = instantiate.accepted(instantiate.locate(node, key), node, name=name)
+    metric = instantiate.build(node, key, **arguments)
+    if node.get("_partial_") and callable(
+        metric
+    ):  # a function, wrapped as by `compile`
+        metric = keras.metrics.MeanMetricWrapper(metric, name=name)
+    if not isinstance(metric, keras.metrics.Metric):
+        rule = "must give a keras.metrics.Metric"
+        raise ConfigError(f"{key}._target_", rule, type(metric).__name__)
+    metric.name = name  # a class may have no argument for it
+    return metric
 
 
 def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
     key = f"training.callbacks.{name}"
-    made = instantiate.build(node, key)
-    if not isinstance(made, keras.callbacks.Callback):
-        raise ConfigError(
-            f"{key}._target_",
-            "must give a keras.callbacks.Callback",
-            type(made).__name__,
+    callback = instantiate.build(node, key)
+    kind = type(callback).__name__
+    if not isinstance(callback, keras.callbacks.Callback):
+        rule = "must give a keras.callbacks.Callback"
+        raise ConfigError(f"{key}._target_", rule, kind)
+    # It would repeat an epoch with weights that have seen half of it.
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        rule = (
+            "must be left out: training.checkpoint_every is for that, "
+            "and pipeline resume goes on from there"
         )
-    if isinstance(
-        made, keras.callbacks.BackupAndRestore
-    ):  # it repeats an epoch on weights that have seen half of it
-        rule = "must be left out: training.checkpoint_every is for that, and pipeline resume goes on from there"
-        raise ConfigError(f"{key}._target_", rule, type(made).__name__)
-    return made
+        raise ConfigError(f"{key}._target_", rule, kind)
+    return callback
+
+
+def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
+    """Raise what a callback of Keras would raise in its first epoch.
+
+    A fresh callback is tried, so that nothing is stopped and the rate stays.
+    """
+    monitors = isinstance(getattr(callback, "monitor", None), str)
+    if monitors and hasattr(callback, "mode"):
+        trial = keras.callbacks.EarlyStopping(
+            callback.monitor, mode=callback.mode, patience=1
+        )
+        trial.set_model(model)
+        trial.on_train_begin()
+        trial.on_epoch_end(0, {callback.monitor: 0.0})
+
+    schedules = isinstance(callback, keras.callbacks.LearningRateScheduler)
+    if schedules or isinstance(callback, keras.callbacks.ReduceLROnPlateau):
+        rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+        try:
+            model.optimizer.learning_rate = rate
+        except TypeError:
+            why = "it sets the learning rate, which only schedule=constant allows"
+            raise ValueError(why) from None
+        if schedules:
+            scheduler = keras.callbacks.LearningRateScheduler(callback.schedule)
+            scheduler.set_model(model)
+            scheduler.on_epoch_begin(0)
+            model.optimizer.learning_rate = rate

@@ -1,6 +1,6 @@
 """Checks on one batch that the loss and the metrics fit the labels and the outputs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +9,47 @@ import tensorflow as tf
 
 from pipeline import accumulation
 from pipeline.common.errors import ConfigError, refused
-from pipeline.components.objective import Objective
+from pipeline.components.objective import RunObjective
 from pipeline.config.metric_names import UPDATE_METRICS, is_name
 from pipeline.config.objective_nodes import METRIC_GROUPS
 from pipeline.config.resolve import RunSpec
 from pipeline.dataset.splits import Data
+
+# Losses and metrics of Keras whose labels lack the last axis of the outputs.
+_SPARSE = {
+    "SparseCategoricalCrossentropy",
+    "SparseCategoricalAccuracy",
+    "SparseTopKCategoricalAccuracy",
+}
+# Those whose labels may have another shape than the outputs. The labels of all others
+# have that of the outputs.
+_OF_ANY_SHAPE = {
+    "CTC",
+    "CategoricalGeneralizedCrossEntropy",
+    "Circle",
+    "ConcordanceCorrelation",
+    "LossFunctionWrapper",
+    "MeanMetricWrapper",
+    "PearsonCorrelation",
+}
+_CROSS_ENTROPIES = (
+    keras.losses.BinaryCrossentropy,
+    keras.losses.CategoricalCrossentropy,
+    keras.losses.SparseCategoricalCrossentropy,
+)
+_PADDED_REDUCTION = (
+    "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the "
+    "model has no mask: this one divides by the padding as well"
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An objective that fits a model and its data."""
+
+    labels: Any
+    outputs: Any
+    objective: RunObjective  # with the metrics that the model's layers update
 
 
 @dataclass(frozen=True)
@@ -23,185 +59,220 @@ class _Example:
     y: Any
     sample_weight: Any
     outputs: dict[str, Any]  # by name
-    shapes: str  # the rule that an error names where labels and outputs do not fit
+    padded: bool  # by `dataset.pad`
+    classes: int | None  # that the dataset gives
+    rule: str  # what an error says if labels and outputs do not fit
 
 
 def check(
-    objective: Objective, model: keras.Model, data: Data, batch: Any, spec: RunSpec
-) -> tuple[Any, Any, Objective]:
-    """Compute the loss and the metrics of `batch`, so that labels and outputs that do not fit are refused at once.
+    objective: RunObjective, model: keras.Model, data: Data, batch: Any, spec: RunSpec
+) -> Checked:
+    """Compute the loss and the metrics of a batch, by which the model is built too.
 
-    This builds the model if it is not built yet. Return the labels, the outputs, and the objective with the metrics
-    that the model's layers update.
+    Args:
+        batch: a few examples, as the dataset gives them.
+
+    Raises:
+        ConfigError: the labels and the outputs do not fit the loss or a metric.
     """
-    goal, padded = objective.training, spec.dataset.get("pad") is not None
+    goal = objective.training
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     with refused("model", f"must take inputs of {_shape(x)}", model.name):
         outputs = model(x, training=False)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
-    shapes = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
-    example = _Example(y, sample_weight, accumulation.by_name(model, outputs), shapes)
-    _check_loss(goal, model, data, example, padded)
-    classes = data.classes or _classes(goal.loss, *example.outputs.values())
-    for label in spec.config.training.class_weight or {}:
-        if classes is not None and label >= classes:
-            raise ConfigError(
-                "training.class_weight",
-                f"must name classes from 0 to {classes - 1}",
-                label,
-            )
-    labels = (
-        {} if y is None else accumulation.labels_by_name(goal.loss, y, example.outputs)
+    example = _Example(
+        y,
+        sample_weight,
+        accumulation.by_name(model, outputs),
+        padded=spec.dataset.get("pad") is not None,
+        classes=data.classes,
+        rule=f"must fit labels {_shape(y)} and outputs {_shape(outputs)}",
     )
+
+    _check_loss(goal, model, example)
+    _check_class_weights(spec.config.training.class_weight or {}, goal, example)
+    labels = {}
+    if y is not None:
+        labels = accumulation.labels_by_name(goal.loss, y, example.outputs)
     for group in METRIC_GROUPS:
         _check_metrics(goal, group, labels, example)
-    layer_metrics = [
-        each
-        for layer in (model.layers if model.compiled else [model])
-        for each in layer.metrics
-    ]
+    layer_metrics = _layer_metrics(model)
     _check_names(goal, list(example.outputs), layer_metrics)
-    training, evaluation = (
-        replace(each, layer_metrics=layer_metrics)
-        for each in (goal, objective.evaluation)
+
+    checked = replace(
+        objective,
+        training=replace(goal, layer_metrics=layer_metrics),
+        evaluation=replace(objective.evaluation, layer_metrics=layer_metrics),
     )
-    return y, outputs, replace(objective, training=training, evaluation=evaluation)
+    return Checked(y, outputs, checked)
 
 
 def _check_loss(
-    goal: accumulation.Objective,
-    model: keras.Model,
-    data: Data,
-    example: _Example,
-    padded: bool,
+    goal: accumulation.Objective, model: keras.Model, example: _Example
 ) -> None:
+    """Raise a ConfigError if the loss cannot be computed, or has no gradient."""
     if goal.loss is None:
         if not model.losses:
-            raise ConfigError(
-                "training.loss",
-                "must be given for a model that adds no loss by itself",
-                model.name,
-            )
+            rule = "must be given for a model that adds no loss by itself"
+            raise ConfigError("training.loss", rule, model.name)
         return
-    # By the outputs, as under a strategy the weights have gradients only inside of a replica. From a softmax or a
-    # sigmoid Keras takes the logits, which it has left on the output.
-    reached = [
-        output for output in example.outputs.values() if output.dtype.is_floating
-    ]
-    reached += [
-        logits
-        for output in reached
-        if (logits := accumulation.logits_of(output)) is not None
-    ]
+    # The gradient by the outputs, as under a strategy that by the weights is known only
+    # inside a replica.
+    reached = []
+    for output in example.outputs.values():
+        if output.dtype.is_floating:
+            reached.append(output)
+    # From a softmax or a sigmoid Keras takes the logits, which it left on the output.
+    for output in list(reached):
+        logits = accumulation.logits_of(output)
+        if logits is not None:
+            reached.append(logits)
     with tf.GradientTape() as tape:
         tape.watch(reached)
-        total = _sum_of_losses(goal, data, example, padded)
+        total = _sum_of_losses(goal, example)
     if all(gradient is None for gradient in tape.gradient(total, reached)):
-        raise ConfigError(
-            "training.loss",
-            "must depend on the model's outputs: no gradient reaches any",
-            model.name,
-        )
+        rule = "must depend on the model's outputs: no gradient reaches any"
+        raise ConfigError("training.loss", rule, model.name)
 
 
-def _sum_of_losses(
-    objective: accumulation.Objective, data: Data, example: _Example, padded: bool
-) -> tf.Tensor:
-    loss, outputs = objective.loss, example.outputs
+def _sum_of_losses(goal: accumulation.Objective, example: _Example) -> tf.Tensor:
+    """Return the sum of the checked losses of all outputs; scalar, float64."""
     if example.y is None:
         raise ConfigError("training.loss", "must be null: the dataset has no labels")
-    names = ", ".join(each.name for each in tf.nest.flatten(loss) if each is not None)
-    with refused("training.loss", example.shapes, names):
-        found = accumulation.Objective(loss).terms(
-            example.y, outputs, example.sample_weight
+    losses = [loss for loss in tf.nest.flatten(goal.loss) if loss is not None]
+    names = ", ".join(loss.name for loss in losses)
+    with refused("training.loss", example.rule, names):
+        terms = accumulation.Objective(goal.loss).terms(
+            example.y, example.outputs, example.sample_weight
         )
-    with refused(
-        "training.loss_weights", "must fit the outputs", objective.loss_weights
-    ):
-        accumulation.spread(objective.loss_weights, list(outputs))
+    with refused("training.loss_weights", "must fit the outputs", goal.loss_weights):
+        accumulation.spread(goal.loss_weights, list(example.outputs))
     total = tf.zeros((), tf.float64)
-    for term in found:
-        key = (
-            f"training.loss.{term.name}"
-            if len(outputs) > 1 and isinstance(loss, dict)
-            else "training.loss"
-        )
-        several = tf.is_tensor(term.sample_weight) and term.sample_weight.shape.rank > 1
-        averages = term.loss.reduction in ("mean", "sum_over_batch_size")
-        if (
-            padded
-            and several
-            and averages
-            and accumulation.mask_of(term.output) is None
-        ):
-            rule = "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask"
-            rule += ": this one divides by the padding as well"
-            raise ConfigError(f"{key}.reduction", rule, term.loss.reduction)
-        if accumulation.couples_examples(term.loss) and not objective.over_batch:
-            rule = f"must be effective_batch: {term.loss.name} is a loss of several examples at once"
-            raise ConfigError("training.loss_over", rule, objective.loss_over)
-        with refused(key, example.shapes, term.loss.name):
-            _check_shapes(term.loss, term.y, term.output)
-            _check_classes(
-                term.loss,
-                term.y,
-                term.output,
-                data.classes if len(outputs) == 1 else None,
-            )
-            arguments = (
-                term.loss,
-                term.y,
-                term.output,
-                term.sample_weight,
-                None,
-                objective.over_batch,
-            )
-            total += tf.cast(accumulation.weighted_sum(*arguments).total, tf.float64)
-            _trace(accumulation.weighted_sum, *arguments)
+    for term in terms:
+        total += tf.cast(_checked_term(goal, term, example), tf.float64)
     return total
 
 
-def _classes(loss: accumulation.Losses, output: Any, *others: Any) -> int | None:
-    """Return the number of classes of a cross-entropy, if there is one output; None if that is not known."""
-    if others or not isinstance(loss, _CROSS_ENTROPIES):
+def _checked_term(
+    goal: accumulation.Objective, term: accumulation.Term, example: _Example
+) -> tf.Tensor:
+    """Return the loss of one output, summed over the examples.
+
+    Raises:
+        ConfigError: it cannot be computed, or not over micro-batches.
+    """
+    loss = term.loss
+    has_several_outputs = len(example.outputs) > 1
+    key = "training.loss"
+    if has_several_outputs and isinstance(goal.loss, dict):
+        key = f"training.loss.{term.name}"
+
+    if example.padded and _divides_by_padding(term):
+        raise ConfigError(f"{key}.reduction", _PADDED_REDUCTION, loss.reduction)
+    if accumulation.couples_examples(loss) and not goal.over_batch:
+        rule = (
+            "must be effective_batch: "
+            f"{loss.name} is a loss of several examples at once"
+        )
+        raise ConfigError("training.loss_over", rule, goal.loss_over)
+
+    with refused(key, example.rule, loss.name):
+        _check_shapes(loss, term.y, term.output)
+        classes = None if has_several_outputs else example.classes
+        _check_classes(loss, term.y, term.output, classes)
+        arguments = (
+            loss,
+            term.y,
+            term.output,
+            term.sample_weight,
+            None,
+            goal.over_batch,
+        )
+        total = accumulation.weighted_sum(*arguments).total
+        _trace(accumulation.weighted_sum, *arguments)
+    return total
+
+
+def _divides_by_padding(term: accumulation.Term) -> bool:
+    """Return whether padded labels count as examples in the mean of a loss."""
+    weights = term.sample_weight
+    has_weight_per_label = tf.is_tensor(weights) and weights.shape.rank > 1
+    averages = term.loss.reduction in ("mean", "sum_over_batch_size")
+    if not has_weight_per_label or not averages:
+        return False
+    return accumulation.mask_of(term.output) is None
+
+
+def _check_class_weights(
+    class_weight: Mapping[int, float], goal: accumulation.Objective, example: _Example
+) -> None:
+    classes = example.classes or _classes(goal.loss, list(example.outputs.values()))
+    if classes is None:
+        return
+    for label in class_weight:
+        if label >= classes:
+            rule = f"must name classes from 0 to {classes - 1}"
+            raise ConfigError("training.class_weight", rule, label)
+
+
+def _classes(loss: accumulation.Losses, outputs: Sequence[Any]) -> int | None:
+    """Return the number of classes of a cross-entropy, if there is one output.
+
+    Return None if it is not known.
+    """
+    if len(outputs) != 1 or not isinstance(loss, _CROSS_ENTROPIES):
         return None
-    return (
-        max(2, output.shape[-1])
-        if isinstance(loss, keras.losses.BinaryCrossentropy)
-        else output.shape[-1]
-    )
+    width: int = outputs[0].shape[-1]
+    if isinstance(loss, keras.losses.BinaryCrossentropy):
+        return max(2, width)
+    return width
 
 
 def _check_metrics(
-    goal: accumulation.Objective, group: str, labels: dict[str, Any], example: _Example
+    goal: accumulation.Objective,
+    group: str,
+    labels: Mapping[str, Any],
+    example: _Example,
 ) -> None:
-    given: Any = getattr(goal, group)
-    by_output = isinstance(given, Mapping)
-    by_name = given if by_output else {"": given}
-    for output, metric in (
-        (output, metric) for output, listed in by_name.items() for metric in listed
-    ):
-        single: dict[str, Any] = {group: {output: [metric]} if by_output else [metric]}
-        alone = accumulation.Objective(goal.loss, **single)
-        where = (
-            f"training.{group}.{output}.{metric.name}"
-            if by_output
-            else f"training.{group}.{metric.name}"
-        )
-        with refused(where, example.shapes, type(metric).__name__):
-            if not by_output and len(example.outputs) == 1 and labels:
-                _check_shapes(metric, *labels.values(), *example.outputs.values())
-            alone.update_metrics(example.y, example.outputs, example.sample_weight)
-            _trace(
-                alone.update_metrics, example.y, example.outputs, example.sample_weight
-            )
-            if (
-                tf.nest.is_nested(result := metric.result())
-                or tf.convert_to_tensor(result).shape.rank != 0
-            ):
-                raise ValueError("its result is not one number")
-        metric.reset_state()
+    """Update each metric of a group alone, and reset it."""
+    metrics: Any = getattr(goal, group)
+    metrics_by_output = metrics if isinstance(metrics, Mapping) else {None: metrics}
+    for output, metrics_of_output in metrics_by_output.items():
+        for metric in metrics_of_output:
+            key = f"training.{group}.{metric.name}"
+            selected: Any = [metric]
+            if output is not None:
+                key = f"training.{group}.{output}.{metric.name}"
+                selected = {output: [metric]}
+            alone = accumulation.Objective(goal.loss, **{group: selected})
+            with refused(key, example.rule, type(metric).__name__):
+                if output is None and len(example.outputs) == 1 and labels:
+                    _check_shapes(metric, *labels.values(), *example.outputs.values())
+                _check_metric(metric, alone, example)
+            metric.reset_state()
+
+
+def _check_metric(
+    metric: keras.metrics.Metric, alone: accumulation.Objective, example: _Example
+) -> None:
+    """Raise if the metric cannot be computed, where `alone` has no other metric."""
+    arguments = (example.y, example.outputs, example.sample_weight)
+    alone.update_metrics(*arguments)
+    _trace(alone.update_metrics, *arguments)
+    result = metric.result()
+    if tf.nest.is_nested(result) or tf.convert_to_tensor(result).shape.rank != 0:
+        raise ValueError("its result is not one number")
+
+
+def _layer_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Return the metrics that the model's layers update in their calls."""
+    if not model.compiled:
+        return list(model.metrics)
+    metrics: list[keras.metrics.Metric] = []
+    for layer in model.layers:
+        metrics += layer.metrics
+    return metrics
 
 
 def _check_names(
@@ -209,108 +280,110 @@ def _check_names(
     outputs: list[str],
     layer_metrics: list[keras.metrics.Metric],
 ) -> None:
-    """Refuse names of outputs and of layers' metrics under which nothing can be logged."""
-    own = list(dict.fromkeys(metric.name for metric in layer_metrics))
-    own += [f"{name}_loss" for name in outputs] if len(outputs) > 1 else []
-    for name in own:
-        if (
-            name in UPDATE_METRICS
-            or name in goal.measured()
-            or own.count(name) > 1
-            or not is_name(f"train/{name}")
-        ):
-            rule = "must name its outputs and the metrics of its layers as MLflow takes names, and unlike other metrics"
+    """Raise a ConfigError for a name of an output or of a layer's metric.
+
+    Such a name is that of a metric, which it must not share with another one.
+    """
+    names = list(dict.fromkeys(metric.name for metric in layer_metrics))
+    if len(outputs) > 1:
+        names += [f"{output}_loss" for output in outputs]
+    taken = UPDATE_METRICS.keys() | goal.measured().keys()
+    for name in names:
+        if name in taken or names.count(name) > 1 or not is_name(f"train/{name}"):
+            rule = (
+                "must name its outputs and the metrics of its layers as MLflow takes "
+                "names, and unlike other metrics"
+            )
             raise ConfigError("model", rule, name)
 
 
 def _trace(function: Callable[..., Any], *arguments: Any) -> None:
-    """Raise if `function` cannot be traced, which a call does not show; this computes nothing."""
+    """Raise if `function` cannot be traced, which a call does not show.
+
+    Nothing is computed.
+    """
     try:
         tf.function(
             lambda: function(*arguments), autograph=False
         ).get_concrete_function()
     except tf.errors.OperatorNotAllowedInGraphError as error:
-        rule = "it branches in Python by the value of a tensor: use keras.ops.where or keras.ops.cond"
+        rule = (
+            "it branches in Python by the value of a tensor: "
+            "use keras.ops.where or keras.ops.cond"
+        )
         raise ValueError(rule) from error
 
 
 def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
-    """Refuse (batch,) labels against (batch, n) outputs, which many of Keras' losses broadcast silently."""
+    """Raise a ValueError for labels that a loss or a metric of Keras would broadcast.
+
+    Many of them broadcast labels of shape (batch,) against outputs of shape (batch, n)
+    without a word.
+    """
     kind = type(measure)
-    if not kind.__module__.startswith("keras.") or not (
-        tf.is_tensor(y) and tf.is_tensor(outputs)
-    ):
+    if not kind.__module__.startswith("keras.") or kind.__name__ in _OF_ANY_SHAPE:
         return
-    labels, predicted = list(y.shape[1:]), list(outputs.shape[1:])
-    if kind.__name__ in _OTHER or not isinstance(
-        measure, keras.losses.Loss | keras.metrics.MeanMetricWrapper
-    ):
+    if not isinstance(measure, keras.losses.Loss | keras.metrics.MeanMetricWrapper):
         return
+    if not (tf.is_tensor(y) and tf.is_tensor(outputs)):
+        return
+    of_label = list(y.shape[1:])
+    of_output = list(outputs.shape[1:])
     if kind.__name__ in _SPARSE:
-        predicted = predicted[:-1]
-    if [size for size in labels if size != 1] != [
-        size for size in predicted if size != 1
-    ]:
+        of_output = of_output[:-1]
+    if _without_ones(of_label) != _without_ones(of_output):
         raise ValueError("the shapes differ")
+
+
+def _without_ones(shape: list[int | None]) -> list[int | None]:
+    return [size for size in shape if size != 1]
 
 
 def _check_classes(
     loss: keras.losses.Loss, y: Any, outputs: Any, classes: int | None
 ) -> None:
-    """Refuse what Keras computes silently: a label without an output, the logarithm of a logit."""
-    if not isinstance(loss, _CROSS_ENTROPIES) or not (
-        tf.is_tensor(y) and tf.is_tensor(outputs)
-    ):
+    """Raise a ValueError for what a cross-entropy of Keras computes without a word.
+
+    This is a label without an output, and the logarithm of a logit.
+
+    Args:
+        classes: from 0 on, that the labels are; None if that is not known.
+    """
+    if not isinstance(loss, _CROSS_ENTROPIES):
+        return
+    if not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
     if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
-        labels, ignored = tf.cast(y, tf.int64), loss.ignore_class
-        counting = labels if ignored is None else labels[labels != ignored]
-        largest = (
-            classes - 1
-            if ignored is None and classes is not None
-            else int(tf.reduce_max(counting))
-        )
-        for label in (largest, int(tf.reduce_min(counting))):
-            if not 0 <= label < outputs.shape[-1]:
-                raise ValueError(
-                    f"label {label} is outside of the {outputs.shape[-1]} outputs"
-                )
+        _check_labels(loss, y, outputs.shape[-1], classes)
     elif float(tf.reduce_min(y)) < 0 or float(tf.reduce_max(y)) > 1:
         raise ValueError("the labels must be from 0 to 1")
-    outside = (
-        float(tf.reduce_min(outputs)) < 0 or float(tf.reduce_max(outputs)) > 1 + 1e-3
-    )
-    if outside and not loss.get_config().get("from_logits"):
-        raise ValueError(
-            "the outputs are no probabilities; for logits, set from_logits=true"
-        )
+
+    least = float(tf.reduce_min(outputs))
+    most = float(tf.reduce_max(outputs))
+    are_logits = least < 0 or most > 1 + 1e-3
+    if are_logits and not loss.get_config().get("from_logits"):
+        why = "the outputs are no probabilities; for logits, set from_logits=true"
+        raise ValueError(why)
 
 
-# Losses and metrics whose labels lack the last axis of the outputs, and those of which they may have another shape: the
-# labels of all others have that of the outputs.
-_SPARSE = {
-    "SparseCategoricalCrossentropy",
-    "SparseCategoricalAccuracy",
-    "SparseTopKCategoricalAccuracy",
-}
-_OTHER = {
-    "CTC",
-    "CategoricalGeneralizedCrossEntropy",
-    "Circle",
-    "LossFunctionWrapper",
-    "MeanMetricWrapper",
-}
-_OTHER |= {"ConcordanceCorrelation", "PearsonCorrelation"}
-_CROSS_ENTROPIES = (
-    keras.losses.BinaryCrossentropy,
-    keras.losses.CategoricalCrossentropy,
-    keras.losses.SparseCategoricalCrossentropy,
-)
+def _check_labels(
+    loss: keras.losses.SparseCategoricalCrossentropy,
+    y: tf.Tensor,
+    width: int,
+    classes: int | None,
+) -> None:
+    """Raise a ValueError for a label without an output among the `width` of them."""
+    labels = tf.cast(y, tf.int64)
+    if loss.ignore_class is not None:
+        labels = labels[labels != loss.ignore_class]
+        classes = None
+    largest = int(tf.reduce_max(labels)) if classes is None else classes - 1
+    for label in (largest, int(tf.reduce_min(labels))):
+        if not 0 <= label < width:
+            raise ValueError(f"label {label} is outside of the {width} outputs")
 
 
 def _shape(nest: Any) -> str:
-    return ", ".join(
-        f"{tuple(leaf.shape)} {leaf.dtype.name}"
-        for leaf in tf.nest.flatten(nest)
-        if leaf is not None
-    )
+    """Return the shapes and dtypes of the leaves, for an error."""
+    leaves = [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
+    return ", ".join(f"{tuple(leaf.shape)} {leaf.dtype.name}" for leaf in leaves)

@@ -1,4 +1,8 @@
-"""Config → Keras optimizer, its schedule counted in updates."""
+"""Config → Keras optimizer, whose schedule counts updates.
+
+node of the schedule ─ lengths in updates ─► schedule ─ × stage ─ × scaling rule ─► rate
+node of the optimizer, rate ─► optimizer ─ scaling rule ─► its other arguments
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,110 +13,74 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, refused
-from pipeline.components import adascale, scaling, stage_rates
+from pipeline.components import scaling, stage_rates
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
-from pipeline.config.stages import SEESAW, SEESAW_MAX, Asked, asked
 from pipeline.trust import instantiate
 
-# The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
+# The least number of updates of each length in a schedule. A warm-up also has to end
+# within the horizon.
 _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
 
 
 def build(
     spec: RunSpec, updates: int, plan: Plan | None = None
 ) -> tuple[keras.optimizers.Optimizer, str]:
-    """Return the optimizer of a run of so many `updates`, and a line that says what `scaling` changed, if anything.
+    """Return the optimizer of a run, and a line that says what `scaling` changed.
 
-    The learning rate follows the stages of a `plan`. A wrong target or argument is a `ConfigError`.
+    The line is empty if it changed nothing.
+
+    Args:
+        updates: of the whole run.
+        plan: whose stages the learning rate follows.
+
+    Raises:
+        ConfigError: a target or an argument is wrong.
     """
-    scale, batch = spec.config.scaling, spec.batching.effective_batch_size
+    scale = spec.config.scaling
+    batch = spec.batching.effective_batch_size
     scaling.check(scale)
     stage_rates.check(spec)
-    # An update of the reference batch is this share of one, as a warm-up counts them.
-    reference = scale.reference_batch_size / batch if scale.rule == Rule.sde else 1.0
-    horizon, later = updates, list[str]()
-    if plan is not None and stage_rates.in_examples(spec):
-        horizon = stage_rates.horizon(spec, plan.examples, plan)
-    node, schedule = (
-        spec.node("optimizer"),
-        build_schedule(spec.node("schedule"), horizon, reference),
-    )
+
+    # With `sde`, a warm-up counts updates of the reference batch.
+    reference = 1.0
+    if scale.rule == Rule.sde:
+        reference = scale.reference_batch_size / batch
+    horizon = updates
+    if plan is not None and stage_rates.counts_examples(spec):
+        horizon = stage_rates.horizon(spec, plan)
+    schedule = build_schedule(spec.node("schedule"), horizon, reference)
+    stage_changes: list[str] = []
     if plan is not None:
-        schedule, later = stage_rates.rates(spec, plan, schedule, horizon)
+        staged = stage_rates.follow_stages(spec, plan, schedule)
+        schedule = staged.schedule
+        stage_changes = staged.changes
     factor = scaling.rate_factor(scale, batch)
     if scale.rule != Rule.none:
-        warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
-        if not isinstance(warmup, int):
-            rule = "must be a number of updates, or a share of the horizon such as 5%"
-            raise ConfigError("scaling.warmup", rule, warmup)
-        if factor != 1 or scale.rule in (
-            Rule.linear,
-            Rule.sqrt,
-        ):  # else callbacks may still set the rate
-            schedule = scaling.Scaled(schedule, factor, warmup)
-    if scale.rule == Rule.adascale:
-        adascale.check(spec)
-        schedule = adascale.Gain(schedule, batch, scale.reference_batch_size)
-    with tf.device(
-        "CPU:0"
-    ):  # its counter: the schedule, on the host, would wait for a GPU's
-        optimizer = instantiate.build(node, "optimizer", learning_rate=schedule)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ConfigError(
-            "optimizer._target_",
-            "must name a keras.optimizers.Optimizer",
-            node.get("_target_"),
-        )
-    if optimizer.gradient_accumulation_steps:
-        rule = "must be left out: the pipeline accumulates; set accumulation.factor"
-        raise ConfigError(
-            "optimizer.gradient_accumulation_steps",
-            rule,
-            optimizer.gradient_accumulation_steps,
-        )
-    named = getattr(optimizer, "inner_optimizer", optimizer)
-    changed = scaling.rescale(named, scale, batch)
-    if isinstance(schedule, adascale.Gain):
-        changed = [schedule.attach(named), *changed]
-    changes = [
-        *([f"learning rate × {factor:g}"] if factor != 1 or later else []),
-        *later,
-        *changed,
-    ]
-    said = f"scaling.rule={scale.rule.name}: {', '.join(changes)}" if changes else ""
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if spec.config.hardware.precision.name != "mixed_float16" or scales:
-        return optimizer, said
-    return keras.optimizers.LossScaleOptimizer(optimizer), said
+        schedule = _scaled(schedule, spec, factor, updates, reference)
 
+    optimizer = _instantiated(spec.node("optimizer"), schedule)
+    changes = scaling.rescale(_inner(optimizer), scale, batch)
+    changes = [*stage_changes, *changes]
+    if factor != 1 or stage_changes:
+        changes = [f"learning rate × {factor:g}", *changes]
+    line = ""
+    if changes:
+        line = f"scaling.rule={scale.rule.name}: {', '.join(changes)}"
 
-def stages(spec: RunSpec, examples: int) -> list[Asked]:
-    """Return the stages of the effective batch; those of `seesaw` follow from the schedule and the `examples`."""
-    schedule = spec.config.accumulation.schedule
-    if schedule != SEESAW:
-        return asked(schedule)
-    most, horizon = (
-        spec.largest.effective_batch_size,
-        stage_rates.horizon(spec, examples),
-    )
-    if most > examples:
-        raise ConfigError(
-            SEESAW_MAX,
-            f"must be at most the {examples} examples of the training split",
-            most,
-        )
-    schedule = build_schedule(spec.node("schedule"), horizon)
-    return stage_rates.seesaw(
-        schedule, horizon, spec.batching.effective_batch_size, most
-    )
+    has_loss_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if spec.config.hardware.precision.name == "mixed_float16" and not has_loss_scale:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer, line
 
 
 def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> Any:
-    """Return the schedule of the `schedule` group, or a constant; `5%` stands for that share of the `updates`.
+    """Return the schedule of the `schedule` group: a Keras schedule, or a constant.
 
-    A warm-up by a number counts updates of which each is `reference` of one.
+    Args:
+        updates: the horizon, of which a length such as `5%` is a share.
+        reference: the share of an update that a number in a warm-up counts as.
     """
     lengths = OmegaConf.create(
         _in_updates(
@@ -121,48 +89,40 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
     )
     assert isinstance(lengths, DictConfig)
     lengths.pop("clock", None)
-    if isinstance(node.get("boundaries"), ListConfig) and list(
-        lengths.boundaries
-    ) != sorted(lengths.boundaries):
-        raise ConfigError("schedule.boundaries", "must rise", list(node.boundaries))
+    if isinstance(node.get("boundaries"), ListConfig):
+        boundaries = list(lengths.boundaries)
+        if boundaries != sorted(boundaries):
+            raise ConfigError("schedule.boundaries", "must rise", list(node.boundaries))
     schedule = instantiate.build(lengths, "schedule")
-    if not isinstance(
-        schedule, keras.optimizers.schedules.LearningRateSchedule | float | int
-    ):
-        raise ConfigError(
-            "schedule._target_",
-            "must name a Keras schedule or give a number",
-            node.get("_target_"),
-        )
+    kinds = keras.optimizers.schedules.LearningRateSchedule | float | int
+    if not isinstance(schedule, kinds):
+        rule = "must name a Keras schedule or give a number"
+        raise ConfigError("schedule._target_", rule, node.get("_target_"))
     return schedule
 
 
 def check(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Trace the apply of one gradient, which changes nothing: only then Keras checks most arguments."""
-    named, variable = getattr(optimizer, "inner_optimizer", optimizer), variables[0]
-    with refused("optimizer", "must be able to apply a gradient", type(named).__name__):
-        computed = tf.function(
-            lambda: ops.convert_to_tensor(named.learning_rate), autograph=False
-        )
-        operations = computed.get_concrete_function().graph.get_operations()
-        # A rate with state, which computing it would move, is not looked at.
-        rate = (
-            0.0
-            if any("Assign" in each.type for each in operations)
-            else float(computed())
-        )
+    """Trace the apply of one gradient, which changes nothing.
+
+    Keras checks most arguments only then.
+
+    Raises:
+        ConfigError: the optimizer cannot apply a gradient, or the first learning rate
+            is negative or not finite.
+    """
+    inner = _inner(optimizer)
+    variable = variables[0]
+    with refused("optimizer", "must be able to apply a gradient", type(inner).__name__):
+        rate = _first_rate(inner)
         apply = tf.function(
             lambda gradient: optimizer.apply([gradient], [variable]), autograph=False
         )
         apply.get_concrete_function(tf.TensorSpec(variable.shape, variable.dtype))
     if not 0 <= rate < float("inf"):
-        raise ConfigError(
-            "schedule",
-            "must start at a learning rate that is finite and not negative",
-            rate,
-        )
+        rule = "must start at a learning rate that is finite and not negative"
+        raise ConfigError("schedule", rule, rate)
 
 
 def constant(learning_rate: float) -> float:
@@ -172,7 +132,9 @@ def constant(learning_rate: float) -> float:
 
 @keras.saving.register_keras_serializable("pipeline")
 class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
-    """rate · min(u/w, √(w/u)), u = completed updates + 1, w = warm-up (Vaswani et al. 2017, equation 3).
+    """rate · min(u/w, √(w/u)) for u = completed updates + 1 and a warm-up of w updates.
+
+    Vaswani et al. 2017 (arXiv:1706.03762), equation 3.
 
     Args:
         learning_rate: the peak, reached when the warm-up ends.
@@ -184,7 +146,8 @@ class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
                 f"warmup_steps must be at least 1. Received: {warmup_steps}"
             )
-        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
 
     def __call__(self, step: Any) -> Any:
         rate = ops.convert_to_tensor(self.learning_rate)
@@ -196,7 +159,61 @@ class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
         return {"learning_rate": self.learning_rate, "warmup_steps": self.warmup_steps}
 
 
+def _inner(optimizer: Any) -> Any:
+    """Return the optimizer inside a loss scale, or the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _scaled(
+    schedule: Any, spec: RunSpec, factor: float, updates: int, reference: float
+) -> Any:
+    """Return the schedule × `factor`, after the rule's warm-up."""
+    scale = spec.config.scaling
+    warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
+    if not isinstance(warmup, int):
+        rule = "must be a number of updates, or a share of the horizon such as 5%"
+        raise ConfigError("scaling.warmup", rule, warmup)
+    # Without a schedule around a constant, callbacks may still set the rate.
+    if factor == 1 and scale.rule not in (Rule.linear, Rule.sqrt):
+        return schedule
+    return scaling.Scaled(schedule, factor, warmup)
+
+
+def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
+    """Return the optimizer of the config's node, with this learning rate."""
+    # Its counter is on the CPU: the schedule, on the host, would wait for one on a GPU.
+    with tf.device("CPU:0"):
+        optimizer = instantiate.build(node, "optimizer", learning_rate=rate)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        rule = "must name a keras.optimizers.Optimizer"
+        raise ConfigError("optimizer._target_", rule, node.get("_target_"))
+    steps = optimizer.gradient_accumulation_steps
+    if steps:
+        rule = "must be left out: the pipeline accumulates; set accumulation.factor"
+        raise ConfigError("optimizer.gradient_accumulation_steps", rule, steps)
+    return optimizer
+
+
+def _first_rate(optimizer: Any) -> float:
+    """Return the learning rate of the first update.
+
+    Computing a rate with state would move the state: for such a one, return 0.
+    """
+    computed = tf.function(
+        lambda: ops.convert_to_tensor(optimizer.learning_rate), autograph=False
+    )
+    operations = computed.get_concrete_function().graph.get_operations()
+    if any("Assign" in operation.type for operation in operations):
+        return 0.0
+    return float(computed())
+
+
 def _in_updates(value: Any, updates: int, key: str, reference: float = 1.0) -> Any:
+    """Return a value of the config with each length in it as a number of updates.
+
+    A length is a share of the horizon, such as `5%`, or a number under a name of
+    `_LEAST`. Everything else stays as it is.
+    """
     if isinstance(value, dict):
         return {
             name: _in_updates(entry, updates, f"{key}.{name}", reference)
@@ -208,29 +225,40 @@ def _in_updates(value: Any, updates: int, key: str, reference: float = 1.0) -> A
             for index, entry in enumerate(value)
         ]
     if isinstance(value, str) and value.endswith("%"):
-        try:
-            share = float(value[:-1]) / 100
-        except ValueError:
-            raise ConfigError(
-                key, "must be a share of the horizon such as 5%", value
-            ) from None
-        if updates == ENDLESS:
-            rule = "must be a number of updates where no epoch has a known length, or training.updates be set"
-            raise ConfigError(key, rule, value)
-        if not 0 <= share <= 1:
-            raise ConfigError(key, "must be from 0% to 100%", value)
-        return max(1, round(share * updates))
+        return _share_in_updates(value, updates, key)
     name = key.rpartition(".")[2]
-    if isinstance(value, int | float) and name in _LEAST:  # Keras would accept any
-        warms_up = name.startswith("warmup")
-        whole = not isinstance(value, bool) and value % 1 == 0
-        if whole and warms_up and value > 0 and reference != 1:
-            value = max(1, round(value * reference))
-        if not whole or value < _LEAST[name] or (warms_up and value > updates):
-            most = f" to the horizon's {updates}" if warms_up else " on"
-            raise ConfigError(
-                key,
-                f"must be a whole number of updates from {_LEAST[name]}{most}",
-                value,
-            )
+    if isinstance(value, int | float) and name in _LEAST:
+        return _checked_length(value, updates, key, reference)
+    return value
+
+
+def _share_in_updates(text: str, updates: int, key: str) -> int:
+    """Return a share of the horizon, such as `5%`, in updates; at least 1."""
+    try:
+        share = float(text[:-1]) / 100
+    except ValueError:
+        rule = "must be a share of the horizon such as 5%"
+        raise ConfigError(key, rule, text) from None
+    if updates == ENDLESS:
+        rule = (
+            "must be a number of updates where no epoch has a known length, "
+            "or training.updates be set"
+        )
+        raise ConfigError(key, rule, text)
+    if not 0 <= share <= 1:
+        raise ConfigError(key, "must be from 0% to 100%", text)
+    return max(1, round(share * updates))
+
+
+def _checked_length(value: Any, updates: int, key: str, reference: float) -> Any:
+    """Return a length that is a number, of which Keras would accept any."""
+    name = key.rpartition(".")[2]
+    warms_up = name.startswith("warmup")
+    is_integer = not isinstance(value, bool) and value % 1 == 0
+    if is_integer and warms_up and value > 0 and reference != 1:
+        value = max(1, round(value * reference))
+    if not is_integer or value < _LEAST[name] or (warms_up and value > updates):
+        most = f" to the horizon's {updates}" if warms_up else " on"
+        rule = f"must be a whole number of updates from {_LEAST[name]}{most}"
+        raise ConfigError(key, rule, value)
     return value

@@ -1,6 +1,8 @@
-"""How the learning rate and an optimizer's other arguments follow the effective batch."""
+"""Scaling rules: how an optimizer follows the effective batch.
 
-import inspect
+κ is the effective batch divided by `scaling.reference_batch_size`.
+"""
+
 import math
 from typing import Any, Self
 
@@ -10,166 +12,148 @@ from keras import ops
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import Rule, ScalingConfig
 
-# The optimizers that a rule is derived for; the other rules are for all, `timescale` for those that decay weights.
-_FOR = {
+# The optimizers that a rule is derived for. The other rules are for all, except that
+# `timescale` needs one that decays weights.
+_OPTIMIZERS = {
     Rule.sde: ("Adam", "AdamW", "RMSprop"),
     Rule.half_life: ("Adam", "AdamW"),
     Rule.surge: ("Adam", "AdamW", "Nadam", "Lion"),
-    Rule.adascale: ("SGD", "Adam", "AdamW"),
 }
 
 
 def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
-    """Return what the rule multiplies every learning rate by, for κ = effective batch / `reference_batch_size`.
+    """Return the factor by which the rule multiplies every learning rate.
 
     - `none`: 1.
-    - `linear`: κ, which keeps the step that an example takes: Krizhevsky 2014 (arXiv:1404.5997, section 5); Goyal et
-      al. 2017 (arXiv:1706.02677, section 2.1).
-    - `sqrt`: √κ, which keeps the variance of an update: Krizhevsky 2014; Hoffer et al. 2017 (arXiv:1705.08741).
+    - `linear`: κ, which keeps the step that an example takes: Krizhevsky 2014
+      (arXiv:1404.5997, section 5); Goyal et al. 2017 (arXiv:1706.02677, section 2.1).
+    - `sqrt`: √κ, which keeps the variance of an update: Krizhevsky 2014; Hoffer et al.
+      2017 (arXiv:1705.08741).
     - `sde`: √κ, with what `rescale` does: Malladi et al. 2022 (arXiv:2205.10287).
-    - `half_life`: 1, or √κ if `scaling.rate` is sqrt: Marek et al. 2025 (arXiv:2507.07101).
-    - `timescale`: 1, or √κ if `scaling.rate` is sqrt: Bergsma et al. 2025 (arXiv:2505.13738).
-    - `surge`: f(B) / f(B_ref), f(B) = 2 / (√(B_n/B) + √(B/B_n)), which has its peak at B_n, `scaling.peak_batch_size`,
-      and falls beyond it: Li et al. 2024 (arXiv:2405.14578, equation 13). B_n is not the gradient noise scale.
-    - `adascale`: 1, as its factor changes with every update: see `pipeline.components.adascale`.
+    - `half_life`: 1, or √κ if `scaling.rate` is sqrt: Marek et al. 2025
+      (arXiv:2507.07101).
+    - `timescale`: 1, or √κ if `scaling.rate` is sqrt: Bergsma et al. 2025
+      (arXiv:2505.13738).
+    - `surge`: f(B) / f(B_ref) with f(B) = 2 / (√(B_n/B) + √(B/B_n)), which has its peak
+      at B_n, `scaling.peak_batch_size`, and falls beyond it: Li et al. 2024
+      (arXiv:2405.14578, equation 13). B_n is not the gradient noise scale.
     """
-    kappa = effective_batch_size / scaling.reference_batch_size
+    reference = scaling.reference_batch_size
+    kappa = effective_batch_size / reference
     if scaling.rule == Rule.linear:
         return kappa
     if scaling.rule == Rule.surge:
-        peak = scaling.peak_batch_size or 1  # given, see `check`
-        now, then = effective_batch_size / peak, scaling.reference_batch_size / peak
-        return (math.sqrt(then) + 1 / math.sqrt(then)) / (
-            math.sqrt(now) + 1 / math.sqrt(now)
-        )
-    return (
-        math.sqrt(kappa)
-        if scaling.rule in (Rule.sqrt, Rule.sde) or scaling.rate == "sqrt"
-        else 1.0
-    )
+        peak = scaling.peak_batch_size or 1  # it is given, see `check`
+        return _surge(reference / peak) / _surge(effective_batch_size / peak)
+    if scaling.rule in (Rule.sqrt, Rule.sde) or scaling.rate == "sqrt":
+        return math.sqrt(kappa)
+    return 1.0
 
 
 def check(scaling: ScalingConfig) -> None:
-    """Raise a ConfigError for a key that the rule needs, or does not read."""
+    """Raise a ConfigError for a key that the rule needs, or that it does not read."""
     rule = scaling.rule.name
-    if (rule == "surge") != (scaling.peak_batch_size is not None):
-        needed, why = (
-            ("a number of examples", "")
-            if rule == "surge"
-            else ("null", ": only surge reads it")
+    peak = scaling.peak_batch_size
+    if rule == "surge" and peak is None:
+        message = "must be a number of examples for scaling.rule=surge"
+        raise ConfigError("scaling.peak_batch_size", message, peak)
+    if rule != "surge" and peak is not None:
+        message = f"must be null for scaling.rule={rule}: only surge reads it"
+        raise ConfigError("scaling.peak_batch_size", message, peak)
+    if scaling.rate is not None and rule not in ("half_life", "timescale"):
+        message = (
+            f"must be null for scaling.rule={rule}: "
+            "only half_life and timescale leave the rate to choose"
         )
-        rule = f"must be {needed} for scaling.rule={rule}{why}"
-        raise ConfigError("scaling.peak_batch_size", rule, scaling.peak_batch_size)
-    if scaling.rate is not None and scaling.rule not in (
-        Rule.half_life,
-        Rule.timescale,
-    ):
-        why = f"must be null for scaling.rule={rule}: only half_life and timescale leave the rate to choose"
-        raise ConfigError("scaling.rate", why, scaling.rate)
+        raise ConfigError("scaling.rate", message, scaling.rate)
 
 
 def rescale(
     optimizer: Any, scaling: ScalingConfig, effective_batch_size: int
 ) -> list[str]:
-    """Set the arguments that the rule changes besides the rate; return what it changed, such as `rho 0.9 → 0.6`.
+    """Set the arguments that the rule changes besides the learning rate.
 
-    For κ = effective batch / `reference_batch_size`:
+    - `sde`: β → 1 − κ(1 − β), ε → ε/√κ (ε/κ where Keras adds it to the square), and
+      decoupled weight decay × √κ: Malladi et al. 2022 (arXiv:2205.10287).
+    - `half_life`: β₂ → β₂^κ. The half-life of the second moment stays the same, counted
+      in examples: Marek et al. 2025 (arXiv:2507.07101).
+    - `timescale`: weight decay × κ, or × √κ beside a rate × √κ. B/(ηλD) stays the same:
+      Wang and Aitchison 2024 (arXiv:2405.13698).
+    - any rule, if `scaling.ema`: the momentum of weight averaging ρ → ρ^κ: Busbridge et
+      al. 2023 (arXiv:2307.13813).
 
-    - `sde`: β → 1 − κ(1 − β), ε → ε/√κ (ε/κ where Keras adds it to the square), decoupled weight decay × √κ.
-    - `half_life`: β₂ → β₂^κ; the half-life of the second moment stays, counted in examples.
-    - `timescale`: weight decay × κ, or × √κ beside a rate × √κ; B/(ηλD) stays: Wang and Aitchison 2024
-      (arXiv:2405.13698).
-    - any rule, if `scaling.ema`: the momentum of weight averaging ρ → ρ^κ: Busbridge et al. 2023 (arXiv:2307.13813).
+    Returns:
+        What it changed, such as `rho 0.9 → 0.6`.
 
-    A rule that is not for this optimizer, or not for so large a κ, is refused with a `ConfigError`.
+    Raises:
+        ConfigError: the rule is not for this optimizer, or not for so large a κ.
     """
-    name, rule, kappa = (
-        type(optimizer).__name__,
-        scaling.rule,
-        effective_batch_size / scaling.reference_batch_size,
-    )
-    root, new = math.sqrt(kappa), dict[str, float]()
-    decays = isinstance(optimizer.weight_decay, int | float)
-    if name not in _FOR.get(rule, (name,)):
-        why = f"must fit the optimizer: {rule.name} is for {', '.join(_FOR[rule])}"
-        of_sgd = "; for SGD it is linear" if rule == Rule.sde else ""
-        raise ConfigError("scaling.rule", why + of_sgd, f"{rule.name} for {name}")
+    rule = scaling.rule
+    kappa = effective_batch_size / scaling.reference_batch_size
+    _check_optimizer(optimizer, rule)
+
+    arguments: dict[str, float] = {}
     if rule == Rule.timescale:
-        if not decays:
-            raise ConfigError(
-                "optimizer.weight_decay",
-                "must be a number for scaling.rule=timescale",
-                None,
-            )
-        new["weight_decay"] = optimizer.weight_decay * (
-            root if scaling.rate == "sqrt" else kappa
-        )
-    if rule == Rule.half_life:
-        new["beta_2"] = optimizer.beta_2**kappa
-    if rule == Rule.sde:
-        if name == "RMSprop" and (optimizer.momentum or optimizer.centered):
-            raise ConfigError(
-                "scaling.rule",
-                "must not be sde for RMSprop with momentum or centered",
-                rule.name,
-            )
-        for beta in ("rho",) if name == "RMSprop" else ("beta_1", "beta_2"):
-            new[beta] = 1 - kappa * (1 - getattr(optimizer, beta))
-            if new[beta] < 0:
-                why = f"must be at least {1 - 1 / kappa:g} for scaling.rule=sde at κ = {kappa:g}: κ(1 − β) ≤ 1"
-                raise ConfigError(f"optimizer.{beta}", why, getattr(optimizer, beta))
-        new["epsilon"] = optimizer.epsilon / (kappa if name == "RMSprop" else root)
-        if decays:
-            new["weight_decay"] = optimizer.weight_decay * root
+        arguments = _timescale(optimizer, scaling, kappa)
+    elif rule == Rule.half_life:
+        arguments = {"beta_2": optimizer.beta_2**kappa}
+    elif rule == Rule.sde:
+        arguments = _sde(optimizer, kappa)
     if scaling.ema and rule != Rule.none and optimizer.use_ema:
-        new["ema_momentum"] = optimizer.ema_momentum**kappa
-    old = {key: getattr(optimizer, key) for key in new}
-    for key, value in new.items():
-        setattr(optimizer, key, value)
-    return [
-        f"{key} {old[key]:g} → {value:g}"
-        for key, value in new.items()
-        if value != old[key]
-    ]
+        arguments["ema_momentum"] = optimizer.ema_momentum**kappa
+
+    changes = []
+    for name, value in arguments.items():
+        before = getattr(optimizer, name)
+        if value != before:
+            changes.append(f"{name} {before:g} → {value:g}")
+        setattr(optimizer, name, value)
+    return changes
 
 
 class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule that changes the rates of another one, `schedule`, which may be a number."""
+    """A schedule that changes the rates of another one.
+
+    Attributes:
+        schedule: the other one, which may be a number.
+    """
 
     schedule: Any
 
     def rate(self, step: Any) -> Any:
-        return ops.convert_to_tensor(
-            self.schedule(step) if callable(self.schedule) else self.schedule
-        )
+        """Return the rate of the other schedule at `step`."""
+        rate = self.schedule
+        if callable(rate):
+            rate = rate(step)
+        return ops.convert_to_tensor(rate)
 
     def get_config(self) -> dict[str, Any]:
-        given = {
-            name: getattr(self, name)
-            for name in inspect.signature(type(self)).parameters
-        }
-        return {**given, "schedule": keras.saving.serialize_keras_object(self.schedule)}
+        return {"schedule": keras.saving.serialize_keras_object(self.schedule)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(
-            **{
-                **config,
-                "schedule": keras.saving.deserialize_keras_object(config["schedule"]),
-            }
-        )
+        schedule = keras.saving.deserialize_keras_object(config["schedule"])
+        return cls(**{**config, "schedule": schedule})
 
 
 @keras.saving.register_keras_serializable("pipeline")
 class Scaled(DerivedSchedule):
-    """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)): Goyal et al. 2017, section 2.2, gradual warm-up.
+    """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)) for update u.
 
-    It starts at the rate of the reference batch and rises to the scaled one. A factor below 1 has nothing to rise to:
-    it applies from the first update on. `schedule` may be a number; a `warmup` of 0 updates scales from the first one.
+    This is the gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2): it
+    starts at the rate of the reference batch and rises to the scaled one. A factor
+    below 1 has nothing to rise to, so it applies from the first update on.
+
+    Args:
+        schedule: may be a number.
+        factor: of the scaled rate.
+        warmup: in updates; 0 scales from the first update on.
     """
 
     def __init__(self, schedule: Any, factor: float, warmup: int):
-        self.schedule, self.factor, self.warmup = schedule, factor, warmup
+        self.schedule = schedule
+        self.factor = factor
+        self.warmup = warmup
 
     def __call__(self, step: Any) -> Any:
         rate = self.rate(step)
@@ -177,3 +161,72 @@ class Scaled(DerivedSchedule):
             return rate * self.factor
         share = ops.minimum(1.0, (ops.cast(step, rate.dtype) + 1) / self.warmup)
         return rate * (1 + (self.factor - 1) * ops.cast(share, rate.dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "factor": self.factor,
+            "warmup": self.warmup,
+        }
+
+
+def _surge(batch: float) -> float:
+    """Return 2 / f of the rule `surge`, for a batch in units of the one at the peak."""
+    return math.sqrt(batch) + 1 / math.sqrt(batch)
+
+
+def _check_optimizer(optimizer: Any, rule: Rule) -> None:
+    name = type(optimizer).__name__
+    optimizers = _OPTIMIZERS.get(rule)
+    if optimizers is None or name in optimizers:
+        return
+    message = f"must fit the optimizer: {rule.name} is for {', '.join(optimizers)}"
+    if rule == Rule.sde:
+        message += "; for SGD it is linear"
+    raise ConfigError("scaling.rule", message, f"{rule.name} for {name}")
+
+
+def _decays_weights(optimizer: Any) -> bool:
+    return isinstance(optimizer.weight_decay, int | float)
+
+
+def _timescale(
+    optimizer: Any, scaling: ScalingConfig, kappa: float
+) -> dict[str, float]:
+    """Return the arguments of an optimizer by the rule `timescale`, see `rescale`."""
+    if not _decays_weights(optimizer):
+        message = "must be a number for scaling.rule=timescale"
+        raise ConfigError("optimizer.weight_decay", message, None)
+    factor = math.sqrt(kappa) if scaling.rate == "sqrt" else kappa
+    return {"weight_decay": optimizer.weight_decay * factor}
+
+
+def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
+    """Return the arguments of an optimizer by the rule `sde`, see `rescale`."""
+    is_rmsprop = type(optimizer).__name__ == "RMSprop"
+    if is_rmsprop and (optimizer.momentum or optimizer.centered):
+        message = "must not be sde for RMSprop with momentum or centered"
+        raise ConfigError("scaling.rule", message, "sde")
+
+    root = math.sqrt(kappa)
+    betas = ["beta_1", "beta_2"]
+    epsilon = optimizer.epsilon / root
+    if is_rmsprop:
+        betas = ["rho"]
+        epsilon = optimizer.epsilon / kappa  # Keras adds it before it takes the root
+
+    arguments = {}
+    for name in betas:
+        before = getattr(optimizer, name)
+        arguments[name] = 1 - kappa * (1 - before)
+        if arguments[name] < 0:
+            message = (
+                f"must be at least {1 - 1 / kappa:g} for scaling.rule=sde "
+                f"at κ = {kappa:g}: κ(1 − β) ≤ 1"
+            )
+            raise ConfigError(f"optimizer.{name}", message, before)
+
+    arguments["epsilon"] = epsilon
+    if _decays_weights(optimizer):
+        arguments["weight_decay"] = optimizer.weight_decay * root
+    return arguments

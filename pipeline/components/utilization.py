@@ -1,6 +1,7 @@
-"""What one example a second takes of the peak of the devices: `perf/model_flops_utilization`."""
+"""`perf/model_flops_utilization`: the share of the devices' peak that training uses."""
 
 import re
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -10,70 +11,87 @@ from pipeline.components.assembly import Parts
 from pipeline.dataset.batches import in_order
 from pipeline.dataset.source import fixed
 
-# Dense TFLOP/s of half precision summed in float32, of TF32, float32 and float64, on tensor cores where there are some;
-# by a part of the device's name, the first that fits; docs/logging.md says what they were compared with.
+
+class Peaks(NamedTuple):
+    """The most dense TFLOP/s of a GPU, on tensor cores if it has some."""
+
+    half: float  # half precision, summed in float32
+    tf32: float  # 0 for a GPU without it
+    float32: float
+    float64: float
+
+
+# By a part of the device's name, of which the first that fits counts. docs/logging.md
+# says what they were compared with.
 PEAKS = {
-    "B200": (2250, 1125, 75, 37),
-    "H200 NVL|H100 NVL": (835, 417, 60, 60),
-    "H100 PCIe": (756, 378, 51, 51),
-    "GH200|H200|H100": (989, 494, 67, 67),
-    "A100": (312, 156, 19.5, 19.5),
-    "A10": (125, 62.5, 31.2, 0.98),
-    "L40S": (362, 183, 91.6, 1.43),
-    "L4": (121, 60, 30.3, 0.47),
-    "RTX 4090": (165.2, 82.6, 82.6, 1.29),
-    "RTX 3090": (71, 35.6, 35.6, 0.56),
-    "V100-SXM2": (125, 0, 15.7, 7.8),
-    "V100-PCIE": (112, 0, 14, 7),
-    "T4": (65, 0, 8.1, 0.25),
+    "B200": Peaks(2250, 1125, 75, 37),
+    "H200 NVL|H100 NVL": Peaks(835, 417, 60, 60),
+    "H100 PCIe": Peaks(756, 378, 51, 51),
+    "GH200|H200|H100": Peaks(989, 494, 67, 67),
+    "A100": Peaks(312, 156, 19.5, 19.5),
+    "A10": Peaks(125, 62.5, 31.2, 0.98),
+    "L40S": Peaks(362, 183, 91.6, 1.43),
+    "L4": Peaks(121, 60, 30.3, 0.47),
+    "RTX 4090": Peaks(165.2, 82.6, 82.6, 1.29),
+    "RTX 3090": Peaks(71, 35.6, 35.6, 0.56),
+    "V100-SXM2": Peaks(125, 0, 15.7, 7.8),
+    "V100-PCIE": Peaks(112, 0, 14, 7),
+    "T4": Peaks(65, 0, 8.1, 0.25),
 }
 
 
 def peak_flops(name: str, precision: str, tf32: bool = True) -> float:
-    """Return FLOP/s of a GPU at most, by TensorFlow's name of it and `hardware.precision`; 0 if it is not known."""
-    found = (
-        peaks
-        for known, peaks in PEAKS.items()
-        if re.search(rf"\b({known})\b(?!.*\bMIG\b)", name)
-    )
-    half, tensor, single, double = next(found, (0.0,) * 4)
-    of_bfloat16 = half if tensor else 0  # GPUs without TF32 have no bfloat16 either
-    of_float32 = tensor if tf32 and tensor else single
-    peaks = {
-        "mixed_float16": half,
-        "mixed_bfloat16": of_bfloat16,
-        "float32": of_float32,
-        "float64": double,
-    }
-    return 1e12 * peaks[precision]
+    """Return the most FLOP/s of a GPU; 0 if they are not known.
+
+    Args:
+        name: TensorFlow's name of the GPU. The peak of a part of one is not known.
+        precision: as `hardware.precision`.
+        tf32: whether products of float32 are computed in TF32.
+    """
+    peaks = Peaks(0.0, 0.0, 0.0, 0.0)
+    for pattern, known in PEAKS.items():
+        if re.search(rf"\b({pattern})\b(?!.*\bMIG\b)", name):
+            peaks = known
+            break
+    teraflops = peaks.float64
+    if precision == "mixed_float16":
+        teraflops = peaks.half
+    elif precision == "mixed_bfloat16":
+        # GPUs without TF32 have no bfloat16 either.
+        teraflops = peaks.half if peaks.tf32 else 0
+    elif precision == "float32":
+        teraflops = peaks.tf32 if tf32 and peaks.tf32 else peaks.float32
+    return 1e12 * teraflops
 
 
 def share_of_peak(parts: Parts, names: list[str]) -> float:
-    """Return the share of the peak that one example a second takes; 0 if unknown, and then why is printed once.
+    """Return the share of the peak that one example a second takes; 0 if it is unknown.
 
-    `names` are those of this process' GPUs, and of each worker's.
+    If the FLOPs of an example are not known, the reason is printed.
+
+    Args:
+        names: of the GPUs of this process, which every worker has.
     """
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
-    peaks = [
-        peak_flops(name, parts.spec.config.hardware.precision.name, tf32)
-        for name in names
-    ]
+    precision = parts.spec.config.hardware.precision.name
+    peaks = [peak_flops(name, precision, tf32) for name in names]
     if not peaks or 0 in peaks:
         return 0.0
-    data, why = parts.data.train, "examples of unequal length"
-    if fixed(
-        [
-            leaf
-            for leaf in tf.nest.flatten(data.element_spec)
-            if not isinstance(leaf, tf.NoneTensorSpec)
-        ]
-    ):
-        batch = next(iter(in_order(data, 2, parts.spec.dataset.get("pad"))))
+
+    split = parts.data.train
+    unknown = ["examples of unequal length"]
+    if _has_fixed_shapes(split):
+        batch = next(iter(in_order(split, 2, parts.spec.dataset.get("pad"))))
         flops, unknown = training_flops(parts.model, parts.objective.training, batch)
         if not unknown:
             return flops / (sum(peaks) * parts.devices.workers)
-        why = ", ".join(unknown)
     say(
-        f"perf/model_flops_utilization is left out, as the FLOPs are not known of {why}"
+        "perf/model_flops_utilization is left out, as the FLOPs are not known of "
+        f"{', '.join(unknown)}"
     )
     return 0.0
+
+
+def _has_fixed_shapes(split: tf.data.Dataset) -> bool:
+    leaves = tf.nest.flatten(split.element_spec)
+    return fixed([leaf for leaf in leaves if not isinstance(leaf, tf.NoneTensorSpec)])

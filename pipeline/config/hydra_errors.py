@@ -16,6 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 
 from pipeline.common.errors import ConfigError, first_line
+from pipeline.config import former_names
 from pipeline.config.objective_nodes import NAMED
 
 # What `compile` and `fit` take as lists.
@@ -92,7 +93,10 @@ def as_config_error(
     except ConfigError:
         raise
     except kinds as error:
-        raise _refusal(error, overrides, folders) from error
+        refusal = _refusal(error, overrides, folders)
+        shown = (refusal.received or "").strip("'")
+        removal = former_names.removal(refusal.key, shown)
+        raise (refusal if removal is None else removal) from error
 
 
 def groups(folders: Sequence[str]) -> dict[str, list[str]]:

@@ -40,7 +40,6 @@ class UpdateMetric(NamedTuple):
 # Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by 2e-5 within one update while
 # the loss moved by nothing.
 _OF_THE_GRADIENT = 30.0
-_OF_THE_NOISE = UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT)
 UPDATE_METRICS = {
     "loss": UpdateMetric(),
     "learning_rate": UpdateMetric(),
@@ -49,10 +48,7 @@ UPDATE_METRICS = {
     **dict.fromkeys(
         ("gradient_variance", "gradient_square"), UpdateMetric(of_the_cut=True)
     ),
-    # The latter two are of `scaling.rule=adascale`.
-    **dict.fromkeys(
-        ("gradient_noise_scale", "gain", "scale_invariant_updates"), _OF_THE_NOISE
-    ),
+    "gradient_noise_scale": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
     **dict.fromkeys(
         ("skipped_updates", "effective_batch_size", "examples_seen", "epoch"),
         UpdateMetric(counted=True),

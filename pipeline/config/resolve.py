@@ -111,7 +111,6 @@ class RunSpec:
         }
         values = {
             stages.SCHEDULE: None,
-            stages.SEESAW_MAX: None,
             sizes.EFFECTIVE: self.largest.effective_batch_size,
         }
         return replace(
@@ -215,7 +214,7 @@ def resolve(
     )
     validate.check_settings(composed)
     replicas = composed.hardware.replicas * composed.hardware.workers
-    of_stages = stages.resolved(plain.plain(composed), horizon.unit, replicas, named)
+    of_stages = stages.resolved(plain.plain(composed), replicas, named)
     _update(composed, of_stages)
     named |= of_stages.keys()
     if composed.dataset.get("batched"):
@@ -238,16 +237,6 @@ def resolve(
                 )
     composed.accumulation.update(sizes.sizes_in_force(composed.accumulation, named))
     spec = _spec(composed, workers, overrides, named=named)
-    most, first = (
-        spec.config.accumulation.seesaw_max,
-        spec.batching.effective_batch_size,
-    )
-    if most is not None and most < 2 * first:
-        raise ConfigError(
-            stages.SEESAW_MAX,
-            f"must be at least twice the effective batch of {first}",
-            most,
-        )
     gpu, here = (
         spec.config.hardware.gpu,
         spec.config.hardware.replicas * spec.workers_on_machine,
@@ -300,7 +289,7 @@ def _spec(
     )
     if replicas > 0:  # else it is refused as it was given
         replicas *= composed.hardware.workers
-    most = accumulation["seesaw_max"] or stages.largest(accumulation, 0)
+    most = stages.largest(accumulation, 0)
     cut = sizes.batching(
         accumulation, replicas, named, bool(composed.dataset.get("batched")), most
     )

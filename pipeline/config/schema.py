@@ -15,7 +15,7 @@ from pipeline.common.errors import ConfigError
 
 Rule = Enum(
     "Rule",
-    ["none", "linear", "sqrt", "sde", "half_life", "timescale", "surge", "adascale"],
+    ["none", "linear", "sqrt", "sde", "half_life", "timescale", "surge"],
 )
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 Resume = Enum("Resume", ["auto"])
@@ -59,9 +59,7 @@ class AccumulationConfig(_SetOnce):
     factor: int | None = None  # micro-batches per update on each replica
     micro_batch_size: Any = None  # (int | auto | auto_fastest | null) examples per forward and backward on one replica
     same_noise: Any = False  # (true | false | auto) noise that does not depend on the cut; auto: of layers that can
-    schedule: Any = None  # (stages | seesaw | null) effective batches of other sizes later; see docs/accumulation.md
-    scale_rate: Any = True  # (true | false) `scaling.rule` follows the stages too; false: it is for the first one
-    seesaw_max: int | None = None  # of `schedule=seesaw`: the largest effective batch
+    schedule: Any = None  # (stages | null) effective batches of other sizes later; see docs/accumulation.md
     moving_statistics: Statistics = (
         Statistics.micro
     )  # BatchNormalization's move once per update or per micro-batch

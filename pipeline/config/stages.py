@@ -6,11 +6,11 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
+from pipeline.config import former_names
 
-EFFECTIVE, SCHEDULE, SEESAW_MAX = (
-    f"accumulation.{key}" for key in ("effective_batch_size", "schedule", "seesaw_max")
-)
-CLOCK, SEESAW = "schedule.clock", "seesaw"
+EFFECTIVE = "accumulation.effective_batch_size"
+SCHEDULE = "accumulation.schedule"
+CLOCK = "schedule.clock"
 UNITS = ("updates", "examples", "epochs")
 STAGES = "accumulation.stages"  # the tag of a run with its stages as JSON: [[updates before, effective batch size], …]
 
@@ -72,13 +72,14 @@ class Slice(NamedTuple):
 
 
 def asked(schedule: Any) -> list[Asked]:
-    """Return the stages of `accumulation.schedule`; none where it is null or follows from the learning rate."""
-    if schedule is None or schedule == SEESAW:
+    """Return the stages of `accumulation.schedule`; none if it is null."""
+    if schedule is None:
         return []
+    removed = former_names.removal(SCHEDULE, schedule)
+    if removed is not None:
+        raise removed
     if not isinstance(schedule, list) or not schedule:
-        raise ConfigError(
-            SCHEDULE, "must be null, seesaw or a list of stages", schedule
-        )
+        raise ConfigError(SCHEDULE, "must be null or a list of stages", schedule)
     found: list[Asked] = []
     for key, stage in (
         (f"{SCHEDULE}[{number}]", stage) for number, stage in enumerate(schedule)
@@ -125,27 +126,18 @@ def _is_count(value: Any) -> bool:
 
 
 def largest(accumulation: Mapping[str, Any], first: int) -> int:
-    """Return the most examples of an update, where the `first` stage has so many; of `seesaw` the most it may reach."""
-    if accumulation["schedule"] == SEESAW:
-        return first << max(1, accumulation["seesaw_max"] // first).bit_length() - 1
+    """Return the most examples of an update, where the `first` stage has so many."""
     return max([first, *(stage.size for stage in asked(accumulation["schedule"]))])
 
 
 def resolved(
-    config: Mapping[str, Any], unit: str, replicas: int, named: Container[str]
+    config: Mapping[str, Any], replicas: int, named: Container[str]
 ) -> dict[str, Any]:
-    """Return the keys that a batch-size schedule sets; refuse what does not go with it or with the horizon's `unit`."""
+    """Return the keys that a batch-size schedule sets; refuse what does not go with it."""
     accumulation, clock = config["accumulation"], config["schedule"].get("clock")
-    schedule, most, batched = (
-        accumulation["schedule"],
-        accumulation["seesaw_max"],
-        config["dataset"].get("batched"),
-    )
-    seesaw, by_seesaw, by_batches = (
-        schedule == SEESAW,
-        f"with {SCHEDULE}={SEESAW}",
-        "with dataset.batched=true",
-    )
+    schedule = accumulation["schedule"]
+    batched = config["dataset"].get("batched")
+    by_batches = "with dataset.batched=true"
     stages, given = (
         asked(schedule),
         accumulation["effective_batch_size"] if EFFECTIVE in named else None,
@@ -163,36 +155,6 @@ def resolved(
             CLOCK,
             f"must be updates {by_batches}",
             clock,
-        ),
-        (
-            not seesaw and most is not None,
-            SEESAW_MAX,
-            f"must be null without {SCHEDULE}={SEESAW}",
-            most,
-        ),
-        (
-            seesaw and most is None,
-            SEESAW_MAX,
-            f"must be given {by_seesaw}: the largest effective batch",
-            None,
-        ),
-        (
-            seesaw and unit == "updates",
-            "training.updates",
-            f"must be null {by_seesaw}: set epochs or examples",
-            unit,
-        ),
-        (
-            seesaw and clock == "updates" and CLOCK in named,
-            CLOCK,
-            f"must be examples {by_seesaw}",
-            clock,
-        ),
-        (
-            seesaw and not accumulation["scale_rate"],
-            "accumulation.scale_rate",
-            f"must be true {by_seesaw}",
-            False,
         ),
         (
             given not in (None, first),
@@ -214,4 +176,4 @@ def resolved(
     for wrong, *error in refused:
         if wrong:
             raise ConfigError(*error)
-    return {EFFECTIVE: first} if stages else {CLOCK: "examples"} if seesaw else {}
+    return {EFFECTIVE: first} if stages else {}

@@ -154,8 +154,6 @@ _CHECKS: dict[str, Check] = {
         ),
         _FLAG,
     ),
-    **dict.fromkeys(("accumulation.scale_rate",), _FLAG),
-    "accumulation.seesaw_max": _or_null(_COUNT),
     "schedule.clock": (
         "updates or examples",
         lambda value: value in ("updates", "examples"),

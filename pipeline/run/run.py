@@ -265,29 +265,29 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
 
 def _begin(job: _Job) -> None:
     """Create the run, or continue it, and print which."""
+    from pipeline.components import description
+
     tracker = job.tracker
     parts = job.parts
     spec = parts.spec
     callbacks = parts.objective.callbacks
     updates = _updates_before(job.start)
     if job.before is None:
-        tags = parts.tags()
+        tags = description.tags(parts)
         if isinstance(job.start, Fork):
             tags = tags | job.start.tags
         tracker.start(
             updates,
             spec,
             parts.data,
-            parts.recorded_data,
+            parts.record.dataset,
             parts.model,
             tags | dict(job.tags),
             parts.devices.gpus,
         )
-        lines = [*parts.notes, *parts.differences_from_large_batch()]
-        if parts.scaled:
-            lines.insert(0, parts.scaled)
+        lines = description.first_lines(parts)
     else:
-        tracker.resume(job.before.past, updates, spec, parts.data, parts.recorded_data)
+        tracker.resume(job.before.past, updates, spec, parts.data, parts.record.dataset)
         lines = job.before.said(callbacks)
     say(f"{parts.devices.description}; {parts.plan}", *lines)
 
@@ -382,7 +382,7 @@ def _warm_up(traced: threading.Event) -> None:
     """
     traced.wait()
     # A failure is seen again when the model is logged.
-    with suppress(Exception), imports.executed_on_use(), imports.without_collections():
+    with suppress(Exception), imports.without_collections():
         from pipeline.tracking import logged_model
 
         logged_model.warm_up()
@@ -390,6 +390,7 @@ def _warm_up(traced: threading.Event) -> None:
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:
     """Log the trained model; one that cannot be logged does not undo the run."""
+    from pipeline.components import description
     from pipeline.tracking import logged_model  # imports TensorFlow
 
     try:
@@ -400,7 +401,7 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
                 if key.endswith("_target_"):
                     targets.append(str(value))
             code = logged_model.own_code(parts.model, targets)
-        tracker.log_model(parts.model, parts.example(), code)
+        tracker.log_model(parts.model, description.example_inputs(parts), code)
     except Exception as error:  # The run is trained and recorded all the same.
         tracker.journal.write({"tags": {"model.not_logged": mask(first_line(error))}})
         say(f"the model was not logged: {first_line(error)}")

@@ -73,6 +73,7 @@ def trusted_overrides(
         for text in listed(tags, "sweep.overrides")
         if mask(text) not in ours and _key(text) != "tracking"
     ]
+    recorded = former_names.without_removed(recorded)
     values: dict[str, Any] = {}
     try:
         for key, value in itertools.chain.from_iterable(map(_values, recorded)):

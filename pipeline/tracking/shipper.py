@@ -28,7 +28,7 @@ if __name__ == "__main__":  # registered first, so that it runs after all others
     atexit.register(
         os._exit, 0
     )  # without destructors, for which the trainer would wait
-with imports.executed_on_use(), imports.without_collections():
+with imports.without_collections():
     from pipeline.tracking.store import Store
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 

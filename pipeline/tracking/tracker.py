@@ -136,10 +136,7 @@ class Tracker:
             self._artifact(DESCRIBED, _text(dataset))
         segments = [past.start["segment"], *past.resumed, segment]
         self._artifact("segments.json", _text(segments))
-        staged = (
-            {STAGES: json.dumps(self.plan.changes)} if self.plan.stages else {}
-        )  # a horizon may move seesaw's
-        self.journal.write({"tags": {"segments": str(len(segments)), **staged}})
+        self.journal.write({"tags": {"segments": str(len(segments))}})
 
     def _begin(self, ids: dict[str, str]) -> None:
         self.begun = True

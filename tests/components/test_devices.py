@@ -1,11 +1,16 @@
-"""What is asked of TensorFlow for the GPUs of a run; the GPUs are made up, so that none is needed."""
+"""What a run requires of TensorFlow for its GPUs.
+
+The GPUs are made up, so that none is needed.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import tempfile
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -16,42 +21,59 @@ from pipeline.components import devices, fitting
 from pipeline.config.schema import HardwareConfig
 
 
+@dataclass
+class Requests:
+    """What was required of TensorFlow."""
+
+    visible: list[Any] = field(default_factory=list)  # GPUs
+    # By the name of a GPU: the MiB of its logical devices, or None if its memory grows.
+    limits: dict[str, Any] = field(default_factory=dict)
+    reset: list[str] = field(default_factory=list)  # whose peak of memory was reset
+
+
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """Three GPUs, and what is asked of TensorFlow: the visible ones, and for each the MiB, or None if it grows."""
-    gpus = [
-        tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU")
-        for number in range(3)
-    ]
-    made = SimpleNamespace(visible=[], limits={}, reset=[])
-    config, grow = tf.config, tf.config.experimental
-    monkeypatch.setattr(
-        config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else []
-    )
-    monkeypatch.setattr(
-        config, "set_visible_devices", lambda used, kind: made.visible.extend(used)
-    )
-    monkeypatch.setattr(config, "get_visible_devices", lambda kind: made.visible)
-    monkeypatch.setattr(
-        grow,
-        "set_memory_growth",
-        lambda gpu, grows: made.limits.update({gpu.name[-5:]: None}),
-    )
-    monkeypatch.setattr(
-        config,
-        "set_logical_device_configuration",
-        lambda gpu, logical: made.limits.update(
-            {gpu.name[-5:]: [each.memory_limit for each in logical]}
+def requests(tmp_path, monkeypatch):
+    """Three GPUs, and what is required of TensorFlow."""
+    gpus = []
+    for number in range(3):
+        gpus.append(tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU"))
+    requests = Requests()
+
+    def list_physical_devices(kind):
+        return gpus if kind == "GPU" else []
+
+    def set_memory_growth(gpu, grows):
+        requests.limits[gpu.name[-5:]] = None
+
+    def set_logical_device_configuration(gpu, logical):
+        limits = [device.memory_limit for device in logical]
+        requests.limits[gpu.name[-5:]] = limits
+
+    def get_device_details(gpu):
+        return {"device_name": f"Card {gpu.name[-1]}"}
+
+    for config, name, function in (
+        (tf.config, "list_physical_devices", list_physical_devices),
+        (
+            tf.config,
+            "set_visible_devices",
+            lambda used, _: requests.visible.extend(used),
         ),
-    )
-    monkeypatch.setattr(
-        grow, "get_device_details", lambda gpu: {"device_name": f"Card {gpu.name[-1]}"}
-    )
-    monkeypatch.setattr(grow, "reset_memory_stats", made.reset.append)
+        (tf.config, "get_visible_devices", lambda _: requests.visible),
+        (
+            tf.config,
+            "set_logical_device_configuration",
+            set_logical_device_configuration,
+        ),
+        (tf.config.experimental, "set_memory_growth", set_memory_growth),
+        (tf.config.experimental, "get_device_details", get_device_details),
+        (tf.config.experimental, "reset_memory_stats", requests.reset.append),
+    ):
+        monkeypatch.setattr(config, name, function)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-beef,6")
     monkeypatch.setenv(nvidia.LOCKED, "")
-    return made
+    return requests
 
 
 @pytest.mark.parametrize(
@@ -67,25 +89,25 @@ def asked(tmp_path, monkeypatch):
     ],
 )
 def test_the_gpu_and_its_memory_are_those_of_the_config(
-    asked, precision, settings, limits
+    requests, precision, settings, limits
 ):
     if "device" in settings:
         settings = settings | {"device": devices.Device.cpu}
     used = devices.setup(HardwareConfig(**settings), seed=0)
-    assert asked.limits == limits
-    assert [gpu.name[-5:] for gpu in asked.visible] == list(limits)
-    assert used.description.startswith(
-        f"Card {next(iter(limits))[-1]}" if limits else "CPU"
-    )
+    assert requests.limits == limits
+    assert [gpu.name[-5:] for gpu in requests.visible] == list(limits)
+    name = "CPU"
+    for gpu in limits:
+        name = f"Card {gpu[-1]}"
+    assert used.description.startswith(name)
 
 
-def test_the_replicas_are_on_the_gpus_that_are_named(asked):
+def test_the_replicas_are_on_the_gpus_that_are_named(requests):
     gpus = tf.config.list_physical_devices("GPU")
-    assert devices._gpus(devices._named(gpus, [2, 0]), 2, None) == [gpus[2], gpus[0]]
-    with pytest.raises(
-        ConfigError,
-        match=r"hardware\.gpu must be of the 3 GPUs of this machine, counted from 0\. Rec",
-    ):
+    named = devices._named_gpus(gpus, [2, 0])
+    assert devices._gpus_of_process(named, 2, None) == [gpus[2], gpus[0]]
+    rule = "must be of the 3 GPUs of this machine, counted from 0"
+    with pytest.raises(ConfigError, match=rf"hardware\.gpu {rule}\. Received: 3\."):
         devices.setup(HardwareConfig(gpu=3), seed=0)
 
 
@@ -99,19 +121,16 @@ def test_a_gpu_is_not_asked_for_where_there_is_none(monkeypatch):
         devices.setup(HardwareConfig(gpu=0), seed=0)
 
 
-def test_two_runs_on_one_gpu_are_told(asked, precision, capsys, tmp_path):
+def test_two_runs_on_one_gpu_are_told(requests, precision, capsys, tmp_path):
     with (tmp_path / f"pipeline-{os.getuid()}-gpu-GPU-beef.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run
         devices.setup(HardwareConfig(), seed=0)
         assert "has another run on it" not in capsys.readouterr().err
         devices.setup(HardwareConfig(gpu=1), seed=0)
-        assert (
-            capsys.readouterr().err.count("GPU GPU-beef has another run on it, too\n")
-            == 1
-        )
-        devices.setup(
-            HardwareConfig(gpu=1), seed=0
-        )  # as the jobs of a sweep in one process
+        line = "GPU GPU-beef has another run on it, too\n"
+        assert capsys.readouterr().err.count(line) == 1
+        # As the jobs of a sweep in one process do:
+        devices.setup(HardwareConfig(gpu=1), seed=0)
         assert "has another run on it" not in capsys.readouterr().err
     with (
         (tmp_path / f"pipeline-{os.getuid()}-gpu-4.lock").open("w") as lock,
@@ -134,7 +153,7 @@ def test_jobs_that_share_a_gpu_do_not_wait_for_each_other(
         assert "GPU 5 has another run on it, too" in capsys.readouterr().err
 
 
-def test_the_peak_begins_with_the_first_update(asked, monkeypatch):
+def test_the_peak_begins_with_the_first_update(requests, monkeypatch):
     """`fit` does so last, just before it trains."""
 
     class Trains:
@@ -142,25 +161,24 @@ def test_the_peak_begins_with_the_first_update(asked, monkeypatch):
             pass
 
         def fit(self, start):
-            return list(asked.reset)
+            return list(requests.reset)
 
     monkeypatch.setattr(fitting, "Trainer", Trains)
     for on_gpu, reset in ((True, ["GPU:0"]), (False, [])):
-        asked.reset.clear()
+        requests.reset.clear()
         used = devices.Devices(tf.distribute.get_strategy(), on_gpu, "")
         training = SimpleNamespace(evaluate_every="epoch")
         parts = SimpleNamespace(
             spec=SimpleNamespace(config=SimpleNamespace(training=training)),
-            **{
-                "data": SimpleNamespace(splits={}),
-                "files": None,
-                "best": None,
-                "batches": None,
-                "devices": used,
-            },
-            **{"objective": SimpleNamespace(callbacks={}), "evaluate": lambda *_: None},
+            data=SimpleNamespace(splits={}),
+            files=None,
+            best=None,
+            batches=None,
+            reader=None,
+            devices=used,
+            objective=SimpleNamespace(callbacks={}),
+            evaluation_batches=lambda *_: None,
             assigned_by_forward=list,
         )
-        assert (
-            fitting.fit(parts, None, SimpleNamespace(tracker=None), None, None) == reset
-        )
+        recorder = SimpleNamespace(tracker=None)
+        assert fitting.fit(parts, None, recorder, None, None) == reset

@@ -1,4 +1,7 @@
-"""The ready models fit any input shape and class count; a model of the user's own is offered both."""
+"""The ready models fit any input shape and number of classes.
+
+A model of the user's own is offered both.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ def build(target, shape, classes=10, **arguments):
             {"filters": [2], "hidden": []},
             251,
         ),
-        # pools 5 → 2 → 1 and then no more: (27·4 + 4) + (36·4 + 4) + 2 · (36·4 + 4), and (4 + 1) · 3
+        # pools 5 → 2 → 1 and then no more: (27·4 + 4) + (36·4 + 4) + 2 · (36·4 + 4),
+        # and (4 + 1) · 3
         (
             "pipeline.components.model.cnn",
             (5, 6, 3),
@@ -91,7 +95,10 @@ def test_logits_are_in_full_precision_under_a_mixed_policy(precision):
 
 
 def own(classes: int, width: int = 3) -> keras.Model:
-    """A model such as a user brings: it asks for the classes and leaves the input's shape to Keras."""
+    """A model such as a user brings.
+
+    It takes the number of classes and leaves the shape of the input to Keras.
+    """
     normed = [
         layers.Dense(width),
         layers.BatchNormalization(name="norm"),
@@ -164,9 +171,9 @@ def test_layers_that_assign_state_depend_on_the_cut(target, names, unheld):
     before = [value.numpy() for value in made.variables]
     seen = trace_forward(made, np.ones((2, 4), np.float32), same_noise=False)
     assert batch_dependent_layers(made, seen) == names
-    assert (
-        batch_dependent_layers(made, seen, normalising_layers(made)) == unheld
-    )  # the others move once an update
+    # The others move once an update.
+    held_back = normalising_layers(made)
+    assert batch_dependent_layers(made, seen, held_back) == unheld
     for value, was in zip(made.variables, before, strict=True):
         np.testing.assert_array_equal(value, was)
 
@@ -177,12 +184,12 @@ class OwnStep(keras.Sequential):
 
 
 class OwnMetrics(keras.Sequential):
-    def compute_metrics(self, *given):
+    def compute_metrics(self, *arguments):
         return {}
 
 
 class OwnLoss(keras.Sequential):
-    def compute_loss(self, *given, **more):
+    def compute_loss(self, *arguments, **options):
         return 0.0
 
 
@@ -264,7 +271,7 @@ def time_major(name="time"):
 
 
 def both_ways(x, *middle, dtype=None):
-    """What each rule gives for a model with these layers: a line, none, or the refusal."""
+    """What each rule gives for a model with these layers: lines, or the error."""
     stack = [
         layers.Dense(4, kernel_regularizer="l2"),
         layers.BatchNormalization(),
@@ -272,47 +279,43 @@ def both_ways(x, *middle, dtype=None):
         *middle,
     ]
     network = keras.Sequential([keras.Input((3,)), *stack, layers.Dense(1)], name="net")
-    policies, found = [layer.dtype_policy for layer in network.layers], []
+    policies = [layer.dtype_policy for layer in network.layers]
+    answers = []
     for rule in ("mean", "sum"):
         network(x, training=False)
         try:
-            found.append(added_losses.check(network, x, rule))
+            answers.append(added_losses.check(network, x, rule))
         except ConfigError as error:
-            found.append(str(error))
+            answers.append(str(error))
     assert [layer.dtype_policy for layer in network.layers] == policies
-    return found
+    return answers
 
 
 def test_what_layers_add_is_a_mean_or_a_sum_as_it_is_said_to_be():
-    x, name = tf.random.stateless_normal((7, 3), [1, 2]), "training.added_losses"
+    x = tf.random.stateless_normal((7, 3), [1, 2])
     assert both_ways(x) == [[], []]
     assert both_ways(x, adding_values()) == [[], []]
-    of_mean = (
-        f"{name} must be mean, which net/mean adds over its batch. Received: 'sum'."
-    )
-    of_sum = f"{name} must be sum, which {{}} adds over its batch. Received: 'mean'."
-    assert both_ways(x, adding_mean(), adding_values()) == [[], of_mean]
-    assert both_ways(x, adding_sum()) == [of_sum.format("net/sum"), []]
-    assert both_ways(x, time_major()) == [of_sum.format("time"), []]
-    refused = both_ways(x, adding_sum(), adding_mean())
+    key = "training.added_losses"
+    mean = f"{key} must be mean, which net/mean adds over its batch. Received: 'sum'."
+    assert both_ways(x, adding_mean(), adding_values()) == [[], mean]
+    for name, adding in (("net/sum", adding_sum()), ("time", time_major())):
+        line = f"{key} must be sum, which {name} adds over its batch. Received: 'mean'."
+        assert both_ways(x, adding) == [line, []]
+
+    by_mean, by_sum = both_ways(x, adding_sum(), adding_mean())
     assert (
-        "must be sum, which net/sum adds over its batch, while net/mean adds a mean: one of them has to change"
-        in refused[0]
-    )
+        "must be sum, which net/sum adds over its batch, while net/mean adds a mean: "
+        "one of them has to change"
+    ) in by_mean
     assert (
         "must be mean, which net/mean adds over its batch, while net/sum adds a sum"
-        in refused[1]
+        in by_sum
     )
+
     root = Adding(lambda x: keras.ops.sqrt(keras.ops.mean(x * x)), "root")
-    assert (
-        both_ways(x, root)
-        == [
-            [
-                "added to the loss by each micro-batch, neither a mean nor a sum: net/root"
-            ]
-        ]
-        * 2
-    )
+    what = "added to the loss by each micro-batch, neither a mean nor a sum"
+    line = f"{what}: net/root"
+    assert both_ways(x, root) == [[line], [line]]
     assert both_ways(x[:1], adding_sum()) == [[], []]  # one example cannot be cut
 
 

@@ -33,10 +33,11 @@ def build(config, effective_batch_size):
 
 def test_the_counter_is_on_the_host_and_the_moments_are_with_the_weights():
     with tf.device("CPU:1"):
-        made, weight = build(compose(), 128), keras.Variable(np.ones(2))
-        made.build([weight])
-    on = [made.iterations, *(each for each in made.variables if each.shape == (2,))]
-    assert [each.value.device[-5:] for each in on] == ["CPU:0", "CPU:1", "CPU:1"]
+        made = build(compose(), 128)
+        made.build([keras.Variable(np.ones(2))])
+    moments = [variable for variable in made.variables if variable.shape == (2,)]
+    assert made.iterations.value.device.endswith("CPU:0")
+    assert [moment.value.device[-5:] for moment in moments] == ["CPU:1", "CPU:1"]
 
 
 def rates(*overrides):
@@ -74,7 +75,8 @@ def test_half_precision_gets_a_loss_scale():
     assert type(made.inner_optimizer) is keras.optimizers.AdamW
 
 
-# At a rate of 1 and 200 updates. Cosine: 5% = 10 of warm-up from a tenth, then half a cosine over 95% = 190.
+# At a rate of 1 and 200 updates. Cosine: 5% = 10 of warm-up from a tenth, then half a
+# cosine over 95% = 190.
 RATES = {
     "cosine": {0: 0.1, 5: 0.55, 10: 1.0, 10 + 95: 0.5, 200: 0.0},
     "exponential": {0: 1.0, 66: 0.1, 132: 0.01},  # 33% are 66 updates
@@ -97,8 +99,11 @@ def test_inverse_square_root_is_its_formula():
         "optimizer.learning_rate=0.3",
         "schedule.warmup_steps=7",
     )
-    expected = [0.3 * min(u / 7, (7 / u) ** 0.5) for u in range(1, HORIZON + 2)]
+    expected = []
+    for update in range(1, HORIZON + 2):
+        expected.append(0.3 * min(update / 7, (7 / update) ** 0.5))
     assert made == pytest.approx(expected, rel=1e-6)  # float32
+
     schedule = optimizer.InverseSquareRoot(0.3, 7)
     again = keras.optimizers.schedules.deserialize(
         keras.optimizers.schedules.serialize(schedule)
@@ -119,10 +124,11 @@ def test_inverse_square_root_is_its_formula():
     ids=" ".join,
 )
 def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
-    """To one unit in the last place of float32: TensorFlow's graph optimiser turns x / c into x · (1/c).
+    """To one unit in the last place of float32.
 
-    An exponential's x is an exponent: its 1.5 units move rate = r₀·dˣ by 1.5·|ln dˣ| = 1.5·|ln(rate / r₀)| units, and
-    the power and the product round once each.
+    TensorFlow's graph optimizer turns x / c into x · (1/c). In an exponential, x is an
+    exponent: its 1.5 units move rate = r₀·dˣ by 1.5·|ln dˣ| = 1.5·|ln(rate / r₀)|
+    units, and the power and the product round once each.
     """
     config = compose(*overrides, "optimizer.learning_rate=0.007")
     made = build(config, 96)
@@ -130,14 +136,11 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
     for update in range(HORIZON):
         made.iterations.assign(update)
         expected = np.float32(made.learning_rate)
-        units = (
-            2 + 1.5 * abs(np.log(expected / 0.007))
-            if "schedule=exponential" in overrides
-            else 1
-        )
-        assert abs(np.float32(traced()) - expected) <= units * np.spacing(expected), (
-            update
-        )
+        units = 1
+        if "schedule=exponential" in overrides:
+            units = 2 + 1.5 * abs(np.log(expected / 0.007))
+        difference = abs(np.float32(traced()) - expected)
+        assert difference <= units * np.spacing(expected), update
 
 
 @pytest.mark.parametrize(
@@ -158,18 +161,20 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
     ],
 )
 def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
-    """Reference 128; a warm-up of 5% of 200 updates: a tenth of the way after the first, half of it after five."""
+    """The reference is 128, and the warm-up 5% of 200 updates.
+
+    The rate is a tenth of the way after the first update, half of it after five.
+    """
     config = compose(
         f"scaling={rule}", "schedule=constant", "optimizer.learning_rate=1.0"
     )
     schedule = build(config, batch)._learning_rate
-    found = [
-        float(schedule(u)) if callable(schedule) else float(schedule)
-        for u in (0, 4, 9, 10, HORIZON - 1)
-    ]
-    assert found == pytest.approx(
-        [first, middle, last, last, last], rel=1e-6
-    )  # float32
+    rates_at = []
+    for update in (0, 4, 9, 10, HORIZON - 1):
+        rate = schedule(update) if callable(schedule) else schedule
+        rates_at.append(float(rate))
+    expected = [first, middle, last, last, last]
+    assert rates_at == pytest.approx(expected, rel=1e-6)  # float32
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,8 @@ def test_a_share_is_at_least_one_update(share, updates):
         ),
         (
             ["+optimizer.beta_3=1"],
-            "optimizer must be what keras.optimizers.AdamW takes (ValueError: Argument(s) not recognized",
+            "optimizer must be what keras.optimizers.AdamW takes "
+            "(ValueError: Argument(s) not recognized",
         ),
         (
             ["+optimizer.gradient_accumulation_steps=2"],

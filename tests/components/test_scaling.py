@@ -1,4 +1,4 @@
-"""What each rule of `scaling` makes of an optimizer, against its formula computed by hand."""
+"""What each rule of `scaling` makes of an optimizer, against its formula by hand."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def build(batch, *overrides):
     return optimizer.build(replace(spec, batching=derive(batch, 1, None)), HORIZON)
 
 
-# By κ = 512 / 128 = 4: 1 − 4 · 0.1 = 0.6; 1 − 4 · 0.001 = 0.996; 0.004 · √4; 0.999⁴ = 0.996005996; surge with its peak
-# at 512: (√4 + √¼) / (1 + 1) = 1.25.
+# By κ = 512 / 128 = 4: 1 − 4 · 0.1 = 0.6; 1 − 4 · 0.001 = 0.996; 0.004 · √4;
+# 0.999⁴ = 0.996005996; surge with its peak at 512: (√4 + √¼) / (1 + 1) = 1.25.
 @pytest.mark.parametrize(
     ("overrides", "rate", "arguments"),
     [
@@ -166,12 +166,14 @@ def test_a_warm_up_counts_updates_of_the_reference_batch():
         (
             2048,
             ["scaling=sde"],
-            "optimizer.beta_1 must be at least 0.9375 for scaling.rule=sde at κ = 16: κ(1 − β) ≤ 1",
+            "optimizer.beta_1 must be at least 0.9375 for scaling.rule=sde "
+            "at κ = 16: κ(1 − β) ≤ 1",
         ),
         (
             512,
             ["scaling=surge"],
-            "scaling.peak_batch_size must be a number of examples for scaling.rule=surge",
+            "scaling.peak_batch_size must be a number of examples "
+            "for scaling.rule=surge",
         ),
         (
             512,
@@ -197,9 +199,10 @@ SEEDS = 200
 
 
 def after(kappa: int, rule: str, seed: int) -> np.ndarray:
-    """Return weights of a noisy quadratic after 1600 examples, one per seed; the noise is four times less from half on.
+    """Return weights of a noisy quadratic after 1600 examples, one per seed.
 
-    Adam takes the step of each entry by itself, so one variable holds all seeds.
+    From half of them on, the noise is four times less. Adam takes the step of each
+    entry by itself, so one variable holds all seeds.
     """
     overrides = [
         "optimizer=adam",
@@ -214,32 +217,37 @@ def after(kappa: int, rule: str, seed: int) -> np.ndarray:
         "scaling.warmup=0",
         "scaling.reference_batch_size=1",
     )
+
     variable = keras.Variable(np.ones(SEEDS), dtype="float64")
     made.build([variable])
     apply = tf.function(lambda gradient: made.apply([gradient], [variable]))
-    random, updates = np.random.default_rng(seed), 1600 // kappa
+
+    random = np.random.default_rng(seed)
+    updates = 1600 // kappa
     for update in range(updates):
-        noise = (
-            (40 if update < updates // 2 else 10)
-            / np.sqrt(kappa)
-            * random.normal(size=SEEDS)
-        )
+        deviation = 40 if update < updates // 2 else 10
+        noise = deviation / np.sqrt(kappa) * random.normal(size=SEEDS)
         apply(variable.value + noise)
     return keras.ops.convert_to_numpy(variable)
 
 
 def test_by_sde_a_batch_leaves_the_distribution_where_it_was():
-    """Mean and variance within three standard errors; those of `sqrt` and of `linear` alone are not."""
+    """Mean and variance are within three standard errors.
+
+    Those of `sqrt` and of `linear` are not.
+    """
     expected = after(1, "none", 0)
 
-    def errors(found: np.ndarray) -> tuple[float, float]:
-        # Of the means' difference, and of the logarithms of the variances: each has a variance of about 2 / (n − 1).
-        of_means = (found.mean() - expected.mean()) / np.sqrt(
-            (found.var(ddof=1) + expected.var(ddof=1)) / SEEDS
-        )
-        return abs(of_means), abs(
-            np.log(found.var(ddof=1) / expected.var(ddof=1))
-        ) / np.sqrt(4 / (SEEDS - 1))
+    def errors(weights: np.ndarray) -> tuple[float, float]:
+        variance = weights.var(ddof=1)
+        expected_variance = expected.var(ddof=1)
+
+        of_means = weights.mean() - expected.mean()
+        of_means /= np.sqrt((variance + expected_variance) / SEEDS)
+        # The logarithm of each variance has a variance of about 2 / (n − 1), n = SEEDS.
+        of_variances = np.log(variance / expected_variance)
+        of_variances /= np.sqrt(4 / (SEEDS - 1))
+        return abs(of_means), abs(of_variances)
 
     assert max(errors(after(8, "sde", 1))) < 3
     assert max(errors(after(8, "sqrt", 1))) > 3

@@ -25,12 +25,15 @@ from pipeline.verify import engine
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that TensorFlow lists, with what it says of it, which a test may change."""
-    details, config = {"device_name": "A100", "compute_capability": (8, 0)}, tf.config
+    details = {"device_name": "A100", "compute_capability": (8, 0)}
+    config = tf.config
+
+    def one_device(kind=None):
+        return [SimpleNamespace(name=f"{kind}:0")]
+
     for listing in (config, config.experimental):
         for name in ("list_physical_devices", "get_visible_devices"):
-            monkeypatch.setattr(
-                listing, name, lambda kind=None: [SimpleNamespace(name=f"{kind}:0")]
-            )
+            monkeypatch.setattr(listing, name, one_device)
     monkeypatch.setattr(config, "set_visible_devices", lambda *_: None)
     monkeypatch.setattr(config.experimental, "set_memory_growth", lambda *_: None)
     monkeypatch.setattr(config.experimental, "get_device_details", lambda _: details)
@@ -46,9 +49,8 @@ def test_the_first_line_says_it_where_float32_is_computed_in_it(gpu):
     assert provenance.environment(Path())["tf32"] is True
     assert devices.setup(HardwareConfig(tf32=False), 0).description == "A100, float32"
     assert not tf.config.experimental.tensor_float_32_execution_enabled()
-    assert devices.setup(HardwareConfig(), 0).description.endswith(
-        "TF32)"
-    )  # as a process has several runs
+    # As in a process that has several runs:
+    assert devices.setup(HardwareConfig(), 0).description.endswith("TF32)")
     gpu["compute_capability"] = (7, 5)
     assert devices.setup(HardwareConfig(), 0).description == "A100, float32"
 
@@ -59,12 +61,16 @@ def test_only_on_a_gpu():
 
 @pytest.mark.slow
 def test_no_library_speaks_where_it_is_asked():
-    asking = "with imports.without_chatter():\n    import tensorflow\nnvidia.computes_in_tf32()"
-    code = f"from pipeline.common import imports, nvidia\n{asking}"
-    asked = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    program = """
+from pipeline.common import imports, nvidia
+with imports.without_chatter():
+    import tensorflow
+nvidia.computes_in_tf32()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert asked.stderr == ""
+    assert done.stderr == ""
 
 
 def test_what_is_exact_does_without():
@@ -73,7 +79,7 @@ def test_what_is_exact_does_without():
 
 
 @pytest.mark.parametrize(
-    ("params", "environment", "found"),
+    ("params", "environment", "in_tf32"),
     [
         ({}, {"tf32": True}, True),
         ({}, {"tf32": False, "gpus": ["A100"]}, False),
@@ -84,11 +90,11 @@ def test_what_is_exact_does_without():
         ({"hardware.precision": "float64"}, {"tf32": True}, False),
     ],
 )
-def test_whether_a_record_is_of_tf32(params, environment, found):
+def test_whether_a_record_is_of_tf32(params, environment, in_tf32):
     run = SimpleNamespace(
         data=SimpleNamespace(params={"hardware.precision": "float32", **params})
     )
-    assert RecordedRun(run, {}, environment, {}, {}).is_in_tf32() is found
+    assert RecordedRun(run, {}, environment, {}, {}).is_in_tf32() is in_tf32
 
 
 @pytest.mark.parametrize("step", [1, 500])
@@ -108,15 +114,14 @@ def test_a_rerun_has_bounds_of_its_own(step):
     def get_metric_history(run_id, _):
         return [SimpleNamespace(step=step, value=losses[run_id])]
 
-    client, runs = (
-        SimpleNamespace(get_metric_history=get_metric_history),
-        [run(name) for name in losses],
-    )
-    found = [
-        agreement.of_runs(client, *runs, None, in_tf32)[0] for in_tf32 in (True, False)
-    ]
-    assert [each.verdict for each in found] == ["equal within rounding", "different"]
-    assert ["TF32" in str(each) for each in found] == [True, False]
+    client = SimpleNamespace(get_metric_history=get_metric_history)
+    runs = [run(name) for name in losses]
+    in_tf32, _ = agreement.of_runs(client, *runs, None, True)
+    in_float32, _ = agreement.of_runs(client, *runs, None, False)
+    assert in_tf32.verdict == "equal within rounding"
+    assert "TF32" in str(in_tf32)
+    assert in_float32.verdict == "different"
+    assert "TF32" not in str(in_float32)
     losses["rerun"] = 2.0 * (1 - 1.1e-2)
     assert agreement.of_runs(client, *runs, None, True)[0].verdict == "different"
 

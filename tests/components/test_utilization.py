@@ -1,7 +1,8 @@
-"""The share of the peak: by the device's name, and of a whole update however it is cut."""
+"""The share of the peak: by the device's name, and for an update however it is cut."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from pipeline.config.compose import composed
 from pipeline.config.resolve import resolve
 from pipeline.training import recorder as recording
 
-A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
+A100 = "NVIDIA A100-SXM4-80GB"
+T4 = "Tesla T4"
 
 
 @pytest.mark.parametrize(
@@ -46,18 +48,26 @@ def test_the_peak_is_that_of_the_name_and_the_precision(
 
 
 def parts_of(*overrides):
-    return assembly.assemble(
-        resolve(
-            composed(
-                ["model=mlp", "model.hidden=[16]", "hardware.device=cpu", *overrides]
-            )
-        )
-    )
+    small = ["model=mlp", "model.hidden=[16]", "hardware.device=cpu"]
+    return assembly.assemble(resolve(composed([*small, *overrides])))
+
+
+class Rows:
+    """A tracker that keeps the performance of updates."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def update(self, update, results, performance, at):
+        self.rows[update] = performance
 
 
 @pytest.mark.slow
 def test_an_update_has_the_flops_of_its_examples_at_every_factor(monkeypatch):
-    """One layer of 64 × 16, which has no gradient by its inputs, and one of 16 × 10; a tail of 29 examples."""
+    """A layer of 64 × 16 without a gradient by its inputs, and one of 16 × 10.
+
+    The tail of an epoch has 29 examples.
+    """
     of_example = 2 * (2 * 64 * 16 + 3 * 16 * 10)
     monkeypatch.setattr(recording, "FETCH_UPDATES", 1)
     monkeypatch.setattr(fitting.devices, "gpu_names", lambda: [A100, A100])
@@ -65,32 +75,21 @@ def test_an_update_has_the_flops_of_its_examples_at_every_factor(monkeypatch):
         parts = parts_of(
             "accumulation.effective_batch_size=128", f"accumulation.factor={factor}"
         )
-        parts = parts.__class__(
-            **{**vars(parts), "devices": SimpleNamespace(on_gpu=True, workers=2)}
-        )
-        rows = {}
-        tracker = SimpleNamespace(
-            update=lambda update, _, performance, at, rows=rows: rows.update(
-                {update: performance}
-            )
-        )
+        parts = replace(parts, devices=SimpleNamespace(on_gpu=True, workers=2))
+        tracker = Rows()
         monkeypatch.setattr(fitting.devices, "peak_memory", lambda used: 0)
-        made = fitting.recorder(parts, tracker)
-        made.names = ("loss", "gradient_norm", "learning_rate")
-        for update in (
-            1,
-            2,
-            12,
-        ):  # of the first one, which is traced, the seconds are not those of an update
-            made.add(update, tf.constant([1.0, 1.0, 1.0, 0.0], tf.float64), traces=1)
+        recorder = fitting.recorder(parts, tracker)
+        recorder.names = ("loss", "gradient_norm", "learning_rate")
+        # The first update is traced: its seconds are not those of an update.
+        for update in (1, 2, 12):
+            results = tf.constant([1.0, 1.0, 1.0, 0.0], tf.float64)
+            recorder.add(update, results, traces=1)
         for update, examples in ((2, 128), (12, 29)):
-            row = rows[update]
+            row = tracker.rows[update]
             peak = 2 * 2 * 156e12  # of two GPUs of each of two workers, in TF32
-            found = row["model_flops_utilization"] * row["update_seconds"] * peak
-            assert found == pytest.approx(of_example * examples, rel=1e-12), (
-                factor,
-                update,
-            )
+            flops = row["model_flops_utilization"] * row["update_seconds"] * peak
+            expected = pytest.approx(of_example * examples, rel=1e-12)
+            assert flops == expected, (factor, update)
 
 
 @pytest.mark.slow
@@ -103,5 +102,8 @@ def test_it_is_left_out_where_flops_or_the_peak_are_unknown(capsys):
         resolve(composed(["experiment=text", "hardware.device=cpu"]))
     )
     assert utilization.share_of_peak(parts, [A100]) == 0
-    line = "pipeline: perf/model_flops_utilization is left out, as the FLOPs are not known of examples of unequal length"  # noqa: E501
-    assert capsys.readouterr().err.strip() in (line, line.removeprefix("pipeline: "))
+    line = (
+        "perf/model_flops_utilization is left out, as the FLOPs are not known of "
+        "examples of unequal length"
+    )
+    assert capsys.readouterr().err.strip().removeprefix("pipeline: ") == line

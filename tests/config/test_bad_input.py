@@ -46,6 +46,17 @@ CONFIG = {
     "train ~seed": "seed must be given.",
     "train ~nope": "nope must be in the config to be deleted. Received: '~nope'.",
     "train dataset=tfds": "dataset.name must be given.",
+    # removed
+    "train scaling=adascale": "scaling=adascale was removed in version 0.2.0: use scaling=linear, scaling=sqrt or "
+    "another rule.",
+    "train scaling.rule=adascale": "scaling.rule=adascale was removed in version 0.2.0: use scaling=linear, …",
+    "train accumulation.schedule=seesaw": "accumulation.schedule=seesaw was removed in version 0.2.0: use a list of "
+    "stages, with schedule.clock=examples.",
+    "train +accumulation.seesaw_max=512": "accumulation.seesaw_max was removed in version 0.2.0: give each stage of "
+    "the effective batch its size.",
+    "train accumulation.scale_rate=false": "accumulation.scale_rate was removed in version 0.2.0: the scaling rule "
+    "follows the stages; use scaling=none for a rate that does not.",
+    "train --config-dir mine scaling=gone": "scaling.rule=adascale was removed in version 0.2.0: use …",
     # types
     "train accumulation.factor=four": "accumulation.factor must be an integer, or null. Received: 'four'.",
     "train training.epochs=1e1": "training.epochs must be an integer, or null. Received: 10.0.",
@@ -621,6 +632,7 @@ USER_CONFIGS = {
     "objective/listed.yaml": b"# @package training\nloss: {_target_: keras.losses.Huber}\nmetrics: [accuracy]\n",
     "objective/off.yaml": b"# @package training\nloss: {_target_: keras.losses.Huber}\n"
     b"metrics: {off: {_target_: keras.metrics.AUC}}\n",
+    "scaling/gone.yaml": b"rule: adascale\nreference_batch_size: 16\n",
     "training/listed.yaml": b"epochs: 1\nweighted_metrics: [accuracy]\n",
     "training/typo.yaml": b"epoch: 3\n",
     "training/wrong.yaml": b"epochs: many\n",

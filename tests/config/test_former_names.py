@@ -10,6 +10,8 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 import pipeline
+from pipeline.checkpoints.run_dirs import CONFIG as CONFIG_GROUPS
+from pipeline.checkpoints.run_dirs import recorded_config
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose, former_names
 from pipeline.config.plain import leaves, plain
@@ -193,6 +195,69 @@ def test_a_former_name_that_the_user_allows_is_allowed(tmp_path):
     check_config(renamed, Gate(tmp_path, allowed=allowed), imports=False)
     with pytest.raises(ConfigError, match=r"'pipeline\.components\.model\.build'"):
         check_config(renamed, Gate(tmp_path, allowed=["pipeline.model"]), imports=False)
+
+
+REMOVED = {
+    "scaling.rule=adascale": {"scaling": {"rule": "adascale"}},
+    "accumulation.schedule=seesaw": {"accumulation": {"schedule": "seesaw"}},
+    "accumulation.seesaw_max": {"accumulation": {"seesaw_max": 512}},
+    "accumulation.scale_rate": {"accumulation": {"scale_rate": False}},
+}
+
+
+@pytest.mark.parametrize("subject", REMOVED)
+def test_a_record_with_what_was_removed_is_rejected(subject, tmp_path):
+    """As rerun, resume, forks and `critical` read it."""
+    record = {group: {} for group in CONFIG_GROUPS} | REMOVED[subject]
+    (tmp_path / "config.yaml").write_text(json.dumps(record))
+    message = rf"^{subject} was removed in version 0\.2\.0: \w.*\.$"
+    with pytest.raises(ConfigError, match=message):
+        recorded_config(tmp_path, "RUN")
+    with pytest.raises(ConfigError, match=message):
+        RecordedRun(None, record, {}, {}, {}).moved(tmp_path)
+
+
+def test_a_record_with_the_defaults_of_removed_keys_is_read_without_them():
+    record = {
+        "accumulation": {"factor": 4, "scale_rate": True, "seesaw_max": None},
+        "scaling": {"rule": "sqrt"},
+        "seed": 1,
+    }
+    before = deepcopy(record)
+    assert former_names.renamed(record) == {
+        "accumulation": {"factor": 4},
+        "scaling": {"rule": "sqrt"},
+        "seed": 1,
+    }
+    assert record == before
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "scaling=adascale",
+        "scaling=none,sqrt,adascale",
+        "scaling.rule=adascale",
+        "accumulation.schedule=seesaw",
+        "+accumulation.seesaw_max=64,128",
+        "accumulation.scale_rate=true,false",
+    ],
+)
+def test_a_recorded_sweep_over_what_was_removed_is_rejected(override):
+    tags = {"sweep.overrides": json.dumps([override])}
+    with pytest.raises(ConfigError, match=r"^\S+ was removed in version 0\.2\.0: "):
+        trusted_overrides(tags, [], compose.composed([]))
+
+
+def test_a_recorded_sweep_goes_on_without_the_defaults_of_removed_keys():
+    recorded = [
+        "accumulation.scale_rate=true",
+        "accumulation.factor=2",
+        "+accumulation.seesaw_max=null",
+    ]
+    tags = {"sweep.overrides": json.dumps(recorded)}
+    own = compose.composed([])
+    assert trusted_overrides(tags, [], own) == ["accumulation.factor=2"]
 
 
 @pytest.mark.slow

@@ -253,27 +253,16 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
     ) == (32, 1, 2)
 
 
-SEESAW = ("accumulation.schedule=seesaw", "accumulation.seesaw_max=512")
-
-
-def test_seesaw_counts_examples_and_reaches_at_most_its_largest():
-    spec = resolved(SEESAW)
-    assert spec.resolved["schedule"]["clock"] == "examples"
-    assert spec.largest.effective_batch_size == 512
-    given = [*SEESAW[:1], "accumulation.seesaw_max=300"]
-    assert resolved(given).largest.effective_batch_size == 256
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (
             ["accumulation.schedule=fast"],
-            "accumulation.schedule must be null, seesaw or a list of stages",
+            "accumulation.schedule must be null or a list of stages",
         ),
         (
             ["accumulation.schedule=[]"],
-            "accumulation.schedule must be null, seesaw or a list of stages",
+            "accumulation.schedule must be null or a list of stages",
         ),
         (
             ["accumulation.schedule=[32]"],
@@ -330,30 +319,6 @@ def test_seesaw_counts_examples_and_reaches_at_most_its_largest():
         (
             ["schedule.clock=tokens"],
             "schedule.clock must be updates or examples. Received: 'tokens'.",
-        ),
-        (
-            [RAMP, "accumulation.seesaw_max=9"],
-            "accumulation.seesaw_max must be null without accumulation.schedule=see",
-        ),
-        (
-            SEESAW[:1],
-            "accumulation.seesaw_max must be given with accumulation.schedule=seesaw",
-        ),
-        (
-            [*SEESAW, "training.updates=9"],
-            "training.updates must be null with accumulation.schedule=seesaw",
-        ),
-        (
-            [*SEESAW, "schedule.clock=updates"],
-            "schedule.clock must be examples with accumulation.schedule=seesaw",
-        ),
-        (
-            [*SEESAW, "accumulation.scale_rate=false"],
-            "accumulation.scale_rate must be true with accumulation.schedule",
-        ),
-        (
-            [*SEESAW, "accumulation.effective_batch_size=300"],
-            "accumulation.seesaw_max must be at least twice the effective batch of 300. Received: 512.",
         ),
     ],
 )

@@ -287,30 +287,3 @@ def test_verify_shows_the_largest_stage(tmp_path):
         in said.stdout
     )
     assert "retracing" not in said.stderr
-
-
-@pytest.mark.slow
-def test_a_longer_horizon_that_moves_a_stage_of_seesaw_is_refused(tmp_path):
-    seesaw = (
-        "accumulation.schedule=seesaw",
-        "accumulation.effective_batch_size=32",
-        "accumulation.micro_batch_size=8",
-    )
-    short = (
-        "train",
-        "model=mlp",
-        "model.hidden=[16]",
-        *seesaw,
-        *RUN[-4:],
-        "training.resume=auto",
-    )
-    done = pipeline(
-        *short, "accumulation.seesaw_max=128", "training.epochs=2", cwd=tmp_path
-    )
-    assert (
-        ", 64 (factor 8) after update 48, 128 (factor 16) after update " in done.stderr
-    )
-    longer = (*short, "accumulation.seesaw_max=128", "training.epochs=6")
-    said = pipeline(*longer, cwd=tmp_path, status=2).stderr
-    assert "accumulation.schedule must give the batches of the run again" in said
-    assert "a longer horizon moves the stages of seesaw" in said
