@@ -22,57 +22,75 @@ if TYPE_CHECKING:  # importing these takes seconds
     from pipeline.checkpoints.snapshot import Callbacks, State
     from pipeline.training.recorder import Recorder
 
-RUN, UPDATE = (
-    "start.run",
-    "start.update",
-)  # tags: the run and the update whose checkpoint a run began with
+# Tags: the run and the update whose checkpoint a run began with.
+RUN = "start.run"
+UPDATE = "start.update"
+# The keys that a learning rate depends on.
 _RATE = (
     "optimizer.learning_rate.",
     "schedule.",
     "scaling.",
-)  # the keys that a learning rate depends on
+)
 
 
 @dataclass
 class Fork:
-    """The checkpoint of another run that a run begins with."""
+    """The checkpoint of another run that a run begins with.
 
-    run_id: str  # of the other run in MLflow; empty if no store has it yet
-    run_dir: Path  # of the other run
+    Attributes:
+        run_id: Of the other run in MLflow; empty if no store has it yet.
+        run_dir: Of the other run.
+        checkpoint: Of the other run.
+        weights_only: Whether the model's weights alone are restored.
+        own_rate: Whether the learning rate of this config differs from that of the
+            other run.
+        states: The state that `check` has read. The training removes it, as it is
+            large.
+    """
+
+    run_id: str
+    run_dir: Path
     checkpoint: Checkpoint
-    weights_only: bool  # restore the model's weights alone
-    own_rate: (
-        bool  # the learning rate of this config differs from that of the other run
-    )
-    states: list[State] = field(
-        default_factory=list
-    )  # that `check` read; the training removes it, as it is large
+    weights_only: bool
+    own_rate: bool
+    states: list[State] = field(default_factory=list)
 
     @property
-    def update(self) -> int:  # from which this run counts on
+    def update(self) -> int:
+        """The update from which this run counts on."""
         return 0 if self.weights_only else self.checkpoint.update
 
     @property
     def tags(self) -> dict[str, str]:
+        """The tags that name the other run and its checkpoint."""
         return {
             RUN: self.run_id or str(self.run_dir),
             UPDATE: str(self.checkpoint.update),
         }
 
     def said(self, callbacks: Callbacks) -> list[str]:
+        """Return the lines that a run prints of its start."""
         from pipeline.checkpoints import snapshot
 
-        line = f"of run {self.run_id or self.run_dir} after update {self.checkpoint.update}"
+        source = (
+            f"of run {self.run_id or self.run_dir} "
+            f"after update {self.checkpoint.update}"
+        )
         if self.weights_only:
-            return [f"begins with the weights {line}"]
-        rate = ", with a learning rate of its own" if self.own_rate else ""
-        return [
-            f"goes on with the state {line}{rate}",
-            *snapshot.starting_anew(callbacks),
-        ]
+            return [f"begins with the weights {source}"]
+        line = f"goes on with the state {source}"
+        if self.own_rate:
+            line += ", with a learning rate of its own"
+        return [line, *snapshot.starting_anew(callbacks)]
 
     def check(self, update: Update, plan: Plan) -> None:
-        """Read the checkpoint, as the other run may delete it, and check that it fits the model and the horizon."""
+        """Check that the checkpoint fits the model and the horizon, and read it.
+
+        It is read now, as the other run may delete it.
+
+        Raises:
+            ConfigError: It does not fit, or is gone.
+        """
         from pipeline.checkpoints import snapshot
 
         if self.update >= plan.updates:
@@ -82,103 +100,126 @@ class Fork:
         try:
             self.states = [snapshot.read(self.checkpoint.folder, self.checkpoint.meta)]
         except Exception as error:
+            key = f"the checkpoint {self.checkpoint.folder}"
             rule = "must be there until it is read: the run that it is of has gone on"
-            raise ConfigError(
-                f"the checkpoint {self.checkpoint.folder}", rule
-            ) from error
+            raise ConfigError(key, rule) from error
 
     def restore(
-        self, taken: State, update: Update, recorder: Recorder, callbacks: Callbacks
+        self, state: State, update: Update, recorder: Recorder, callbacks: Callbacks
     ) -> dict[str, Any]:
         """Restore the state into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot
 
         loop: dict[str, Any] = {"open": False, "validation": {}}
         if self.weights_only:
-            snapshot.restore_variables(taken, update, self._takes)
+            snapshot.restore_variables(state, update, self._takes)
         else:
-            loop |= snapshot.restore(taken, update, recorder, callbacks, self._takes)
-            update.model.stop_training = (
-                False  # a callback may have stopped the other run
-            )
-        # The best evaluation of the other run does not count here: its checkpoint lies in the other directory.
+            loop |= snapshot.restore(state, update, recorder, callbacks, self._takes)
+            # A callback may have stopped the other run.
+            update.model.stop_training = False
+        # The best evaluation of the other run does not count here: its checkpoint is in
+        # the other directory.
         return loop | {"stopped_by": None, "best": None}
 
     def _takes(self, name: str) -> bool:
-        """Return whether the variable `name` is restored; either side may lack a learning rate that is not."""
+        """Return whether a variable is restored.
+
+        Either side may lack a learning rate that is not restored.
+        """
         if self.weights_only:
-            return name.startswith("model/") and not name.endswith(
-                "/seed_generator_state"
-            )
-        return not (
-            self.own_rate
-            and name.startswith("optimizer/")
-            and name.endswith("/learning_rate")
-        )
+            is_seed = name.endswith("/seed_generator_state")
+            return name.startswith("model/") and not is_seed
+        if not self.own_rate:
+            return True
+        is_rate = name.startswith("optimizer/") and name.endswith("/learning_rate")
+        return not is_rate
 
 
 def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
-    """Return the checkpoint of another run that this one begins with, at `update` if it did so before; None if none."""
-    text, weights_only = spec.config.start.run, spec.config.start.weights_only
+    """Return the checkpoint of another run that this one begins with.
+
+    Args:
+        spec: Of this run.
+        run_dir: Of this run.
+        update: The update of the checkpoint that this run began with before, if it is
+            resumed.
+
+    Returns:
+        None if the run begins with no checkpoint.
+    """
+    text = spec.config.start.run
     if text is None:
         return None
-    source, found = named(text, RUN, run_dir, update)
+    source, checkpoint = named(text, RUN, run_dir, update)
     past = Past.of(source, RUN, running=True)
     past.close()
     own_rate = _has_own_rate(spec, recorded_config(source, RUN), past)
     return Fork(
-        past.run.get("run_id", ""), source.absolute(), found, weights_only, own_rate
+        past.run.get("run_id", ""),
+        source.absolute(),
+        checkpoint,
+        spec.config.start.weights_only,
+        own_rate,
     )
 
 
 def named(
     text: str, key: str, but: Path | None = None, update: str | None = None
 ) -> tuple[Path, Checkpoint]:
-    """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names, as the argument `key`.
+    """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names.
 
-    The checkpoint is that of `update` if given, else the newest one. The run directory `but` is passed over.
+    Args:
+        text: The name.
+        key: The argument that an error names.
+        but: A run directory that is passed over.
+        update: Of the checkpoint, in place of the one in `text`. If neither has one, the
+            newest checkpoint is meant.
+
+    Raises:
+        ConfigError: There is no such run or checkpoint.
     """
-    name, _, last = text.rpartition("@")
-    if not (name and last.isascii() and last.isdecimal()):
-        name, last = text, ""
+    name, _, at_update = text.rpartition("@")
+    if not (name and at_update.isascii() and at_update.isdecimal()):
+        name = text
+        at_update = ""
     source = find(name, key, but)
-    folder, last = source / "checkpoints", update or last
-    there = {
-        number: place
-        for place in (folder / BEST, folder)
-        for number in files.updates(place)
-    }
-    if not there:
-        raise ConfigError(
-            key, "must be a run with a checkpoint: see training.checkpoint_every", text
-        )
-    if last and int(last) not in there:
-        raise ConfigError(
-            key, "must name an update whose checkpoint is there", text, sorted(there)
-        )
-    found = (
-        files.at(there[int(last)], int(last))
-        if last
-        else files.newest(folder, max(there))
-    )
-    if found is None:
-        raise ConfigError(key, "must have a whole checkpoint", text)
-    return source, found
+    at_update = update or at_update
+
+    checkpoints = source / "checkpoints"
+    folder_by_update: dict[int, Path] = {}
+    for folder in (checkpoints / BEST, checkpoints):
+        for number in files.updates(folder):
+            folder_by_update[number] = folder
+    if not folder_by_update:
+        rule = "must be a run with a checkpoint: see training.checkpoint_every"
+        raise ConfigError(key, rule, text)
+
+    if not at_update:
+        checkpoint = files.newest(checkpoints, max(folder_by_update))
+        if checkpoint is None:
+            raise ConfigError(key, "must have a whole checkpoint", text)
+        return source, checkpoint
+    number = int(at_update)
+    if number not in folder_by_update:
+        rule = "must name an update whose checkpoint is there"
+        raise ConfigError(key, rule, text, sorted(folder_by_update))
+    return source, files.at(folder_by_update[number], number)
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
-    # Records of before there were stages lack their keys.
-    both = [
-        {CLOCK: "updates", SCHEDULE: None, **leaves(each)}
-        for each in (recorded, spec.recorded)
-    ]
-    scaled = spec.config.scaling.rule != Rule.none
+    """Return whether the learning rate differs from that of the run in `past`."""
     keys: tuple[str, ...] = _RATE
-    if scaled:  # the rate follows the stages
+    scaled = spec.config.scaling.rule != Rule.none
+    if scaled:
+        # The rate follows the stages, and the effective batch.
         keys = (*_RATE, f"{SCHEDULE}.")
-    then, now = (
-        {key: leaf for key, leaf in values.items() if f"{key}.".startswith(keys)}
-        for values in both
-    )
-    size = past.start["segment"]["cut"]["effective_batch_size"]
-    return then != now or (scaled and size != spec.batching.effective_batch_size)
+        size = past.start["segment"]["cut"]["effective_batch_size"]
+        if size != spec.batching.effective_batch_size:
+            return True
+    return _rate_values(recorded, keys) != _rate_values(spec.recorded, keys)
+
+
+def _rate_values(config: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+    # Records of before there were stages lack their keys.
+    values = {CLOCK: "updates", SCHEDULE: None, **leaves(config)}
+    return {key: leaf for key, leaf in values.items() if f"{key}.".startswith(keys)}

@@ -1,4 +1,7 @@
-"""Resuming a run: which changes of its config are allowed, and which would make it another run."""
+"""Resuming a run.
+
+Some changes of its config are allowed. Others would make it another run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ if TYPE_CHECKING:  # importing these takes seconds
 
     from pipeline.accumulation import Update
 
-# A change of these makes it another run. The effective batch, which follows from several keys, is checked by its size.
+# A change of these makes it another run. The effective batch, which follows from several
+# keys, is checked by its size.
 _SAME = (
     *(
         "dataset.",
@@ -56,202 +60,260 @@ _FREE = (*provenance.PLACE, "hardware.memory.")
 
 @dataclass(frozen=True)
 class Continuation:
-    """A run that is resumed."""
+    """A run that is resumed.
+
+    Attributes:
+        run_dir: Of the run.
+        spec: Keys that the config leaves open, such as `auto`, have the values of the
+            run.
+        past: Its journal is locked.
+        checkpoint: From which the run goes on; None if it was interrupted before its
+            first one.
+        changes: Of the config, a line each.
+        finished: Whether there is nothing left to train.
+    """
 
     run_dir: Path
-    spec: RunSpec  # keys that are left open, such as `auto`, have the values of the run
-    past: Past  # its journal is locked
-    checkpoint: (
-        Checkpoint | None
-    )  # None if it was interrupted before its first checkpoint
-    changes: list[str] = field(default_factory=list)  # of the config, a line each
-    finished: bool = False  # whether there is nothing left to train
+    spec: RunSpec
+    past: Past
+    checkpoint: Checkpoint | None
+    changes: list[str] = field(default_factory=list)
+    finished: bool = False
 
     @property
-    def update(self) -> int:  # completed updates
+    def update(self) -> int:
+        """The number of completed updates."""
         return 0 if self.checkpoint is None else self.checkpoint.update
 
     @property
-    def run_id(self) -> str:  # empty if no store has the run yet
+    def run_id(self) -> str:
+        """The run's ID in MLflow; empty if no store has it yet."""
         return self.past.run.get("run_id", "")
 
-    def check_dataset(self, now: dict[str, Any]) -> None:
-        """Refuse data that differ from those that the run began with."""
+    def check_dataset(self, dataset: dict[str, Any]) -> None:
+        """Check that the data are those that the run began with.
+
+        Raises:
+            ConfigError: They differ from the record, or it cannot be read.
+        """
         file = self.run_dir / DESCRIBED
-        if self.past.described and file.exists():
-            with refused(
-                "RUN", f"must have a {DESCRIBED} that can be read", str(self.run_dir)
-            ):
-                recorded = read(file, provenance.DATASET)
-            provenance.check_dataset(recorded, now, self.run_id)
+        if not self.past.described or not file.exists():
+            return
+        rule = f"must have a {DESCRIBED} that can be read"
+        with refused("RUN", rule, str(self.run_dir)):
+            recorded = read(file, provenance.DATASET)
+        provenance.check_dataset(recorded, dataset, self.run_id)
 
     def check(self, update: Update, plan: Plan) -> None:
-        """Refuse a model that the checkpoint does not fit, and a horizon that is already reached."""
+        """Check that the checkpoint fits the model, and that there is more to train.
+
+        Raises:
+            ConfigError: It does not fit, or the horizon is reached.
+        """
         from pipeline.checkpoints import snapshot
 
         if self.checkpoint is None:
             return
-        if (
-            self.past.status == "FINISHED"
-            and self.checkpoint.meta["values"]["stop_training"]
-        ):
-            by = self.checkpoint.meta["values"]["loop"]["stopped_by"]
-            rule = f"was ended by training.callbacks.{by} after update {self.update}: begin another one there, with "
-            raise ConfigError(
-                "RUN", f"{rule}start.run=RUN@{self.update}", str(self.run_dir)
+        values = self.checkpoint.meta["values"]
+        has_finished = self.past.status == "FINISHED"
+        if has_finished and values["stop_training"]:
+            callback = values["loop"]["stopped_by"]
+            rule = (
+                f"was ended by training.callbacks.{callback} after update "
+                f"{self.update}: begin another one there, with "
+                f"start.run=RUN@{self.update}"
             )
-        if self.update > plan.updates or (
-            self.update == plan.updates and self.past.status == "FINISHED"
-        ):
-            raise ConfigError(
-                "training",
-                f"must have a horizon beyond the {self.update} updates done",
-                plan.updates,
-            )
+            raise ConfigError("RUN", rule, str(self.run_dir))
+        if self.update > plan.updates or (self.update == plan.updates and has_finished):
+            rule = f"must have a horizon beyond the {self.update} updates done"
+            raise ConfigError("training", rule, plan.updates)
         snapshot.check(self.checkpoint.meta, update)
-        if self.checkpoint.meta["values"]["loop"].get("batch") != plan.digest(
-            self.update
-        ):
-            rule = f"must give the batches of the run again: that of update {self.update} is another one"
+        if values["loop"].get("batch") != plan.digest(self.update):
+            rule = (
+                "must give the batches of the run again: that of update "
+                f"{self.update} is another one"
+            )
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
     def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
+        """Return the lines that a run prints when it is resumed."""
         from pipeline.checkpoints import snapshot
 
-        anew = snapshot.starting_anew(callbacks) if self.update else []
-        damage = (
-            [f"{NAME}: {self.past.damage}; what follows is trained again"]
-            if self.past.damage
-            else []
-        )
-        return [f"goes on after update {self.update}", *self.changes, *damage, *anew]
+        lines = [f"goes on after update {self.update}", *self.changes]
+        if self.past.damage:
+            lines.append(f"{NAME}: {self.past.damage}; what follows is trained again")
+        if self.update:
+            lines += snapshot.starting_anew(callbacks)
+        return lines
 
 
 def of(run_dir: Path, spec: RunSpec, *, required: bool) -> Continuation | None:
-    """Return the run in `run_dir`, to be resumed with `spec`; None if there is none, so that one may begin there.
+    """Return the run in `run_dir`, to be resumed with `spec`.
 
-    If `required`, the run must exist, and must have a checkpoint. A `ConfigError` says why it cannot be resumed.
+    Args:
+        run_dir: Of the run.
+        spec: As the config says now.
+        required: Whether the run must exist, and must have a checkpoint.
+
+    Returns:
+        None if there is no run, so that one may begin there.
+
+    Raises:
+        ConfigError: The run cannot be resumed.
     """
     if not required and not has_begun(run_dir / NAME):
         return None
-    if (
-        not required and spec.config.training.resume is None
-    ):  # a second run in one journal would never be shipped
-        key = (
-            "hydra.run.dir" if spec.config.tracking.sweep is None else "hydra.sweep.dir"
-        )
+    if not required and spec.config.training.resume is None:
+        # A second run in one journal would never be shipped.
+        is_job = spec.config.tracking.sweep is not None
+        key = "hydra.sweep.dir" if is_job else "hydra.run.dir"
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
-    past = Past.of(run_dir, "RUN" if required else "hydra.run.dir")
+    key = "RUN" if required else "hydra.run.dir"
+    past = Past.of(run_dir, key)
     try:
-        return _of(run_dir, with_own_store(spec, past), past, required)
+        return _continuation(run_dir, with_own_store(spec, past), past, required)
     except BaseException:
         past.close()
         raise
 
 
-def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuation:
-    found: list[str] = []
+def _continuation(
+    run_dir: Path, spec: RunSpec, past: Past, required: bool
+) -> Continuation:
+    lines: list[str] = []
     if past.described:
         recorded = recorded_config(run_dir, "RUN")
-        spec = _with_order(spec, recorded["dataset"])
-        if (
-            CLOCK not in leaves(recorded)
-            and spec.resolved["schedule"].get("clock") == "updates"
-        ):
-            spec = spec.changed({}, without=[CLOCK])
-        if spec.searches:
-            then = past.start["segment"]["cut"]["micro_batch_size"]
-            spec = spec.with_micro_batch(
-                min(then, spec.largest.share)
-            )  # on more replicas each gets less
-        found = changes(recorded, spec, past)
-        longer = any(
-            recorded["training"].get(unit) != spec.resolved["training"][unit]
-            for unit in HORIZONS
-        )
-        if past.status == "FINISHED" and not longer:
+        spec = _with_recorded_choices(spec, recorded, past)
+        lines = changes(recorded, spec, past)
+        if past.status == "FINISHED" and not _has_other_horizon(recorded, spec):
             if required:
-                rule = "has finished: a longer horizon goes on with it, and pipeline sync ships what its store lacks"
+                rule = (
+                    "has finished: a longer horizon goes on with it, and "
+                    "pipeline sync ships what its store lacks"
+                )
                 raise ConfigError("RUN", rule, str(run_dir))
             return Continuation(run_dir, spec, past, None, finished=True)
+
     # The updates whose rows a damaged journal has lost are trained again.
     most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
     latest = files.newest(run_dir / "checkpoints", most)
     if required and latest is None:
-        if not (there := files.updates(run_dir / "checkpoints")):
-            raise ConfigError(
-                "RUN",
-                "must have a checkpoint: see training.checkpoint_every",
-                str(run_dir),
-            )
-        rule = f"must have an intact checkpoint after at most {most} updates, of which {NAME} has the rows"
-        wrong = f" ({past.damage})" if past.damage else ""
-        raise ConfigError(
-            "RUN",
-            f"{rule}{wrong}: training.resume=auto trains it from the start",
-            str(run_dir),
-            there,
-        )
-    return Continuation(run_dir, spec, past, latest, found)
+        raise _no_checkpoint(run_dir, past, most)
+    return Continuation(run_dir, spec, past, latest, lines)
+
+
+def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
+    horizon = spec.resolved["training"]
+    return any(recorded["training"].get(unit) != horizon[unit] for unit in HORIZONS)
+
+
+def _no_checkpoint(run_dir: Path, past: Past, most: int) -> ConfigError:
+    """Return the error for a run without an intact checkpoint of `most` updates."""
+    existing = files.updates(run_dir / "checkpoints")
+    if not existing:
+        rule = "must have a checkpoint: see training.checkpoint_every"
+        return ConfigError("RUN", rule, str(run_dir))
+    rule = (
+        f"must have an intact checkpoint after at most {most} updates, of which "
+        f"{NAME} has the rows"
+    )
+    if past.damage:
+        rule += f" ({past.damage})"
+    rule += ": training.resume=auto trains it from the start"
+    return ConfigError("RUN", rule, str(run_dir), existing)
 
 
 def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
-    """Return the spec with the run's own store, unless an override names one or the journal hides its password."""
-    store, named = past.start["store"], ("tracking.uri=", "tracking=")
-    same = absolute(spec.config.tracking.uri) == store or HIDDEN in store
-    given = any(text.lstrip("+").startswith(named) for text in spec.overrides)
-    return spec if same or given else spec.changed({"tracking.uri": store})
+    """Return the spec with the run's own store.
+
+    It keeps its store if an override names one, or if the journal hides the password.
+    """
+    store = past.start["store"]
+    if absolute(spec.config.tracking.uri) == store or HIDDEN in store:
+        return spec
+    for override in spec.overrides:
+        if override.lstrip("+").startswith(("tracking.uri=", "tracking=")):
+            return spec
+    return spec.changed({"tracking.uri": store})
+
+
+def _with_recorded_choices(
+    spec: RunSpec, recorded: dict[str, Any], past: Past
+) -> RunSpec:
+    """Return the spec with what the run has chosen where the config leaves it open.
+
+    Keys that the record does not know are removed.
+    """
+    spec = _with_order(spec, recorded["dataset"])
+    knows_clock = CLOCK in leaves(recorded)
+    if not knows_clock and spec.resolved["schedule"].get("clock") == "updates":
+        spec = spec.changed({}, without=[CLOCK])
+    if spec.searches:
+        # On more replicas, each gets fewer examples.
+        size = past.start["segment"]["cut"]["micro_batch_size"]
+        spec = spec.with_micro_batch(min(size, spec.largest.share))
+    return spec
 
 
 def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
-    """Return the spec with the order of the examples of the `recorded` dataset group, without keys unknown to it."""
-    node, values = spec.dataset, dict[str, Any]()
+    """Return the spec with the order of the examples of the `recorded` dataset group."""
+    node = spec.dataset
+    values: dict[str, Any] = {}
     if node.get("in_memory") == "auto":
         values["dataset.in_memory"] = recorded.get("in_memory", True)
         if node.get("shuffle_buffer") is None and "shuffle_buffer" in recorded:
             values["dataset.shuffle_buffer"] = recorded["shuffle_buffer"]
-    unknown = [
-        f"dataset.{key}"
-        for key in ("shuffle_files", "checksum", "batched")
-        if key not in recorded
-    ]
+    unknown = []
+    for key in ("shuffle_files", "checksum", "batched"):
+        if key not in recorded:
+            unknown.append(f"dataset.{key}")
     return spec.changed(values, without=unknown)
 
 
 def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
-    """Return a line for each change from `recorded` to `spec` that the run allows; refuse one that makes it another."""
-    uri, first, cut = (
-        spec.config.tracking.uri,
-        past.start["segment"]["cut"]["effective_batch_size"],
-        spec.batching,
-    )
-    remember(uri)  # the record may hide what only its URI shows to be a secret
-    if past.run and mask(absolute(uri)) != mask(past.start["store"]):
-        raise ConfigError(
-            "tracking.uri", f"must be the store of the run, {past.start['store']}", uri
-        )
-    if spec.dataset.get("batched"):
-        then = recorded["accumulation"]["factor"]
-        if cut.factor != then:
-            raise ConfigError(FACTOR, f"must be that of the run, {then}", cut.factor)
-    elif cut.effective_batch_size != first:
-        raise ConfigError(
-            EFFECTIVE, f"must be that of the run, {first}", cut.effective_batch_size
-        )
-    then, now, before = (
-        leaves(recorded),
-        leaves(spec.recorded),
-        leaves(plain(OmegaConf.structured(Config))),
-    )
-    found = []
-    for key in [*then, *(key for key in now if key not in then)]:
-        old, new = (
-            then.get(key, before.get(key)),
-            now.get(key),
-        )  # the schema's defaults are what was done before
-        if old == new or f"{key}.".startswith(_FREE):
+    """Return a line for each change from the `recorded` config to that of `spec`.
+
+    Raises:
+        ConfigError: A change makes it another run.
+    """
+    _check_store(spec.config.tracking.uri, past)
+    _check_effective_batch(recorded, spec, past)
+
+    values_then = leaves(recorded)
+    values_now = leaves(spec.recorded)
+    # What a missing key meant is the schema's default.
+    defaults = leaves(plain(OmegaConf.structured(Config)))
+    new_keys = [key for key in values_now if key not in values_then]
+    lines = []
+    for key in [*values_then, *new_keys]:
+        then = values_then.get(key, defaults.get(key))
+        now = values_now.get(key)
+        if then == now or f"{key}.".startswith(_FREE):
             continue
         if f"{key}.".startswith(_SAME):
-            raise ConfigError(key, f"must be that of the run, {old!r}", new)
-        found.append(f"{key} {new} (was {old})")
-    return found
+            raise ConfigError(key, f"must be that of the run, {then!r}", now)
+        lines.append(f"{key} {now} (was {then})")
+    return lines
+
+
+def _check_store(uri: str, past: Past) -> None:
+    # The record may hide what only the URI shows to be a secret.
+    remember(uri)
+    store = past.start["store"]
+    if past.run and mask(absolute(uri)) != mask(store):
+        raise ConfigError("tracking.uri", f"must be the store of the run, {store}", uri)
+
+
+def _check_effective_batch(recorded: dict[str, Any], spec: RunSpec, past: Past) -> None:
+    cut = spec.batching
+    if spec.dataset.get("batched"):
+        # The elements of the dataset are batches, `factor` of which are an update.
+        factor = recorded["accumulation"]["factor"]
+        if cut.factor != factor:
+            rule = f"must be that of the run, {factor}"
+            raise ConfigError(FACTOR, rule, cut.factor)
+        return
+    size = past.start["segment"]["cut"]["effective_batch_size"]
+    if cut.effective_batch_size != size:
+        rule = f"must be that of the run, {size}"
+        raise ConfigError(EFFECTIVE, rule, cut.effective_batch_size)

@@ -1,4 +1,7 @@
-"""How processes start, and what they import: this package, wherever it is, and TensorFlow without its notices."""
+"""How processes start, and what they import.
+
+They import this package, wherever it is, and TensorFlow without its notices.
+"""
 
 import faulthandler
 import gc
@@ -14,91 +17,120 @@ from typing import Any
 
 from pipeline.common.errors import say
 
+# Notices of TensorFlow's libraries, which they print before they read any level.
+_NOTICE = re.compile(
+    r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |"
+    r"WARNING: All log messages before absl"
+)
+_PATIENCE = 30.0  # seconds for a program that is asked for something
+
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Suppress the notices that TensorFlow's libraries print before they read any level.
+    """Within the block, suppress the notices that TensorFlow's libraries print.
 
-    Nor is garbage ever looked for among what was imported first: each search takes 0.2 s.
+    Other lines are printed when the block ends. What the block imports first is never
+    searched for garbage: each search takes 0.2 s.
     """
-    first = "tensorflow" not in sys.modules
+    is_first_import = "tensorflow" not in sys.modules
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
-    kept, traced = os.dup(2), faulthandler.is_enabled()
-    faulthandler.enable(kept)  # what a crash says is not held back
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    stderr = os.dup(2)
+    was_enabled = faulthandler.is_enabled()
+    faulthandler.enable(stderr)  # The trace of a crash is not held back.
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             with without_collections():
                 yield
-                if first:
+                if is_first_import:
                     gc.freeze()  # before anything looks for garbage again
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            faulthandler.enable(2) if traced else faulthandler.disable()
-            os.close(kept)
-            held.seek(0)
-            for line in held.read().decode(errors="replace").splitlines():
-                if not re.match(
-                    r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |WARNING: All log messages before absl",
-                    line,
-                ):
+            os.dup2(stderr, 2)
+            if was_enabled:
+                faulthandler.enable(2)
+            else:
+                faulthandler.disable()
+            os.close(stderr)
+            captured.seek(0)
+            for line in captured.read().decode(errors="replace").splitlines():
+                if not _NOTICE.match(line):
                     say(line)
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Look for no garbage meanwhile, which takes a quarter of the time that large imports take."""
-    collects = gc.isenabled()
+    """Within the block, look for no garbage: a quarter of the time of large imports."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 def said(*command: str) -> str | None:
-    """Return what a program prints; None if it is missing, fails or takes more than 30 s."""
+    """Return what a program prints.
+
+    None if it is missing, fails, or takes more than 30 s.
+    """
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=30, check=True
-        ).stdout.strip()
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE, check=True
+        )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
+    return process.stdout.strip()
 
 
 def path_of_processes() -> str:
-    """Return the PYTHONPATH with which a new process imports this package from the same place."""
-    return os.pathsep.join(
-        filter(
-            None,
-            [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")],
-        )
-    )
+    """Return the PYTHONPATH for a new process.
+
+    The process then imports this package from the same place.
+    """
+    folders = [str(Path(__file__).resolve().parents[2])]
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited:
+        folders.append(inherited)
+    return os.pathsep.join(folders)
 
 
 def started(
     module: str, variables: dict[str, str] | None = None, **options: Any
 ) -> Any:
-    """Return the process of `python -m module`, with a pipe to it; it imports nothing from the working directory."""
-    ours = {**os.environ, "PYTHONPATH": path_of_processes(), **(variables or {})}
-    command, stdin = [sys.executable, "-P", "-m", module], subprocess.PIPE
+    """Start `python -m module`, and return the process, with a pipe to it.
+
+    It imports nothing from the working directory.
+
+    Args:
+        module: Its dotted name.
+        variables: Of its environment, in addition to those of this process.
+        options: Of `subprocess.Popen`.
+    """
+    environment = {**os.environ, "PYTHONPATH": path_of_processes()}
+    if variables:
+        environment.update(variables)
     # In a session of its own, Ctrl-C reaches this process alone, which then ends it.
     return subprocess.Popen(
-        command, stdin=stdin, env=ours, text=True, start_new_session=True, **options
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        **options,
     )
 
 
 @contextmanager
-def variables_set(**ours: str) -> Iterator[None]:
+def variables_set(**variables: str) -> Iterator[None]:
     """Set environment variables within the block."""
-    before = {name: os.environ[name] for name in ours if name in os.environ}
-    os.environ.update(ours)
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in ours:
+        for name in variables:
             del os.environ[name]
         os.environ.update(before)
