@@ -177,20 +177,18 @@ def _checked_term(
         )
         raise ConfigError("training.loss_over", rule, goal.loss_over)
 
+    def weighted_sum() -> tf.Tensor:
+        sums = accumulation.weighted_sum(
+            loss, term.y, term.output, term.sample_weight, None, goal.over_batch
+        )
+        return sums.total
+
     with refused(key, example.rule, loss.name):
         _check_shapes(loss, term.y, term.output)
         classes = None if has_several_outputs else example.classes
         _check_classes(loss, term.y, term.output, classes)
-        arguments = (
-            loss,
-            term.y,
-            term.output,
-            term.sample_weight,
-            None,
-            goal.over_batch,
-        )
-        total = accumulation.weighted_sum(*arguments).total
-        _trace(accumulation.weighted_sum, *arguments)
+        total = weighted_sum()
+        _trace(weighted_sum)
     return total
 
 
@@ -257,9 +255,12 @@ def _check_metric(
     metric: keras.metrics.Metric, alone: accumulation.Objective, example: _Example
 ) -> None:
     """Raise if the metric cannot be computed, where `alone` has no other metric."""
-    arguments = (example.y, example.outputs, example.sample_weight)
-    alone.update_metrics(*arguments)
-    _trace(alone.update_metrics, *arguments)
+
+    def update_metrics() -> None:
+        alone.update_metrics(example.y, example.outputs, example.sample_weight)
+
+    update_metrics()
+    _trace(update_metrics)
     result = metric.result()
     if tf.nest.is_nested(result) or tf.convert_to_tensor(result).shape.rank != 0:
         raise ValueError("its result is not one number")
@@ -297,15 +298,13 @@ def _check_names(
             raise ConfigError("model", rule, name)
 
 
-def _trace(function: Callable[..., Any], *arguments: Any) -> None:
+def _trace(function: Callable[[], Any]) -> None:
     """Raise if `function` cannot be traced, which a call does not show.
 
     Nothing is computed.
     """
     try:
-        tf.function(
-            lambda: function(*arguments), autograph=False
-        ).get_concrete_function()
+        tf.function(function, autograph=False).get_concrete_function()
     except tf.errors.OperatorNotAllowedInGraphError as error:
         rule = (
             "it branches in Python by the value of a tensor: "

@@ -82,11 +82,11 @@ def rescale(
     - any rule, if `scaling.ema`: the momentum of weight averaging ρ → ρ^κ: Busbridge et
       al. 2023 (arXiv:2307.13813).
 
+    A `ConfigError` rejects a rule that is not for this optimizer, or not for so large a
+    κ.
+
     Returns:
         What it changed, such as `rho 0.9 → 0.6`.
-
-    Raises:
-        ConfigError: the rule is not for this optimizer, or not for so large a κ.
     """
     rule = scaling.rule
     kappa = effective_batch_size / scaling.reference_batch_size
