@@ -1,9 +1,27 @@
-"""The file of a journal: lines with a running checksum, one writer and one shipper at a time.
+"""The file of a journal: lines with a running checksum, one writer and one shipper.
 
-Each line begins with a checksum of itself and of all lines before it: a changed byte or a lost line is detected
-wherever it is, and what precedes it stays valid. A line without a newline is one that a process was writing when it
-died: it is ignored, and overwritten when the run is resumed. The writer and the shipper each lock one byte of the file;
-the operating system releases these locks when their process ends, however it ends, and no forked process has them.
+One line is one JSON object on one line of text, which begins with its checksum:
+
+    {"crc":"9a0b1c2d","time":1700000000000,"step":7,"metrics":{…}}
+
+`crc` is a running CRC-32, in hexadecimal: it covers the rest of this line with its
+newline, and the same part of all earlier lines. So a changed byte or a lost line is
+detected wherever it is, and what precedes it stays valid. `time` is in milliseconds
+since 1970. `pipeline.tracking.journal` lists what else a line may hold.
+
+What a crash leaves:
+
+- A process died while it wrote a line: the line has no newline. It is not read, and it
+  is overwritten when the run is resumed. Without a first line there is no run yet, and
+  another run may begin in the folder.
+- A process died after `LineWriter.write`: the operating system has the line, and every
+  process reads it. The machine died: what followed the last `LineWriter.sync` may be
+  missing.
+- The disk is full: the lines wait in the memory of the writer. They are lost if it dies
+  before there is space again, unless they were handed to the shipper.
+
+The writer and the shipper each lock one byte of the file. The operating system releases
+a lock when its process ends, however it ends, and a forked process never has it.
 """
 
 import contextlib
@@ -22,129 +40,199 @@ from typing import Any, Self
 from pipeline.common.errors import ConfigError, refused, say
 from pipeline.common.recorded import FormError, check
 
-NAME = "journal.jsonl"  # in the run directory
+# Names of files in the run directory.
+NAME = "journal.jsonl"
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
-MODEL = "logged_model-{}"  # a trained model in the run directory, from when it is saved until the store has it
-FORMAT = 1  # of the lines; `{"start": {"format": …}}` says it
-WRITER, SHIPPER = 0, 1  # the bytes that are locked
+MODEL = "logged_model-{}"  # a trained model, from its saving until the store has it
+
+FORMAT = 1  # of the lines; the first line has it as `{"start": {"format": …}}`
+
+# The bytes of the file that are locked.
+WRITER = 0
+SHIPPER = 1
+
 MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
-_ENCODE = json.JSONEncoder(
-    separators=(",", ":")
-).encode  # made once: json.dumps makes one per call
-_LINE = {"end?": str, "step?": int} | dict.fromkeys(
-    ("start?", "run?", "metrics?", "tags?"), dict
-)
-_HEAD = len('{"crc":"00000000",')
-_AT_ONCE = 2**16  # bytes read at a time
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps makes it anew
+_FORM = {
+    "start?": dict,
+    "run?": dict,
+    "metrics?": dict,
+    "tags?": dict,
+    "end?": str,
+    "step?": int,
+}
+_HEAD_LENGTH = len('{"crc":"00000000",')
+_CHUNK = 2**16  # bytes read at a time
+_LOCK_INTERVAL = 0.1  # seconds between two tries to lock a byte
 
 
 def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
-    """Lock one byte of the file until the file is closed; return False if it is not free within `seconds`.
+    """Lock one byte of the file until the file is closed.
 
     Closing any descriptor of the file releases all locks that this process has on it.
+
+    Returns:
+        False if another process still has the lock after `seconds`.
     """
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
             return True
-        except (
-            BlockingIOError,
-            PermissionError,
-        ):  # which of the two it is differs between systems
-            if time.monotonic() >= until:
+        except (BlockingIOError, PermissionError):  # which one depends on the system
+            if time.monotonic() >= deadline:
                 return False
-        time.sleep(0.1)
+        time.sleep(_LOCK_INTERVAL)
 
 
-class Reader:
-    """Reads the lines of a journal, also while they are being written; one that was changed is a `FormError`."""
+def create(path: Path) -> "LineWriter":
+    """Return the writer of a new journal, locked.
+
+    Raises:
+        ConfigError: there is a journal already, or another process is writing one.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    is_free = lock(descriptor, WRITER)
+    if not is_free or b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
+        os.close(descriptor)
+        rule = "must be a folder without a run in it"
+        raise ConfigError("hydra.run.dir", rule, str(path.parent))
+    return LineWriter(descriptor)
+
+
+def has_begun(path: Path) -> bool:
+    """Return whether a journal has its first line.
+
+    A trainer that was killed before it wrote the first line has no run.
+    """
+    return path.exists() and b"\n" in path.read_bytes()
+
+
+def absolute(uri: str) -> str:
+    """Return the URI of a store, with the absolute path of a SQLite file."""
+    prefix = "sqlite:///"
+    if not uri.startswith(prefix):
+        return uri
+    return prefix + os.path.abspath(uri.removeprefix(prefix))
+
+
+class LineReader:
+    """Reads the lines of a journal, even while they are being written.
+
+    A line that was changed raises a `FormError`.
+
+    Attributes:
+        offset: the number of bytes in the complete lines that were read.
+        crc: the checksum of these lines.
+    """
 
     def __init__(self, descriptor: int):
-        self.offset = self.crc = self._number = (
-            0  # bytes and lines read, which are complete, and their checksum
-        )
+        self.offset = 0
+        self.crc = 0
+        self._lines_read = 0
         self._descriptor = descriptor
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the complete lines that follow."""
-        size = _AT_ONCE
-        while chunk := os.pread(self._descriptor, size, self.offset):
+        size = _CHUNK
+        while True:
+            chunk = os.pread(self._descriptor, size, self.offset)
             complete = chunk[: chunk.rfind(b"\n") + 1]
-            if not complete:
-                if len(chunk) < size:
-                    return
+            if complete:
+                for text in complete.splitlines(keepends=True):
+                    yield self._parse(text)
+            elif len(chunk) < size:
+                return
+            else:
                 size *= 2  # the line is longer than what was read
-            for text in complete.splitlines(keepends=True):
-                yield self._parsed(text)
 
     def continued(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the lines that follow, in the file and then in `text`; a line may begin in one and end in the other."""
-        yield from self.lines()
-        beginning = os.pread(
-            self._descriptor, os.fstat(self._descriptor).st_size, self.offset
-        )
-        for line in (beginning + text.encode()).splitlines(keepends=True):
-            yield self._parsed(line)
+        """Yield the lines that follow in the file, and then those in `text`.
 
-    def _parsed(self, text: bytes) -> dict[str, Any]:
-        crc = zlib.crc32(text[_HEAD:], self.crc)
-        if text[:_HEAD] != f'{{"crc":"{crc:08x}",'.encode():
-            older = self._number == 0 and text.startswith(b'{"time":')
-            wrong = f"line {self._number + 1} is not as it was written"
-            raise FormError("it is of a version before this one" if older else wrong)
-        self.offset, self.crc, self._number = (
-            self.offset + len(text),
-            crc,
-            self._number + 1,
-        )
+        A line may begin in the file and end in the text.
+        """
+        yield from self.lines()
+        size = os.fstat(self._descriptor).st_size
+        beginning = os.pread(self._descriptor, size, self.offset)
+        for line in (beginning + text.encode()).splitlines(keepends=True):
+            yield self._parse(line)
+
+    def _parse(self, text: bytes) -> dict[str, Any]:
+        crc = zlib.crc32(text[_HEAD_LENGTH:], self.crc)
+        if text[:_HEAD_LENGTH] != _head(crc):
+            if self._lines_read == 0 and text.startswith(b'{"time":'):
+                raise FormError("it is of a version before this one")
+            raise FormError(f"line {self._lines_read + 1} is not as it was written")
+
+        self.offset += len(text)
+        self.crc = crc
+        self._lines_read += 1
         try:
             line: dict[str, Any] = json.loads(text)
-            check(line, _LINE, [])
-        except ValueError as error:  # somebody has written it
-            raise FormError(f"line {self._number}: {error}") from error
+            check(line, _FORM, [])
+        except ValueError as error:  # somebody wrote it, with a correct checksum
+            raise FormError(f"line {self._lines_read}: {error}") from error
         return line
 
 
-class Writer:
-    """Appends lines. What a full disk does not take is kept in memory, and written when there is room again."""
+class LineWriter:
+    """Appends lines to a journal.
+
+    Lines that a full disk does not take are kept in memory, and are written when there
+    is space again.
+
+    Args:
+        descriptor: the file, opened for writing and locked.
+        offset: the number of bytes that are kept; what follows them is cut off.
+        crc: the checksum of the lines in these bytes.
+    """
 
     def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
-        self._descriptor, self._crc = descriptor, crc
+        self._descriptor = descriptor
+        self._crc = crc
         self._waiting = bytearray()
         os.ftruncate(descriptor, offset)
         os.lseek(descriptor, offset, os.SEEK_SET)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, with the current time unless it has one; an `OSError` if too much waits in memory already."""
-        text = (_ENCODE({"time": int(time.time() * 1000), **line})[1:] + "\n").encode()
-        self._crc = zlib.crc32(text, self._crc)
-        self._waiting += f'{{"crc":"{self._crc:08x}",'.encode() + text
-        was_waiting = len(self._waiting) > _HEAD + len(text)
+        """Write one line, with the current time unless it has one.
+
+        Raises:
+            OSError: the file cannot be written, or the disk is full and more than
+                `MOST_WAITING` bytes wait in memory.
+        """
+        now = int(time.time() * 1000)
+        body = (_encode({"time": now, **line})[1:] + "\n").encode()
+        was_waiting = bool(self._waiting)
+        self._crc = zlib.crc32(body, self._crc)
+        self._waiting += _head(self._crc) + body
         try:
             self._drain()
         except OSError as error:
-            if (
-                error.errno not in (errno.ENOSPC, errno.EDQUOT)
-                or len(self._waiting) > MOST_WAITING
-            ):
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full or len(self._waiting) > MOST_WAITING:
                 raise
             if not was_waiting:
                 say(
-                    f"the journal cannot be written ({error.strerror}): its lines wait in memory"
+                    f"the journal cannot be written ({error.strerror}): "
+                    "its lines wait in memory"
                 )
 
     def sync(self) -> None:
-        """Flush all lines to the disk; an `OSError` if it has no room."""
+        """Flush all lines to the disk; raise an `OSError` if it is full."""
         self._drain()
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
-        """Return what is kept in memory; the beginning of its first line may be in the file."""
+        """Return what waits in memory.
+
+        The beginning of its first line may already be in the file.
+        """
         return self._waiting.decode()
 
     def close(self) -> bool:
-        """Close the file, which releases its lock; return whether all lines are in it."""
+        """Close the file, which releases the lock; return whether it has all lines."""
         with contextlib.suppress(OSError):
             self._drain()
         os.close(self._descriptor)
@@ -152,54 +240,46 @@ class Writer:
 
     def _drain(self) -> None:
         while self._waiting:
-            del self._waiting[: os.write(self._descriptor, self._waiting)]
+            written = os.write(self._descriptor, self._waiting)
+            del self._waiting[:written]
 
 
-def create(path: Path) -> Writer:
-    """Return the writer of a new journal, locked; a `ConfigError` if there is one already."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    if not lock(descriptor, WRITER) or b"\n" in os.pread(
-        descriptor, os.fstat(descriptor).st_size, 0
-    ):
-        os.close(descriptor)
-        raise ConfigError(
-            "hydra.run.dir", "must be a folder without a run in it", str(path.parent)
-        )
-    return Writer(descriptor)
-
-
-def has_begun(path: Path) -> bool:
-    """Return whether there is a journal with a first line: a trainer that was killed before it has no run."""
-    return path.exists() and b"\n" in path.read_bytes()
+def _head(crc: int) -> bytes:
+    """Return the beginning of a line, `_HEAD_LENGTH` bytes."""
+    return f'{{"crc":"{crc:08x}",'.encode()
 
 
 @dataclass
 class Past:
-    """What a journal says of its run so far. The file is locked for the process that resumes the run."""
+    """What a journal says about its run so far.
+
+    The file stays locked for the process that resumes the run, until `close`.
+
+    Attributes:
+        path: the file.
+        descriptor: the open file.
+        start: what the run was created with.
+        run: its `run_id` and `experiment_id`; empty if it was never in a store.
+        steps: the steps that have a row, by the kind of the row, such as `val`.
+        last: the latest value of each metric.
+        tags: the tags that were set while the run was running.
+        resumed: what each segment after the first one began with.
+        described: whether the run has logged everything that precedes the training.
+        status: FINISHED, FAILED or KILLED; None if the run ended without a line.
+        damage: which line is not as it was written; empty if there is none.
+    """
 
     path: Path
     descriptor: int
-    start: dict[str, Any] = field(default_factory=dict)  # what the run was created with
-    run: dict[str, str] = field(
-        default_factory=dict
-    )  # `run_id` and `experiment_id`; empty if it was never in a store
-    steps: defaultdict[str, set[int]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # of rows, by kind, as `val`
-    last: dict[str, float] = field(
-        default_factory=dict
-    )  # the latest value of each metric
-    tags: dict[str, str] = field(default_factory=dict)  # set while the run was running
-    resumed: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # what each segment after the first began with
-    described: bool = (
-        False  # whether everything is logged that a run logs before it trains
-    )
-    status: str | None = (
-        None  # FINISHED, FAILED or KILLED; None if the run ended without a word
-    )
-    damage: str = ""  # which line is not as it was written; empty if there is none
+    start: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, str] = field(default_factory=dict)
+    steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    last: dict[str, float] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    described: bool = False
+    status: str | None = None
+    damage: str = ""
 
     @classmethod
     def of(
@@ -210,9 +290,16 @@ class Past:
         running: bool = False,
         seconds: float = 0.0,
     ) -> Self:
-        """Return the past of the run in `run_dir`, which the argument `key` names; the file is locked within `seconds`.
+        """Return the past of the run in `run_dir`.
 
-        It must have one of this version, whose run has ended unless it may be `running`; then nothing is locked.
+        Args:
+            run_dir: has a journal of this version.
+            key: the argument that names the run in an error.
+            running: accept a run that has not ended; then nothing is locked.
+            seconds: how long to wait for the lock.
+
+        Raises:
+            ConfigError: there is no such journal, or its run is still running.
         """
         path = run_dir / NAME
         with refused(key, f"must have a {NAME}", str(run_dir)):
@@ -229,51 +316,46 @@ class Past:
 
     @property
     def updates(self) -> set[int]:
+        """Return the updates that have a row."""
         return self.steps["train"]
 
-    def _read(self, key: str) -> None:
-        self._reader = Reader(self.descriptor)
-        try:
-            for line in self._reader.lines():
-                self._add(line)
-        except (FormError, OSError) as error:
-            self.damage = str(error)
-        version = self.start.get("format")
-        if version != FORMAT:
-            found = f"format {version}" if self.start else self.damage or "it is empty"
-            raise ConfigError(
-                key,
-                f"must have a journal of format {FORMAT} ({found})",
-                str(self.path.parent),
-            )
-
-    def _add(self, line: dict[str, Any]) -> None:
-        if "metrics" in line:
-            for key in line["metrics"]:
-                self.steps[key.partition("/")[0]].add(line["step"])
-            self.last |= line["metrics"]
-        elif "resume" in line:
-            self.resumed.append(line["resume"])
-            self.status = None
-        self.tags |= line.get("tags", {})
-        self.described |= line.get("artifact") == DESCRIBED
-        self.start, self.run = line.get("start", self.start), line.get("run", self.run)
-        self.status = line.get("end", self.status)
-
-    def writer(self) -> Writer:
+    def writer(self) -> LineWriter:
         """Return a writer that continues after the last complete line."""
-        return Writer(self.descriptor, self._reader.offset, self._reader.crc)
+        return LineWriter(self.descriptor, self._reader.offset, self._reader.crc)
 
     def close(self) -> None:
         """Close the file, which releases its lock."""
         os.close(self.descriptor)
 
+    def _read(self, key: str) -> None:
+        self._reader = LineReader(self.descriptor)
+        try:
+            for line in self._reader.lines():
+                self._add(line)
+        except (FormError, OSError) as error:
+            self.damage = str(error)
 
-def absolute(uri: str) -> str:
-    """Return the URI of a store, with the absolute path of a SQLite file."""
-    prefix = "sqlite:///"
-    return (
-        prefix + os.path.abspath(uri.removeprefix(prefix))
-        if uri.startswith(prefix)
-        else uri
-    )
+        version = self.start.get("format")
+        if version != FORMAT:
+            problem = f"format {version}"
+            if not self.start:
+                problem = self.damage or "it is empty"
+            rule = f"must have a journal of format {FORMAT} ({problem})"
+            raise ConfigError(key, rule, str(self.path.parent))
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if "metrics" in line:
+            for name in line["metrics"]:
+                kind = name.partition("/")[0]
+                self.steps[kind].add(line["step"])
+            self.last |= line["metrics"]
+        elif "resume" in line:
+            self.resumed.append(line["resume"])
+            self.status = None
+
+        if line.get("artifact") == DESCRIBED:
+            self.described = True
+        self.tags |= line.get("tags", {})
+        self.start = line.get("start", self.start)
+        self.run = line.get("run", self.run)
+        self.status = line.get("end", self.status)

@@ -22,7 +22,7 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.recorded import FormError
 from pipeline.common.secrets import mask
 from pipeline.tracking import model_upload
-from pipeline.tracking.journal_file import MODEL, SHIPPER, Reader, lock
+from pipeline.tracking.journal_file import MODEL, SHIPPER, LineReader, lock
 from pipeline.tracking.store import Store
 from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
@@ -93,7 +93,7 @@ class Uploader:
                 raise ConfigError(
                     "RUN_DIR", "is being shipped by another process", str(path.parent)
                 )
-            self._reader = Reader(self._descriptor)
+            self._reader = LineReader(self._descriptor)
             self._open_run(next(self._reader.lines()), may_exist)
         except BaseException:
             self.close()
