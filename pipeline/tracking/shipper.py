@@ -103,8 +103,7 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         else:
             _answer({"shipped": uploader.sent, "not_logged": uploader.not_logged})
     except ConfigError as error:
-        answer = {"error": first_line(error), "key": error.key, "rule": error.rule}
-        _answer(answer)
+        _answer({"error": first_line(error), "key": error.key, "rule": error.rule})
     except Exception as error:
         _answer({"error": first_line(error)})
 
