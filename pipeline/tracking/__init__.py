@@ -1,8 +1,10 @@
 """What a run logs to MLflow, and how it gets there.
 
-In: rows of updates and evaluations, tags, files. Out: a journal on disk, which a separate process ships to the store.
-`tracker` names what is logged, `provenance` describes the environment and the data, `store` opens the user's own store,
-`foreign_store` any other, and `sync_run` ships what a trainer left behind.
+In: rows of updates and evaluations, tags, files. Out: a journal on disk, which a
+separate process ships to the store. `tracker` names what is logged, `provenance`
+describes the environment and the data, `journal` and `journal_file` say what is written
+and what survives a crash, `store` opens the user's own store, `foreign_store` any
+other, and `sync_run` ships what a trainer left behind.
 """
 
 import logging
@@ -19,17 +21,18 @@ __all__ = [
     "tracker",
 ]
 
-# MLflow reads these when it is imported: quiet migrations, and errors within seconds if a server is gone.
+# MLflow reads these when it is imported. Migrations are quiet, and a server that is
+# gone is an error within seconds.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-# It would print a server's address with its password, and to the pipe on which the shipper answers the trainer.
+# MLflow would print a server's address with its password, and would print it to the
+# pipe on which the shipper answers the trainer.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+
 logging.getLogger("alembic").setLevel(logging.WARNING)
-for _name in (
-    "mlflow.store.db.utils",
-    "urllib3.connectionpool",
-):  # they log what they raise, at every retry
-    logging.getLogger(_name).setLevel(logging.CRITICAL)
+# These log at every retry what they raise.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+logging.getLogger("urllib3.connectionpool").setLevel(logging.CRITICAL)

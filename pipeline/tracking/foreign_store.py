@@ -1,6 +1,7 @@
-"""A store that need not be the user's own: every verb that reads a store does so through here.
+"""Stores that need not be the user's own: every verb that reads a store does so here.
 
-In: its address and what the user allows. Out: runs with IDs in MLflow's format, whose artifacts lie where they may.
+In: the address of a store and what the user allows. Out: runs with IDs in MLflow's
+format, whose artifacts lie where they may.
 """
 
 import json
@@ -19,22 +20,36 @@ from pipeline.trust import artifact_locations
 
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep without a file
-LONGEST_TAG = 5000  # characters that every MLflow store accepts
 CRITICAL = "critical"  # the name of a sweep of `pipeline critical`
-_MOST = 50_000  # runs that one search returns, at most
+LONGEST_TAG = 5000  # characters that every MLflow store accepts
 RUN_ID = re.compile("[0-9a-f]{32}")
+_MOST_RUNS = 50_000  # that one search returns
+_MOST_CHOICES = 10  # that an error lists
 
 
 @dataclass(frozen=True)
 class ForeignStore:
-    """A store that exists and answers, see `open`. Artifacts may lie with it and in `places`."""
+    """A store that exists and answers; `open` returns one.
+
+    Attributes:
+        uri: where it is.
+        places: where artifacts may lie that do not lie with the store.
+    """
 
     uri: str
     places: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, uri: str, allow: Sequence[str] = ()) -> Self:
-        """Return the store at `uri`, which must exist and answer; `allow` is of `trust.allow` and `--allow`."""
+        """Return the store at `uri`.
+
+        Args:
+            uri: where it is.
+            allow: the entries of `trust.allow` and `--allow`.
+
+        Raises:
+            ConfigError: it does not exist, or does not answer.
+        """
         from pipeline.tracking.store import Store
 
         check_allowed(allow)
@@ -43,6 +58,7 @@ class ForeignStore:
         return cls(uri, tuple(allowed_places(allow)))
 
     def client(self) -> Any:
+        """Return MLflow's client of the store."""
         from mlflow.tracking import MlflowClient
 
         return MlflowClient(self.uri)
@@ -53,173 +69,222 @@ class ForeignStore:
 
         if RUN_ID.fullmatch(start):
             try:
-                found = [self.client().get_run(start)]
+                runs = [self.client().get_run(start)]
             except MlflowException as error:
-                raise ConfigError(
-                    "RUN_ID", "must be a run of the store", start
-                ) from error
+                rule = "must be a run of the store"
+                raise ConfigError("RUN_ID", rule, start) from error
         elif re.fullmatch("[0-9a-f]{4,32}", start):
-            found = self._search(f"attributes.run_id LIKE '{start}%'")
+            runs = self._search(f"attributes.run_id LIKE '{start}%'")
         else:
-            raise ConfigError(
-                "RUN_ID",
-                "must be the ID of a run, or at least 4 digits of its start",
-                start,
-            )
-        return self._only("RUN_ID", "run", start, found)
+            rule = "must be the ID of a run, or at least 4 digits of its start"
+            raise ConfigError("RUN_ID", rule, start)
+        return self._only("RUN_ID", "run", start, runs)
 
     def sweep(self, start: str) -> Any:
-        """Return the parent run whose ID begins with `start`, or of that name; the newest of a sweep file's name."""
-        runs = self._search("tags.`sweep.name` != ''")
-        found = [
-            run
-            for run in runs
-            if run.info.run_id.startswith(start) or run.info.run_name == start
-        ]
-        of_file = [run for run in runs if run.data.tags["sweep.name"] == start]
+        """Return the parent run of a sweep.
+
+        Args:
+            start: the beginning of its ID, its name, or the name of its sweep file, of
+                which the newest sweep is meant.
+        """
+        sweeps = self._search("tags.`sweep.name` != ''")
+        named = []
+        of_file = []
+        for run in sweeps:
+            if run.info.run_id.startswith(start) or run.info.run_name == start:
+                named.append(run)
+            if run.data.tags["sweep.name"] == start:
+                of_file.append(run)
         newest = sorted(of_file, key=lambda run: run.info.start_time)[-1:]
-        return self._only("SWEEP", "sweep", start, found or newest, runs)
+        return self._only("SWEEP", "sweep", start, named or newest, sweeps)
 
     def check_experiment(self, name: str) -> None:
-        """Refuse an experiment whose artifacts lie elsewhere; those of a new one will lie with the store."""
-        if (found := self.client().get_experiment_by_name(name)) is not None:
-            artifact_locations.check(found.artifact_location, self.uri, self.places)
+        """Reject an experiment whose artifacts lie elsewhere.
+
+        Those of a new experiment will lie with the store.
+        """
+        experiment = self.client().get_experiment_by_name(name)
+        if experiment is not None:
+            location = experiment.artifact_location
+            artifact_locations.check(location, self.uri, self.places)
 
     def _search(self, condition: str) -> list[Any]:
-        experiments = [
-            experiment.experiment_id
-            for experiment in self.client().search_experiments()
-        ]
-        return list(
-            self.client().search_runs(experiments, condition, max_results=_MOST)
-        )
+        client = self.client()
+        experiments = [found.experiment_id for found in client.search_experiments()]
+        return list(client.search_runs(experiments, condition, max_results=_MOST_RUNS))
 
     def _only(
         self,
         key: str,
         kind: str,
         start: str,
-        found: Sequence[Any],
+        matches: Sequence[Any],
         known: Sequence[Any] = (),
     ) -> Any:
-        """Return the only run of `found`, checked; `known` are the choices if there is none."""
-        if len(found) != 1:
-            rule = (
-                f"must name one {kind}, not {len(found)}"
-                if found
-                else f"must name one {kind} of the store"
-            )
-            choices = [
-                f"{run.info.run_id} ({run.info.run_name})"
-                for run in (found or known)[:10]
-            ]
+        """Return the only run of `matches`, once its ID and its place are checked.
+
+        Args:
+            key: the argument that named the run.
+            kind: what the run is, in an error.
+            start: what the argument was.
+            matches: the runs that it may mean.
+            known: the choices if there are none.
+        """
+        if len(matches) != 1:
+            rule = f"must name one {kind} of the store"
+            if matches:
+                rule = f"must name one {kind}, not {len(matches)}"
+            choices = []
+            for run in (matches or known)[:_MOST_CHOICES]:
+                choices.append(f"{run.info.run_id} ({run.info.run_name})")
             raise ConfigError(key, rule, start, choices)
-        (run,) = found
-        if not RUN_ID.fullmatch(
-            run.info.run_id
-        ):  # it becomes an argument and an override
-            raise ConfigError(
-                key, f"must be a {kind} with an ID of MLflow's own", run.info.run_id
-            )
+
+        run = matches[0]
+        if not RUN_ID.fullmatch(run.info.run_id):  # it is used as an argument
+            rule = f"must be a {kind} with an ID of MLflow's own"
+            raise ConfigError(key, rule, run.info.run_id)
         artifact_locations.check(run.info.artifact_uri, self.uri, self.places)
         return run
 
 
 def listed(tags: Mapping[str, str], key: str) -> list[str]:
-    """Return the list of strings in a run's tag `key`, which continues in KEY.1, KEY.2, …; empty without the tag."""
+    """Return the list of strings in a run's tag.
+
+    Args:
+        tags: the tags of a run.
+        key: the tag, which continues in KEY.1, KEY.2 and so on.
+
+    Returns:
+        The strings; an empty list without the tag.
+
+    Raises:
+        ConfigError: the tag holds anything else.
+    """
     parts = [tags.get(key, "[]")]
     while (part := tags.get(f"{key}.{len(parts)}")) is not None:
         parts.append(part)
     try:
-        found = json.JSONDecoder().raw_decode("".join(parts))[
-            0
-        ]  # what follows is left over from a longer list
-        if not isinstance(found, list) or not all(
-            isinstance(entry, str) for entry in found
-        ):
+        # Text that follows is left over from a longer list.
+        values, _ = json.JSONDecoder().raw_decode("".join(parts))
+        is_list = isinstance(values, list)
+        if not is_list or not all(isinstance(value, str) for value in values):
             raise ValueError("it is no list of texts")
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            "SWEEP", f"must have a tag {key} that can be read ({first_line(error)})"
-        ) from error
-    return found
+        rule = f"must have a tag {key} that can be read ({first_line(error)})"
+        raise ConfigError("SWEEP", rule) from error
+    return values
 
 
 @dataclass
 class SweepRecord:
-    """A sweep as recorded in a store: its parent run, and the latest run of each job."""
+    """A sweep as recorded in a store: its parent run, and the latest run of each job.
 
-    uri: str  # of the store
+    Attributes:
+        uri: the store.
+        run_id: the parent run.
+        experiment_id: the experiment of all runs.
+    """
+
+    uri: str
     run_id: str
     experiment_id: str
 
     def client(self) -> Any:
+        """Return MLflow's client of the store."""
         return ForeignStore(self.uri).client()
 
     def children(self) -> dict[str, Any]:
-        """Return the latest run of each job, by the job's name; a run that does not name its job is refused."""
-        jobs = f"tags.sweep = '{self.run_id}'"
+        """Return the latest run of each job, by the job's name.
+
+        Raises:
+            ConfigError: a run does not name its job.
+        """
         runs = self.client().search_runs(
-            [self.experiment_id], jobs, max_results=_MOST, order_by=["start_time ASC"]
+            [self.experiment_id],
+            f"tags.sweep = '{self.run_id}'",
+            max_results=_MOST_RUNS,
+            order_by=["start_time ASC"],
         )
+        latest = {}
         for run in runs:
-            if "sweep.job" not in run.data.tags or not RUN_ID.fullmatch(
-                run.info.run_id
-            ):
-                raise ConfigError(
-                    "SWEEP",
-                    "must have runs with MLflow's IDs and a tag sweep.job",
-                    run.info.run_id,
-                )
-        return {run.data.tags["sweep.job"]: run for run in runs}
+            is_named = "sweep.job" in run.data.tags
+            if not is_named or not RUN_ID.fullmatch(run.info.run_id):
+                rule = "must have runs with MLflow's IDs and a tag sweep.job"
+                raise ConfigError("SWEEP", rule, run.info.run_id)
+            latest[run.data.tags["sweep.job"]] = run
+        return latest
 
 
 @dataclass(frozen=True)
 class OwnStore:
-    """The store at `uri`, which the user's config names; a store in `places` may be followed too."""
+    """The store that the user's config names.
+
+    Attributes:
+        uri: where it is.
+        places: the places of `trust.allow`: a store in one of them may be followed too.
+        on_command_line: whether the user named the store on the command line.
+    """
 
     uri: str
-    places: tuple[str, ...] = ()  # of `trust.allow`
+    places: tuple[str, ...] = ()
     on_command_line: bool = True
 
     def followed(self, recorded: str, where: str, *, moves: bool = False) -> str:
-        """Return the URI of the store that is `recorded` in a file in `where`; refuse one that is not the user's.
+        """Return the URI of the store that is recorded in a file.
 
-        What `moves`, as it was in no store yet, goes to one on the command line.
+        Args:
+            recorded: the URI in the file, without a password.
+            where: what the file is, in an error.
+            moves: the run was in no store yet, and may go to another one that is named
+                on the command line.
+
+        Raises:
+            ConfigError: the recorded store is not the user's.
         """
-        remember(self.uri)  # the record may hide what only its URI shows to be a secret
-        if mask(absolute(self.uri)) == mask(recorded) or (
-            self.on_command_line and moves
-        ):
+        # Only the user's URI shows which parts of the recorded one are secrets.
+        remember(self.uri)
+        is_same = mask(absolute(self.uri)) == mask(recorded)
+        if is_same or (self.on_command_line and moves):
             return self.uri
-        if (
-            not self.on_command_line
-            and HIDDEN not in recorded
-            and artifact_locations.lies_in(recorded, self.places)
-        ):
+        is_readable = HIDDEN not in recorded
+        is_allowed = is_readable and artifact_locations.lies_in(recorded, self.places)
+        if is_allowed and not self.on_command_line:
             return recorded
-        rule = f"must be that of {where}, {mask(recorded)}; if that is yours, add tracking.uri={mask(recorded)}"
+        rule = (
+            f"must be that of {where}, {mask(recorded)}; "
+            f"if that is yours, add tracking.uri={mask(recorded)}"
+        )
         raise ConfigError("tracking.uri", rule, self.uri)
 
 
 def again_command(name: str, run_id: str, uri: str) -> str:
-    """Return the command that runs the rest of the sweep `run_id`, as far as the store `uri` can tell."""
+    """Return the command that runs the rest of a sweep, as far as its record tells.
+
+    Args:
+        name: the sweep's name.
+        run_id: its parent run.
+        uri: its store.
+    """
     if name == MULTIRUN:
-        return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store_argument(uri)])}"
-    return shlex.join(
-        ["pipeline", "sweep", name, "--again", run_id, *store_argument(uri)]
-    )
+        overrides = [f"tracking.sweep={run_id}", *store_argument(uri)]
+        return f"pipeline train -m … {shlex.join(overrides)}"
+    command = ["pipeline", "sweep", name, "--again", run_id, *store_argument(uri)]
+    return shlex.join(command)
 
 
 def sync_command(folder: str, uri: str) -> str:
-    """Return the command that ships what is in `folder` to the store `uri`, whose password the user adds."""
+    """Return the command that ships what is in `folder` to the store at `uri`.
+
+    The URI has no password in it: the user adds it.
+    """
     return shlex.join(["pipeline", "sync", folder, *store_argument(uri)])
 
 
 def store_argument(uri: str) -> list[str]:
-    """Return the override with which a command finds the store `uri`; none is needed for the default one."""
-    return (
-        []
-        if uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ
-        else [f"tracking.uri={mask(uri)}"]
-    )
+    """Return the override with which a command finds the store at `uri`.
+
+    None is needed for the default store, unless the environment names another one.
+    """
+    if uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ:
+        return []
+    return [f"tracking.uri={mask(uri)}"]

@@ -1,34 +1,45 @@
-"""The durable outbox of a run.
-
-The trainer appends lines to a file, and a separate process ships them to MLflow:
+"""The durable outbox of a run: a file of lines that a separate process ships to MLflow.
 
     training thread ─► journal.jsonl ─► `python -m pipeline.tracking.shipper` ─► MLflow
 
-The trainer never waits for the tracker, and opens no store. Every line keeps its time
-stamp, so that shipping it twice changes nothing.
+The trainer appends lines and opens no store, so training never waits for the tracker.
+`pipeline.tracking.uploader` ships the lines in their order; shipping one twice changes
+nothing, since every line keeps its time stamp and every point its step.
 
-    the trainer dies    The shipper ships what was written, and closes the run.
-    the shipper dies    The trainer replaces it. The new one compares the store with the
-                        journal.
-    both die            `pipeline sync` ships the rest.
+The lines
+---------
+One line is one JSON object, with its time in milliseconds and a checksum; see
+`pipeline.tracking.journal_file`. Besides these it holds:
 
-One line is one JSON object, with its time in milliseconds and its checksum (see
-`pipeline.tracking.journal_file`):
-
-    {"start": {…}}                               the run: format, store, params, tags;
-                                                 the first line
-    {"run": {"run_id": …, "experiment_id": …}}   its IDs in the store
-    {"dataset": {…}, "context": "training"}      one of its inputs
-    {"step": updates, "metrics": {…}}
+    {"start": {…}}                              the run: format, store, params, tags
+    {"run": {"run_id": …, "experiment_id": …}}  its IDs in the store
+    {"dataset": {…}, "context": "training"}     one of its inputs
+    {"step": updates, "metrics": {…}}           one row
     {"tags": {…}}
-    {"artifact": name in the run directory}
-    {"model": ID}                                the trained model, in `logged_model-ID`
-                                                 in the run directory
-    {"fork_of": run_id}                          the run whose checkpoint it begins with,
-                                                 which gets a tag
+    {"artifact": name}                          a file in the run directory
+    {"model": ID}                               the model in `logged_model-ID` there
+    {"fork_of": run_id}                         the run whose checkpoint it begins with
     {"end": "FINISHED" | "FAILED" | "KILLED"}
-    {"resume": {…}}                              the run is resumed: what its next
-                                                 segment begins with
+    {"resume": {…}}                             what the next segment begins with
+
+`start` is the first line, and `resume` follows the end of a segment, if it had one.
+
+After a crash
+-------------
+- The trainer dies before the first line: there is no run, in the store or on disk.
+- The trainer dies later: the shipper sees its standard input end, ships all complete
+  lines, and closes the run as KILLED, with the last update in the tag `failure`.
+- The shipper dies: the trainer starts another one within `REVIVE` seconds. That one
+  finds the run by its tag `journal`, compares the store with the file, and ships what
+  is missing.
+- Both die: the lines stay in the file, and `pipeline sync` does the same.
+- The store is away: the shipper tries again every few seconds, and the lines wait in
+  the file. At its end the trainer waits for it while the store makes progress, and
+  `patience` seconds longer. What is not shipped by then is left to `pipeline sync`.
+- The disk of the journal is full: the lines wait in memory, and at the end they are
+  handed to the shipper.
+- The machine dies: the first line is on disk, and later ones as far as the operating
+  system had written them.
 """
 
 import contextlib
@@ -48,53 +59,51 @@ from pipeline.tracking.journal_file import FORMAT, Past
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
-# Seconds without an answer after which the user learns that the run waits for the store.
-SILENCE = 10.0
+SILENCE = 10.0  # seconds without an answer before the user is told of the wait
 RETRY = 5.0  # seconds between two attempts to reach a store that is waited for
+GRACE = 2.0  # seconds that a shipper has to end before it is killed
 AWAY = "must be a store that answers ({})"
-# Failures that are survived before the run exists: shippers that die, stores that go
-# away.
+# Failures that a run survives before it exists: shippers that die, and stores that go
+# away while they create it.
 LIVES = 3
-# Points that wait to be shipped before the user learns of it: some seconds of work for a
-# store.
+# Points that wait to be shipped before the user is told. A store takes some seconds for
+# that many.
 LAG = 20_000
-
-# An answer of the shipper, see `pipeline.tracking.shipper`. Its `error` says that it has
-# ended; `died` is added if it ended without an answer.
-Answer = dict[str, Any]
 
 
 class ShipperProcess:
-    """A running shipper. It takes commands, and its answers are queued.
+    """A running shipper, which takes commands and answers them.
+
+    `pipeline.tracking.shipper` lists the commands and the answers. The shipper runs
+    none of the user's code. Ctrl-C reaches the trainer alone, which then says how the
+    run ended.
 
     Args:
-        opening: The first command.
+        opening: the first command.
     """
 
     def __init__(self, opening: dict[str, Any]):
-        # It runs none of the user's code. Ctrl-C reaches the trainer alone, which then
-        # writes how the run ended.
         self.process = imports.started(
             "pipeline.tracking.shipper", stdout=subprocess.PIPE
         )
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.send(opening)
 
     def send(self, command: dict[str, Any]) -> None:
-        """Send a command; if the shipper has ended, its answer is an error."""
+        """Send one command; if the shipper is gone, the next answer is an error."""
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(command) + "\n")
             self.process.stdin.flush()
 
-    def answer(self, seconds: float) -> Answer | None:
+    def answer(self, seconds: float) -> dict[str, Any] | None:
         """Return the next answer; None if there is none within `seconds`."""
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=max(0.0, seconds))
         return None
 
     def alive(self) -> bool:
-        """Return whether the process is running."""
+        """Return whether the process runs."""
         return self.process.poll() is None
 
     def close(self) -> None:
@@ -103,35 +112,37 @@ class ShipperProcess:
             self.process.stdin.close()
 
     def terminate(self) -> None:
-        """End the process; kill it if it is stopped or does not end within 2 s."""
+        """End the process, and kill it if it does not end within `GRACE` seconds."""
         self.close()
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)
+            self.process.wait(GRACE)
         self.process.kill()
         self.process.wait()
 
     def _listen(self) -> None:
-        # The last line is incomplete if the shipper was killed.
-        with contextlib.suppress(ValueError), self.process.stdout as lines:
-            for line in lines:
+        # A shipper that was killed may have written half a line: a ValueError.
+        with contextlib.suppress(ValueError), self.process.stdout as answers:
+            for line in answers:
                 self._answers.put(json.loads(line))
-        error = "the shipper ended without an answer"
-        self._answers.put({"error": error, "died": True})
+        self._answers.put(
+            {"error": "the shipper ended without an answer", "died": True}
+        )
 
 
 class Journal:
-    """The trainer's end of the outbox.
+    """The trainer's end: writes the lines, and keeps a shipper running.
 
-    The store opens in the background at once, while TensorFlow is still being imported.
+    The store is opened in the background at once, while TensorFlow is still being
+    imported. The experiment is created with the run if it does not exist. Call `ready`,
+    then `start` or `go_on`, then `write`, then `close`; or `abandon` instead.
 
     Args:
-        uri: Of the store.
-        experiment: Its name; it is created with the run if it does not exist.
-        patience: Seconds for which an answer of the store is waited for, at the start
-            and at the end of the run.
-        when_unreachable: What to do with a store that does not answer at the start:
-            `refuse` the run, `wait`, or train `offline`.
+        uri: the store.
+        experiment: the name of the run's experiment.
+        patience: how many seconds to wait for an answer of the store, at the start and
+            at the end.
+        when_unreachable: `refuse` the run, `wait`, or train `offline`.
     """
 
     def __init__(
@@ -146,20 +157,21 @@ class Journal:
         self.experiment = experiment
         self.patience = patience
         self._when_unreachable = when_unreachable
-        self._offline = False
+        self._is_offline = False
         self._path = Path()
         self._lives = LIVES
         self._lag = LAG
-        self._checked = time.monotonic()
+        self._checked_at = time.monotonic()
+        self._deadline = self._checked_at
         self.shipper = self._open()
 
     def ready(self) -> None:
         """Wait until the store answers.
 
         Raises:
-            ConfigError: It cannot be reached, read or written. Call `abandon` then.
+            ConfigError: it cannot be reached, read or written. Call `abandon` then.
         """
-        while not self._offline:
+        while not self._is_offline:
             answer = self._answer()
             if "error" not in answer:
                 return
@@ -173,22 +185,19 @@ class Journal:
         """Create the run.
 
         Args:
-            path: Of the journal, which must be new.
-            run: With `experiment`, `name`, `params`, `tags` and `system_metrics`.
+            path: a new journal.
+            run: has `experiment`, `name`, `params`, `tags` and `system_metrics`.
 
         Returns:
-            Its `run_id` and `experiment_id`; an empty dict if it is kept offline.
+            Its `run_id` and `experiment_id`; an empty dict if the run is kept offline.
         """
-        start = {
-            "format": FORMAT,
-            "store": secrets.mask(journal_file.absolute(self.uri)),
-            **run,
-            "tags": {**run["tags"], "journal": uuid.uuid4().hex},
-        }
+        tags = {**run["tags"], "journal": uuid.uuid4().hex}
+        store = secrets.mask(journal_file.absolute(self.uri))
+        start = {"format": FORMAT, "store": store, **run, "tags": tags}
         try:
             self._writer = journal_file.create(path)
             self._writer.write({"start": start})
-            self._writer.sync()  # The shipper reads it there.
+            self._writer.sync()  # the shipper reads the line from the file
         except BaseException:
             self.abandon()
             raise
@@ -198,7 +207,10 @@ class Journal:
         return ids
 
     def go_on(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
-        """Resume the run of `past`; return its IDs, as `start` does."""
+        """Resume the run of `past`, and return its IDs as `start` does.
+
+        The `segment` describes what may have changed since; `provenance` makes it.
+        """
         ids = self._attach(past.path, may_exist=True)
         self._writer = past.writer()
         if ids and ids != past.run:
@@ -207,44 +219,51 @@ class Journal:
         return ids or past.run
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, as `Writer.write` does. Each (metric, step) is written once."""
+        """Write one line, as `LineWriter.write` does.
+
+        Each metric may be written once at each step.
+        """
         self._writer.write(line)
-        if time.monotonic() - self._checked > REVIVE:
+        if time.monotonic() - self._checked_at > REVIVE:
             self._revive()
-            self._report_lag()
+            self._warn_if_behind()
 
     def ship_now(self) -> None:
-        """Let the shipper ship what is written, without its usual interval."""
+        """Let the shipper ship what is written without its usual interval."""
         self.shipper.send({"unwritten": ""})
 
     def close(self, status: str) -> str | None:
-        """End the run and wait for the shipper.
+        """End the run, and wait for the shipper.
 
         Returns:
             Why something was not shipped; None if everything was.
         """
-        # What the disk does not take is handed to the shipper.
+        # A line that the disk does not take is handed to the shipper by `_finish`.
         with contextlib.suppress(OSError):
             self._writer.write({"end": status})
+
         self._deadline = time.monotonic() + self.patience
-        why: str | None = "the store was not asked"
+        problem: str | None = "the store was not asked"
         try:
-            while not self._offline and time.monotonic() < self._deadline:
+            while not self._is_offline and time.monotonic() < self._deadline:
                 self._revive()
-                why = self._finish()
-                if why is None:
+                problem = self._finish()
+                if problem is None:
                     break
                 time.sleep(1)
-        finally:  # An interruption included.
+        finally:  # an interruption ends the wait, and closes the file
             self.abandon()
             if not self._writer.close():
-                where = "which are lost" if why else "which the store alone has"
+                where = "which are lost" if problem else "which the store alone has"
                 say(f"the disk has no room for the last lines of {self._path}, {where}")
-        return why
+        return problem
 
     def abandon(self) -> None:
-        """End the shipper. If no run was started, nothing is left in the store."""
-        # It may still be importing MLflow, or creating a schema that is not needed.
+        """End the shipper; if no run was started, nothing is left in the store.
+
+        The shipper may still be importing MLflow, or creating a schema that is no
+        longer needed.
+        """
         self.shipper.terminate()
 
     def _open(self) -> ShipperProcess:
@@ -261,28 +280,27 @@ class Journal:
         """Let the shipper create or find the run.
 
         Returns:
-            Its IDs; an empty dict if it is kept offline.
+            The IDs of the run; empty if it is kept offline.
         """
         self._path = path
-        while not self._offline:
+        while not self._is_offline:
             self.shipper.send({"ship": str(path), "may_exist": may_exist})
             answer = self._answer()
             if "error" not in answer:
                 return answer
-            final = "key" in answer or not self._lives
-            if not self._recovers(answer, final=final):
+            is_final = "key" in answer or not self._lives
+            if not self._recovers(answer, final=is_final):
                 self.abandon()
-                raise self._not_taken(path, answer)
+                raise self._attach_error(answer)
             if "died" not in answer:
-                # The store may not be away, but reject the run.
+                # The store may not be away, but refuse this run: do not try for ever.
                 self._lives -= 1
             self.ready()
             may_exist = True
         return {}
 
-    def _not_taken(self, path: Path, answer: Answer) -> Exception:
-        """Return the error for a run that the store did not take."""
-        run_dir = str(path.parent)
+    def _attach_error(self, answer: dict[str, Any]) -> Exception:
+        run_dir = str(self._path.parent)
         if answer.get("key") == "RUN_DIR":
             return ConfigError(answer["key"], answer["rule"], run_dir)
         command = foreign_store.sync_command(run_dir, self.uri)
@@ -291,84 +309,90 @@ class Journal:
             f"what it has of it: {command}"
         )
 
-    def _recovers(self, answer: Answer, *, final: bool) -> bool:
+    def _recovers(self, answer: dict[str, Any], *, final: bool) -> bool:
         """Open the store anew, or go offline, after an error.
 
-        A shipper that died is replaced, `LIVES` times. Otherwise the store is away,
-        unless the answer is `final`.
+        A shipper that died is replaced, `LIVES` times. Any other error means that the
+        store is away, unless the answer is `final`.
 
         Returns:
             False if the run cannot go on.
         """
-        died = "died" in answer and self._lives > 0
-        if not died and (final or self._when_unreachable == "refuse"):
+        if "died" in answer and self._lives > 0:
+            self._lives -= 1
+            self.abandon()
+            self.shipper = self._open()
+            return True
+
+        if final or self._when_unreachable == "refuse":
             return False
         self.abandon()
-        if died:
-            self._lives -= 1
-        else:
-            reason = answer.get("rule", AWAY.format(answer["error"]))
-            if self._when_unreachable == "offline":
-                self._offline = True
-                what = "this run is kept in its directory, for pipeline sync"
-                say(f"tracking.uri {reason}: {what}")
-                return True
-            say(f"tracking.uri {reason}: waiting for it")
-            time.sleep(RETRY)
+        rule = answer.get("rule", AWAY.format(answer["error"]))
+        if self._when_unreachable == "offline":
+            self._is_offline = True
+            say(
+                f"tracking.uri {rule}: "
+                "this run is kept in its directory, for pipeline sync"
+            )
+            return True
+        say(f"tracking.uri {rule}: waiting for it")
+        time.sleep(RETRY)
         self.shipper = self._open()
         return True
 
-    def _answer(self, *, anew: bool = True) -> Answer:
-        """Return the shipper's next answer.
+    def _answer(self, *, renew_patience: bool = True) -> dict[str, Any]:
+        """Return the shipper's next answer that is no sign of progress.
 
-        It is an error if the store makes no progress within the patience, which begins
-        `anew`, or goes on. Lines report progress, and a store that is silent for long.
+        The user is told of progress, and of a store that is silent for long. Each sign
+        of progress renews the patience, as the call itself does with `renew_patience`.
+
+        Returns:
+            The answer; an error if the store makes no progress within the patience.
         """
-        last_line = time.monotonic()
-        if anew:
-            self._deadline = last_line + self.patience
+        told_at = time.monotonic()
+        if renew_patience:
+            self._deadline = told_at + self.patience
         silent = f"no answer within {self.patience:.0f} s"
-        why = ""
+        problem = ""
         while (seconds := self._deadline - time.monotonic()) > 0:
             answer = self.shipper.answer(min(seconds, SILENCE))
             if answer is None or "failing" in answer:
-                if not why:
+                if not problem:
                     store = secrets.mask(self.uri)
                     say(f"waiting for the store {store}, {seconds:.0f} s at most")
                 if answer is not None:
-                    why = answer["failing"]
-                elif not why:
-                    why = silent
+                    problem = answer["failing"]
+                elif not problem:
+                    problem = silent
             elif "left" in answer:
+                problem = ""
                 self._deadline = time.monotonic() + self.patience
-                why = ""
-                if time.monotonic() > last_line + SILENCE:
+                if time.monotonic() > told_at + SILENCE:
                     say(f"still shipping: about {answer['left']:,} points left")
-                    last_line = time.monotonic()
+                    told_at = time.monotonic()
             else:
                 return answer
-        return {"error": why or silent}
-
-    def _report_lag(self) -> None:
-        """Report if the shipper has not caught up since the last look."""
-        points_left = []
-        while (answer := self.shipper.answer(0)) is not None:
-            points_left.append(answer.get("left", 0))
-        if points_left and min(points_left) > self._lag:
-            least = min(points_left)
-            say(
-                f"the store is slower than the run: about {least:,} points wait in "
-                f"{self._path}"
-            )
-            self._lag = 2 * least
+        return {"error": problem or silent}
 
     def _revive(self) -> None:
-        """Replace a shipper that died: the new one compares the store with the journal."""
-        self._checked = time.monotonic()
-        if not self._offline and not self.shipper.alive():
-            self.abandon()  # It closes the pipes.
+        """Replace a shipper that died: the new one compares store and journal."""
+        self._checked_at = time.monotonic()
+        if not self._is_offline and not self.shipper.alive():
+            self.abandon()  # closes its pipes
             self.shipper = self._open()
             self.shipper.send({"ship": str(self._path), "may_exist": True})
+
+    def _warn_if_behind(self) -> None:
+        """Tell the user if many points have waited ever since the last look."""
+        waiting = []
+        while (answer := self.shipper.answer(0)) is not None:
+            waiting.append(answer.get("left", 0))
+        if waiting and min(waiting) > self._lag:
+            say(
+                "the store is slower than the run: "
+                f"about {min(waiting):,} points wait in {self._path}"
+            )
+            self._lag = 2 * min(waiting)
 
     def _finish(self) -> str | None:
         """Tell the shipper that the run has ended.
@@ -378,13 +402,16 @@ class Journal:
         """
         self.shipper.send({"unwritten": self._writer.unwritten()})
         self.shipper.close()
-        while "error" not in (answer := self._answer(anew=False)):
+        while True:
+            answer = self._answer(renew_patience=False)
+            if "error" in answer:
+                break
             if "shipped" in answer:
-                not_logged = answer.get("not_logged")
-                if not_logged:
-                    say(f"the model was not logged: {not_logged}")
+                if answer.get("not_logged"):
+                    say(f"the model was not logged: {answer['not_logged']}")
                 return None
+
+        # A shipper that has answered with an error ends; one that hangs does not.
         if time.monotonic() < self._deadline:
-            # It has answered, and ends.
             self.shipper.process.wait()
         return str(answer["error"])

@@ -1,17 +1,27 @@
-"""The file of a journal: lines with a running checksum.
+"""The file of a journal: lines with a running checksum, one writer and one shipper.
 
-Each line begins with a checksum of itself and of all lines before it. A changed byte or
-a lost line is detected wherever it is, and what precedes it stays valid.
+One line is one JSON object on one line of text, which begins with its checksum:
 
-What is left after a crash:
+    {"crc":"9a0b1c2d","time":1700000000000,"step":7,"metrics":{…}}
 
-    amid a line         The line has no newline. It is ignored, and overwritten when the
-                        run is resumed.
-    between two lines   All lines written so far are valid.
+`crc` is a running CRC-32, in hexadecimal: it covers the rest of this line with its
+newline, and the same part of all earlier lines. So a changed byte or a lost line is
+detected wherever it is, and what precedes it stays valid. `time` is in milliseconds
+since 1970. `pipeline.tracking.journal` lists what else a line may hold.
 
-There is one writer and one shipper at a time. Each locks one byte of the file. The
-operating system releases these locks when a process ends, however it ends, and no forked
-process has them.
+What a crash leaves:
+
+- A process died while it wrote a line: the line has no newline. It is not read, and it
+  is overwritten when the run is resumed. Without a first line there is no run yet, and
+  another run may begin in the folder.
+- A process died after `LineWriter.write`: the operating system has the line, and every
+  process reads it. The machine died: what followed the last `LineWriter.sync` may be
+  missing.
+- The disk is full: the lines wait in the memory of the writer. They are lost if it dies
+  before there is space again, unless they were handed to the shipper.
+
+The writer and the shipper each lock one byte of the file. The operating system releases
+a lock when its process ends, however it ends, and a forked process never has it.
 """
 
 import contextlib
@@ -30,79 +40,115 @@ from typing import Any, Self
 from pipeline.common.errors import ConfigError, refused, say
 from pipeline.common.recorded import FormError, check
 
-NAME = "journal.jsonl"  # in the run directory
+# Names of files in the run directory.
+NAME = "journal.jsonl"
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
-# A trained model in the run directory, from when it is saved until the store has it.
-MODEL = "logged_model-{}"
-FORMAT = 1  # of the lines; `{"start": {"format": …}}` has it
+MODEL = "logged_model-{}"  # a trained model, from its saving until the store has it
+
+FORMAT = 1  # of the lines; the first line has it as `{"start": {"format": …}}`
+
 # The bytes of the file that are locked.
 WRITER = 0
 SHIPPER = 1
-MOST_WAITING = 2**28  # bytes that are kept in memory while the disk is full
-# The encoder is made once: json.dumps makes one per call.
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
-_LINE = {
-    "end?": str,
-    "step?": int,
+
+MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps makes it anew
+_FORM = {
     "start?": dict,
     "run?": dict,
     "metrics?": dict,
     "tags?": dict,
+    "end?": str,
+    "step?": int,
 }
-_HEAD = len('{"crc":"00000000",')
-_CHUNK = 2**16  # bytes that are read at a time
+_HEAD_LENGTH = len('{"crc":"00000000",')
+_CHUNK = 2**16  # bytes read at a time
+_LOCK_INTERVAL = 0.1  # seconds between two tries to lock a byte
 
 
 def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
-    """Lock one byte of a file until the file is closed.
+    """Lock one byte of the file until the file is closed.
 
     Closing any descriptor of the file releases all locks that this process has on it.
 
     Returns:
-        False if the byte is not free within `seconds`.
+        False if another process still has the lock after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
             return True
-        except (BlockingIOError, PermissionError):
-            # Which of the two is raised differs between systems.
+        except (BlockingIOError, PermissionError):  # which one depends on the system
             if time.monotonic() >= deadline:
                 return False
-        time.sleep(0.1)
+        time.sleep(_LOCK_INTERVAL)
 
 
-class Reader:
+def create(path: Path) -> "LineWriter":
+    """Return the writer of a new journal, locked.
+
+    Raises:
+        ConfigError: there is a journal already, or another process is writing one.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    is_free = lock(descriptor, WRITER)
+    if not is_free or b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
+        os.close(descriptor)
+        rule = "must be a folder without a run in it"
+        raise ConfigError("hydra.run.dir", rule, str(path.parent))
+    return LineWriter(descriptor)
+
+
+def has_begun(path: Path) -> bool:
+    """Return whether a journal has its first line.
+
+    A trainer that was killed before it wrote the first line has no run.
+    """
+    return path.exists() and b"\n" in path.read_bytes()
+
+
+def absolute(uri: str) -> str:
+    """Return the URI of a store, with the absolute path of a SQLite file."""
+    prefix = "sqlite:///"
+    if not uri.startswith(prefix):
+        return uri
+    return prefix + os.path.abspath(uri.removeprefix(prefix))
+
+
+class LineReader:
     """Reads the lines of a journal, even while they are being written.
 
     A line that was changed raises a `FormError`.
 
     Attributes:
-        offset: Bytes of the complete lines that were read.
-        crc: The checksum of these lines.
+        offset: the number of bytes in the complete lines that were read.
+        crc: the checksum of these lines.
     """
 
     def __init__(self, descriptor: int):
         self.offset = 0
         self.crc = 0
-        self._line_count = 0
+        self._lines_read = 0
         self._descriptor = descriptor
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the complete lines that follow."""
         size = _CHUNK
-        while chunk := os.pread(self._descriptor, size, self.offset):
+        while True:
+            chunk = os.pread(self._descriptor, size, self.offset)
             complete = chunk[: chunk.rfind(b"\n") + 1]
-            if not complete:
-                if len(chunk) < size:
-                    return
-                size *= 2  # The line is longer than what was read.
-            for text in complete.splitlines(keepends=True):
-                yield self._parsed(text)
+            if complete:
+                for text in complete.splitlines(keepends=True):
+                    yield self._parse(text)
+            elif len(chunk) < size:
+                return
+            else:
+                size *= 2  # the line is longer than what was read
 
     def continued(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the lines that follow in the file and then in `text`.
+        """Yield the lines that follow in the file, and then those in `text`.
 
         A line may begin in the file and end in the text.
         """
@@ -110,36 +156,36 @@ class Reader:
         size = os.fstat(self._descriptor).st_size
         beginning = os.pread(self._descriptor, size, self.offset)
         for line in (beginning + text.encode()).splitlines(keepends=True):
-            yield self._parsed(line)
+            yield self._parse(line)
 
-    def _parsed(self, text: bytes) -> dict[str, Any]:
-        crc = zlib.crc32(text[_HEAD:], self.crc)
-        if text[:_HEAD] != _head(crc):
-            if self._line_count == 0 and text.startswith(b'{"time":'):
+    def _parse(self, text: bytes) -> dict[str, Any]:
+        crc = zlib.crc32(text[_HEAD_LENGTH:], self.crc)
+        if text[:_HEAD_LENGTH] != _head(crc):
+            if self._lines_read == 0 and text.startswith(b'{"time":'):
                 raise FormError("it is of a version before this one")
-            number = self._line_count + 1
-            raise FormError(f"line {number} is not as it was written")
+            raise FormError(f"line {self._lines_read + 1} is not as it was written")
+
         self.offset += len(text)
         self.crc = crc
-        self._line_count += 1
+        self._lines_read += 1
         try:
             line: dict[str, Any] = json.loads(text)
-            check(line, _LINE, [])
-        except ValueError as error:
-            # The checksum is right: somebody has written the line.
-            raise FormError(f"line {self._line_count}: {error}") from error
+            check(line, _FORM, [])
+        except ValueError as error:  # somebody wrote it, with a correct checksum
+            raise FormError(f"line {self._lines_read}: {error}") from error
         return line
 
 
-class Writer:
+class LineWriter:
     """Appends lines to a journal.
 
-    What a full disk does not take is kept in memory, and written when it has space again.
+    Lines that a full disk does not take are kept in memory, and are written when there
+    is space again.
 
     Args:
-        descriptor: Of the file, whose byte `WRITER` this process has locked.
-        offset: Bytes of the file that are kept.
-        crc: The checksum of the lines in them.
+        descriptor: the file, opened for writing and locked.
+        offset: the number of bytes that are kept; what follows them is cut off.
+        crc: the checksum of the lines in these bytes.
     """
 
     def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
@@ -153,14 +199,14 @@ class Writer:
         """Write one line, with the current time unless it has one.
 
         Raises:
-            OSError: The file cannot be written, or too much waits in memory already.
+            OSError: the file cannot be written, or the disk is full and more than
+                `MOST_WAITING` bytes wait in memory.
         """
-        milliseconds = int(time.time() * 1000)
-        # Without its first brace, for which the checksum stands.
-        rest = (_ENCODE({"time": milliseconds, **line})[1:] + "\n").encode()
-        self._crc = zlib.crc32(rest, self._crc)
+        now = int(time.time() * 1000)
+        body = (_encode({"time": now, **line})[1:] + "\n").encode()
         was_waiting = bool(self._waiting)
-        self._waiting += _head(self._crc) + rest
+        self._crc = zlib.crc32(body, self._crc)
+        self._waiting += _head(self._crc) + body
         try:
             self._drain()
         except OSError as error:
@@ -168,30 +214,25 @@ class Writer:
             if not is_full or len(self._waiting) > MOST_WAITING:
                 raise
             if not was_waiting:
-                reason = error.strerror
                 say(
-                    f"the journal cannot be written ({reason}): "
+                    f"the journal cannot be written ({error.strerror}): "
                     "its lines wait in memory"
                 )
 
     def sync(self) -> None:
-        """Flush all lines to the disk.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Flush all lines to the disk; raise an `OSError` if it is full."""
         self._drain()
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
-        """Return what is kept in memory.
+        """Return what waits in memory.
 
-        The beginning of its first line may be in the file.
+        The beginning of its first line may already be in the file.
         """
         return self._waiting.decode()
 
     def close(self) -> bool:
-        """Close the file, which releases its lock; return whether all lines are in it."""
+        """Close the file, which releases the lock; return whether it has all lines."""
         with contextlib.suppress(OSError):
             self._drain()
         os.close(self._descriptor)
@@ -203,47 +244,29 @@ class Writer:
             del self._waiting[:written]
 
 
-def create(path: Path) -> Writer:
-    """Return the writer of a new journal, which is locked.
-
-    Raises:
-        ConfigError: There is one already.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    is_locked = lock(descriptor, WRITER)
-    if not is_locked or b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
-        os.close(descriptor)
-        rule = "must be a folder without a run in it"
-        raise ConfigError("hydra.run.dir", rule, str(path.parent))
-    return Writer(descriptor)
-
-
-def has_begun(path: Path) -> bool:
-    """Return whether there is a journal with a first line.
-
-    A trainer that was killed before that line has no run.
-    """
-    return path.exists() and b"\n" in path.read_bytes()
+def _head(crc: int) -> bytes:
+    """Return the beginning of a line, `_HEAD_LENGTH` bytes."""
+    return f'{{"crc":"{crc:08x}",'.encode()
 
 
 @dataclass
 class Past:
-    """What a journal says of its run so far.
+    """What a journal says about its run so far.
 
-    The file is locked for the process that resumes the run.
+    The file stays locked for the process that resumes the run, until `close`.
 
     Attributes:
-        path: Of the journal.
-        descriptor: Of the open file.
-        start: What the run was created with.
-        run: `run_id` and `experiment_id`; empty if the run was never in a store.
-        steps: The steps of its rows by kind, such as `val`.
-        last: The latest value of each metric.
-        tags: Set while the run was running.
-        resumed: What each segment after the first began with.
-        described: Whether all is logged that a run logs before it trains.
-        status: FINISHED, FAILED or KILLED; None if the run ended without a word.
-        damage: Which line is not as it was written; empty if there is none.
+        path: the file.
+        descriptor: the open file.
+        start: what the run was created with.
+        run: its `run_id` and `experiment_id`; empty if it was never in a store.
+        steps: the steps that have a row, by the kind of the row, such as `val`.
+        last: the latest value of each metric.
+        tags: the tags that were set while the run was running.
+        resumed: what each segment after the first one began with.
+        described: whether the run has logged everything that precedes the training.
+        status: FINISHED, FAILED or KILLED; None if the run ended without a line.
+        damage: which line is not as it was written; empty if there is none.
     """
 
     path: Path
@@ -270,14 +293,13 @@ class Past:
         """Return the past of the run in `run_dir`.
 
         Args:
-            run_dir: With a journal of this version.
-            key: The argument that an error names.
-            running: Whether the run may be running. Then nothing is locked. Else the
-                run must have ended.
-            seconds: For which to wait until the run has ended.
+            run_dir: has a journal of this version.
+            key: the argument that names the run in an error.
+            running: accept a run that has not ended; then nothing is locked.
+            seconds: how long to wait for the lock.
 
         Raises:
-            ConfigError: There is no such journal, or the run is running.
+            ConfigError: there is no such journal, or its run is still running.
         """
         path = run_dir / NAME
         with refused(key, f"must have a {NAME}", str(run_dir)):
@@ -294,59 +316,46 @@ class Past:
 
     @property
     def updates(self) -> set[int]:
-        """The updates whose rows are in the journal."""
+        """Return the updates that have a row."""
         return self.steps["train"]
 
-    def writer(self) -> Writer:
+    def writer(self) -> LineWriter:
         """Return a writer that continues after the last complete line."""
-        return Writer(self.descriptor, self._reader.offset, self._reader.crc)
+        return LineWriter(self.descriptor, self._reader.offset, self._reader.crc)
 
     def close(self) -> None:
         """Close the file, which releases its lock."""
         os.close(self.descriptor)
 
     def _read(self, key: str) -> None:
-        self._reader = Reader(self.descriptor)
+        self._reader = LineReader(self.descriptor)
         try:
             for line in self._reader.lines():
                 self._add(line)
         except (FormError, OSError) as error:
             self.damage = str(error)
+
         version = self.start.get("format")
-        if version == FORMAT:
-            return
-        if self.start:
-            reason = f"format {version}"
-        else:
-            reason = self.damage or "it is empty"
-        rule = f"must have a journal of format {FORMAT} ({reason})"
-        raise ConfigError(key, rule, str(self.path.parent))
+        if version != FORMAT:
+            problem = f"format {version}"
+            if not self.start:
+                problem = self.damage or "it is empty"
+            rule = f"must have a journal of format {FORMAT} ({problem})"
+            raise ConfigError(key, rule, str(self.path.parent))
 
     def _add(self, line: dict[str, Any]) -> None:
         if "metrics" in line:
-            for key in line["metrics"]:
-                kind = key.partition("/")[0]
+            for name in line["metrics"]:
+                kind = name.partition("/")[0]
                 self.steps[kind].add(line["step"])
             self.last |= line["metrics"]
         elif "resume" in line:
             self.resumed.append(line["resume"])
             self.status = None
-        self.tags |= line.get("tags", {})
+
         if line.get("artifact") == DESCRIBED:
             self.described = True
+        self.tags |= line.get("tags", {})
         self.start = line.get("start", self.start)
         self.run = line.get("run", self.run)
         self.status = line.get("end", self.status)
-
-
-def absolute(uri: str) -> str:
-    """Return the URI of a store, with the absolute path of a SQLite file."""
-    prefix = "sqlite:///"
-    if not uri.startswith(prefix):
-        return uri
-    return prefix + os.path.abspath(uri.removeprefix(prefix))
-
-
-def _head(crc: int) -> bytes:
-    """Return what a line begins with."""
-    return f'{{"crc":"{crc:08x}",'.encode()

@@ -1,12 +1,24 @@
-"""`python -m pipeline.tracking.shipper`: the process that ships a journal to MLflow. See `pipeline.tracking.journal`.
+"""The process that ships a journal to MLflow: `python -m pipeline.tracking.shipper`.
 
-It reads commands from standard input and answers each with one line of JSON:
-    {"open": URI, "experiment": …, "places": …, "patience": s}  →  {}
-    {"ship": path of the journal, "may_exist": whether the run may exist}  →  {"run_id", "experiment_id"}
-    {"unwritten": lines that are in no file, perhaps none}  →  nothing, but what is written is shipped now
-It follows the journal until standard input ends, and its last answer is {"error": in one line}, or {"shipped": points,
-"not_logged": why the model was not, or empty}.
-Meanwhile it says {"left": about how many points} after each request, {"failing": in one line} after each that fails.
+It reads commands from standard input, in this order, each one line of JSON:
+
+    {"open": URI, "experiment": …, "places": …, "patience": s}
+        →  {}
+    {"ship": path of the journal, "may_exist": whether the run may exist}
+        →  {"run_id": …, "experiment_id": …}
+    {"unwritten": lines that are in no file, perhaps none}, any number of times
+        →  no answer of its own, but what is written is shipped now
+
+Until standard input ends it follows the journal, and then it ships the rest. Meanwhile
+it answers each request to the store:
+
+    {"left": about how many points the store does not have}
+    {"failing": why, in one line}, perhaps with "left"
+
+Its last answer is one of these:
+
+    {"shipped": points, "not_logged": why the model was not, or empty}
+    {"error": why, in one line}, with "key" and "rule" if it is a `ConfigError`
 """
 
 import atexit
@@ -24,99 +36,112 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.trust import artifact_locations
 
-if __name__ == "__main__":  # registered first, so that it runs after all others
-    atexit.register(
-        os._exit, 0
-    )  # without destructors, for which the trainer would wait
+if __name__ == "__main__":
+    # End without destructors, for which the trainer would wait. What is registered
+    # first runs after all others.
+    atexit.register(os._exit, 0)
 with imports.without_collections():
     from pipeline.tracking.store import Store
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
-INTERVAL = (
-    5.0  # seconds between two writes, and between two samples of the system's metrics
-)
+INTERVAL = 5.0  # seconds between two requests, and between two system samples
 
 
 def main() -> None:
     """Serve the process that started this one."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # this process ends with the trainer, which closes its standard input
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit()
-    )  # until there is a run to close
-    # Without SystemExit, which is SIGTERM in a destructor: the end of standard input follows it.
-    sys.unraisablehook = lambda what: (
-        what.exc_type is SystemExit or sys.__unraisablehook__(what)
-    )
-    if (command := _command()) is not None:
-        places = command[
-            "places"
-        ]  # None: the user's own store, whose artifacts may lie anywhere
-        with (
-            nullcontext()
-            if places is None
-            else artifact_locations.confined(command["open"], places)
-        ):
-            _serve(command["open"], command["experiment"], command["patience"])
+    # Ctrl-C is the trainer's: it closes standard input, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # SIGTERM ends it until there is a run to close.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    sys.unraisablehook = _report_unraisable
+
+    command = _command()
+    if command is None:
+        return
+    places = command["places"]
+    confined: Any = nullcontext()
+    if places is not None:  # else the user's own store: artifacts may lie anywhere
+        confined = artifact_locations.confined(command["open"], places)
+    with confined:
+        _serve(command["open"], command["experiment"], command["patience"])
+
+
+def _report_unraisable(unraisable: Any) -> None:
+    # A SystemExit is SIGTERM in a destructor; the end of standard input follows it.
+    if unraisable.exc_type is not SystemExit:
+        sys.__unraisablehook__(unraisable)
 
 
 def _serve(uri: str, experiment: str, patience: float) -> None:
+    """Open the store, and ship the journal that the next command names."""
     try:
         store = Store(uri)
         store.check(experiment)
         _answer({})
         store.prepare()  # while the trainer imports TensorFlow
-        gc.freeze()  # nothing that is loaded by now is garbage: collecting it repeatedly doubled the cost of a batch
+        # Nothing that is loaded by now is garbage. Looking for it again and again
+        # doubled the cost of a request.
+        gc.freeze()
+
         command = _command()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if command is None:
             return
-        # A shipper that an earlier trainer left behind ships its lines first.
-        given = {
-            "may_exist": command["may_exist"],
-            "tell": lambda left: _answer({"left": left}),
-        }
-        uploader = Uploader(store, Path(command["ship"]), seconds=2 * patience, **given)
+        uploader = Uploader(
+            store,
+            Path(command["ship"]),
+            may_exist=command["may_exist"],
+            # A shipper that an earlier trainer left behind ships its lines first.
+            seconds=2 * patience,
+            tell=lambda left: _answer({"left": left}),
+        )
         _answer({"run_id": uploader.run_id, "experiment_id": uploader.experiment_id})
         _follow(uploader)
         uploader.finish(patience, lambda error: _answer({"failing": first_line(error)}))
-        shipped = {"shipped": uploader.sent, "not_logged": uploader.not_logged}
-        _answer({"error": uploader.damage} if uploader.damage else shipped)
+        if uploader.damage:
+            _answer({"error": uploader.damage})
+        else:
+            _answer({"shipped": uploader.sent, "not_logged": uploader.not_logged})
+    except ConfigError as error:
+        _answer({"error": first_line(error), "key": error.key, "rule": error.rule})
     except Exception as error:
-        refusal = (
-            {"key": error.key, "rule": error.rule}
-            if isinstance(error, ConfigError)
-            else {}
-        )
-        _answer({"error": first_line(error), **refusal})
+        _answer({"error": first_line(error)})
 
 
 def _follow(uploader: Uploader) -> None:
-    """Ship what is written until the trainer closes standard input; what fails is tried again at the next interval."""
-    more = failing = False
-    uploader.sample()  # now: a run may be shorter than the interval
+    """Ship what is written, until the trainer closes standard input.
+
+    A request that fails is repeated at the next interval.
+    """
+    has_more = False
+    is_failing = False
+    uploader.sample()  # now, as a run may be shorter than the interval
     while True:
-        if select.select([sys.stdin], [], [], 0 if more and not failing else INTERVAL)[
-            0
-        ]:
+        seconds = 0 if has_more and not is_failing else INTERVAL
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        if ready:
             command = _command()
             if command is None:
                 return
             uploader.add_unwritten(command["unwritten"])
-        if not failing and not (more := uploader.read()):
-            uploader.sample()
+
+        # While the store is away, at most one request is kept in memory.
+        if not is_failing:
+            has_more = uploader.read()
+            if not has_more:
+                uploader.sample()
         try:
             uploader.ship()
-            failing = False
+            is_failing = False
         except StoreGoneError:  # another process opens what is there now
             raise
         except Exception as error:
-            failing = True
+            is_failing = True
             _answer({"left": uploader.left(), "failing": first_line(error)})
 
 
 def _command() -> dict[str, Any] | None:
+    """Return the next command; None at the end of standard input."""
     line = sys.stdin.readline()
     return json.loads(line) if line else None
 

@@ -1,4 +1,7 @@
-"""Opening an MLflow store: one that cannot be used is refused, and a SQLite store is created atomically."""
+"""Opens MLflow stores: rejects one that cannot be used, and creates a new SQLite store.
+
+A SQLite store appears as a whole or not at all, whoever dies meanwhile.
+"""
 
 import contextlib
 import os
@@ -17,137 +20,153 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import mask, remember
 
 SQLITE = "sqlite:///"
+# The port of a server whose URI names none, by the scheme.
 PORTS = {
     "http": 80,
     "https": 443,
     "postgresql": 5432,
     "mysql": 3306,
     "mssql": 1433,
-}  # if a URI names none
-TAGS = {
-    "mlflow.experimentKind": "custom_model_development"
-}  # of an experiment, whose page would else open for GenAI
+}
+CONNECT_SECONDS = 5
+# Tags of a new experiment, without which its page opens for GenAI.
+TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
 class Store:
-    """A store that answers, else a `ConfigError` says why not; a SQLite one is created when its first run starts."""
+    """A store that answers; a SQLite store is created when its first run starts.
+
+    Attributes:
+        uri: where it is.
+        database: the file of a SQLite store; None for any other.
+
+    Raises:
+        ConfigError: it does not answer, or it cannot be used; the message says why.
+    """
 
     def __init__(self, uri: str):
         remember(uri)
-        self.uri, self._tables = uri, b""  # the latter are of a new SQLite store
-        self.database = (
-            Path(uri.removeprefix(SQLITE).split("?")[0]).absolute()
-            if uri.startswith(SQLITE)
-            else None
-        )
+        self.uri = uri
+        self.database: Path | None = None
+        if uri.startswith(SQLITE):
+            path = uri.removeprefix(SQLITE).split("?")[0]
+            self.database = Path(path).absolute()
+        self._new_database = b""  # the content of a new SQLite store
         try:
             self._check()
         except Exception as error:
-            raise ConfigError(
-                "tracking.uri",
-                f"must be a store that answers ({first_line(error)})",
-                uri,
-            ) from error
+            rule = f"must be a store that answers ({first_line(error)})"
+            raise ConfigError("tracking.uri", rule, uri) from error
 
     def is_new(self) -> bool:
         """Return whether the store is a SQLite file that does not exist yet."""
         return self.database is not None and not self.database.exists()
 
     def file_id(self) -> tuple[int, int] | None:
-        """Return the device and inode of a SQLite store's file; None if there is no such file."""
-        found = None if self.database is None or self.is_new() else self.database.stat()
-        return None if found is None else (found.st_dev, found.st_ino)
+        """Return the device and the inode of a SQLite file; None without a file."""
+        if self.database is None or self.is_new():
+            return None
+        status = self.database.stat()
+        return status.st_dev, status.st_ino
 
     def prepare(self) -> None:
-        """Make the tables of a new SQLite store, which takes seconds, in a file that `client` puts in place."""
+        """Make the tables of a new SQLite store, which takes seconds.
+
+        `client` puts the file in place.
+        """
         if self.is_new():
             with tempfile.TemporaryDirectory() as folder:
                 new = Path(folder) / "new.db"
                 MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
-                self._tables = new.read_bytes()
+                self._new_database = new.read_bytes()
 
     def client(self) -> MlflowClient:
-        """Return MLflow's client of the store, which is created first if it is new."""
+        """Return MLflow's client of the store; a new store is created first."""
         if self.database is not None and self.is_new():
             self.database.parent.mkdir(parents=True, exist_ok=True)
-            # By a rename: MLflow makes its tables in sixty steps, and may be killed meanwhile.
             with FileLock(f"{self.database}.lock"):
                 if self.is_new():  # another run may have been faster
-                    if not self._tables:
-                        self.prepare()
-                    new = Path(f"{self.database}.new")
-                    new.write_bytes(self._tables)
-                    new.rename(self.database)
+                    self._create(self.database)
         return MlflowClient(self.uri)
 
+    def _create(self, database: Path) -> None:
+        # By a rename: MLflow makes its tables in sixty steps, and may be killed.
+        if not self._new_database:
+            self.prepare()
+        new = Path(f"{database}.new")
+        new.write_bytes(self._new_database)
+        new.rename(database)
+
     def check(self, experiment: str) -> str | None:
-        """Return the ID of an experiment; None if it does not exist, and a `ConfigError` if it is deleted."""
-        found = (
-            None
-            if self.is_new()
-            else MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
-        )
+        """Return the ID of an experiment; None if it does not exist.
+
+        Raises:
+            ConfigError: it is deleted.
+        """
+        if self.is_new():
+            return None
+        found = MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
         if found is None:
             return None
         if found.lifecycle_stage != "active":
-            raise ConfigError(
-                "tracking.experiment",
-                "is deleted; restore it or choose another name",
-                experiment,
-            )
+            rule = "is deleted; restore it or choose another name"
+            raise ConfigError("tracking.experiment", rule, experiment)
         return found.experiment_id
 
     def experiment(self, name: str) -> str:
-        """Return the ID of `name`, masked; a new one has its artifacts beside a SQLite store, or at the server."""
-        client, known = self.client(), self.check(name)
-        if known is None:
-            location = (
-                None
-                if self.database is None
-                else (self.database.parent / "artifacts").as_uri()
-            )
-            try:
-                return client.create_experiment(mask(name), location, TAGS)
-            except MlflowException:  # another run created it in between
-                if (known := self.check(name)) is None:
-                    raise
-        return known
+        """Return the ID of an experiment, which is created if it does not exist.
+
+        Its name is masked. A new one has its artifacts beside a SQLite store, or at
+        the server.
+        """
+        client = self.client()
+        known = self.check(name)
+        if known is not None:
+            return known
+        location = None
+        if self.database is not None:
+            location = (self.database.parent / "artifacts").as_uri()
+        try:
+            return client.create_experiment(mask(name), location, TAGS)
+        except MlflowException:
+            known = self.check(name)
+            if known is None:
+                raise
+            return known  # another run created it in between
 
     def find_run(self, experiment_id: str, journal: str) -> Run | None:
-        """Return the run that was created for a journal, by the journal's name; None if there is none."""
-        where = f"tags.journal = '{journal}'"
+        """Return the run whose tag `journal` has this value; None if there is none."""
         runs = self.client().search_runs(
-            [experiment_id], where, ViewType.ALL, order_by=["start_time ASC"]
+            [experiment_id],
+            f"tags.journal = '{journal}'",
+            ViewType.ALL,
+            order_by=["start_time ASC"],
         )
         return next(iter(runs), None)
 
     def status(self, run_id: str) -> str:
-        """Return the status of a run as others find it: in a file, by a new connection."""
-        new = (
-            ""
-            if self.database is None
-            else f"{'&' if '?' in self.uri else '?'}cached_statements=128"
-        )  # the default
-        return str(
-            MlflowClient(self.uri + new).get_run(run_id).info.status
-        )  # it keeps the connections of each URI
+        """Return the status of a run as other processes find it.
+
+        For a SQLite store it is read from the file by a new connection. MLflow keeps
+        the connections of each URI, so the URI has one parameter more, with its
+        default as the value.
+        """
+        uri = self.uri
+        if self.database is not None:
+            separator = "&" if "?" in uri else "?"
+            uri += f"{separator}cached_statements=128"
+        return str(MlflowClient(uri).get_run(run_id).info.status)
 
     def _check(self) -> None:
+        """Raise an error if the store cannot be read and written."""
         scheme = self.uri.partition(":")[0].lower().split("+")[0]
         if self.database is not None:
-            folder = next(folder for folder in self.database.parents if folder.exists())
-            try:
-                tempfile.TemporaryFile(
-                    dir=folder
-                ).close()  # /proc, for one, says that root may write
-            except OSError as error:
-                raise OSError(
-                    f"{folder} is not a folder that can be written"
-                ) from error
+            _check_folder(self.database)
             if self.is_new():
                 return
             _check_database(self.database)
-        elif scheme in PORTS:  # MLflow would try for minutes
+        elif scheme in PORTS:
+            # MLflow would try to connect for minutes.
             _check_server(self.uri, PORTS[scheme])
         else:
             raise ValueError(
@@ -156,45 +175,51 @@ class Store:
         MlflowClient(self.uri).search_experiments(max_results=1)
 
 
-def _check_database(database: Path) -> None:
-    """Refuse a file that cannot be written, or that is the database of another program."""
+def _check_folder(database: Path) -> None:
+    """Reject a database whose folder, or the one to create it in, is read-only."""
+    folder = next(parent for parent in database.parents if parent.exists())
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"file:{quote(str(database))}?mode=rw", uri=True)
-        ) as connection:
-            tables = {
-                name
-                for (name,) in connection.execute(
-                    "SELECT name FROM sqlite_master WHERE type = 'table'"
-                )
-            }
+        # Permissions are no answer: of /proc they say that root may write there.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(f"{folder} is not a folder that can be written") from error
+
+
+def _check_database(database: Path) -> None:
+    """Reject a file that cannot be written, or another program's database."""
+    address = f"file:{quote(str(database))}?mode=rw"
+    query = "SELECT name FROM sqlite_master WHERE type = 'table'"
+    try:
+        with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
+            tables = {name for (name,) in connection.execute(query)}
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
     except sqlite3.DatabaseError as error:
-        if "locked" in str(error):  # in use by another run: the store works
+        if "locked" in str(error):  # another run is writing: the store works
             return
         raise OSError(f"{database}: {error}") from error
-    if tables and "alembic_version" not in tables:  # MLflow would add its tables to it
+    if tables and "alembic_version" not in tables:  # MLflow would add its tables
         raise ValueError(f"{database} is a database of something other than MLflow")
-    if not os.access(
-        database, os.W_OK
-    ):  # SQLite would open it read-only, without an error
+    if not os.access(database, os.W_OK):
+        # SQLite would open it read-only, without an error.
         raise OSError(f"{database} cannot be written")
 
 
 def _check_server(uri: str, port: int) -> None:
+    """Reject a server that takes no connection; `port` is that of the scheme."""
     try:
         parts = urlsplit(uri)
         port = parts.port or port
     except ValueError:
         raise ValueError(
-            "where its host starts cannot be told: percent-encode what its password holds"
+            "where its host starts cannot be told: "
+            "percent-encode what its password holds"
         ) from None
-    if parts.hostname is None and not parts.scheme.startswith(
-        "http"
-    ):  # a database reached by a Unix socket
-        return
+    if parts.hostname is None and not parts.scheme.startswith("http"):
+        return  # a database that is reached by a Unix socket
     try:
-        socket.create_connection((parts.hostname or "", port), timeout=5).close()
+        address = (parts.hostname or "", port)
+        socket.create_connection(address, timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        raise OSError(f"{parts.hostname}:{port}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise OSError(f"{parts.hostname}:{port}: {reason}") from error

@@ -9,54 +9,79 @@ from pipeline.tracking.journal_file import Past
 
 
 def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int:
-    """Ship the journal in the run directory `folder` to the user's `own` store; return the exit status.
+    """Ship the journal in a run directory to the user's store.
 
-    A run that the user has not `named` is skipped if it is running or complete, and its `ConfigError` is printed.
+    Args:
+        folder: the run directory.
+        own: the store that the user's config names.
+        patience: seconds without progress after which the store counts as away.
+        named: whether the user named the run. If not, a run that is complete in the
+            store is skipped, and so is one that is still running, with a line.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: the user named the run, and it cannot be shipped to this store.
     """
     try:
-        past = Past.of(
-            Path(folder), "RUN_DIR", seconds=1.0
-        )  # another sync may be reading it too
+        # Another sync may be reading the journal too.
+        past = Past.of(Path(folder), "RUN_DIR", seconds=1.0)
         past.close()
     except ConfigError as error:
         if named:
             raise
         say(f"{folder}: {error}")
         return 0
-    try:
-        uri = own.followed(
-            str(past.start["store"]), f"the journal in {folder}", moves=not past.run
-        )
-        from pipeline.tracking.store import Store  # imports MLflow
-        from pipeline.tracking.uploader import Uploader
 
-        try:
-            store = Store(uri)
-        except ConfigError as error:  # it may answer another time
-            raise OSError(str(error)) from error
-        if (
-            not named
-            and (experiment_id := store.check(past.start["experiment"])) is not None
-        ):
-            run = store.find_run(experiment_id, past.start["tags"]["journal"])
-            if run is not None and run.info.status == (
-                past.status or "KILLED"
-            ):  # which is shipped last
-                return 0
-        with closing(
-            Uploader(store, past.path, may_exist=True, seconds=patience)
-        ) as uploader:
-            uploader.finish(patience)
-        shipped = f"{uploader.sent} points were missing; run {uploader.run_id} is {uploader.status}"
-        not_logged = (
-            f"the model was not logged: {uploader.not_logged}"
-            if uploader.not_logged
-            else ""
-        )
-        say("; ".join(filter(None, (f"{folder}: {shipped}", not_logged, past.damage))))
+    try:
+        summary = _ship(folder, past, own, patience, skip_complete=not named)
     except Exception as error:
         if named and isinstance(error, ConfigError):
             raise
         say(f"{folder}: not all is in the store yet: {first_line(error)}")
         return NOT_SHIPPED
+    if summary is None:
+        return 0
+
+    parts = [f"{folder}: {summary}"]
+    if past.damage:
+        parts.append(past.damage)
+    say("; ".join(parts))
     return NOT_SHIPPED if past.damage else 0
+
+
+def _ship(
+    folder: str, past: Past, own: OwnStore, patience: float, *, skip_complete: bool
+) -> str | None:
+    """Ship the journal; return what was shipped, or None for a run that is skipped."""
+    place = f"the journal in {folder}"
+    uri = own.followed(str(past.start["store"]), place, moves=not past.run)
+
+    from pipeline.tracking.store import Store  # imports MLflow
+    from pipeline.tracking.uploader import Uploader
+
+    try:
+        store = Store(uri)
+    except ConfigError as error:  # it may answer another time
+        raise OSError(str(error)) from error
+
+    if skip_complete:
+        experiment_id = store.check(past.start["experiment"])
+        if experiment_id is not None:
+            run = store.find_run(experiment_id, past.start["tags"]["journal"])
+            # The status is shipped last: with it, everything is there.
+            expected = past.status or "KILLED"
+            if run is not None and run.info.status == expected:
+                return None
+
+    uploader = Uploader(store, past.path, may_exist=True, seconds=patience)
+    with closing(uploader):
+        uploader.finish(patience)
+    summary = (
+        f"{uploader.sent} points were missing; "
+        f"run {uploader.run_id} is {uploader.status}"
+    )
+    if uploader.not_logged:
+        summary += f"; the model was not logged: {uploader.not_logged}"
+    return summary

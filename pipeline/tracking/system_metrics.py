@@ -1,4 +1,4 @@
-"""MLflow's system metrics, sampled; of the GPUs those of the run alone."""
+"""MLflow's system metrics, sampled; of the GPUs, only those of the run."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -12,33 +12,55 @@ from pipeline.common import nvidia
 def system_sampler(
     uri: str, run_id: str, gpus: Sequence[int] | None = None
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that samples MLflow's system metrics, by name; `gpu_0` is the first of the run's `gpus`.
+    """Return a function that samples MLflow's system metrics.
 
-    These are places in CUDA_VISIBLE_DEVICES; with None, as of an older journal, all GPUs of the machine are sampled.
-    MLflow's own thread would read the whole run before each write. This is private, as of MLflow 3.17.2:
-    tests/tracking/test_mlflow_internals.py fails if another version differs.
+    MLflow's own thread would read all of the run before each write. This is private in
+    MLflow 3.17.2: tests/tracking/test_mlflow_internals.py fails if another version
+    differs.
+
+    Args:
+        uri: the store.
+        run_id: the run.
+        gpus: the GPUs of the run, as places in CUDA_VISIBLE_DEVICES; `gpu_0` is the
+            first of them. None, as in an older journal, stands for all GPUs of the
+            machine.
+
+    Returns:
+        A function that returns the metrics of this moment by name.
     """
     monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
     for part in monitor.monitors:
-        if gpus is not None and hasattr(
-            part, "gpu_handles"
-        ):  # NVIDIA's, by the library that MLflow has imported
-            part.gpu_handles = gpu_handles(
-                sys.modules["pynvml"], nvidia.visible(), gpus
-            )
+        # Only NVIDIA's part has handles; MLflow has then imported its library.
+        if gpus is not None and hasattr(part, "gpu_handles"):
+            nvml = sys.modules["pynvml"]
+            part.gpu_handles = gpu_handles(nvml, nvidia.visible(), gpus)
 
     def sample() -> dict[str, float]:
         monitor.collect_metrics()
-        sampled: dict[str, float] = monitor.aggregate_metrics()
+        values: dict[str, float] = monitor.aggregate_metrics()
         for part in monitor.monitors:
             part.clear_metrics()
-        return sampled
+        return values
 
     return sample
 
 
 def gpu_handles(nvml: Any, visible: Sequence[str], gpus: Sequence[int]) -> list[Any]:
-    """Return NVML's handles of some of the `visible` GPUs, which have a number or a UUID, by their places there."""
-    used = [visible[place] for place in gpus if place < len(visible)]
-    by_number, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-    return [by_number(int(gpu)) if gpu.isdecimal() else by_uuid(gpu) for gpu in used]
+    """Return NVML's handles of the run's GPUs.
+
+    Args:
+        nvml: NVIDIA's library.
+        visible: the visible GPUs, each by its number or its UUID.
+        gpus: the places of the run's GPUs among them; a run that is resumed on a
+            machine with fewer GPUs may have places that do not exist.
+    """
+    handles = []
+    for place in gpus:
+        if place >= len(visible):
+            continue
+        gpu = visible[place]
+        if gpu.isdecimal():
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(int(gpu)))
+        else:
+            handles.append(nvml.nvmlDeviceGetHandleByUUID(gpu))
+    return handles

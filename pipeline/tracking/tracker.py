@@ -1,4 +1,7 @@
-"""What a run logs to MLflow, and under which name. `pipeline.tracking.journal` gets it there."""
+"""What a run logs to MLflow, and under which name.
+
+`pipeline.tracking.journal` gets it there.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
+from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import DESCRIBED, MODEL, NAME, Past
 
@@ -31,27 +35,38 @@ if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
     from pipeline.training.evaluator import Best
 
+LONGEST_NAME = 200  # characters of a run's name; MLflow takes 250
+LONGEST_DATASET_NAME = 500  # characters; MLflow takes no more
+LONGEST_VALUE = 40  # characters of an override's value in a run's name
+
 
 class Tracker:
-    """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters."""
+    """One run in MLflow: `start` or `resume`, then rows, then `end`.
+
+    Args:
+        journal: brings what is logged to the store.
+        run_dir: where the journal and the artifacts are written.
+        plan: turns updates into the other counters.
+        files: the files of the data, whose checksums may be computed while the run
+            trains.
+
+    Attributes:
+        begun: whether the run exists.
+        run_id: its ID; empty while the run is kept offline.
+    """
 
     def __init__(
         self, journal: Journal, run_dir: Path, plan: Plan, files: Files | None = None
     ):
-        self.journal, self.run_dir, self.plan, self._files = (
-            journal,
-            run_dir,
-            plan,
-            files or Files(),
-        )
-        self.begun, self.run_id = (
-            False,
-            "",
-        )  # the ID stays empty while the run is kept offline
-        self._written: Mapping[
-            str, Container[int]
-        ] = {}  # steps of rows from before the run was resumed, by kind
-        self._late_checksums = False
+        self.journal = journal
+        self.run_dir = run_dir
+        self.plan = plan
+        self.begun = False
+        self.run_id = ""
+        self._files = files or Files()
+        # The steps of rows from before the run was resumed, by the kind of the row.
+        self._written: Mapping[str, Container[int]] = {}
+        self._computes_checksums = False
 
     def start(
         self,
@@ -63,84 +78,56 @@ class Tracker:
         tags: dict[str, str],
         gpus: Sequence[int] = (),
     ) -> None:
-        """Create the run with its params, tags, inputs and the artifacts that exist before it trains.
+        """Create the run, with what is logged before it trains.
 
-        `after` updates were completed before; `dataset` is the record of `data`; `gpus` are places among the visible.
+        These are its params, tags and inputs, and the first artifacts.
+
+        Args:
+            after: how many updates were completed before.
+            spec: what the run does.
+            data: what it trains on.
+            dataset: the record of the data, by `provenance.dataset`.
+            model: what it trains.
+            tags: tags in addition to the tracker's own.
+            gpus: the GPUs of the run, as places among the visible ones.
         """
-        resolved, tracking = spec.recorded, spec.config.tracking
-        values = plain.leaves(resolved).items()
-        params = {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in values
-        }
-        sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
-        derived = {
-            **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
-            **(
-                {}
-                if self.plan.updates == ENDLESS
-                else {"derived.updates": self.plan.updates}
-            ),
-            "derived.parameters": sum(
-                math.prod(variable.shape) for variable in model.trainable_variables
-            ),
-        }
-        sweep = tracking.sweep
-        place = (
-            {
-                "mlflow.parentRunId": sweep,
-                "sweep": sweep,
-                "sweep.job": tracking.job or "",
-            }
-            if sweep
-            else {}
-        )
-        own = tracking.tags | (
-            {}
-            if tracking.description is None
-            else {"mlflow.note.content": tracking.description}
-        )
-        config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
-        staged = {STAGES: json.dumps(self.plan.changes)} if self.plan.stages else {}
+        tracking = spec.config.tracking
+        recorded = spec.recorded
+        name = tracking.run_name or _name_by_overrides(spec.overrides, data.name)
         run = {
-            "experiment": resolved["tracking"]["experiment"],
-            "name": tracking.run_name
-            or _name(spec.overrides, data.name)
-            or f"{data.name} {model.name}",
-            "params": params | derived,
-            "tags": {
-                **own,
-                **provenance.origin(),
-                "config.hash": config_hash,
-                **place,
-                **staged,
-                **tags,
-            },
+            "experiment": recorded["tracking"]["experiment"],
+            "name": name or f"{data.name} {model.name}",
+            "params": self._params(recorded, model),
+            "tags": self._tags(spec, recorded) | tags,
             "system_metrics": tracking.system_metrics,
             "gpus": list(gpus),
             "segment": provenance.segment(after, spec),
         }
-        # The dataset's name and tags may hold a secret as well as the config.
-        self._begin(self.journal.start(self.run_dir / NAME, plain.mapped(run, mask)))
+        # Like the config, the dataset's name and the tags may hold a secret.
+        masked = plain.mapped(run, mask)
+        self._begin(self.journal.start(self.run_dir / NAME, masked))
         self._describe(spec, data, dataset)
 
     def resume(
         self, past: Past, after: int, spec: RunSpec, data: Data, dataset: dict[str, Any]
     ) -> None:
-        """Resume the run of `past`, whose rows are not written again; the other arguments are as for `start`."""
-        self._written, segment = past.steps, provenance.segment(after, spec)
+        """Resume the run of `past`, whose rows are not written again.
+
+        The other arguments are those of `start`.
+        """
+        segment = provenance.segment(after, spec)
+        self._written = past.steps
         self._begin(self.journal.go_on(past, segment))
         if not past.described:
             self._describe(spec, data, dataset)
-        elif dataset["files"]:  # which the run may not have had yet
-            self._artifact(DESCRIBED, _text(dataset))
-        segments = [past.start["segment"], *past.resumed, segment]
-        self._artifact("segments.json", _text(segments))
-        self.journal.write({"tags": {"segments": str(len(segments))}})
+        elif dataset["files"]:
+            # The run may have ended before it had the checksums.
+            self._artifact(DESCRIBED, _json(dataset))
 
-    def _begin(self, ids: dict[str, str]) -> None:
-        self.begun = True
-        self.run_id = ids.get("run_id", "")
+        segments = [past.start["segment"], *past.resumed, segment]
+        self._artifact("segments.json", _json(segments))
+        tags = {"segments": str(len(segments))}
+        self.journal.write({"tags": tags})
 
     def update(
         self,
@@ -149,86 +136,89 @@ class Tracker:
         performance: Mapping[str, float],
         at: float,
     ) -> None:
-        """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
-        plan, steps = self.plan, self.plan.micro_steps(update)
-        counts = {"epoch": plan.epoch(update), "micro_steps": steps}
-        counts |= {
-            "effective_batch_size": plan.batch_size(update),
-            "examples_seen": plan.examples_seen(update),
-        }
+        """Write the row of one update.
+
+        Args:
+            update: the number of completed updates.
+            results: what is logged as `train/…`, beside the counters.
+            performance: what is logged as `perf/…`.
+            at: when the update was completed, in seconds since 1970.
+        """
+        plan = self.plan
+        micro_steps = plan.micro_steps(update)
+        training = dict(results)
+        training["epoch"] = plan.epoch(update)
+        training["micro_steps"] = micro_steps
+        training["effective_batch_size"] = plan.batch_size(update)
+        training["examples_seen"] = plan.examples_seen(update)
         if plan.stages:
-            counts["accumulation_factor"] = steps - plan.micro_steps(update - 1)
-        row = {
-            f"train/{name}": value
-            for name, value in [*results.items(), *counts.items()]
-        }
-        row |= {f"perf/{name}": value for name, value in performance.items()}
+            training["accumulation_factor"] = micro_steps - plan.micro_steps(update - 1)
+        row = _prefixed("train", training) | _prefixed("perf", performance)
         self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
 
     def cut(self, plan: Plan) -> None:
-        """Use a plan with other micro-batches from now on, and tag the run with when it was cut how."""
+        """Use a plan with other micro-batches from now on.
+
+        Tags of the run say after which update it was cut, and how.
+        """
         self.plan = plan
         self.journal.write({"tags": plan.tags})
 
     def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
-        """Tag the run with the micro-batch size that a split is evaluated with, after a larger one did not fit."""
-        self.journal.write(
-            {"tags": {f"micro_batch_size.{name}": str(micro_batch_size)}}
-        )
+        """Tag the run with the micro-batch size that a split is evaluated with.
+
+        A larger one did not fit the memory.
+        """
+        tags = {f"micro_batch_size.{name}": str(micro_batch_size)}
+        self.journal.write({"tags": tags})
 
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
         """Log a table, as MLflow's `log_table` does."""
         self._artifact(name, json.dumps({"columns": columns, "data": rows}) + "\n")
-        self.journal.write(
-            {
-                "tags": {
-                    "mlflow.loggedArtifacts": json.dumps(
-                        [{"path": name, "type": "table"}]
-                    )
-                }
-            }
-        )
+        logged = json.dumps([{"path": name, "type": "table"}])
+        self.journal.write({"tags": {"mlflow.loggedArtifacts": logged}})
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the evaluation after `update` updates."""
-        row = {f"val/{name}": value for name, value in results.items()}
-        row["val/examples_seen"] = self.plan.examples_seen(
-            update
-        )  # MLflow's charts take an x axis from the same rows
+        row = _prefixed("val", results)
+        # MLflow's charts take an x axis only from the same rows.
+        row["val/examples_seen"] = self.plan.examples_seen(update)
         self._row("val", {"step": update, "metrics": row})
 
     def test(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the test split, for the weights after `update` updates."""
-        self._row(
-            "test",
-            {
-                "step": update,
-                "metrics": {f"test/{name}": value for name, value in results.items()},
-            },
-        )
-
-    def _row(self, kind: str, line: dict[str, Any]) -> None:
-        if line["step"] not in self._written.get(kind, ()):
-            self.journal.write(line)
+        row = _prefixed("test", results)
+        self._row("test", {"step": update, "metrics": row})
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the summary of a run that ended after `updates` updates, perhaps by the callback `stopped_by`."""
+        """Write the summary of a run that has trained.
+
+        Args:
+            updates: how many updates it completed.
+            stopped_by: the name of the callback that ended it; None without one.
+            best: its best evaluation; None if none is kept.
+        """
         tags = {"updates": str(updates)}
         if stopped_by is not None:
-            tags["stopped_by"] = (
-                f"training.callbacks.{stopped_by} after update {updates}"
-            )
+            callback = f"training.callbacks.{stopped_by}"
+            tags["stopped_by"] = f"{callback} after update {updates}"
         self.journal.write({"tags": tags})
-        if best is not None and (row := best.row()):
-            self._row("best", {"step": best.update, "metrics": row})
+        if best is not None:
+            row = best.row()
+            if row:
+                self._row("best", {"step": best.update, "metrics": row})
 
     def check_files(self) -> None:
-        """Wait for the checksums of the data's files; a file that has changed meanwhile is a `DataError`."""
+        """Wait for the checksums of the data's files.
+
+        Raises:
+            DataError: a file has changed since the run began.
+        """
         try:
             self._files.wait()
-        except (KeyboardInterrupt, Terminated):  # the run itself is done
+        except (KeyboardInterrupt, Terminated):  # the training is complete
             say("the checksums of the data are left out")
         self._files.check()
 
@@ -242,88 +232,140 @@ class Tracker:
         self.journal.write({"model": name})
 
     def end(self, status: str, failure: str | None = None) -> str | None:
-        """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, or None."""
-        if self._late_checksums and self._files.checksums:
+        """Close the run as FINISHED, FAILED or KILLED.
+
+        Returns:
+            Why something could not be shipped; None if everything was.
+        """
+        if self._computes_checksums and self._files.checksums:
             self.journal.write({"artifact": DESCRIBED})
         if failure:
-            self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
+            self.journal.write({"tags": {"failure": mask(failure)[:LONGEST_TAG]}})
         return self.journal.close(status)
 
+    def _params(self, recorded: dict[str, Any], model: keras.Model) -> dict[str, Any]:
+        """Return all leaves of the config, and what was derived from it."""
+        params: dict[str, Any] = {}
+        for key, value in plain.leaves(recorded).items():
+            params[key] = value if isinstance(value, str) else json.dumps(value)
+        for name in ("effective_batch_size", "factor", "micro_batch_size", "replicas"):
+            params[f"derived.{name}"] = getattr(self.plan.batching, name)
+        if self.plan.updates != ENDLESS:
+            params["derived.updates"] = self.plan.updates
+        sizes = [math.prod(variable.shape) for variable in model.trainable_variables]
+        params["derived.parameters"] = sum(sizes)
+        return params
+
+    def _tags(self, spec: RunSpec, recorded: dict[str, Any]) -> dict[str, str]:
+        """Return the user's tags, and those for the origin of the run and its place."""
+        tracking = spec.config.tracking
+        tags = dict(tracking.tags)
+        if tracking.description is not None:
+            tags["mlflow.note.content"] = tracking.description
+        tags |= provenance.origin()
+        run_dir = str(self.run_dir.absolute())
+        tags["config.hash"] = provenance.config_hash(recorded, run_dir)
+        if tracking.sweep:
+            tags["mlflow.parentRunId"] = tracking.sweep
+            tags["sweep"] = tracking.sweep
+            tags["sweep.job"] = tracking.job or ""
+        if self.plan.stages:
+            tags[STAGES] = json.dumps(self.plan.changes)
+        return tags
+
+    def _begin(self, ids: dict[str, str]) -> None:
+        self.begun = True
+        self.run_id = ids.get("run_id", "")
+
     def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
-        """Log the inputs and the artifacts that exist before a run trains; `DESCRIBED` is the last one."""
+        """Log the inputs and the first artifacts, of which `DESCRIBED` is the last."""
         for name, split in data.splits.items():
-            context = {"train": "training"}.get(name, name)
-            line = {
-                "dataset": _dataset(data, context, split, data.count(name)),
-                "context": context,
-            }
+            context = "training" if name == "train" else name
+            entry = _dataset_entry(data, context, split, data.count(name))
+            line = {"dataset": entry, "context": context}
             self.journal.write(plain.mapped(line, mask))
-        surroundings = provenance.environment(self.run_dir)
+
+        environment = provenance.environment(self.run_dir)
+        # Masked before YAML folds a long override, and a secret in it.
+        overrides = plain.mapped(spec.overrides, mask)
         texts = {
-            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),
-            "links.json": _text(spec.links),
-            "overrides.yaml": OmegaConf.to_yaml(
-                plain.mapped(spec.overrides, mask)
-            ),  # before YAML folds a long one
-            "environment.json": _text(surroundings),
+            "config.yaml": OmegaConf.to_yaml(spec.recorded),
+            "links.json": _json(spec.links),
+            "overrides.yaml": OmegaConf.to_yaml(overrides),
+            "environment.json": _json(environment),
         }
-        if surroundings["git"].get("clean") is False:
+        if environment["git"].get("clean") is False:
             texts["git.diff"] = provenance.diff()
-        texts[DESCRIBED] = _text(dataset)
+        texts[DESCRIBED] = _json(dataset)
         for name, text in texts.items():
             self._artifact(name, text)
-        self._late_checksums = (
-            dataset["checksum"] == "full" and bool(data.files) and not dataset["files"]
-        )
-        if self._late_checksums:
+
+        is_wanted = dataset["checksum"] == "full" and bool(data.files)
+        self._computes_checksums = is_wanted and not dataset["files"]
+        if self._computes_checksums:
             self._files.compute(
-                lambda found: self._describe_files({**dataset, "files": found})
+                lambda checksums: self._write_checksums(dataset, checksums)
             )
 
-    def _describe_files(self, dataset: dict[str, Any]) -> None:
-        """Write the checksums to the run directory, where a resumed run looks for them; `end` logs them."""
+    def _write_checksums(
+        self, dataset: dict[str, Any], checksums: dict[str, str]
+    ) -> None:
+        """Write the checksums to the run directory, for a resumed run; `end` logs them.
+
+        The file is replaced at once: the run may be killed meanwhile.
+        """
         new = self.run_dir / f".{DESCRIBED}"
-        new.write_text(mask(_text(dataset)), encoding="utf-8")
+        text = _json({**dataset, "files": checksums})
+        new.write_text(mask(text), encoding="utf-8")
         new.replace(self.run_dir / DESCRIBED)
 
     def _artifact(self, name: str, text: str) -> None:
         (self.run_dir / name).write_text(mask(text), encoding="utf-8")
         self.journal.write({"artifact": name})
 
-
-def _name(overrides: Sequence[str], dataset: str) -> str:
-    """Return the experiment, or dataset, and what was overridden, as `text rate=0.1 seed=2`; empty if nothing was."""
-    given = [
-        (key.lstrip("+~"), value)
-        for key, _, value in (text.partition("=") for text in overrides)
-    ]
-    of_run = [
-        (key, value)
-        for key, value in given
-        if not f"{key}.".startswith(("hydra", *provenance.PLACE))
-    ]
-    experiment = dict(of_run).get("experiment", dataset)
-    changed = [
-        plain.short(key, value[:40]) for key, value in of_run if key != "experiment"
-    ]
-    return (
-        " ".join([experiment, *changed])[:200] if of_run else ""
-    )  # MLflow takes 250 characters
+    def _row(self, kind: str, line: dict[str, Any]) -> None:
+        """Write a row, unless it was written before the run was resumed."""
+        if line["step"] not in self._written.get(kind, ()):
+            self.journal.write(line)
 
 
-def _text(value: Any) -> str:
+def _name_by_overrides(overrides: Sequence[str], dataset: str) -> str:
+    """Return a run's name by its overrides, such as `text rate=0.1 seed=2`.
+
+    It begins with the experiment, or else the dataset. Without an override that tells
+    this run from another one it is empty.
+    """
+    pairs = []
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if not f"{key}.".startswith(("hydra", *provenance.PLACE)):
+            pairs.append((key, value))
+    if not pairs:
+        return ""
+    parts = [dict(pairs).get("experiment", dataset)]
+    for key, value in pairs:
+        if key != "experiment":
+            parts.append(plain.short(key, value[:LONGEST_VALUE]))
+    return " ".join(parts)[:LONGEST_NAME]
+
+
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _json(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def _dataset(
+def _dataset_entry(
     data: Data, context: str, split: tf.data.Dataset, examples: int | None
 ) -> dict[str, str]:
+    """Return the fields of MLflow's `Dataset` for one split."""
     schema = str(split.element_spec)
+    identity = f"{data.name} {data.version} {context} {examples} {schema}"
     return {
-        "name": data.name[:500],  # MLflow takes no more
-        "digest": hashlib.sha256(
-            f"{data.name} {data.version} {context} {examples} {schema}".encode()
-        ).hexdigest()[:8],
+        "name": data.name[:LONGEST_DATASET_NAME],
+        "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
         "source_type": "code",
         "source": json.dumps({"tags": {"version": data.version}}),
         "schema": json.dumps({"elements": schema}),

@@ -1,7 +1,9 @@
-"""The one gate before anything that a tracking store names (code, paths, hosts), and what is built behind it.
+"""The one gate before anything that a tracking store names, and what it lets build.
 
-In: a config or an address that came out of a store. Out: the same, checked, or a `ConfigError`. `gate` checks configs,
-`artifact_locations` checks where a store keeps its artifacts, and `instantiate` builds what a checked `_target_` names.
+A store may name code, paths and hosts. In: a config or an address that came out of a
+store. Out: the same, checked, or a `ConfigError`. `gate` checks configs against the
+lists in `trusted_names`, `artifact_locations` checks where a store keeps its artifacts,
+and `instantiate` builds what a checked `_target_` names.
 """
 
 __all__ = ["artifact_locations", "gate", "instantiate"]

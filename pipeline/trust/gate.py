@@ -1,10 +1,14 @@
-"""The gate before every instantiation: what a config that came out of a tracking store may build, read and write.
+"""The gate before every instantiation.
 
-    fetched config ─► check_config: every name and path, as text ─► what the names really are ─► rerun
-    instantiate.locate ─► check: the same again for each node, just before it is imported
+It decides what a config that came out of a tracking store may build, read and write:
 
-A user's own config and command line are not checked. Of a fetched config everything is refused that is neither listed
-here nor allowed by the user, and nothing is imported before its name was accepted.
+    fetched config ─► check_config: every name and path, as text
+                   ─► what the names really are ─► rerun
+    instantiate.locate ─► check: the same again for each node, before it is imported
+
+A user's own config and command line are not checked. Of a fetched config everything is
+rejected that is neither listed in `trusted_names` nor allowed by the user, and nothing
+is imported before its name was accepted.
 """
 
 import os
@@ -21,295 +25,351 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.hydra_errors import as_config_error
-from pipeline.trust import allowlist, artifact_locations
+from pipeline.trust import artifact_locations, trusted_names
 
 _TFDS = "pipeline.dataset.from_tfds"
-# Without a namespace, which TFDS would download code for, and without arguments such as data_dir.
+# A name of TFDS has no namespace, for which TFDS would download code, and no arguments
+# such as data_dir.
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
 # A home, a URL or a drive, a share.
 _ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|(?i:file|data):|\\)|\s+/")
+# The ID of a run, or its start, and perhaps an update.
 _RUN = re.compile(r"[0-9a-f]{4,32}(@\d{1,10})?", re.ASCII)
-_MOST_VALUES, _DEEPEST = 100_000, 40
+_MOST_VALUES = 100_000
+_DEEPEST = 40
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What a fetched config may reach, all of it given by the user and none of it by the config.
+    """What a fetched config may reach; the user gives all of it, and the config none.
 
-    `allowed`: dotted prefixes. `mypkg` allows `mypkg.models.build` if that is defined under `mypkg`, and nothing that
-    `mypkg` only imports. The full name of an object allows that object, wherever it is defined.
+    Attributes:
+        run_dir: the directory of the new run. Files are written only here, unless
+            `allowed` names what writes them.
+        data_dir: another folder that files may be read from.
+        allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` if that is defined
+            under `mypkg`, and nothing that `mypkg` only imports. The full name of an
+            object allows that object, wherever it is defined.
+        tracking_uri: the only store that a config may name.
+        downloads: whether TFDS may fetch and prepare a dataset. Its own code runs on
+            what it downloads; some of it unpickles or evaluates.
+        start: whether the user named the run whose checkpoint to begin with.
+        given: the user's own texts by dotted key; null for a config group that they
+            chose, as all of it is theirs.
     """
 
-    run_dir: Path  # of the new run; files are written only here, unless `allowed` names what writes them
-    data_dir: Path | None = None  # another folder that files may be read from
+    run_dir: Path
+    data_dir: Path | None = None
     allowed: Sequence[str] = ()
-    tracking_uri: str | None = None  # the only one that a config may have
-    # Whether TFDS may fetch and prepare a dataset: its own code runs on what it downloads; some unpickles or evaluates.
+    tracking_uri: str | None = None
     downloads: bool = False
-    start: bool = False  # whether the user named the run whose checkpoint to begin with
-    # The user's own texts, by dotted key; null for a config group that they chose: all in it is theirs.
+    start: bool = False
     given: Mapping[str, str | None] = field(default_factory=dict)
 
     def confine(self, path: str, key: str) -> None:
-        """Refuse a path that leads elsewhere, also by a link, unless `given`; data may lie in the working directory."""
-        parts = key.split(".")
-        groups = [".".join(parts[:end]) for end in range(1, len(parts))]
-        if self.given.get(key) == path or any(
-            self.given.get(group, "") is None for group in groups
-        ):
+        """Reject a path that leads elsewhere, even if only by a link.
+
+        Data may also lie in the working directory, and a path that the user gave may
+        lie anywhere.
+
+        Raises:
+            ConfigError: the path of the config's `key` leads elsewhere.
+        """
+        if self._is_the_users(path, key):
             return
-        roots = [
-            self.run_dir,
-            *filter(None, [self.data_dir]),
-            *([Path.cwd()] if key.startswith("dataset.") else []),
-        ]
-        if (
-            path == ""
-            or _leads_away(path)
-            or not artifact_locations.is_inside(Path(path), roots)
-        ):
+        roots = [self.run_dir]
+        if self.data_dir is not None:
+            roots.append(self.data_dir)
+        if key.startswith("dataset."):
+            roots.append(Path.cwd())
+
+        is_local = path != "" and not _leads_away(path)
+        if not is_local or not artifact_locations.is_inside(Path(path), roots):
+            folders = " or ".join(str(root) for root in roots)
             again = shlex.quote(f"{key}={path[:300]}")
-            rule = f"must lie in {' or '.join(map(str, roots))}; if the path is your own, give it again: {again}"
+            rule = (
+                f"must lie in {folders}; "
+                f"if the path is your own, give it again: {again}"
+            )
             raise ConfigError(key, rule, path)
 
+    def _is_the_users(self, text: str, key: str) -> bool:
+        """Return whether the user gave a text, or the group that has it."""
+        if self.given.get(key) == text:
+            return True
+        parts = key.split(".")
+        for end in range(1, len(parts)):
+            group = ".".join(parts[:end])
+            if group in self.given and self.given[group] is None:
+                return True
+        return False
 
-in_force: Gate | None = (
-    None  # of this process: a context variable would leave the threads of a run unguarded
-)
+
+# The gate of this process. A context variable would leave the threads of a run without
+# one.
+in_force: Gate | None = None
 
 
 @contextmanager
 def strict(gate: Gate) -> Iterator[None]:
     """Let all threads of this process instantiate only what `gate` accepts."""
     global in_force
-    before, in_force = in_force, gate
+    outer = in_force
+    in_force = gate
     try:
         yield
     finally:
-        in_force = before
+        in_force = outer
 
 
 def check(node: DictConfig, key: str) -> None:
-    """Refuse a `node` that is not trusted before anything of it is imported; do nothing outside of `strict`."""
+    """Reject a node that is not trusted, before anything in it is imported.
+
+    Outside of `strict` everything is trusted.
+    """
     if in_force is not None:
         with as_config_error():
-            check_config({key: OmegaConf.to_container(node, resolve=True)}, in_force)
+            container = OmegaConf.to_container(node, resolve=True)
+            check_config({key: container}, in_force)
 
 
 def check_config(
     config: Mapping[str, Any], gate: Gate, *, imports: bool = True
 ) -> None:
-    """Refuse a fetched config in which something is not trusted; without `imports`, judge objects by name alone."""
+    """Reject a fetched config in which anything is not trusted.
+
+    Args:
+        config: the config, plain.
+        gate: what it may reach.
+        imports: import the objects that it names, to check what they are. Without it
+            they are judged by their names alone.
+
+    Raises:
+        ConfigError: the message names the key and the rule.
+    """
     check_size(config)
-    targets = []
-    for key, value, parents in _nodes(
-        {k: value for k, value in config.items() if not (gate.start and k == "start")}
-    ):
-        if isinstance(value, dict):
-            _check_mapping(value, key)
-            if "_target_" in value:
-                _check_target(value, key, gate)
-                targets.append((_join(key, "_target_"), value["_target_"]))
-        elif not (isinstance(value, list) or _is_tfds_name(value, key, parents[-1])):
-            _check_scalar(value, key, gate)
-    for key in ("hydra", "defaults"):
-        if key in config:
-            raise ConfigError(
-                key,
-                "must be of your own config, not of one from a tracking store",
-                str(config[key]),
-            )
-    tracking = config.get("tracking")
-    if isinstance(tracking, Mapping) and tracking.get("uri") not in (
-        None,
-        gate.tracking_uri,
-    ):
-        raise ConfigError(
-            "tracking.uri",
-            "must be your own, not that of a fetched config",
-            tracking["uri"],
-        )
-    for key, target in dict.fromkeys(targets) if imports else ():
-        allowlist.check_object(target, key, gate.allowed)
+    checked = dict(config)
+    if gate.start:  # the user named the run to begin with
+        checked.pop("start", None)
+
+    targets: dict[tuple[str, str], None] = {}  # in order, each pair once
+    for node in _nodes(checked):
+        if isinstance(node.value, dict):
+            _check_mapping(node.value, node.key)
+            if "_target_" in node.value:
+                _check_target(node.value, node.key, gate)
+                target_key = _join(node.key, "_target_")
+                targets[target_key, node.value["_target_"]] = None
+        elif not isinstance(node.value, list) and not _is_tfds_name(node):
+            _check_scalar(node.value, node.key, gate)
+
+    _check_top_level(config, gate)
+    if imports:
+        for key, target in targets:
+            trusted_names.check_object(target, key, gate.allowed)
 
 
 def check_size(config: Mapping[str, Any]) -> None:
-    """Refuse a config that YAML's anchors make huge or endless."""
-    for count, (key, _, parents) in enumerate(_nodes(dict(config))):
-        if count > _MOST_VALUES or len(parents) > _DEEPEST:
-            raise ConfigError(
-                key.partition(".")[0],
-                f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep",
-            )
+    """Reject a config that YAML's anchors make huge or endless."""
+    for count, node in enumerate(_nodes(dict(config))):
+        if count > _MOST_VALUES or len(node.parents) > _DEEPEST:
+            rule = f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep"
+            raise ConfigError(node.key.partition(".")[0], rule)
 
 
 def drop_writers(
     config: dict[str, Any], allowed: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a fetched config without the callbacks that write files and are not `allowed`, and those: key → target."""
-    match config:
-        case {"training": {"callbacks": dict(callbacks)} as training}:
-            writers = [
-                target
-                for target in allowlist.WRITERS
-                if not allowlist.is_under(target, allowed)
-            ]
-            targets = {
-                name: node.get("_target_")
-                for name, node in callbacks.items()
-                if isinstance(node, dict)
-            }
-            dropped = {
-                f"training.callbacks.{name}": target
-                for name, target in targets.items()
-                if target in writers
-            }
-            kept = {
-                name: node
-                for name, node in callbacks.items()
-                if targets.get(name) not in writers
-            }
-            return {**config, "training": {**training, "callbacks": kept}}, dropped
-    return config, {}
+    """Leave the callbacks that write files out of a fetched config.
+
+    Args:
+        config: the config, plain.
+        allowed: prefixes that the user trusts; what lies under them stays.
+
+    Returns:
+        The config without these callbacks, and the targets that were left out by their
+        dotted keys.
+    """
+    training = config.get("training")
+    if not isinstance(training, dict):
+        return config, {}
+    callbacks = training.get("callbacks")
+    if not isinstance(callbacks, dict):
+        return config, {}
+
+    kept = {}
+    dropped = {}
+    for name, node in callbacks.items():
+        target: Any = None
+        if isinstance(node, dict):
+            target = node.get("_target_")
+        if _is_writer(target) and not trusted_names.is_under(target, allowed):
+            dropped[f"training.callbacks.{name}"] = target
+        else:
+            kept[name] = node
+    return {**config, "training": {**training, "callbacks": kept}}, dropped
 
 
 def texts(values: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return every text in a plain config by its dotted key, for `Gate.given`."""
-    return {
-        key: value for key, value, _ in _nodes(dict(values)) if isinstance(value, str)
-    }
+    """Return every text of a plain config by its dotted key, for `Gate.given`."""
+    found: dict[str, str | None] = {}
+    for node in _nodes(dict(values)):
+        if isinstance(node.value, str):
+            found[node.key] = node.value
+    return found
 
 
-def _nodes(
-    value: Any, key: str = "", parents: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Yield (key, value, mappings and lists around it) for a plain config and everything in it, outermost first."""
-    yield key, value, parents
-    entries = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+@dataclass(frozen=True)
+class _Node:
+    """A value in a plain config, its dotted key, and the containers around it."""
+
+    key: str
+    value: Any
+    parents: tuple[Any, ...]
+
+
+def _nodes(value: Any, key: str = "", parents: tuple[Any, ...] = ()) -> Iterator[_Node]:
+    """Yield a plain config and everything in it, outermost first."""
+    yield _Node(key, value, parents)
+    entries: Any = ()
+    if isinstance(value, dict):
+        entries = value.items()
+    elif isinstance(value, list):
+        entries = enumerate(value)
     for name, entry in entries:
         yield from _nodes(entry, _join(key, name), (*parents, value))
 
 
+def _check_top_level(config: Mapping[str, Any], gate: Gate) -> None:
+    """Reject keys that are the user's own: those of Hydra, and the store."""
+    for key in ("hydra", "defaults"):
+        if key in config:
+            rule = "must be of your own config, not of one from a tracking store"
+            raise ConfigError(key, rule, str(config[key]))
+    tracking = config.get("tracking")
+    if isinstance(tracking, Mapping):
+        uri = tracking.get("uri")
+        if uri not in (None, gate.tracking_uri):
+            rule = "must be your own, not that of a fetched config"
+            raise ConfigError("tracking.uri", rule, uri)
+
+
 def _check_mapping(node: dict[Any, Any], key: str) -> None:
+    """Reject keys that are not plain, and objects that Keras would deserialize."""
     for name in node:
-        if (
-            type(name) not in (str, int, bool, float)
-            or "${" in str(name)
-            or not str(name).isprintable()
-        ):
-            raise ConfigError(
-                key or "the config", "must have plain names for its keys", repr(name)
-            )
-        if name in (
-            "class_name",
-            "registered_name",
-        ):  # with either Keras would build an object from the mapping
-            raise ConfigError(
-                _join(key, name),
-                "must not be a serialized object: name it by _target_",
-                node[name],
-            )
+        is_scalar = type(name) in (str, int, bool, float)
+        if not is_scalar or "${" in str(name) or not str(name).isprintable():
+            rule = "must have plain names for its keys"
+            raise ConfigError(key or "the config", rule, repr(name))
+        if name in ("class_name", "registered_name"):
+            rule = "must not be a serialized object: name it by _target_"
+            raise ConfigError(_join(key, name), rule, node[name])
 
 
-def _is_tfds_name(value: Any, key: str, parent: Any) -> bool:
-    """Return whether `value` is the name of a dataset of TFDS, which is no path and was checked with its target."""
-    named = (
-        key.endswith(".name")
-        and isinstance(parent, dict)
-        and parent.get("_target_") == _TFDS
-    )
-    return named and value == parent.get("name")
+def _is_tfds_name(node: _Node) -> bool:
+    """Return whether a value is the name of a dataset of TFDS.
+
+    It is no path, and was checked with its target.
+    """
+    parent = node.parents[-1]
+    if not isinstance(parent, dict) or parent.get("_target_") != _TFDS:
+        return False
+    return node.key.endswith(".name") and node.value == parent.get("name")
 
 
 def _check_scalar(value: Any, key: str, gate: Gate) -> None:
-    """Refuse what is no scalar, a run to begin with that is not given by its ID, and text that leads elsewhere."""
+    """Reject what is no scalar, and text that leads elsewhere."""
     if value is None or type(value) is bool:
         return
     if type(value) not in (str, int, float):
-        raise ConfigError(
-            key,
-            "must be a mapping, a list, text, a number, true, false or null",
-            type(value).__name__,
-        )
-    if (
-        key.partition(".")[0] == "start"
-    ):  # the run is looked for below the working directory
+        rule = "must be a mapping, a list, text, a number, true, false or null"
+        raise ConfigError(key, rule, type(value).__name__)
+    if key.partition(".")[0] == "start":
+        # Anything but an ID would be looked for below the working directory.
         if not _RUN.fullmatch(str(value)):
-            rule = "must be the ID of a run where it comes from a store: give start.run again"
+            rule = (
+                "must be the ID of a run where it comes from a store: "
+                "give start.run again"
+            )
             raise ConfigError("start.run", rule, str(value))
     elif type(value) is str:
-        if "${" in value:
-            raise ConfigError(
-                key, "must be resolved: a record holds no interpolation", value
-            )
-        # A reader of paths or addresses may skip characters that are not visible.
-        if any(
-            unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n"
-            for sign in value
-        ):
-            raise ConfigError(key, "must be of signs that can be seen", value)
-        # As a path as well: code that receives it could read it, or write there.
-        is_path = (
-            value.startswith("/")
-            or _leads_away(value)
-            or (re.search(r"[\\/]", value) and os.path.lexists(value))
-        )
-        if is_path and not key.startswith(
-            "tracking."
-        ):  # the names of an experiment and of a run may look like one
-            gate.confine(value, key)
+        _check_text(value, key, gate)
+
+
+def _check_text(text: str, key: str, gate: Gate) -> None:
+    """Reject an interpolation, characters that are not visible, and foreign paths."""
+    if "${" in text:
+        rule = "must be resolved: a record holds no interpolation"
+        raise ConfigError(key, rule, text)
+    # A reader of paths or addresses may skip characters that are not visible.
+    for character in text:
+        if character not in "\t\n" and unicodedata.category(character) in ("Cc", "Cf"):
+            raise ConfigError(key, "must be of signs that can be seen", text)
+    # The names of an experiment and of a run may look like paths. In any other text
+    # code that receives a path could read the file, or write there.
+    if _is_path(text) and not key.startswith("tracking."):
+        gate.confine(text, key)
+
+
+def _is_path(text: str) -> bool:
+    if text.startswith("/") or _leads_away(text):
+        return True
+    return re.search(r"[\\/]", text) is not None and os.path.lexists(text)
 
 
 def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
-    """Refuse a target by its name, and the arguments of one that reads files."""
+    """Reject a target by its name, and the arguments of one that reads files."""
     target = node["_target_"]
+    target_key = _join(key, "_target_")
     if type(target) is not str:
-        raise ConfigError(
-            _join(key, "_target_"),
-            "must be the dotted name of what builds it",
-            str(target),
-        )
-    allowlist.check_name(target, _join(key, "_target_"), gate.allowed)
-    kinds = {
-        "_partial_": (bool, "true or false"),
-        "_recursive_": (bool, "true or false"),
-        "_args_": (list, "a list"),
-    }
-    for name, (kind, rule) in kinds.items():
+        rule = "must be the dotted name of what builds it"
+        raise ConfigError(target_key, rule, str(target))
+    trusted_names.check_name(target, target_key, gate.allowed)
+    _check_hydra_keys(node, key, target)
+
+    is_application = target.startswith(trusted_names.APPLICATIONS)
+    if target in trusted_names.READERS or is_application:
+        _check_reader(node, key, target, gate)
+
+
+def _check_hydra_keys(node: dict[Any, Any], key: str, target: str) -> None:
+    kinds = {"_partial_": bool, "_recursive_": bool, "_args_": list}
+    for name, kind in kinds.items():
         if name in node and type(node[name]) is not kind:
-            raise ConfigError(
-                _join(key, name), f"of {target} must be {rule}", node[name]
-            )
-    of_keras = target.startswith(allowlist.APPLICATIONS)
-    if target not in allowlist.READERS and not of_keras:  # it reads no files
-        return
+            words = "a list" if kind is list else "true or false"
+            rule = f"of {target} must be {words}"
+            raise ConfigError(_join(key, name), rule, node[name])
+
+
+def _check_reader(node: dict[Any, Any], key: str, target: str, gate: Gate) -> None:
+    """Check the arguments of a target that reads files."""
     for name in ("_args_", "_partial_"):
         if node.get(name):  # it would hide a path from these checks
-            raise ConfigError(
-                _join(key, name),
-                f"of {target} must be left out: give its arguments by name",
-            )
-    if of_keras and node.get("weights") not in (None, "imagenet"):
-        raise ConfigError(
-            _join(key, "weights"),
-            f"of {target} must be null or 'imagenet'",
-            node["weights"],
-        )
+            rule = f"of {target} must be left out: give its arguments by name"
+            raise ConfigError(_join(key, name), rule)
+
+    is_application = target.startswith(trusted_names.APPLICATIONS)
+    if is_application and node.get("weights") not in (None, "imagenet"):
+        rule = f"of {target} must be null or 'imagenet'"
+        raise ConfigError(_join(key, "weights"), rule, node["weights"])
     if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
-        rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
+        rule = (
+            f"of {target} must be a dataset of TFDS itself: "
+            "name, name/config or name:version"
+        )
         raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
-    name = allowlist.READERS.get(target, "")
+
+    name = trusted_names.READERS.get(target, "")
     path = node.get(name)
     if isinstance(path, dict):  # what it builds could be any text
-        raise ConfigError(_join(key, name), f"of {target} must be given as it is", path)
+        rule = f"of {target} must be given as it is"
+        raise ConfigError(_join(key, name), rule, path)
     if type(path) is str:  # a vocabulary may be a list; null is the reader's default
         gate.confine(path, _join(key, name))
+
+
+def _is_writer(target: object) -> bool:
+    return isinstance(target, str) and target in trusted_names.WRITERS
 
 
 def _leads_away(path: str) -> bool:

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hydra.errors import HydraException
@@ -15,23 +15,30 @@ from pipeline.common.errors import ConfigError, described
 from pipeline.trust import gate
 
 # Config key → the group of its files.
-_GROUPS = {key: key for key in ("dataset", "model", "optimizer", "schedule")} | {
-    "training.loss": "objective"
+_GROUPS = {
+    "dataset": "dataset",
+    "model": "model",
+    "optimizer": "optimizer",
+    "schedule": "schedule",
+    "training.loss": "objective",
 }
-_OF_HYDRA = (
-    "_target_",
-    "_partial_",
-    "_args_",
-    "_recursive_",
-    "_convert_",
-)  # all else is the target's argument
+# Hydra's own keys of a node; all others are the target's arguments.
+_HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 def build(node: DictConfig, key: str, **arguments: Any) -> Any:
-    """Build what `node._target_` names from the other entries of `node`, whose dotted name is `key`.
+    """Build what `node._target_` names from the other entries of the node.
 
-    Nested nodes with a `_target_` are built first. Further `arguments` by keyword outrank those of the node. A
-    `ConfigError` says that the target does not exist, is not callable, or refuses its arguments.
+    Nested nodes with a `_target_` are built first.
+
+    Args:
+        node: the node of a config.
+        key: its dotted name.
+        arguments: further arguments, which outrank those of the node.
+
+    Raises:
+        ConfigError: the target does not exist, cannot be called, or rejects its
+            arguments.
     """
     _check_arguments(locate(node, key), node, key, arguments)
     try:
@@ -40,113 +47,160 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
             raise cause from None
-        # A nested node may be the one that failed: Hydra names it, from the root on or from this node on.
-        named = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
-        path = named[1].removeprefix(key).lstrip(".") if named else ""
+        path = _failed_path(error, key)
         inner = OmegaConf.select(node, path) if path else node
         rule = f"must be what {inner.get('_target_')} takes ({described(cause)})"
-        raise ConfigError(
-            f"{key}.{path}".rstrip("."), rule, _arguments(inner)
-        ) from error
+        failed_key = f"{key}.{path}".rstrip(".")
+        raise ConfigError(failed_key, rule, _arguments(inner)) from error
 
 
 def locate(node: DictConfig, key: str) -> Callable[..., Any]:
-    """Return what `node._target_` names; a `ConfigError` says that it does not exist or cannot be called."""
+    """Return what `node._target_` names.
+
+    Args:
+        node: the node of a config.
+        key: its dotted name.
+
+    Raises:
+        ConfigError: the gate rejects it, it does not exist, or it cannot be called.
+    """
     gate.check(node, key)
-    key, target = f"{key}._target_", node.get("_target_")
+    key = f"{key}._target_"
+    target = node.get("_target_")
     if not isinstance(target, str):
         raise ConfigError(key, "must be the dotted name of what builds it", target)
     try:
-        found = get_object(target)
+        named = get_object(target)
     except Exception as error:
-        parent, _, name = target.rpartition(".")
-        close = difflib.get_close_matches(name, dir(sys.modules.get(parent)), n=1)
-        rule = (
-            f"must name something that exists ({described(error.__cause__ or error)})"
-        )
-        raise ConfigError(
-            key, rule, target, similar=[f"{parent}.{known}" for known in close]
-        ) from error
-    if not callable(found):
+        reason = described(error.__cause__ or error)
+        rule = f"must name something that exists ({reason})"
+        similar = _similar_targets(target)
+        raise ConfigError(key, rule, target, similar=similar) from error
+    if not callable(named):
         raise ConfigError(key, "must name something that can be called", target)
-    return found
+    return named
 
 
 def accepted(
     target: Callable[..., Any], node: DictConfig, **offers: Any
 ) -> dict[str, Any]:
-    """Return those of `offers` that `target` has a parameter for and `node` gives no value."""
+    """Return the offers that a target has a parameter for and its node no value."""
     parameters = _parameters(target) or {}
-    return {
-        name: offer
-        for name, offer in offers.items()
-        if name in parameters and node.get(name) is None
-    }
+    taken = {}
+    for name, offer in offers.items():
+        if name in parameters and node.get(name) is None:
+            taken[name] = offer
+    return taken
+
+
+def _failed_path(error: HydraException, key: str) -> str:
+    """Return the path, below `key`, of the nested node that could not be built.
+
+    Hydra names the node from the root on, or from the node that was built. The path is
+    empty if that node itself failed.
+    """
+    match = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
+    return match[1].removeprefix(key).lstrip(".") if match else ""
+
+
+def _similar_targets(target: str) -> list[str]:
+    module, _, name = target.rpartition(".")
+    names = difflib.get_close_matches(name, dir(sys.modules.get(module)), n=1)
+    return [f"{module}.{known}" for known in names]
 
 
 def _check_arguments(
     target: Callable[..., Any], node: DictConfig, key: str, others: Collection[str]
 ) -> None:
-    """Refuse unknown and missing arguments, and text or a number for a flag: Python takes most of them as true."""
-    parameters, given = _parameters(target), _arguments(node)
+    """Reject unknown and missing arguments, and text or a number for a flag.
+
+    Python takes most texts and numbers as true.
+
+    Args:
+        target: what will be called.
+        node: has the arguments.
+        key: the dotted name of the node.
+        others: the names of arguments that are passed in addition.
+    """
+    parameters = _parameters(target)
+    arguments = _arguments(node)
+    if parameters is None:
+        return
+    if _takes_only(parameters) and "_args_" not in node:
+        for name in arguments:
+            if name not in parameters:
+                rule = _unknown_argument_rule(node, key)
+                raise ConfigError(f"{key}.{name}", rule, name, parameters)
+        if not node.get("_partial_"):
+            present = {*arguments, *others}
+            _check_complete(target, node, key, parameters, present)
+    for name, value in arguments.items():
+        if name in parameters and _is_flag(parameters[name]):
+            is_text_or_number = isinstance(value, str | int | float)
+            if is_text_or_number and not isinstance(value, bool):
+                raise ConfigError(f"{key}.{name}", "must be true or false", value)
+
+
+def _takes_only(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether a target takes these parameters by name, and no others."""
     open_ended = {
         inspect.Parameter.VAR_KEYWORD,
         inspect.Parameter.VAR_POSITIONAL,
         inspect.Parameter.POSITIONAL_ONLY,
     }
-    known = parameters is not None and not open_ended & {
-        each.kind for each in parameters.values()
-    }
-    parameters = parameters or {}
-    if known and "_args_" not in node:
-        for name in given:
-            if name not in parameters:
-                rule = f"must be an argument of {node._target_}"
-                if key in _GROUPS and not str(node._target_).startswith(
-                    "pipeline."
-                ):  # named on the command line alone
-                    group, article = (
-                        _GROUPS[key],
-                        "an" if _GROUPS[key].startswith("o") else "a",
-                    )
-                    rule += f"; {article} {group} of your own stands whole in a file, conf/{group}/NAME.yaml, and is "
-                    rule += f"taken with --config-dir conf {group}=NAME"
-                raise ConfigError(f"{key}.{name}", rule, name, parameters)
-        for name, parameter in parameters.items():
-            missing = (
-                name not in given and name not in others and not node.get("_partial_")
-            )
-            if parameter.default is parameter.empty and missing:
-                rule = f"must be given: {node._target_} has no default for it"
-                if key.startswith("training.") and not inspect.isclass(target):
-                    rule += (
-                        f"; where the function itself is meant, {key}._partial_ is true"
-                    )
-                raise ConfigError(f"{key}.{name}", rule)
-    for name, value in (
-        (name, value) for name, value in given.items() if name in parameters
-    ):
-        parameter = parameters[name]
-        flag = (
-            isinstance(parameter.default, bool)
-            if parameter.annotation is parameter.empty
-            else parameter.annotation
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return not open_ended & kinds
+
+
+def _unknown_argument_rule(node: DictConfig, key: str) -> str:
+    rule = f"must be an argument of {node._target_}"
+    # A target of the user's own may have been named on the command line alone: then the
+    # group's default has left its arguments in the node.
+    if key in _GROUPS and not str(node._target_).startswith("pipeline."):
+        group = _GROUPS[key]
+        article = "an" if group.startswith("o") else "a"
+        rule += (
+            f"; {article} {group} of your own stands whole in a file, "
+            f"conf/{group}/NAME.yaml, and is taken with --config-dir conf {group}=NAME"
         )
-        if (
-            flag in (True, bool, "bool")
-            and isinstance(value, str | int | float)
-            and not isinstance(value, bool)
-        ):
-            raise ConfigError(f"{key}.{name}", "must be true or false", value)
+    return rule
+
+
+def _check_complete(
+    target: Callable[..., Any],
+    node: DictConfig,
+    key: str,
+    parameters: Mapping[str, inspect.Parameter],
+    present: Collection[str],
+) -> None:
+    for name, parameter in parameters.items():
+        if name in present or parameter.default is not parameter.empty:
+            continue
+        rule = f"must be given: {node._target_} has no default for it"
+        if key.startswith("training.") and not inspect.isclass(target):
+            rule += f"; where the function itself is meant, {key}._partial_ is true"
+        raise ConfigError(f"{key}.{name}", rule)
+
+
+def _is_flag(parameter: inspect.Parameter) -> bool:
+    """Return whether a parameter is true or false, by its annotation or its default."""
+    if parameter.annotation is parameter.empty:
+        return isinstance(parameter.default, bool)
+    return parameter.annotation in (True, bool, "bool")
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    """Return the parameters of a target; None if they cannot be read."""
     try:
         return dict(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # it cannot be read
+    except (TypeError, ValueError):
         return None
 
 
 def _arguments(node: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(node, resolve=True)
-    return {str(key): value for key, value in plain.items() if key not in _OF_HYDRA}
+    container: Any = OmegaConf.to_container(node, resolve=True)
+    arguments = {}
+    for key, value in container.items():
+        if key not in _HYDRA_KEYS:
+            arguments[str(key)] = value
+    return arguments

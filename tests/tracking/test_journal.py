@@ -425,7 +425,7 @@ def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch)
     write(journal, *range(1, 500))
     journal._writer.write({"end": "FINISHED"})
     monkeypatch.setattr("pipeline.tracking.uploader.RETRY", 0.01)
-    monkeypatch.setattr("pipeline.tracking.uploader.AT_ONCE", 20)
+    monkeypatch.setattr("pipeline.tracking.uploader.POINTS_PER_REQUEST", 20)
     told, log_batch, tries = [], MlflowClient.log_batch, iter(range(1000))
 
     def harmed(*arguments, **given):

@@ -14,7 +14,7 @@ import pytest
 from pipeline.common.errors import ConfigError
 from pipeline.common.recorded import FormError
 from pipeline.tracking import journal_file
-from pipeline.tracking.journal_file import NAME, Past, Reader
+from pipeline.tracking.journal_file import NAME, LineReader, Past
 
 START = {
     "start": {
@@ -47,7 +47,7 @@ def read(path):
     """The lines that are read, and what is said of the first one that is not."""
     found, descriptor = [], os.open(path, os.O_RDONLY)
     try:
-        for line in Reader(descriptor).lines():
+        for line in LineReader(descriptor).lines():
             found.append(line)
     except FormError as error:
         return found, str(error)

@@ -19,7 +19,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import compose
 from pipeline.config.plain import plain
 from pipeline.rerun.recorded_run import RecordedRun
-from pipeline.trust import allowlist, instantiate
+from pipeline.trust import instantiate, trusted_names
 from pipeline.trust.gate import Gate, check_config, check_size, drop_writers, strict
 from tests.running import ROOT, environment
 
@@ -656,9 +656,9 @@ def test_every_builder_of_a_ready_config_is_on_the_list_and_exists():
         "".join(f.read_text() for f in (ROOT / "conf").rglob("*.yaml")),
     )
     assert (
-        set(named) - {"pipeline.config.compose.RunFolders"} <= allowlist.BUILDERS
+        set(named) - {"pipeline.config.compose.RunFolders"} <= trusted_names.BUILDERS
     )  # Hydra's own, of the user's config
-    for name in allowlist.BUILDERS:
+    for name in trusted_names.BUILDERS:
         assert callable(
             instantiate.locate(OmegaConf.create({"_target_": name}), "model")
         )
@@ -756,7 +756,7 @@ def test_the_whole_name_of_an_object_allows_it_wherever_it_is_defined(gate):
 def test_what_writes_is_left_out_unless_the_user_allows_it():
     writers = {
         name.rpartition(".")[2]: {"_target_": name, "filename": "it"}
-        for name in sorted(allowlist.WRITERS)
+        for name in sorted(trusted_names.WRITERS)
     }
     stop = {"_target_": "keras.callbacks.EarlyStopping"}
     config = {
@@ -768,7 +768,7 @@ def test_what_writes_is_left_out_unless_the_user_allows_it():
     assert dropped == {
         f"training.callbacks.{name}": node["_target_"] for name, node in writers.items()
     }
-    for allowed in (["keras.callbacks"], sorted(allowlist.WRITERS)):
+    for allowed in (["keras.callbacks"], sorted(trusted_names.WRITERS)):
         assert drop_writers(config, allowed) == (config, {})
     _, dropped = drop_writers(config, ["keras.callbacks.CSVLogger"])
     assert "training.callbacks.CSVLogger" not in dropped
@@ -914,7 +914,7 @@ _REACHES_OUT = re.compile(
 def test_every_keras_layer_that_reaches_out_is_on_a_list():
     import keras
 
-    known = set(allowlist.REFUSED) | set(allowlist.READERS)
+    known = set(trusted_names.REJECTED) | set(trusted_names.READERS)
     found = set()
     for name, layer in inspect.getmembers(keras.layers, inspect.isclass):
         for cls in (
@@ -942,6 +942,6 @@ def test_every_keras_callback_is_known():
         for name, _ in inspect.getmembers(keras.callbacks, inspect.isclass)
     }
     refused = {f"keras.callbacks.{name}" for name in ("Callback", "CallbackList")}
-    assert names == allowlist.CALLBACKS | allowlist.WRITERS | refused | {
-        n for n in allowlist.REFUSED if "callbacks" in n
+    assert names == trusted_names.CALLBACKS | trusted_names.WRITERS | refused | {
+        n for n in trusted_names.REJECTED if "callbacks" in n
     }

@@ -1,0 +1,193 @@
+"""The names that a config from a tracking store may build, and those that it may not.
+
+`config.allow_list` reads the entries that the user adds to them.
+
+Compiled from the sources of Keras 3.15. tests/trust/test_gate.py searches the installed
+Keras for layers that read files or run code, and for callbacks, that are missing here.
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.utils import get_object
+
+from pipeline.common.errors import ConfigError, first_line
+from pipeline.config.allow_list import DOTTED
+
+# Hydra logs in several lines what it raises.
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
+
+BUILDERS = {
+    "pipeline.dataset.augmentation.Flip",
+    "pipeline.dataset.augmentation.Shift",
+    "pipeline.dataset.breast_cancer",
+    "pipeline.dataset.diabetes",
+    "pipeline.dataset.digits",
+    "pipeline.dataset.from_tfds",
+    "pipeline.dataset.topics",
+    "pipeline.components.model.application",
+    "pipeline.components.model.cnn",
+    "pipeline.components.model.decoder",
+    "pipeline.components.model.mlp",
+    "pipeline.components.model.tabular",
+    "pipeline.components.metrics.BitsPerToken",
+    "pipeline.components.optimizer.InverseSquareRoot",
+    "pipeline.components.optimizer.constant",
+}
+
+# Public namespace of Keras → what its classes must derive from.
+BASES = {
+    "keras.layers": "keras.layers.Layer",
+    "keras.optimizers": "keras.optimizers.Optimizer",
+    "keras.optimizers.schedules": "keras.optimizers.schedules.LearningRateSchedule",
+    "keras.losses": "keras.losses.Loss",
+    "keras.metrics": "keras.metrics.Metric",
+    "keras.regularizers": "keras.regularizers.Regularizer",
+    "keras.initializers": "keras.initializers.Initializer",
+    "keras.constraints": "keras.constraints.Constraint",
+}
+APPLICATIONS = "keras.applications."
+# Modules whose functions are accepted. Functions such as `get` are defined in the
+# namespaces themselves, and are not.
+_FUNCTIONS = ("keras.src.applications.", "keras.src.losses.", "keras.src.metrics.")
+
+# Most callbacks write. So those that do not are listed, and a new one of Keras is
+# rejected until it is listed here.
+CALLBACKS = {
+    "keras.callbacks.EarlyStopping",
+    "keras.callbacks.History",
+    "keras.callbacks.LearningRateScheduler",
+    "keras.callbacks.ProgbarLogger",
+    "keras.callbacks.ReduceLROnPlateau",
+    "keras.callbacks.SwapEMAWeights",
+    "keras.callbacks.TerminateOnNaN",
+}
+_LISTED = CALLBACKS | {
+    "keras.Input",
+    "keras.layers.Input",
+    "keras.Sequential",
+    "keras.models.Sequential",
+}
+
+WRITERS = {
+    "keras.callbacks.BackupAndRestore",
+    "keras.callbacks.CSVLogger",
+    "keras.callbacks.ModelCheckpoint",
+    "keras.callbacks.OrbaxCheckpoint",
+    "keras.callbacks.TensorBoard",
+}
+_CODE_CARRIERS = (
+    "keras.layers.FlaxLayer",
+    "keras.layers.JaxLayer",
+    "keras.layers.Lambda",
+    "keras.layers.TFSMLayer",
+    "keras.layers.TorchModuleWrapper",
+)
+# Target → the rule that it breaks.
+REJECTED = {
+    **dict.fromkeys(WRITERS, "must not write files unless you allow it"),
+    **dict.fromkeys(_CODE_CARRIERS, "must not carry code or load it from a file"),
+    "keras.callbacks.LambdaCallback": "must not carry code",
+    "keras.callbacks.RemoteMonitor": "must not send anything over the network",
+}
+
+# Target → the argument that is a path if it is text.
+READERS = {
+    "keras.layers.IntegerLookup": "vocabulary",
+    "keras.layers.StringLookup": "vocabulary",
+    "keras.layers.TextVectorization": "vocabulary",
+    "pipeline.dataset.digits": "data_dir",
+    "pipeline.dataset.from_tfds": "data_dir",
+    "pipeline.dataset.topics": "data_dir",
+    "pipeline.components.model.application": "weights",
+}
+
+
+def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
+    """Reject a target by its name alone; nothing is imported.
+
+    Args:
+        target: the dotted name that a config builds.
+        key: where it stands in the config.
+        allowed: prefixes that the user trusts.
+
+    Raises:
+        ConfigError: the target is on no list, and lies under none of the prefixes.
+    """
+    has_dunder = any(part.startswith("__") for part in target.split("."))
+    if has_dunder or not DOTTED.fullmatch(target):
+        raise ConfigError(key, "must be a plain dotted name", target)
+    if is_under(target, allowed) or target in BUILDERS or target in _LISTED:
+        return
+    if target in REJECTED:
+        rule = f"of a config from a tracking store {REJECTED[target]}"
+        raise ConfigError(key, rule, target)
+    if not _is_in_keras(target):
+        rule = (
+            "of a config from a tracking store must be a builder of this package, "
+            "a public Keras layer, optimizer, schedule, loss, metric, callback, "
+            "regularizer, initializer, constraint or application, or lie under "
+            "a prefix that you allow"
+        )
+        raise ConfigError(key, rule, target)
+
+
+def _is_in_keras(target: str) -> bool:
+    """Return whether a name is public in a namespace of Keras that configs build from."""
+    namespace, _, name = target.rpartition(".")
+    if namespace in BASES:
+        converters = ("get", "serialize", "deserialize")
+        return name[0] != "_" and name not in converters
+    return f"{namespace}." == APPLICATIONS and name[0].isupper()
+
+
+def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
+    """Import a target that `check_name` accepted, and check what it is.
+
+    Raises:
+        ConfigError: it does not exist, or is not what its name promises.
+    """
+    if target in BUILDERS:
+        return
+    try:
+        named = get_object(target)
+    except Exception as error:
+        reason = first_line(error.__cause__ or error)
+        rule = f"must name something that exists ({reason})"
+        raise ConfigError(key, rule, target) from error
+
+    module = str(getattr(named, "__module__", None) or type(named).__module__)
+    if is_under(target, allowed):
+        if target not in allowed and not is_under(module, allowed):
+            prefixes = ", ".join(allowed)
+            rule = (
+                f"must be defined under a prefix that you allow ({prefixes}), "
+                "not only be reachable through one"
+            )
+            raise ConfigError(key, rule, target)
+        return
+    if not _is_expected(target, named, module):
+        namespace = target.rpartition(".")[0]
+        raise ConfigError(key, f"must be what {namespace} is for", target)
+
+
+def _is_expected(target: str, named: Any, module: str) -> bool:
+    """Return whether an object of Keras is what its namespace is for."""
+    if target in _LISTED:
+        return module.startswith("keras.src.")
+    if inspect.isfunction(named):
+        return module.startswith(_FUNCTIONS)
+    base = BASES.get(target.rpartition(".")[0])
+    if base is None or not inspect.isclass(named):
+        return False
+    return issubclass(named, get_object(base))
+
+
+def is_under(name: str, prefixes: Sequence[str]) -> bool:
+    """Return whether a dotted name is one of the prefixes, or lies under one."""
+    for prefix in prefixes:
+        if name == prefix or name.startswith(f"{prefix}."):
+            return True
+    return False
