@@ -109,20 +109,22 @@ class SweepLauncher(Launcher):
             job_overrides: of each job.
             first: number of the first job.
         """
-        specs = [self._resolve(overrides) for overrides in job_overrides]
-        values = [_values_by_key(overrides) for overrides in job_overrides]
-        varied = self._varied(values)
+        hardware = []
+        batches = []
+        values = []
+        for overrides in job_overrides:
+            spec = self._resolve(overrides)
+            hardware.append(spec.config.hardware)
+            batches.append(spec.batching.effective_batch_size)
+            values.append(_values_by_key(overrides))
 
+        varied = self._varied(values)
         varied_values = []
         for job in values:
             varied_values.append({key: job[key] for key in varied if key in job})
-        batches = [spec.batching.effective_batch_size for spec in specs]
         names = parent_run.names_of(varied_values, batches, first)
-        return SweepPlan(
-            jobs=dict(zip(names, job_overrides, strict=True)),
-            varied=varied,
-            hardware=[spec.config.hardware for spec in specs],
-        )
+        jobs = dict(zip(names, job_overrides, strict=True))
+        return SweepPlan(jobs, varied, hardware)
 
     def _varied(self, values: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the keys that the sweep varies, from the values of each job by key."""
@@ -130,7 +132,8 @@ class SweepLauncher(Launcher):
             self.config.hydra.overrides.task, resolve=False
         )
         params = self.config.hydra.sweeper.get("params") or {}
-        overrides += [f"{key}={value}" for key, value in params.items()]
+        for key, value in params.items():
+            overrides.append(f"{key}={value}")
         # A swept key is in the name even if this batch has one value of it.
         swept = set()
         for override in _parsed(overrides):

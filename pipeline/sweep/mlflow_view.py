@@ -185,9 +185,10 @@ def _results(sweep: ParentRun, children: Mapping[str, Any]) -> list[list[object]
     """Return the last metrics of each job as rows, the header first."""
     measured: set[str] = set()
     for run in children.values():
-        measured.update(key for key in run.data.metrics if key.startswith("val/"))
-    keys = sorted(measured - {"val/examples_seen"}) or ["train/loss"]
-    keys.append("perf/examples_per_second")
+        measured.update(run.data.metrics)
+    measured.discard("val/examples_seen")
+    validation = sorted(key for key in measured if key.startswith("val/"))
+    keys = [*(validation or ["train/loss"]), "perf/examples_per_second"]
 
     rows: list[list[object]] = [["job", "status", *keys]]
     for name in sweep.names:
@@ -195,13 +196,13 @@ def _results(sweep: ParentRun, children: Mapping[str, Any]) -> list[list[object]
         if run is None:
             rows.append([name, "no run", *[""] * len(keys)])
             continue
-        row = [name, run.info.status]
+        cells = []
         for key in keys:
             cell = ""
             if key in run.data.metrics:
                 cell = f"{run.data.metrics[key]:.4g}"
-            row.append(cell)
-        rows.append(row)
+            cells.append(cell)
+        rows.append([name, run.info.status, *cells])
     return rows
 
 

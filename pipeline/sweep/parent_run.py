@@ -126,9 +126,11 @@ class ParentRun(SweepRecord):
             raise
 
         width = max((len(row.name) for row in rows), default=0)
+        finished = 0
         for row in rows:
             say(f"  {row.name:{width}}  {row.status:8}  {row.reason}".rstrip())
-        finished = len([row for row in rows if row.status == "FINISHED"])
+            if row.status == "FINISHED":
+                finished += 1
         say(f"sweep {self.run_id}: {finished} of {len(rows)} jobs finished")
 
         all_finished = finished == len(rows)
@@ -288,8 +290,8 @@ def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:
         signs.append(run.info.start_time)
         for key in SIGNS:
             if key in run.data.metrics:
-                points = client.get_metric_history(run.info.run_id, key)
-                signs += [point.timestamp for point in points]
+                for point in client.get_metric_history(run.info.run_id, key):
+                    signs.append(point.timestamp)
 
     silence = time.time() - max(signs, default=0) / 1000
     if silence < GONE:

@@ -400,8 +400,10 @@ def _table(rows: Sequence[_Row]) -> Iterator[str]:
 
 def _remarks(comparisons: Sequence[Comparison], rows: Sequence[_Row]) -> Iterator[str]:
     """Yield what explains large bounds."""
-    bounds = [row.finding.bound for row in rows]
-    coarsest = max(bound for bound in bounds if bound < math.inf)
+    coarsest = 0.0
+    for row in rows:
+        if row.finding.bound < math.inf:
+            coarsest = max(coarsest, row.finding.bound)
     if coarsest > COARSE:
         yield (
             f"rounding alone may be {coarsest:.0e} here, "

@@ -125,10 +125,10 @@ def compare(
     state = _variables_without_metrics(update)
     traced = _trace(update, _common_specs(batches))
 
-    findings = _compare_from_here(traced, state, batches)
+    findings = _compare_at_current_weights(traced, state, batches)
     if other_weights:
         with perturbed(update.model):
-            findings += _compare_from_here(traced, state, batches[-1:])
+            findings += _compare_at_current_weights(traced, state, batches[-1:])
     return findings
 
 
@@ -195,7 +195,7 @@ def examples(batch: Any) -> int:
 
 
 def _variables_without_metrics(update: Update) -> list[Any]:
-    """Return all that an update changes, without what its metrics measured."""
+    """Return the variables that an update changes, without those of its metrics."""
     of_metrics: set[int] = set()
     for metric in update.measured.values():
         of_metrics.update(id(variable) for variable in metric.variables)
@@ -253,10 +253,10 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
     return _TracedUpdate(update, by_keras, sums, step, apply_gradients)
 
 
-def _compare_from_here(
+def _compare_at_current_weights(
     traced: _TracedUpdate, state: Sequence[Any], batches: Sequence[Any]
 ) -> list[list[Finding]]:
-    """Compare the updates of all batches, each from the current values of `state`."""
+    """Compare the updates of all batches; each begins with the values of `state`."""
     update = traced.update
     before = _arrays(update.model.trainable_variables)
 
@@ -295,9 +295,12 @@ def _update_by_keras(traced: _TracedUpdate, batch: Any) -> _Outcome:
         results, gradients = _by_single_examples(update, batch)
 
     arrays = _arrays(gradients)
-    squares = [float(np.square(array).sum()) for array in arrays if array is not None]
+    square = 0.0
+    for array in arrays:
+        if array is not None:
+            square += float(np.square(array).sum())
     loss_scale = float(update.optimizer.scale_loss(tf.ones(())))
-    results["gradient_norm"] = math.sqrt(sum(squares)) / loss_scale
+    results["gradient_norm"] = math.sqrt(square) / loss_scale
     results["learning_rate"] = _array(update.optimizer.learning_rate)
 
     traced.apply(_constants(arrays))
@@ -384,8 +387,8 @@ def _results_by_keras(
 
 def _metrics_without_mask(computation: Computation, outputs: Any) -> list[str]:
     """Return the metrics that `fit` does not weight by a mask: see docs/exact.md."""
-    masks = [accumulation.mask_of(output) for output in tf.nest.flatten(outputs)]
-    if all(mask is None for mask in masks):
+    leaves = tf.nest.flatten(outputs)
+    if all(accumulation.mask_of(leaf) is None for leaf in leaves):
         return []
 
     names = []
@@ -427,9 +430,11 @@ def _largest_term(traced: _TracedUpdate, batch: Any) -> float:
 
 def _gamma(computation: Computation, batch: Any) -> float:
     """Return the bound γ of `compare`, at most 1."""
-    variables = computation.model.trainable_variables
-    layers = {variable.path.rpartition("/")[0] for variable in variables}
-    widest = max(int(np.prod(variable.shape)) for variable in variables)
+    layers = set()
+    widest = 0
+    for variable in computation.model.trainable_variables:
+        layers.add(variable.path.rpartition("/")[0])
+        widest = max(widest, int(np.prod(variable.shape)))
 
     # No value comes from a longer sum: all layers forward and backward, one after the
     # other, and all elements of the batch.

@@ -58,7 +58,7 @@ class _Observation:
 
     fault: str
     value: Any
-    has_rows: bool  # one for each example; otherwise the parts' values sum to the whole
+    has_rows: bool  # one for each example; else the values of the parts are summed
 
 
 @contextmanager
@@ -129,13 +129,13 @@ class _Observer:
         self._objective = objective
         self._batch = parts_of(batch)
         self._count = examples(batch)
-        # The weights of the whole batch: its loss is the sum of those of its parts.
+        # Weights of the batch: with them, the parts' losses sum to that of the batch.
         self._divisors: list[Any] | None = None
 
     def observe(self, start: int, stop: int) -> list[_Observation]:
         """Return what a part gives, in the order in which a fault shows.
 
-        The whole batch has to be the first part.
+        The first part has to be all of the batch.
         """
         x, y, sample_weight = slice_of(self._batch, start, stop)
         with tf.GradientTape() as tape:
@@ -165,7 +165,7 @@ class _Observer:
         return losses
 
     def _target(self, losses: Sequence[_LossSums], divisors: Sequence[Any]) -> Any:
-        """Return the part's share of the loss of the whole batch."""
+        """Return the part's share of the loss of the batch."""
         target = tf.zeros((), tf.float64)
         for loss, divisor in zip(losses, divisors, strict=True):
             scale = loss.term.scale
