@@ -1,4 +1,7 @@
-"""Registers the launchers and the sweeper of `pipeline.sweep` with Hydra, which takes only classes defined here."""
+"""Registers the launchers and the sweeper of `pipeline.sweep` with Hydra.
+
+Hydra takes only classes that are defined here.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -11,46 +14,58 @@ from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 from pipeline.config import compose
 from pipeline.sweep import launcher, local, search, slurm
 
-_BASES = (
-    local.LocalLauncher,
-    slurm.SlurmLauncher,
-    launcher.BasicLauncher,
-    search.SearchSweeper,
-)
-globals().update(
-    {
-        b.__name__: type(
-            b.__name__, (b,), {"__module__": __name__, "__doc__": b.__doc__}
-        )
-        for b in _BASES
-    }
-)
+_MINUTES_OF_A_DAY = 24 * 60
+_MINUTES_OF_A_YEAR = 365 * _MINUTES_OF_A_DAY
+
+
+class LocalLauncher(local.LocalLauncher):
+    """The launcher of `hydra/launcher=local`."""
+
+
+class SlurmLauncher(slurm.SlurmLauncher):
+    """The launcher of `hydra/launcher=submitit_slurm`."""
+
+
+class BasicLauncher(launcher.BasicLauncher):
+    """The launcher of `hydra/launcher=basic`."""
+
+
+class SearchSweeper(search.SearchSweeper):
+    """The sweeper of `hydra/sweeper=search`."""
 
 
 class Names(SearchPathPlugin):
-    """Stores the configs. Hydra calls it after it has loaded all plugins, so these replace the published ones.
+    """Stores the configs of these plugins.
 
-    It also adds a user's folder where Hydra's Compose API, which has no --config-dir, composes.
+    Hydra calls it after it has loaded all plugins, so these replace the published ones.
+    It also adds a user's folder where Hydra's Compose API, which has no --config-dir,
+    composes.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if (folder := compose.session().config_dir) is not None:
-            search_path.append("command-line", f"file://{Path(folder).absolute()}")
-        here = {
+        config_dir = compose.session().config_dir
+        if config_dir is not None:
+            search_path.append("command-line", f"file://{Path(config_dir).absolute()}")
+
+        local_launcher = {
             "_target_": f"{__name__}.LocalLauncher",
-            "timeout_min": 525600,
-        }  # a year
-        searching = {
+            "timeout_min": _MINUTES_OF_A_YEAR,
+        }
+        slurm_launcher = SlurmQueueConf(
+            _target_=f"{__name__}.SlurmLauncher", timeout_min=_MINUTES_OF_A_DAY
+        )
+        basic_launcher = {"_target_": f"{__name__}.BasicLauncher"}
+        search_sweeper = {
             "_target_": f"{__name__}.SearchSweeper",
             "trials": 20,
             "at_once": 1,
             "seed": 0,
             "params": None,
         }
-        there = SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440)
+
         store = partial(ConfigStore.instance().store, provider="pipeline")
-        store("local", here, "hydra/launcher")
-        store("submitit_local", here, "hydra/launcher")  # of recorded sweeps
-        store("submitit_slurm", there, "hydra/launcher")
-        store("basic", {"_target_": f"{__name__}.BasicLauncher"}, "hydra/launcher")
-        store("search", searching, "hydra/sweeper")
+        store("local", local_launcher, "hydra/launcher")
+        store("submitit_local", local_launcher, "hydra/launcher")  # of recorded sweeps
+        store("submitit_slurm", slurm_launcher, "hydra/launcher")
+        store("basic", basic_launcher, "hydra/launcher")
+        store("search", search_sweeper, "hydra/sweeper")

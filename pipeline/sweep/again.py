@@ -1,6 +1,7 @@
-"""`pipeline sweep NAME --again SWEEP`: which recorded overrides of a sweep are used to run its missing jobs.
+"""`pipeline sweep NAME --again SWEEP`: the recorded overrides for missing jobs.
 
-They come from a tracking store, so the user has to pass one again that could name code, a folder or a host.
+They come from a tracking store, so the user has to pass one again that could name code,
+a folder or a host.
 """
 
 import itertools
@@ -37,9 +38,14 @@ _CHOICES = {
     "hydra/launcher": (*_LOCAL, "submitit_slurm", "basic"),
     "hydra/sweeper": ("basic", "search"),
 }
+_SWEEPER_KEYS = "trials|at_once|seed"
+_LAUNCHER_KEYS = (
+    "account|array_parallelism|constraint|cpus_per_gpu|cpus_per_task|exclude"
+    "|gpus_per_node|gpus_per_task|gres|mem_gb|mem_per_cpu|mem_per_gpu|nodes|partition"
+    "|qos|timeout_min"
+)
 _HYDRA_KEYS = re.compile(
-    r"hydra\.(sweeper\.(trials|at_once|seed)|launcher\.(account|array_parallelism|constraint|cpus_per_gpu|cpus_per_task"
-    r"|exclude|gpus_per_node|gpus_per_task|gres|mem_gb|mem_per_cpu|mem_per_gpu|nodes|partition|qos|timeout_min))"
+    rf"hydra\.(sweeper\.({_SWEEPER_KEYS})|launcher\.({_LAUNCHER_KEYS}))"
 )
 # Parameters of other launchers: the sweep may have run on another one before.
 _FOREIGN_PARAMETERS = {
@@ -49,66 +55,95 @@ _FOREIGN_PARAMETERS = {
 _PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # safe in a line of a batch script
 _SWEPT = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
-_DOWNLOADING = (
-    "dataset.name",
-    "dataset.builder",
-    "dataset.download",
-)  # these may start a download
+_DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")
 _MAX_VALUES = 10_000  # that one override may be swept over
+
+_OWN_CONFIG = "must be of your own config, not of one from a tracking store"
 
 
 def recordable(overrides: Iterable[str]) -> list[str]:
-    """Return the command line's `overrides` that define the sweep, with secrets masked."""
+    """Return the overrides that define a sweep, with secrets masked.
+
+    They are those of the command line without where it reads and writes.
+    """
     return [mask(text) for text in overrides if _key(text) not in _LOCATIONS]
 
 
 def trusted_overrides(
-    tags: Mapping[str, str], given: Sequence[str], own: DictConfig
+    tags: Mapping[str, str], command_line: Sequence[str], own: DictConfig
 ) -> list[str]:
-    """Return the overrides in the parent's `tags` that are not `given`, once all passed the gate; `own` is trusted."""
-    ours = {mask(text) for text in given}
-    # Older records hold `tracking=server`; this call says where the store is.
-    recorded = [
-        text
-        for text in listed(tags, "sweep.overrides")
-        if mask(text) not in ours and _key(text) != "tracking"
-    ]
-    recorded = former_names.without_removed(recorded)
-    values: dict[str, Any] = {}
+    """Return the recorded overrides of a sweep that are used again.
+
+    Args:
+        tags: of the sweep's parent run.
+        command_line: the user's overrides; one that is recorded, too, is trusted.
+        own: the user's config.
+
+    Raises:
+        ConfigError: a recorded override could name code, a folder or a host.
+    """
+    recorded = _recorded_overrides(tags, command_line)
     try:
-        for key, value in itertools.chain.from_iterable(map(_values, recorded)):
-            _put(values, key.split("."), value)
+        values = _values_by_section(recorded)
         data_dir = OmegaConf.select(own, "dataset.data_dir")
-        gate = Gate(
-            Path.cwd(),
-            data_dir and Path(data_dir).absolute(),
-            allow_list.allowed_names(own.trust.allow),
-        )
-        check_config(
-            former_names.renamed(values), gate, imports="_target_" in str(values)
-        )
+        if data_dir:
+            data_dir = Path(data_dir).absolute()
+        names = allow_list.allowed_names(own.trust.allow)
+        imports = "_target_" in str(values)
+        gate = Gate(Path.cwd(), data_dir, names)
+        check_config(former_names.renamed(values), gate, imports=imports)
     except ConfigError as error:
+        cause = str(error).rstrip(".")
         rule = (
-            "come from the store, and this one must be given again on the command line"
+            "come from the store, and this one must be given again "
+            f"on the command line ({cause})"
         )
-        raise ConfigError(
-            "the sweep's overrides", f"{rule} ({str(error).rstrip('.')})"
-        ) from error
-    launchers = [
-        text.partition("=")[2]
-        for text in (*recorded, *given)
-        if _key(text) == "hydra/launcher"
-    ]
-    unknown = _FOREIGN_PARAMETERS.get(launchers[-1]) if launchers else None
-    return [
-        text
-        for text in recorded
-        if unknown is None or not re.match(unknown, text.lstrip("+"))
-    ]
+        raise ConfigError("the sweep's overrides", rule) from error
+    return _without_foreign_parameters(recorded, command_line)
+
+
+def _recorded_overrides(
+    tags: Mapping[str, str], command_line: Sequence[str]
+) -> list[str]:
+    """Return the recorded overrides that are not on the command line again."""
+    repeated = {mask(text) for text in command_line}
+    # Older records hold `tracking=server`; this call says where the store is.
+    recorded = []
+    for text in listed(tags, "sweep.overrides"):
+        if mask(text) not in repeated and _key(text) != "tracking":
+            recorded.append(text)
+    return former_names.without_removed(recorded)
+
+
+def _without_foreign_parameters(
+    recorded: Sequence[str], command_line: Sequence[str]
+) -> list[str]:
+    """Return the overrides without parameters that the chosen launcher has not."""
+    launcher = ""
+    for text in (*recorded, *command_line):
+        if _key(text) == "hydra/launcher":
+            launcher = text.partition("=")[2]
+
+    foreign = _FOREIGN_PARAMETERS.get(launcher)
+    if foreign is None:
+        return list(recorded)
+    return [text for text in recorded if not re.match(foreign, text.lstrip("+"))]
+
+
+def _values_by_section(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what the overrides set, nested as in a config."""
+    values: dict[str, Any] = {}
+    for text in overrides:
+        for key, value in _values(text):
+            _put(values, key.split("."), value)
+    return values
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield each key that `text` sets with its value, or a list if it is swept; Hydra's are checked here instead."""
+    """Yield each key that an override sets with its value, or a list if it is swept.
+
+    Hydra's own keys are checked here, and not yielded.
+    """
     try:
         override = OverridesParser.create().parse_override(text)
         alternatives = _alternatives(override)
@@ -116,92 +151,101 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(
             "override", f"must be one of Hydra's ({first_line(error)})", str(text)
         ) from None
-    key, value = override.key_or_group, text.partition("=")[2]
+
+    key = override.key_or_group
+    value: Any = text.partition("=")[2]
     if HIDDEN in text:
         raise ConfigError(key, "was a secret and is not in the record", text)
+    if key in _CHOICES or _HYDRA_KEYS.fullmatch(key):
+        _check_hydra_value(key, value)
+    elif key.startswith(_SWEPT) and not key.startswith(2 * _SWEPT):
+        if not override.is_sweep_override():
+            value = override.value()  # Hydra unquotes a quoted value
+        yield from _values(f"{key.removeprefix(_SWEPT)}={value}")
+    elif override.package is not None or re.split(r"[./]", key)[0] in (*_NEVER, ""):
+        raise ConfigError(key, _OWN_CONFIG, text)
+    else:
+        path = key.replace("/", ".")
+        for alternative in alternatives:
+            _check_leaves(plain.leaves(alternative, path), text)
+        is_swept = override.is_sweep_override()
+        new_value = alternatives if is_swept else alternatives[0]
+        if not override.is_delete():
+            yield path, new_value
+
+
+def _check_hydra_value(key: str, value: str) -> None:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
-            raise ConfigError(
-                key, "must be a choice of this package", value, _CHOICES[key]
-            )
-    elif _HYDRA_KEYS.fullmatch(key):
-        if not _PLAIN.fullmatch(value):
-            raise ConfigError(key, "must be a plain word or number", value)
-    elif key.startswith(_SWEPT) and not key.startswith(2 * _SWEPT):
-        # Hydra unquotes a quoted value.
-        inner = value if override.is_sweep_override() else override.value()
-        yield from _values(f"{key.removeprefix(_SWEPT)}={inner}")
-    elif override.package is not None or re.split(r"[./]", key)[0] in (*_NEVER, ""):
-        raise ConfigError(
-            key, "must be of your own config, not of one from a tracking store", text
-        )
-    else:
-        for alternative in alternatives:
-            _check_leaves(plain.leaves(alternative, key.replace("/", ".")), text)
-        if not override.is_delete():
-            yield (
-                key.replace("/", "."),
-                alternatives if override.is_sweep_override() else alternatives[0],
-            )
+            rule = "must be a choice of this package"
+            raise ConfigError(key, rule, value, _CHOICES[key])
+    elif not _PLAIN.fullmatch(value):
+        raise ConfigError(key, "must be a plain word or number", value)
 
 
 def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
-    """Refuse values that pass the gate, but may reach a file or a host together with the user's own config."""
+    """Reject values that may reach a file or a host.
+
+    They pass the gate, but may do so together with the user's own config.
+    """
     for key, value in leaves.items():
         if key in _LOCATIONS:
-            raise ConfigError(
-                key,
-                "must be of your own config, not of one from a tracking store",
-                text,
-            )
-        if key == "hardware":  # a group of the user's own may open ports too
+            raise ConfigError(key, _OWN_CONFIG, text)
+        if key == "hardware":  # a group of the user's own may open ports, too
             raise ConfigError(key, "may open ports of this machine", text)
         if key in _DOWNLOADING or "from_tfds" in str(value):
             raise ConfigError(key, "may start a download", text)
-        known = (
-            f"{key.rpartition('.')[0]}._target_" in leaves
-        )  # the gate checks its arguments
-        entries = value if isinstance(value, list) else [value]
-        if (
-            key.startswith("training.callbacks")
-            and not known
-            and any(isinstance(entry, str) for entry in entries)
-        ):
-            raise ConfigError(key, "may name a file that is written", text)
+        # The gate checks the arguments of a `_target_`.
+        is_argument = f"{key.rpartition('.')[0]}._target_" in leaves
+        if key.startswith("training.callbacks") and not is_argument:
+            if _has_text(value):
+                raise ConfigError(key, "may name a file that is written", text)
+
+
+def _has_text(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(entry, str) for entry in value)
+    return isinstance(value, str)
 
 
 def _alternatives(override: Override) -> list[Any]:
+    """Return the values that an override may have."""
     if not override.is_sweep_override():
         return [override.value()]
     if override.is_interval_sweep():
         return [None]  # a number between two others
+
     value = override.value()
-    # Hydra's own iterator lists a whole range before it shuffles it.
-    swept = (
-        value.range()
-        if isinstance(value, RangeSweep)
-        else override.sweep_iterator(transformer=Transformer.encode)
-    )
+    swept: Iterable[Any]
+    if isinstance(value, RangeSweep):
+        # Hydra's own iterator lists all of a range before it shuffles it.
+        swept = value.range()
+    else:
+        swept = override.sweep_iterator(transformer=Transformer.encode)
     texts = list(itertools.islice(swept, _MAX_VALUES + 1))
     if len(texts) > _MAX_VALUES:
-        raise ConfigError(
-            override.key_or_group, f"must be swept over at most {_MAX_VALUES} values"
-        )
-    parse = OverridesParser.create().parse_override
-    return [parse(f"x={text}").value() for text in texts]
+        rule = f"must be swept over at most {_MAX_VALUES} values"
+        raise ConfigError(override.key_or_group, rule)
+
+    parser = OverridesParser.create()
+    return [parser.parse_override(f"x={text}").value() for text in texts]
 
 
 def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set the value at a path of keys.
+
+    Where a config group is chosen and one of its keys is set, the choice is at
+    `choice`.
+    """
     *parents, last = path
     for part in parents:
-        if not isinstance(
-            values.setdefault(part, {}), dict
-        ):  # the choice of a config group that also has a key set
+        if not isinstance(values.setdefault(part, {}), dict):
             values[part] = {"choice": values[part]}
         values = values[part]
     if isinstance(values.get(last), dict):
-        values, last = values[last], "choice"
-    values[last] = value
+        values[last]["choice"] = value
+    else:
+        values[last] = value
 
 
 def _key(text: str) -> str:

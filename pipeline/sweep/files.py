@@ -1,4 +1,7 @@
-"""Sweep files: one question each, in `sweeps/` of the working directory and of the package."""
+"""Sweep files, in `sweeps/` of the working directory and of the package.
+
+Each asks one question.
+"""
 
 import re
 from pathlib import Path
@@ -7,20 +10,27 @@ from pipeline.config.compose import directory
 
 
 def sweep_files() -> dict[str, Path]:
-    """Return the sweep files by name; one of the working directory replaces the package's of that name."""
-    folders = [Path(directory("sweeps")), Path("sweeps").absolute()]
-    return {
-        file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))
-    }
+    """Return the sweep files by name.
+
+    A file of the working directory replaces the package's file of the same name.
+    """
+    files = {}
+    for folder in (Path(directory("sweeps")), Path("sweeps").absolute()):
+        for file in sorted(folder.glob("*.yaml")):
+            files[file.stem] = file
+    return files
 
 
 def question(name: str) -> str:
-    """Return the question in the sweep file's header; empty without a question or without the file."""
-    if (file := sweep_files().get(name)) is None:
+    """Return the question in the header of a sweep file; empty if there is none."""
+    file = sweep_files().get(name)
+    if file is None:
         return ""
-    found = re.search(
+    match = re.search(
         r"^# Question: *((?:.*\n#  +)*.*)$",
         file.read_text(encoding="utf-8"),
         re.MULTILINE,
     )
-    return " ".join(found[1].replace("#", " ").split()) if found else ""
+    if match is None:
+        return ""
+    return " ".join(match[1].replace("#", " ").split())

@@ -7,45 +7,75 @@ from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError, say
 from pipeline.config import cluster, schema
 
-DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio")
 
 
 def slots(
     hardware: Sequence[schema.HardwareConfig], at_once: int | None
 ) -> list[list[str]]:
-    """Return the GPUs of each job at once, of those that TensorFlow lists: by default one a job; no GPU, one job."""
-    for each in hardware:
-        if each.gpu is not None:
-            rule = "must be null in a sweep, which gives each job its GPUs: CUDA_VISIBLE_DEVICES says which it has"
-            raise ConfigError("hardware.gpu", rule, each.gpu)
-    size, required = per_job(hardware), any(h.device.name == "gpu" for h in hardware)
-    gpus = nvidia.visible() if size else []
-    if required and not gpus:
-        nvidia.why_no_gpu(required)
-    if gpus and not (gpus := gpus[: nvidia.of_tensorflow()[0]]):
-        say(f"jobs run on the CPU: {nvidia.why_no_gpu(required)}")
+    """Return the GPUs of each job that runs at once.
+
+    Args:
+        hardware: of each job.
+        at_once: jobs at once; by default as many as the GPUs allow, one without GPUs.
+
+    Returns:
+        A list of GPUs for each job at once, empty if jobs run on the CPU.
+    """
+    for job in hardware:
+        if job.gpu is not None:
+            rule = (
+                "must be null in a sweep, which gives each job its GPUs: "
+                "CUDA_VISIBLE_DEVICES says which it has"
+            )
+            raise ConfigError("hardware.gpu", rule, job.gpu)
+
+    size = per_job(hardware)
+    gpus = _usable_gpus(hardware, size)
     if not gpus:
         return [[] for _ in range(at_once or 1)]
     if size > len(gpus):
-        raise ConfigError(
-            "hardware.gpus_per_job",
-            f"must be at most the {len(gpus)} GPUs of this machine",
-            size,
-        )
-    apart = [
-        gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)
-    ]
-    return (apart * min(h.jobs_per_gpu for h in hardware))[:at_once]
+        rule = f"must be at most the {len(gpus)} GPUs of this machine"
+        raise ConfigError("hardware.gpus_per_job", rule, size)
+
+    groups = []
+    for first in range(0, len(gpus) - size + 1, size):
+        groups.append(gpus[first : first + size])
+    jobs_per_gpu = min(job.jobs_per_gpu for job in hardware)
+    return (groups * jobs_per_gpu)[:at_once]
 
 
 def per_job(hardware: Sequence[schema.HardwareConfig]) -> int:
-    """Return the largest number of GPUs that a job asks for."""
-    here = not cluster.is_named(os.environ)  # otherwise each worker has GPUs of its own
-    asking = [h for h in hardware if h.device.name != "cpu"]
-    return max(
-        (
-            max(h.gpus_per_job, h.replicas * (h.workers or 1) if here else h.replicas)
-            for h in asking
-        ),
-        default=0,
-    )
+    """Return the largest number of GPUs that a job needs, 0 if all run on the CPU."""
+    # On a cluster, each worker has GPUs of its own.
+    workers_are_here = not cluster.is_named(os.environ)
+    largest = 0
+    for job in hardware:
+        if job.device.name == "cpu":
+            continue
+        replicas = job.replicas
+        if workers_are_here:
+            replicas *= job.workers or 1
+        largest = max(largest, job.gpus_per_job, replicas)
+    return largest
+
+
+def _usable_gpus(hardware: Sequence[schema.HardwareConfig], size: int) -> list[str]:
+    """Return the GPUs that TensorFlow lists, none if a job needs none.
+
+    Raises:
+        ConfigError: a job requires a GPU, and there is none that can be used.
+    """
+    required = any(job.device.name == "gpu" for job in hardware)
+    gpus = []
+    if size:
+        gpus = nvidia.visible()
+    if required and not gpus:
+        nvidia.why_no_gpu(required)  # raises
+    if not gpus:
+        return []
+
+    count, _ = nvidia.of_tensorflow()
+    if not gpus[:count]:
+        say(f"jobs run on the CPU: {nvidia.why_no_gpu(required)}")
+    return gpus[:count]

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,9 @@ from omegaconf import DictConfig, open_dict
 from pipeline.common import imports, secrets
 from pipeline.common.errors import first_line
 
-WORST = float(
-    "inf"
-)  # loss of a job that returned none: the worst, for a sweeper that searches
-FINISHED, FAILED = "finished", "failed"
+WORST = math.inf  # loss of a job that returned none, for a sweeper that searches
+FINISHED = "finished"
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Ending:
 
 @dataclass(frozen=True)
 class JobCall:
-    """Composes the config of job `number` from its `overrides` and trains it; the other fields are Hydra's."""
+    """Composes the config of job `number` from its `overrides` and trains it."""
 
     overrides: list[str]
     number: int
-    config: DictConfig
+    config: DictConfig  # of the multirun
     hydra_context: HydraContext
     task_function: TaskFunction
     singletons: Any  # Hydra's global state
@@ -48,7 +48,9 @@ class JobCall:
             self.config, self.overrides
         )
         with open_dict(config):
-            config.hydra.job.id, config.hydra.job.num = str(self.number), self.number
+            config.hydra.job.id = str(self.number)
+            config.hydra.job.num = self.number
+
         returned = run_job(
             self.task_function,
             config,
@@ -57,22 +59,34 @@ class JobCall:
             self.hydra_context,
         )
         try:
-            with contextlib.redirect_stderr(
-                io.StringIO()
-            ):  # the ending says what Hydra prints here
-                return Ending(FINISHED, float(returned.return_value))
+            # The ending has what Hydra prints when the result of a failed job is read.
+            with contextlib.redirect_stderr(io.StringIO()):
+                loss = float(returned.return_value)
         except Exception as error:
             return Ending(FAILED, reason=first_line(error))
+        return Ending(FINISHED, loss)
 
 
 def killed(how: str, printed: str) -> Ending:
-    """Return the ending of a job that was killed; the last line that it printed is the reason."""
+    """Return the ending of a job that was killed.
+
+    Its reason is `how` and the last line that the job printed.
+    """
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    return Ending(how, reason=": ".join([how, *map(secrets.mask, lines[-1:])]))
+    reason = how
+    if lines:
+        reason = f"{how}: {secrets.mask(lines[-1])}"
+    return Ending(how, reason=reason)
 
 
-def importing_only_this_package(**more: str) -> contextlib.AbstractContextManager[None]:
-    """Set `more` variables, and that a new Python process imports no `random.py` of the user's before it is a job."""
+def importing_only_this_package(
+    **variables: str,
+) -> contextlib.AbstractContextManager[None]:
+    """Set `variables`, and those that let a new Python process import this package.
+
+    Until it is a job, that process imports nothing from the user's folder, where a file
+    may have the name of a library, such as `random.py`.
+    """
     return imports.variables_set(
-        PYTHONSAFEPATH="1", PYTHONPATH=imports.path_of_processes(), **more
+        PYTHONSAFEPATH="1", PYTHONPATH=imports.path_of_processes(), **variables
     )

@@ -1,15 +1,19 @@
-"""Hydra launchers that plan a batch of jobs, run as many at once as there are slots, and note how each one ended."""
+"""Hydra launchers that plan a batch of jobs and run as many at once as there are slots.
+
+They note how each job ended.
+"""
 
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -25,8 +29,18 @@ from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import mlflow_view, parent_run
 from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 
-Jobs = dict[str, Sequence[str]]  # their overrides by name
-GRACE = 60.0  # seconds that an interrupted job has to close its run, beside its patience with the store
+# Seconds that an interrupted job has to close its run, beside its patience with the
+# store.
+GRACE = 60.0
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """The jobs of a batch, before any has started."""
+
+    jobs: dict[str, Sequence[str]]  # overrides by the job's name
+    varied: list[str]  # config keys in which the jobs differ
+    hardware: list[HardwareConfig]  # of each job
 
 
 @dataclass
@@ -35,10 +49,9 @@ class Slot:
 
     gpus: list[str]
     name: str = ""
-    job: Any = (
-        None  # has `start()` and `ending()`, which returns None while the job runs
-    )
-    since: float = 0.0
+    # It has `start()` and `ending()`, which returns None while the job runs.
+    job: Any = None
+    started_at: float = 0.0  # in seconds of the monotonic clock
 
 
 class SweepLauncher(Launcher):
@@ -57,95 +70,87 @@ class SweepLauncher(Launcher):
         task_function: TaskFunction,
         config: DictConfig,
     ) -> None:
-        self.config, self.hydra_context, self.task_function = (
-            config,
-            hydra_context,
-            task_function,
-        )
-        self._begun: dict[
-            str, Path
-        ] = {}  # run directories of interrupted jobs, by name
+        """Keep what Hydra gives; let SIGTERM and SIGHUP interrupt as Ctrl-C does."""
+        self.config = config
+        self.hydra_context = hydra_context
+        self.task_function = task_function
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(
-                    number, signal.default_int_handler
-                )  # KeyboardInterrupt, as for Ctrl-C
+                signal.signal(number, signal.default_int_handler)
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        jobs, varied, hardware = self.plan(job_overrides, initial_job_idx)
-        slots = [Slot(gpus) for gpus in self._slots(hardware)]
+        """Run the jobs of a batch that have not finished; return the loss of each."""
+        plan = self.plan(job_overrides, initial_job_idx)
+        slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
+
         if hasattr(self, "sweep"):
-            self.sweep.plan(jobs, varied)
+            self.sweep.plan(plan.jobs, plan.varied)
         else:
-            self.sweep = parent_run.begin(self.config, jobs, varied)
+            self.sweep = parent_run.begin(self.config, plan.jobs, plan.varied)
             mlflow_view.announce(self.sweep)
         losses = self.sweep.finished()
+        run_dirs = {}
         if self.config.tracking.sweep is not None:  # --again
-            here = by_id("SWEEP")  # the run directories below the working directory
-            runs = {
-                name: run.info
-                for name, run in self.sweep.children().items()
-                if run.info.status == "KILLED"
-            }
-            self._begun = {
-                name: here[info.run_id]
-                for name, info in runs.items()
-                if info.run_id in here
-            }
-        numbered = enumerate(jobs.items(), initial_job_idx)
-        calls = {
-            name: self._call(name, given, number)
-            for number, (name, given) in numbered
-            if name not in losses
-        }
-        losses |= self._run(calls, slots)
-        return [completed_with(losses.get(name, WORST)) for name in jobs]
+            run_dirs = self._interrupted_run_dirs()
 
-    def plan(
-        self, job_overrides: Sequence[Sequence[str]], first: int
-    ) -> tuple[Jobs, list[str], list[HardwareConfig]]:
-        """Compose and check all jobs before any starts; return their overrides by name, what varies, and `hardware`."""
-        composed = [self._composed(overrides) for overrides in job_overrides]
-        parse = OverridesParser.create().parse_override
-        parsed = [list(map(parse, overrides)) for overrides in job_overrides]
-        values = [
-            {
-                o.get_key_element().lstrip("+~"): o.get_value_element_as_str()
-                for o in job
-            }
-            for job in parsed
-        ]
-        asked: Any = OmegaConf.to_container(
+        calls = {}
+        for number, (name, overrides) in enumerate(plan.jobs.items(), initial_job_idx):
+            if name not in losses:
+                calls[name] = self._call(name, overrides, number, run_dirs.get(name))
+        losses |= self._run(calls, slots)
+        return [completed_with(losses.get(name, WORST)) for name in plan.jobs]
+
+    def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> SweepPlan:
+        """Compose and check all jobs before any starts.
+
+        Args:
+            job_overrides: of each job.
+            first: number of the first job.
+        """
+        hardware = []
+        batches = []
+        values = []
+        for overrides in job_overrides:
+            spec = self._resolve(overrides)
+            hardware.append(spec.config.hardware)
+            batches.append(spec.batching.effective_batch_size)
+            values.append(_values_by_key(overrides))
+
+        varied = self._varied(values)
+        varied_values = []
+        for job in values:
+            varied_values.append({key: job[key] for key in varied if key in job})
+        names = parent_run.names_of(varied_values, batches, first)
+        jobs = dict(zip(names, job_overrides, strict=True))
+        return SweepPlan(jobs, varied, hardware)
+
+    def _varied(self, values: Sequence[Mapping[str, str]]) -> list[str]:
+        """Return the keys that the sweep varies, from the values of each job by key."""
+        overrides: Any = OmegaConf.to_container(
             self.config.hydra.overrides.task, resolve=False
         )
-        asked += [
-            f"{key}={value}"
-            for key, value in (self.config.hydra.sweeper.get("params") or {}).items()
-        ]
+        params = self.config.hydra.sweeper.get("params") or {}
+        for key, value in params.items():
+            overrides.append(f"{key}={value}")
         # A swept key is in the name even if this batch has one value of it.
-        swept = {
-            o.get_key_element().lstrip("+~")
-            for o in map(parse, asked)
-            if o.is_sweep_override()
-        }
-        keys = dict.fromkeys(key for job in values for key in job)
-        varied = [
-            key
-            for key in keys
-            if key in swept or len({job.get(key) for job in values}) > 1
-        ]
-        differing = [{key: job[key] for key in varied if key in job} for job in values]
-        sizes = [spec.batching.effective_batch_size for spec in composed]
-        jobs = dict(
-            zip(
-                parent_run.names_of(differing, sizes, first), job_overrides, strict=True
-            )
-        )
-        return jobs, varied, [spec.config.hardware for spec in composed]
+        swept = set()
+        for override in _parsed(overrides):
+            if override.is_sweep_override():
+                swept.add(_key(override))
 
-    def _composed(self, overrides: Sequence[str]) -> RunSpec:
+        keys: dict[str, None] = {}  # in their order, each once
+        for job in values:
+            keys.update(dict.fromkeys(job))
+        varied = []
+        for key in keys:
+            if key in swept or len({job.get(key) for job in values}) > 1:
+                varied.append(key)
+        return varied
+
+    def _resolve(self, overrides: Sequence[str]) -> RunSpec:
+        """Compose and check the config of a job."""
         config: DictConfig = self.hydra_context.config_loader.load_sweep_config(
             self.config, list(overrides)
         )
@@ -153,39 +158,45 @@ class SweepLauncher(Launcher):
         try:
             with open_dict(config):
                 # Configs may refer to these as `${hydra:…}`; the job has no number yet.
-                config.hydra.job.num, config.hydra.job.id = 0, "0"
-                config.hydra.runtime.output_dir = str(
-                    Path(config.hydra.sweep.dir).absolute() / "0"
-                )
+                config.hydra.job.num = 0
+                config.hydra.job.id = "0"
+                output_dir = Path(config.hydra.sweep.dir).absolute() / "0"
+                config.hydra.runtime.output_dir = str(output_dir)
                 HydraConfig.instance().set_config(config)
                 config.pop("hydra")
-                for key, value in leaves(
-                    OmegaConf.to_container(config, resolve=False)
-                ).items():
-                    if (
-                        isinstance(value, str) and mask(value) != value
-                    ):  # Hydra and submitit write it into files
-                        rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}"
-                        raise ConfigError(key, f"{rule}: it holds a secret", value)
+                _check_for_secrets(config)
                 return resolve(config, overrides)
         finally:
             HydraConfig.instance().cfg = before
 
+    def _interrupted_run_dirs(self) -> dict[str, Path]:
+        """Return the run directories of interrupted jobs that are here, by the name."""
+        run_dirs_by_id = by_id("SWEEP")  # those below the working directory
+        run_dirs = {}
+        for name, run in self.sweep.children().items():
+            run_id = run.info.run_id
+            if run.info.status == "KILLED" and run_id in run_dirs_by_id:
+                run_dirs[name] = run_dirs_by_id[run_id]
+        return run_dirs
+
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
+        """Return the GPUs of each job at once, from `hardware` of each job."""
         return [[]]
 
-    def _call(self, name: str, given: Sequence[str], number: int) -> JobCall:
-        own = quoted(name)
+    def _call(
+        self, name: str, overrides: Sequence[str], number: int, run_dir: Path | None
+    ) -> JobCall:
+        """Return the call of a job, which resumes from the checkpoint in `run_dir`."""
         overrides = [
-            *given,
+            *overrides,
             f"tracking.sweep={self.sweep.run_id}",
-            f"tracking.job={own}",
-            f"tracking.run_name={own}",
+            f"tracking.job={quoted(name)}",
+            f"tracking.run_name={quoted(name)}",
         ]
-        if (place := self._begun.get(name)) is not None:  # resume from its checkpoint
+        if run_dir is not None:
             overrides += [
                 "training.resume=auto",
-                f"hydra.sweep.dir={quoted(place.absolute())}",
+                f"hydra.sweep.dir={quoted(run_dir.absolute())}",
                 "hydra.sweep.subdir=.",
             ]
         return JobCall(
@@ -197,7 +208,7 @@ class SweepLauncher(Launcher):
             Singleton.get_state(),
         )
 
-    def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
+    def _run(self, calls: Mapping[str, JobCall], slots: list[Slot]) -> dict[str, float]:
         """Run all jobs; `calls` and the returned losses are by the job's name."""
         losses: dict[str, float] = {}
         waiting = deque(calls.items())
@@ -205,7 +216,8 @@ class SweepLauncher(Launcher):
             while waiting or any(slot.job for slot in slots):
                 for slot in slots:
                     if waiting and slot.job is None:
-                        self._start(slot, *waiting.popleft())
+                        name, call = waiting.popleft()
+                        self._start(slot, name, call)
                 self._wait()
                 losses |= self._collect(slots)
         except BaseException:
@@ -215,19 +227,23 @@ class SweepLauncher(Launcher):
 
     def _start(self, slot: Slot, name: str, call: JobCall) -> None:
         say(f"  {name}: started")
-        slot.name, slot.since = name, time.monotonic()
+        slot.name = name
+        slot.started_at = time.monotonic()
         try:
-            slot.job = self._job(
-                call, slot.gpus
-            )  # set before the job starts: an interruption may come at any time
+            # Set before the job starts, since an interruption may come at any time.
+            slot.job = self._job(call, slot.gpus)
             slot.job.start()
         except Exception as error:
             self._note(slot, Ending(FAILED, reason=first_line(error)))
 
     def _collect(self, slots: Sequence[Slot]) -> dict[str, float]:
+        """Return the losses of the jobs that have ended, and free their slots."""
         losses = {}
         for slot in slots:
-            if slot.job and (ending := slot.job.ending()) is not None:
+            if not slot.job:
+                continue
+            ending = slot.job.ending()
+            if ending is not None:
                 losses[slot.name] = ending.loss
                 self._note(slot, ending)
         return losses
@@ -236,21 +252,24 @@ class SweepLauncher(Launcher):
         self.sweep.ended[slot.name] = time.monotonic()
         if ending.how != FINISHED:
             self.sweep.lost[slot.name] = ending.reason or ending.how
-        say(f"  {slot.name}: {ending.how} after {time.monotonic() - slot.since:.0f} s")
+        seconds = time.monotonic() - slot.started_at
+        say(f"  {slot.name}: {ending.how} after {seconds:.0f} s")
         slot.job = None
 
     def _stop(self, slots: Sequence[Slot]) -> None:
-        """Interrupt all running jobs, so that each closes its run as KILLED; kill late ones."""
-        until = time.monotonic() + GRACE + self.config.tracking.patience
-        while running := [slot.job for slot in slots if slot.job]:
+        """Interrupt all running jobs, so that each closes its run; kill late ones."""
+        deadline = time.monotonic() + GRACE + self.config.tracking.patience
+        while any(slot.job for slot in slots):
             try:
-                self._ask_to_end(running, late=time.monotonic() > until)
+                running = [slot.job for slot in slots if slot.job]
+                self._ask_to_end(running, late=time.monotonic() > deadline)
                 self._wait()
                 self._collect(slots)
             except KeyboardInterrupt:
-                until = 0.0  # a second Ctrl-C kills at once
+                deadline = 0.0  # a second Ctrl-C kills at once
 
     def _job(self, call: JobCall, gpus: list[str]) -> Any:
+        """Return what a `Slot` has as its job."""
         return _InProcessJob(call)
 
     def _wait(self) -> None:
@@ -273,14 +292,16 @@ class _InProcessJob:
 
 
 class BasicLauncher(SweepLauncher):
-    """Runs all jobs in this process, one after the other, for a debugger; they share TensorFlow's global state."""
+    """Runs all jobs in this process, one after the other, for a debugger.
+
+    They share TensorFlow's global state.
+    """
 
     interval = 0.0
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        if any(
-            each.workers != 1 for each in hardware
-        ):  # TensorFlow joins a cluster once in a process
+        # TensorFlow joins a cluster only once in a process.
+        if any(job.workers != 1 for job in hardware):
             raise ConfigError(
                 "hydra/launcher", "must not be basic with several workers", "basic"
             )
@@ -288,7 +309,35 @@ class BasicLauncher(SweepLauncher):
 
 
 def completed_with(loss: float) -> JobReturn:
-    """Return `loss` as Hydra's result of a job; a job that failed has the loss `WORST`."""
+    """Return `loss` as Hydra's result of a job; it is `WORST` if the job failed."""
     returned = JobReturn(status=JobStatus.COMPLETED)
     returned.return_value = loss
     return returned
+
+
+def _values_by_key(overrides: Sequence[str]) -> dict[str, str]:
+    values = {}
+    for override in _parsed(overrides):
+        values[_key(override)] = override.get_value_element_as_str()
+    return values
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    return [parser.parse_override(text) for text in overrides]
+
+
+def _key(override: Override) -> str:
+    return override.get_key_element().lstrip("+~")
+
+
+def _check_for_secrets(config: DictConfig) -> None:
+    """Reject a secret in a config file: Hydra and submitit write configs into files."""
+    values = OmegaConf.to_container(config, resolve=False)
+    for key, value in leaves(values).items():
+        if isinstance(value, str) and mask(value) != value:
+            rule = (
+                "must come to a sweep as an override, or from the environment "
+                "as ${oc.env:NAME}: it holds a secret"
+            )
+            raise ConfigError(key, rule, value)

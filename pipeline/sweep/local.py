@@ -1,11 +1,11 @@
-"""Runs each job in a process on this machine, forked from one that has imported TensorFlow.
+"""Runs each job in a process on this machine, forked from one that has TensorFlow.
 
-    sweep ─► forkserver of Python's `multiprocessing`, which imports `pipeline.sweep.warm` ─► each job
+    sweep ─► forkserver of `multiprocessing`, which imports `sweep.warm` ─► jobs
 
-Importing TensorFlow takes most of the time of a small job. Without a forkserver, a job is a new process.
+Importing TensorFlow takes most of the time of a small job. Without a forkserver, a job
+is a new process.
 """
 
-import atexit
 import contextlib
 import multiprocessing
 import os
@@ -16,17 +16,18 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from multiprocessing import connection, forkserver
+from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import psutil
 from omegaconf import DictConfig
 
 from pipeline.common import nvidia, signals
 from pipeline.common.errors import ConfigError, described
 from pipeline.config.schema import HardwareConfig
+from pipeline.sweep import forkserver_internals
 from pipeline.sweep import gpus as gpus_of_machine
 from pipeline.sweep.job_call import (
     FAILED,
@@ -37,23 +38,27 @@ from pipeline.sweep.job_call import (
 )
 from pipeline.sweep.launcher import GRACE, SweepLauncher
 
-LOST = 255  # exit status in `multiprocessing` of a job whose forkserver has died; the job may still run
+_SIGNALS = frozenset(signal.Signals)
 
 
 class LocalLauncher(SweepLauncher):
-    """Runs each job in a process on this machine, `hardware.parallel_jobs` at once."""
+    """Runs each job in a process on this machine, `hardware.parallel_jobs` at once.
+
+    Args:
+        timeout_min: time limit of a job, in minutes.
+    """
 
     def __init__(self, timeout_min: int, **unknown: Any):
-        self.timeout_min, self._unknown = (
-            timeout_min,
-            unknown,
-        )  # time limit of a job in minutes
-        # On other systems than Linux, libraries may not work in a forked process.
-        self._methods = (
-            ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]
-        )
+        self.timeout_min = timeout_min
+        self._unknown = unknown
+        # Start methods of `multiprocessing`, best first. On other systems than Linux,
+        # libraries may not work in a forked process.
+        self._methods = ["spawn"]
+        if sys.platform == "linux":
+            self._methods = ["forkserver", "spawn"]
 
-    def setup(self, *, config: DictConfig, **given: Any) -> None:
+    def setup(self, *, config: DictConfig, **context: Any) -> None:
+        """Check the launcher's own parameters."""
         for key, value in self._unknown.items():
             raise ConfigError(
                 f"hydra.launcher.{key}",
@@ -61,45 +66,36 @@ class LocalLauncher(SweepLauncher):
                 value,
                 ["timeout_min"],
             )
-        if (
-            type(self.timeout_min) is not int or self.timeout_min < 1
-        ):  # a bool is an int too
+        # A bool is an int, too.
+        if type(self.timeout_min) is not int or self.timeout_min < 1:
             raise ConfigError(
                 "hydra.launcher.timeout_min", "must be at least 1", self.timeout_min
             )
-        super().setup(config=config, **given)
+        super().setup(config=config, **context)
 
     def launch(self, job_overrides: Any, initial_job_idx: int) -> Any:
+        """Run the jobs; if that is interrupted, leave no forkserver behind."""
         try:
             return super().launch(job_overrides, initial_job_idx)
         except BaseException:
-            for (
-                process
-            ) in psutil.Process().children():  # it may still be importing TensorFlow
-                with contextlib.suppress(psutil.Error):
-                    if "multiprocessing.forkserver" in " ".join(process.cmdline()):
-                        process.kill()
+            forkserver_internals.kill()  # it may still be importing TensorFlow
             raise
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
         slots = gpus_of_machine.slots(hardware, self.config.hardware.parallel_jobs)
         if "forkserver" in self._methods:
-            multiprocessing.set_forkserver_preload(["pipeline.sweep.warm"])
+            # It imports TensorFlow while this process imports MLflow.
             with importing_only_this_package():
-                forkserver.ensure_running()  # imports TensorFlow while this process imports MLflow
+                forkserver_internals.start("pipeline.sweep.warm")
         return slots
 
     def _job(self, call: JobCall, gpus: list[str]) -> "LocalJob":
-        # TensorFlow reads some variables at import, so a job that sets variables is not forked.
-        sets = any(
-            override.lstrip("+").startswith("hydra.job.env_set")
-            for override in call.overrides
-        )
-        methods = ["spawn"] if sets or call.config.hydra.job.env_set else self._methods
         log = Path(call.config.hydra.sweep.dir) / str(call.number) / "job.log"
-        job = LocalJob(
-            call, gpus, log, self.timeout_min, methods, self.config.tracking.patience
-        )
+        methods = self._methods
+        if _sets_variables(call):
+            methods = ["spawn"]
+        patience = self.config.tracking.patience
+        job = LocalJob(call, gpus, log, self.timeout_min, methods, patience)
         job.shared = self.config.hardware.jobs_per_gpu > 1
         return job
 
@@ -108,8 +104,38 @@ class LocalLauncher(SweepLauncher):
             job.end(late)
 
 
+def _sets_variables(call: JobCall) -> bool:
+    """Return whether the job sets environment variables.
+
+    TensorFlow reads some of them when it is imported, so such a job is not forked.
+    """
+    for override in call.overrides:
+        if override.lstrip("+").startswith("hydra.job.env_set"):
+            return True
+    return bool(call.config.hydra.job.env_set)
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a job's process takes over before it gets its job."""
+
+    log: Path  # standard output and standard error go there
+    variables: dict[str, str]  # the environment
+    shares_gpus: bool
+    start_method: str | None  # of processes that the job starts
+
+
 class LocalJob:
-    """A job in a process of its own, with a `limit` in minutes; a start method that fails leaves `methods`."""
+    """A job in a process of its own.
+
+    Args:
+        call: the job.
+        gpus: those that it uses.
+        log: file for what it prints.
+        limit: time limit in minutes.
+        methods: start methods, best first; one that fails is removed from the list.
+        patience: seconds that its run waits for the store when it is interrupted.
+    """
 
     shared = False  # whether other jobs may use its GPUs, too
 
@@ -123,118 +149,136 @@ class LocalJob:
         patience: float = 0,
     ):
         self.deadline = float("inf")  # in seconds of the monotonic clock
-        self._call, self._gpus, self._log, self._limit, self._methods = (
-            call,
-            gpus,
-            log,
-            limit,
-            methods,
-        )
-        self._ours, self._theirs = multiprocessing.Pipe()
-        self._process: Any = None  # has a `pid` once it has started
-        self._ending: Ending | None = None
-        self._overdue = self._asked = False
+        self._call = call
+        self._gpus = gpus
+        self._log = log
+        self._limit = limit
+        self._methods = methods
         self._grace = GRACE + patience
 
+        self._pipe, self._pipe_of_job = multiprocessing.Pipe()
+        self._process: Any = None
+        self._ending: Ending | None = None
+        self._is_overdue = False
+        self._was_asked_to_end = False
+
+    @property
+    def _pid(self) -> int | None:
+        """Return the ID of the process, None before it has started."""
+        return getattr(self._process, "pid", None)
+
     def start(self) -> None:
-        """Start the process, then send it the job; if interrupted in between, the process ends by itself."""
+        """Start the process, then send it the job.
+
+        If this is interrupted in between, the process ends by itself.
+        """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._start_process()
             self.deadline = time.monotonic() + 60 * self._limit
-            self._theirs.close()
-            with contextlib.suppress(OSError):  # it has died; see `ending`
-                self._ours.send_bytes(cloudpickle.dumps(self._call))
+            self._pipe_of_job.close()
+            # A process that has died already is found by `ending`.
+            with contextlib.suppress(OSError):
+                self._pipe.send_bytes(cloudpickle.dumps(self._call))
         except BaseException:
-            self._ours.close()
+            self._pipe.close()
             raise
 
     def _start_process(self) -> None:
-        method = multiprocessing.get_start_method(allow_none=True)
-        # Set before TensorFlow looks for GPUs.
-        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)}
-        arguments = (self._theirs, str(self._log), variables, self.shared, method)
+        surroundings = _Surroundings(
+            log=self._log,
+            # Set before TensorFlow looks for GPUs.
+            variables={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)},
+            shares_gpus=self.shared,
+            start_method=multiprocessing.get_start_method(allow_none=True),
+        )
         context: Any = multiprocessing.get_context(self._methods[0])
         self._process = context.Process(
-            target=_main, args=arguments, name=f"job {self._call.number}"
+            target=_main,
+            args=(self._pipe_of_job, surroundings),
+            name=f"job {self._call.number}",
         )
         try:
             with importing_only_this_package():
                 self._process.start()
-        except (
-            EOFError,
-            OSError,
-        ):  # the forkserver failed to import, or may not be forked
+        except (EOFError, OSError):
+            # The forkserver could not import everything, or it may not be forked.
             if len(self._methods) == 1:
                 raise
             del self._methods[0]
             self._start_process()
 
     def ending(self) -> Ending | None:
-        """Return how the job ended; None until its process has ended and so released its GPUs."""
-        try:
-            while not self._ours.closed and self._ours.poll():
-                self._ending = self._ours.recv()
-        except (EOFError, OSError):
-            self._ours.close()
-        if getattr(self._process, "pid", None) is None:
+        """Return how the job ended.
+
+        None until its process has ended, and has so released its GPUs.
+        """
+        self._receive()
+        if self._pid is None:
             return Ending("interrupted")
+
         status = self._process.exitcode
-        if status is None or (status == LOST and not self._ours.closed):
+        lost = status == forkserver_internals.LOST and not self._pipe.closed
+        if status is None or lost:
             if time.monotonic() > self.deadline:
-                self.end(late=self._overdue)
-                self._overdue, self.deadline = True, time.monotonic() + self._grace
+                self.end(late=self._is_overdue)
+                self._is_overdue = True
+                self.deadline = time.monotonic() + self._grace
             return None
-        self._ours.close()
+
+        self._pipe.close()
         if self._ending is not None:
             return self._ending
-        how = f"ended with status {status}"
-        if self._overdue:
-            how = f"killed at its time limit of {self._limit} min"
-        elif (number := -status if status < 0 else status - 128) in set(
-            signal.Signals
-        ):  # a shell adds 128
-            how = f"killed by {signal.Signals(number).name}"
-        return killed(
-            how,
-            self._log.read_text(encoding="utf-8", errors="replace")
-            if self._log.exists()
-            else "",
-        )
+        printed = ""
+        if self._log.exists():
+            printed = self._log.read_text(encoding="utf-8", errors="replace")
+        return killed(self._how_it_ended(status), printed)
 
     def end(self, late: bool) -> None:
         """Ask the job to end, once; kill it if it is `late`."""
-        if (pid := getattr(self._process, "pid", None)) and (
-            late or not self._asked
-        ):  # a second SIGTERM would kill
-            self._asked = True
-            with contextlib.suppress(OSError):  # it has already ended
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        pid = self._pid
+        if pid is None:
+            return
+        # A second SIGTERM would kill the process before it has closed its run.
+        if self._was_asked_to_end and not late:
+            return
+        self._was_asked_to_end = True
+        number = signal.SIGTERM
+        if late:
+            number = signal.SIGKILL
+        with contextlib.suppress(OSError):  # it has already ended
+            os.kill(pid, number)
+
+    def _receive(self) -> None:
+        """Read what the job has sent; close the pipe if the job has closed it."""
+        try:
+            while not self._pipe.closed and self._pipe.poll():
+                self._ending = self._pipe.recv()
+        except (EOFError, OSError):
+            self._pipe.close()
+
+    def _how_it_ended(self, status: int) -> str:
+        if self._is_overdue:
+            return f"killed at its time limit of {self._limit} min"
+        if status < 0:
+            number = -status
+        else:
+            number = status - 128  # as a shell says it
+        if number in _SIGNALS:
+            return f"killed by {signal.Signals(number).name}"
+        return f"ended with status {status}"
 
 
-def _main(
-    parent: connection.Connection,
-    log: str,
-    variables: dict[str, str],
-    shared: bool,
-    method: str | None,
-) -> None:
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(variables)
-    with open(log, "ab") as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    multiprocessing.set_start_method(
-        method, force=True
-    )  # for the job's own processes, as without a sweep
+def _main(sweep: connection.Connection, surroundings: _Surroundings) -> None:
+    """Run the job that `sweep` sends, and send back how it ended."""
+    _settle_in(surroundings)
     try:
-        call = parent.recv_bytes()
+        call = sweep.recv_bytes()
     except EOFError:
         return
-    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
-    nvidia.lock(nvidia.visible(), shared=shared)
+
+    threading.Thread(target=_end_with, args=[sweep], daemon=True).start()
+    nvidia.lock(nvidia.visible(), shared=surroundings.shares_gpus)
     try:
         ending = pickle.loads(call)()
     except Exception as error:
@@ -245,13 +289,28 @@ def _main(
     except signals.Terminated:
         sys.exit(128 + signal.SIGTERM)
     finally:
-        atexit._run_exitfuncs()  # a forked process does not call them
+        forkserver_internals.call_exit_functions()
     with contextlib.suppress(OSError):  # the sweep was killed
-        parent.send(ending)
+        sweep.send(ending)
+
+
+def _settle_in(surroundings: _Surroundings) -> None:
+    """Give this process the session, the environment and the output of a job."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(surroundings.variables)
+    with open(surroundings.log, "ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    multiprocessing.set_start_method(surroundings.start_method, force=True)
 
 
 def _end_with(sweep: connection.Connection) -> None:
-    """End this job, as SIGTERM does, when the sweep is gone, whose process alone has the other end of the pipe."""
+    """End this job, as SIGTERM does, when the sweep's process is gone.
+
+    That process alone has the other end of the pipe.
+    """
     with contextlib.suppress(OSError):
         sweep.poll(None)
     os.kill(os.getpid(), signal.SIGTERM)

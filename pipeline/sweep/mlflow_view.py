@@ -1,7 +1,8 @@
-"""A sweep in MLflow's UI: the description of its parent run, and a saved view with charts that compare its jobs.
+"""A sweep in MLflow's UI: its parent run's description, and a view that compares jobs.
 
-A saved view is a tag of the experiment in a private format of MLflow's UI. The keys below are those of MLflow 3.17.2;
-it uses defaults for missing ones. With a version that is not in `TRIED`, the link opens the experiment's plain page.
+A saved view is a tag of the experiment in a private format of MLflow's UI. The keys
+below are those of MLflow 3.17.2; it uses defaults for missing ones. With a version that
+is not in `TRIED`, the link opens the experiment's plain page.
 """
 
 import base64
@@ -22,64 +23,68 @@ TRIED = ("3.17.", "3.18.")  # versions of MLflow with which the saved view was t
 EXAMPLES = "train/examples_seen"  # the x axis of training metrics
 LOCAL = "http://127.0.0.1:5000"  # address of `pipeline ui`
 TAG = "mlflow.sharedViewState."
-# Color-blind safe (Okabe and Ito 2008), without black and yellow because of the UI's two backgrounds.
+# Color-blind safe (Okabe and Ito 2008), without black and yellow because of the UI's
+# two backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# The derived sizes, as one of the configured ones may be null. Also, the UI hashes a group's name to a color, and with
-# `accumulation.factor` 8 and 16 have the same hash.
+# The derived sizes, as one of the configured ones may be null. Also, the UI hashes a
+# group's name to a color, and with `accumulation.factor` 8 and 16 have the same hash.
 DERIVED = {
-    f"accumulation.{size}": f"derived.{size}"
-    for size in ("factor", "effective_batch_size", "micro_batch_size")
+    "accumulation.factor": "derived.factor",
+    "accumulation.effective_batch_size": "derived.effective_batch_size",
+    "accumulation.micro_batch_size": "derived.micro_batch_size",
 }
 
 
 def announce(sweep: ParentRun) -> None:
-    """Save the view of a new sweep and the parent's description; print the link that compares its jobs."""
-    shown = link(sweep.uri, _describe(sweep, []))
-    served = " (once `pipeline ui` runs)" if shown.startswith(LOCAL) else ""
-    say(f"compare its runs: {shown}{served}")
+    """Save the view of a new sweep and the parent's description; print the view's URL.
+
+    The view compares the sweep's jobs.
+    """
+    url = link(sweep.uri, _describe(sweep, []))
+    condition = ""
+    if url.startswith(LOCAL):
+        condition = " (once `pipeline ui` runs)"
+    say(f"compare its runs: {url}{condition}")
 
 
 def complete(sweep: ParentRun) -> dict[str, Any]:
-    """Color the jobs and add their results to the parent's description; return the jobs' runs by name."""
+    """Color the jobs and add their results to the parent's description.
+
+    Returns the jobs' runs by name.
+    """
     children = sweep.children()
     color(sweep.client(), {name: run.info.run_id for name, run in children.items()})
-    measured = {
-        key
-        for run in children.values()
-        for key in run.data.metrics
-        if key.startswith("val/")
-    }
-    keys = [
-        *(sorted(measured - {"val/examples_seen"}) or ["train/loss"]),
-        "perf/examples_per_second",
-    ]
-    rows: list[list[object]] = [["job", "status", *keys]]
-    for name in sweep.names:
-        run = children.get(name)
-        last = run.data.metrics if run else {}
-        values = [f"{last[key]:.4g}" if key in last else "" for key in keys]
-        rows.append([name, run.info.status if run else "no run", *values])
-    _describe(sweep, rows)
+    _describe(sweep, _results(sweep, children))
     return children
 
 
 def description(
     sweep: ParentRun, anchor: str, results: Sequence[Sequence[object]]
 ) -> str:
-    """Return the parent's description in Markdown; rows of `results` that do not fit its tag are counted instead."""
-    differ = ", ".join(f"`{key}`" for key in sweep.varied) or "nothing"
+    """Return the parent's description in Markdown.
+
+    Args:
+        sweep: the sweep.
+        anchor: URL fragment of the view that compares the jobs.
+        results: rows of a table, the header first; rows that do not fit the tag are
+            counted instead. Empty before the sweep has ended.
+    """
+    varied = ", ".join(f"`{key}`" for key in sweep.varied) or "nothing"
+    title = f"**{sweep.name}**"
+    asks = question(sweep.name)
+    if asks:
+        title += f": {asks}"
     # The link comes first, since the UI folds all but three lines.
     lines = [
-        f"[Compare the runs of this sweep]({anchor}). They differ in {differ}.",
+        f"[Compare the runs of this sweep]({anchor}). They differ in {varied}.",
         "",
-    ]
-    lines += [
-        f"**{sweep.name}**" + (f": {asked}" if (asked := question(sweep.name)) else ""),
+        title,
         "",
     ]
     if not results:
         return "\n".join([*lines, "The results come here when the sweep has ended."])
-    header, *rows = (_row(cells) for cells in results)
+
+    header, *rows = [_row(cells) for cells in results]
     lines += [header, "|" + " --- |" * len(results[0])]
     for number, row in enumerate(rows):
         rest = f"\n\nand {len(rows) - number} more"
@@ -89,37 +94,25 @@ def description(
     return "\n".join(lines)
 
 
-def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
-    fragment = saved_view(sweep)
-    sweep.client().set_tag(
-        sweep.run_id, "mlflow.note.content", description(sweep, fragment, results)
-    )
-    return fragment
-
-
-def _row(cells: Iterable[object]) -> str:
-    return (
-        "| "
-        + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
-        + " |"
-    )
-
-
 def saved_view(sweep: ParentRun) -> str:
-    """Save the view of a sweep; return its URL fragment from `#/` on, or the plain page's."""
+    """Save the view of a sweep; return its URL fragment from `#/` on.
+
+    If MLflow would not show the view, the fragment is that of the plain page.
+    """
     import mlflow
 
     # Without a workflow type, a new browser opens every experiment as one for GenAI.
     page = f"#/experiments/{sweep.experiment_id}/runs?workflowType=machine_learning"
     if not mlflow.__version__.startswith(TRIED):
         return page
+
     state = json.dumps(view_state(sweep), separators=(",", ":")).encode()
-    text = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
+    packed = base64.b64encode(zlib.compress(state, 9)).decode()
     view = json.dumps(
         {
             "name": f"{sweep.name} {sweep.run_id[:6]}",
             "createdAt": int(time.time() * 1000),
-            "state": text,
+            "state": f"deflate;{packed}",
         }
     )
     if len(view) > LONGEST_TAG:
@@ -129,7 +122,10 @@ def saved_view(sweep: ParentRun) -> str:
 
 
 def link(uri: str, fragment: str) -> str:
-    """Return the URL of `fragment` on the store's server, or on that of `pipeline ui` if the store has none."""
+    """Return the URL of `fragment` on the server of the store.
+
+    A store without a server is shown by `pipeline ui`.
+    """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
         return f"{LOCAL}/{fragment}"
@@ -138,69 +134,36 @@ def link(uri: str, fragment: str) -> str:
 
 
 def color(client: Any, runs: Mapping[str, str]) -> None:
-    """Color the runs, given their IDs by job, not at random: jobs that differ only by the seed share a color."""
+    """Color runs, given as IDs by the job's name, in the order of the jobs.
+
+    Jobs that differ only by the seed share a color.
+    """
     settings = {name: re.sub(r"(^| )seed=\S+", "", name) or name for name in runs}
     order = list(dict.fromkeys(settings.values()))
     for name, run_id in runs.items():
-        client.set_tag(
-            run_id, "mlflow.runColor", COLORS[order.index(settings[name]) % len(COLORS)]
-        )
+        number = order.index(settings[name])
+        client.set_tag(run_id, "mlflow.runColor", COLORS[number % len(COLORS)])
 
 
 def view_state(sweep: ParentRun) -> dict[str, Any]:
-    """Return the UI's state that differs from its default."""
+    """Return the part of the UI's state that differs from its default."""
     params = [_param(key) for key in sweep.varied if key != "seed"]
-    ends = ["val/loss", *(f"val/{metric}" for metric in sweep.metrics)]
-    losses = ["train/loss", *ends]
-    charts = [
-        *(
-            _line("curves", key)
-            for key in [*losses, "train/learning_rate", "train/gradient_noise_scale"]
-        ),
-        *(
-            _chart("BAR", "ends", key)
-            for key in [*losses, "perf/examples_per_second", "perf/peak_memory_bytes"]
-        ),
-        *(_line("axes", "train/loss", axis) for axis in ("step", "time-relative")),
-    ]
-    if params:
-        chosen = {
-            "selectedParams": params,
-            "selectedMetrics": ends,
-            "showAllRuns": True,
-        }
-        charts.append(_chart("PARALLEL", "ends", "") | chosen)
-    sections = {
-        "curves": "By examples seen",
-        "ends": "At the end",
-        "axes": "By updates and by time",
-    }
-    # Sections that the UI makes itself for the many other metrics: folded.
-    folded = {
-        name: name
-        for name in ("perf", "train", "val", "Model metrics", "System metrics")
-    }
+    validation = ["val/loss", *(f"val/{metric}" for metric in sweep.metrics)]
+    losses = ["train/loss", *validation]
+
+    columns = [f"params.`{param}`" for param in params]
+    columns += [f"metrics.`{loss}`" for loss in losses]
     return {
         "searchFilter": f"tags.sweep = '{sweep.run_id}'",
-        # By its other name, `attributes.start_time`, the UI nests the jobs in the parent, out of its charts.
+        # By its other name, `attributes.start_time`, the UI nests the jobs in the
+        # parent, out of its charts.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
         "groupBy": _grouping(sweep.varied),
         "runsHiddenMode": "SHOW_ALL",
-        "selectedColumns": [
-            *(f"params.`{param}`" for param in params),
-            *(f"metrics.`{loss}`" for loss in losses),
-        ],
-        "compareRunCharts": charts,
-        "compareRunSections": [
-            {
-                "uuid": uuid,
-                "name": name,
-                "display": uuid in sections,
-                "isReordered": True,
-            }
-            for uuid, name in (sections | folded).items()
-        ],
+        "selectedColumns": columns,
+        "compareRunCharts": _charts(params, validation),
+        "compareRunSections": _sections(),
         "isAccordionReordered": True,
         "globalLineChartConfig": {
             "xAxisKey": "metric",
@@ -210,29 +173,109 @@ def view_state(sweep: ParentRun) -> dict[str, Any]:
     }
 
 
+def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
+    """Save the view and the parent's description; return the view's URL fragment."""
+    fragment = saved_view(sweep)
+    text = description(sweep, fragment, results)
+    sweep.client().set_tag(sweep.run_id, "mlflow.note.content", text)
+    return fragment
+
+
+def _results(sweep: ParentRun, children: Mapping[str, Any]) -> list[list[object]]:
+    """Return the last metrics of each job as rows, the header first."""
+    measured: set[str] = set()
+    for run in children.values():
+        measured.update(run.data.metrics)
+    measured.discard("val/examples_seen")
+    validation = sorted(key for key in measured if key.startswith("val/"))
+    keys = [*(validation or ["train/loss"]), "perf/examples_per_second"]
+
+    rows: list[list[object]] = [["job", "status", *keys]]
+    for name in sweep.names:
+        run = children.get(name)
+        if run is None:
+            rows.append([name, "no run", *[""] * len(keys)])
+            continue
+        cells = []
+        for key in keys:
+            cell = ""
+            if key in run.data.metrics:
+                cell = f"{run.data.metrics[key]:.4g}"
+            cells.append(cell)
+        rows.append([name, run.info.status, *cells])
+    return rows
+
+
+def _row(cells: Iterable[object]) -> str:
+    escaped = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
+
+
+def _charts(params: Sequence[str], validation: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the charts, in their order in each section."""
+    losses = ["train/loss", *validation]
+    charts = []
+    for metric in (*losses, "train/learning_rate", "train/gradient_noise_scale"):
+        charts.append(_line("curves", metric))
+    for metric in (*losses, "perf/examples_per_second", "perf/peak_memory_bytes"):
+        charts.append(_chart("BAR", "ends", metric))
+    for axis in ("step", "time-relative"):
+        charts.append(_line("axes", "train/loss", axis))
+    if params:
+        options = {
+            "selectedParams": params,
+            "selectedMetrics": validation,
+            "showAllRuns": True,
+        }
+        charts.append(_chart("PARALLEL", "ends", "") | options)
+    return charts
+
+
+def _sections() -> list[dict[str, Any]]:
+    names = {
+        "curves": "By examples seen",
+        "ends": "At the end",
+        "axes": "By updates and by time",
+    }
+    sections = [_section(key, name, display=True) for key, name in names.items()]
+    # The UI makes these itself for the many other metrics; they begin folded.
+    for name in ("perf", "train", "val", "Model metrics", "System metrics"):
+        sections.append(_section(name, name, display=False))
+    return sections
+
+
+def _section(key: str, name: str, *, display: bool) -> dict[str, Any]:
+    return {"uuid": key, "name": name, "display": display, "isReordered": True}
+
+
 def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
-    """Return the grouping that averages seeds or shows one key; None where no single param tells the runs apart."""
+    """Return the grouping that averages seeds or shows one key.
+
+    None where no single param tells the runs apart.
+    """
     keys = [key for key in varied if key != "seed"]
-    if (
-        not keys
-        or any("." not in key for key in keys)
-        or (len(keys) > 1 and "seed" not in varied)
-    ):
+    if not keys or any("." not in key for key in keys):
         return None
-    by = [{"mode": "param", "groupByData": _param(key)} for key in keys]
-    return {"aggregateFunction": "average", "groupByKeys": by}
+    if len(keys) > 1 and "seed" not in varied:
+        return None
+    params = [{"mode": "param", "groupByData": _param(key)} for key in keys]
+    return {"aggregateFunction": "average", "groupByKeys": params}
 
 
 def _param(key: str) -> str:
-    """Return the param that shows a varied config key: for a config group, its `_target_`."""
-    return DERIVED.get(key, key) if "." in key else f"{key}._target_"
+    """Return the param that shows a varied config key.
+
+    A config group is shown by its `_target_`.
+    """
+    if "." not in key:
+        return f"{key}._target_"
+    return DERIVED.get(key, key)
 
 
 def _chart(kind: str, section: str, metric: str, axis: str = "") -> dict[str, Any]:
-    uuid = f"{section} {kind} {metric} {axis}"
     return {
         "type": kind,
-        "uuid": uuid,
+        "uuid": f"{section} {kind} {metric} {axis}",
         "metricSectionId": section,
         "deleted": False,
         "metricKey": metric,
@@ -240,13 +283,18 @@ def _chart(kind: str, section: str, metric: str, axis: str = "") -> dict[str, An
 
 
 def _line(section: str, metric: str, axis: str = "metric") -> dict[str, Any]:
-    # The UI samples a metric and its x axis separately, then joins them by step. Most evaluations would have no row of
-    # `train/` at their step, so `val/` has its own axis.
-    examples = metric.split("/")[0] + "/examples_seen" if axis == "metric" else ""
-    chosen = {
+    """Return a line chart; the axis "metric" is that of examples seen."""
+    examples = ""
+    if axis == "metric":
+        # The UI samples a metric and its x axis separately, then joins them by step.
+        # Most evaluations would have no row of `train/` at their step, so `val/` has
+        # its own axis.
+        examples = metric.split("/")[0] + "/examples_seen"
+    options = {
         "xAxisKey": axis,
         "selectedXAxisMetricKey": examples,
         "useGlobalXaxisKey": examples == EXAMPLES,
+        "selectedMetricKeys": [metric],
+        "useGlobalLineSmoothing": True,
     }
-    chosen |= {"selectedMetricKeys": [metric], "useGlobalLineSmoothing": True}
-    return _chart("LINE", section, metric, axis) | chosen
+    return _chart("LINE", section, metric, axis) | options

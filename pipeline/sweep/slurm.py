@@ -27,7 +27,7 @@ from pipeline.sweep.job_call import (
 )
 from pipeline.sweep.launcher import SweepLauncher
 
-# The last is for a job that Slurm has forgotten, some minutes after its end.
+GONE = "gone"  # state of a job that Slurm has forgotten, some minutes after its end
 ENDED = (
     "COMPLETED",
     "CANCELLED",
@@ -37,55 +37,65 @@ ENDED = (
     "BOOT_FAIL",
     "DEADLINE",
     "OUT_OF_MEMORY",
-    "gone",
+    GONE,
 )
-LATE = 3  # polls after Slurm ended a job until its result must be visible on a network file system
+# Polls after Slurm ended a job until its result must be visible on a network file
+# system.
+LATE = 3
 
 
 class SlurmLauncher(SweepLauncher):
-    """Runs each job as a Slurm job; Slurm decides how many run at once, and where. The parameters are submitit's."""
+    """Runs each job as a Slurm job; Slurm decides how many run at once, and where.
+
+    The parameters are submitit's.
+    """
 
     interval = 5.0  # one `squeue` for all jobs in that time
 
     def __init__(self, **params: Any):
         self.params: Any = OmegaConf.to_container(OmegaConf.create(params))
+        # States of the jobs by their Slurm ID; None if Slurm does not answer.
         self.states: dict[str, str] | None = None
-        self._asked = False
+        self._was_cancelled = False
 
     @property
-    def name(self) -> str:  # of all Slurm jobs of the sweep
+    def name(self) -> str:
+        """Return the name of all Slurm jobs of the sweep."""
         return f"pipeline-{self.sweep.run_id}"
 
     def _slots(self, hardware: Sequence[schema.HardwareConfig]) -> list[list[str]]:
         if shutil.which("sbatch") is None:
-            raise ConfigError(
-                "hydra/launcher",
-                "must be one of this machine, which has no sbatch",
-                "submitit_slurm",
-            )
-        wanted = -(
-            -gpus_of_machine.per_job(hardware) // (self.params.get("nodes") or 1)
-        )
-        if wanted and all(
-            self.params.get(key) is None
-            for key in ("gpus_per_node", "gpus_per_task", "gres")
-        ):
-            partition = (
-                [f"--partition={self.params['partition']}"]
-                if self.params.get("partition")
-                else []
-            )
-            nodes = imports.said("sinfo", "--noheader", "--format=%G", *partition) or ""
-            if "gpu" in nodes or any(h.device.name == "gpu" for h in hardware):
-                self.params["gpus_per_node"] = wanted
+            rule = "must be one of this machine, which has no sbatch"
+            raise ConfigError("hydra/launcher", rule, "submitit_slurm")
+
+        nodes = self.params.get("nodes") or 1
+        gpus_per_node = -(-gpus_of_machine.per_job(hardware) // nodes)  # rounded up
+        if gpus_per_node and not self._user_requests_gpus():
+            required = any(job.device.name == "gpu" for job in hardware)
+            if required or self._cluster_has_gpus():
+                self.params["gpus_per_node"] = gpus_per_node
         return [[] for _ in range(self.params.get("array_parallelism") or 256)]
+
+    def _user_requests_gpus(self) -> bool:
+        for key in ("gpus_per_node", "gpus_per_task", "gres"):
+            if self.params.get(key) is not None:
+                return True
+        return False
+
+    def _cluster_has_gpus(self) -> bool:
+        command = ["sinfo", "--noheader", "--format=%G"]
+        if self.params.get("partition"):
+            command.append(f"--partition={self.params['partition']}")
+        resources = imports.said(*command) or ""
+        return "gpu" in resources
 
     def _job(self, call: JobCall, gpus: list[str]) -> "SlurmJob":
         return SlurmJob(call, self)
 
     def _wait(self) -> None:
         super()._wait()
-        # Works on every cluster; submitit calls `sacct`, and without its database waits forever for a job that died.
+        # `squeue` works on every cluster. Submitit calls `sacct`, and waits forever for
+        # a job that died on a cluster without a database.
         lines = imports.said(
             "squeue",
             "--noheader",
@@ -93,15 +103,20 @@ class SlurmLauncher(SweepLauncher):
             f"--name={self.name}",
             "--format=%i %T",
         )
-        states = (line.split() for line in (lines or "").splitlines() if line.strip())
-        self.states = (
-            None if lines is None else {job_id: state for job_id, state, *_ in states}
-        )
+        if lines is None:
+            self.states = None
+            return
+        self.states = {}
+        for line in lines.splitlines():
+            if line.strip():
+                job_id, state, *_ = line.split()
+                self.states[job_id] = state
 
     def _ask_to_end(self, running: Sequence["SlurmJob"], late: bool) -> None:
-        # Removes pending jobs; running ones get SIGTERM, and SIGKILL after Slurm's KillWait.
-        if late or not self._asked:
-            self._asked = True
+        # Slurm removes pending jobs; running ones get SIGTERM, and SIGKILL after its
+        # KillWait.
+        if late or not self._was_cancelled:
+            self._was_cancelled = True
             subprocess.run(["scancel", f"--name={self.name}"], check=False)
 
 
@@ -109,87 +124,97 @@ class SlurmJob:
     """A job submitted by submitit."""
 
     def __init__(self, call: JobCall, launcher: SlurmLauncher):
-        self._call, self._launcher = call, launcher
+        self._call = call
+        self._launcher = launcher
         self._job: Any = None
         self._polls = 0  # since Slurm ended it
 
     def start(self) -> None:
         """Submit the job."""
+        call = _RemoteCall(self._call, list(sys.path), os.environ.get("PYTHONPATH", ""))
+        executor = self._executor()
+        # The tasks of a job prove to each other that they know this secret.
+        secret = {cluster.SECRET: secrets.token_hex(32)}
+        with importing_only_this_package(**secret):  # sbatch passes the environment on
+            self._job = executor.submit(call)
+
+    def _executor(self) -> Any:
         import submitit
 
         params = {**self._launcher.params, "name": self._launcher.name}
-        folder = params.pop("submitit_folder").replace(
-            "%j", f"{self._call.number}/%j"
-        )  # Slurm reuses its job numbers
+        # Slurm reuses its job numbers: each job of the sweep has a folder of its own.
+        folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")
         executor = submitit.AutoExecutor(
             folder, cluster="slurm", slurm_max_num_timeout=params.pop("max_num_timeout")
         )
         shared = set(OmegaConf.structured(BaseQueueConf).keys())
-        executor.update_parameters(
-            **{
-                key if key in shared else f"slurm_{key}": value
-                for key, value in params.items()
-            }
-        )
-        variable = os.environ.get("PYTHONPATH", "")
-        of_job = {
-            cluster.SECRET: secrets.token_hex(32)
-        }  # which the tasks prove to each other
-        with importing_only_this_package(**of_job):  # sbatch passes the environment on
-            self._job = executor.submit(
-                _RemoteCall(self._call, list(sys.path), variable)
-            )
+        submitit_params = {}
+        for key, value in params.items():
+            if key not in shared:
+                key = f"slurm_{key}"
+            submitit_params[key] = value
+        executor.update_parameters(**submitit_params)
+        return executor
 
     def ending(self) -> Ending | None:
         """Return how the job ended; None while it is pending or running."""
         if self._job is None:
             return Ending("interrupted")
         if not self._job.paths.result_pickle.exists():
-            states = self._launcher.states
-            state = None if states is None else states.get(self._job.job_id, "gone")
-            self._polls = self._polls + 1 if state in ENDED else 0
-            if self._polls < LATE:
-                return None
-            return killed(
-                f"killed (Slurm job {self._job.job_id}: {state})",
-                self._job.stderr() or "",
-            )
+            return self._ending_without_result()
         try:
             return self._job.task(0).result()  # task 0 is the chief of several workers
         except Exception as error:  # its text is a traceback
-            lines = [
-                line for line in str(error).splitlines() if re.match(r"[\w.]+: ", line)
-            ]
-            return Ending(FAILED, reason=lines[-1] if lines else "the process failed")
+            reason = "the process failed"
+            for line in str(error).splitlines():
+                if re.match(r"[\w.]+: ", line):
+                    reason = line
+            return Ending(FAILED, reason=reason)
+
+    def _ending_without_result(self) -> Ending | None:
+        states = self._launcher.states
+        state = None
+        if states is not None:
+            state = states.get(self._job.job_id, GONE)
+
+        if state in ENDED:
+            self._polls += 1
+        else:
+            self._polls = 0
+        if self._polls < LATE:
+            return None
+        how = f"killed (Slurm job {self._job.job_id}: {state})"
+        return killed(how, self._job.stderr() or "")
 
 
 @dataclass(frozen=True)
 class _RemoteCall:
-    """A job on another machine, with the `sys.path` and PYTHONPATH of the sweep's process."""
+    """A job on another machine."""
 
     call: JobCall
-    path: list[str]
-    variable: str  # PYTHONPATH
+    path: list[str]  # `sys.path` of the sweep's process
+    python_path: str  # PYTHONPATH of the sweep's process
 
     def __call__(self) -> Ending:
         sys.path[:] = self.path
-        os.environ["PYTHONPATH"] = self.variable
+        os.environ["PYTHONPATH"] = self.python_path
         os.environ.pop("PYTHONSAFEPATH", None)
         requeue: Any = signal.getsignal(signal.SIGUSR2)
         try:
             return self.call()
-        except (
-            signals.Terminated
-        ) as error:  # the run has written its checkpoint and is closed
+        except signals.Terminated as error:
+            # The run has written its checkpoint and is closed.
             if str(error) == "SIGUSR2" and callable(requeue):
                 requeue(signal.SIGUSR2, None)
             raise
 
     def checkpoint(self) -> Any:
-        """Return what submitit runs when Slurm requeues a job that it warned with SIGUSR2: the same job, resumed."""
+        """Return what submitit runs when Slurm requeues a job: the same job, resumed.
+
+        Slurm warns such a job with SIGUSR2.
+        """
         from submitit.helpers import DelayedSubmission
 
-        resumed = replace(
-            self.call, overrides=[*self.call.overrides, "training.resume=auto"]
-        )
+        overrides = [*self.call.overrides, "training.resume=auto"]
+        resumed = replace(self.call, overrides=overrides)
         return DelayedSubmission(replace(self, call=resumed))

@@ -1,4 +1,7 @@
-"""Preloaded by the forkserver: imports what every job needs, but starts no runtime and opens no device."""
+"""Preloaded by the forkserver: imports what every job needs.
+
+It starts no runtime and opens no device.
+"""
 
 import os
 import pickle
@@ -14,20 +17,18 @@ with imports.without_chatter():
 
     from pipeline.components import fitting  # noqa: F401
     from pipeline.run import run  # noqa: F401
-opened = [
-    os.path.realpath(f"/proc/self/fd/{number}")
-    for number in os.listdir("/proc/self/fd")
-]
-if any(
-    path.startswith(gpus.DEVICES) for path in opened
-):  # a forked process could not use it
-    sys.exit(
-        "pipeline: importing TensorFlow has opened a device: each job imports it for itself"
-    )
+
+for descriptor in os.listdir("/proc/self/fd"):
+    # A forked process could not use an open device.
+    if os.path.realpath(f"/proc/self/fd/{descriptor}").startswith(gpus.DEVICES):
+        sys.exit(
+            "pipeline: importing TensorFlow has opened a device: "
+            "each job imports it for itself"
+        )
 
 
 def _print_error(kind: Any, error: Any, trace: Any) -> None:
-    # A sweep that is interrupted while it starts a job leaves a process that reads no job.
+    # A sweep that is interrupted while it starts a job leaves a process without a job.
     if not issubclass(kind, EOFError | pickle.UnpicklingError):
         sys.__excepthook__(kind, error, trace)
 

@@ -1,6 +1,7 @@
-"""Whether an update in pieces is the update of the whole batch: `pipeline verify`, and the engine for any model.
+"""Whether an update in micro-batches equals that of one large batch, for any config.
 
-In: a config, or an `Update` and batches. Out: how far the two are apart, beside what rounding explains.
+In: a config, or an `Update` and batches. Out: how far the two are apart, and how much
+of it rounding explains.
 """
 
 __all__ = ["command"]

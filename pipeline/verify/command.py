@@ -1,13 +1,15 @@
-"""The verb `pipeline verify`: whether accumulating equals the large batch, for this config."""
+"""The verb `pipeline verify`: whether accumulating equals the large batch."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,152 +33,212 @@ if TYPE_CHECKING:
     from pipeline.components.assembly import Parts
     from pipeline.verify.engine import Finding
 
-Found = dict[str, "list[Finding]"]  # under their titles, which begin with the precision
-
 COMPARE = "pipeline.verify.command.compare"
 DIFFERENT = 3  # exit status
 COARSE = 1e-2  # relative: a comparison with a larger bound shows little
 
+_DESCRIPTION = (
+    "Check, for a config, that accumulation equals the large batch; "
+    "the arguments are those of `pipeline train`."
+)
+_LONGEST_PARAM = 6000  # MLflow takes no longer value
+_LARGEST_METRIC = 1e300  # a store may take no infinity
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The findings for one batch, or for the evaluation, in one precision."""
+
+    precision: str
+    subject: str  # such as "128 examples"
+    findings: list[Finding]
+
+    @property
+    def title(self) -> str:
+        """Return what was compared, in which precision."""
+        return f"{self.precision}, {self.subject}"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What `pipeline verify` found for a config."""
+
+    parts: Parts  # in float64
+    comparisons: list[Comparison]
+    fault: str  # what makes updates differ; empty if they are equal
+    quiet: list[str]  # layers whose noise was disabled
+    left_out: list[str]  # keys of metrics that do not run in float64
+
+    @property
+    def verdict(self) -> str:
+        """Return the end of the sentence that the command prints."""
+        if self.fault:
+            return f"different; at fault is {self.fault}"
+        return "equal within rounding"
+
 
 def verify(arguments: Sequence[str]) -> int:
-    """Check, for a config, that accumulation equals the large batch; the arguments are those of `pipeline train`."""
+    """Check that accumulation equals the large batch for a config; print the verdict.
+
+    The arguments are those of `pipeline train`, `--all` and `--log`. Returns the exit
+    status.
+    """
+    options, overrides = _parse(arguments)
+    spec = resolve_for_all(
+        compose.composed([*overrides, "hardware.precision=float64"]), overrides
+    )
+    _check(spec)
+    if spec.workers is not None and not spec.workers.is_chief:
+        worker.run(spec, COMPARE)
+        return 0
+
+    with imports.without_chatter():
+        from pipeline.components import assembly  # noqa: F401
+        from pipeline.verify import engine, layers  # noqa: F401
+
+    certificate = _certify(spec, overrides)
+    _print(certificate, options.all)
+    if options.log:
+        _log(certificate)
+    if certificate.fault:
+        return DIFFERENT
+    return 0
+
+
+def compare(parts: Parts, *_: Any) -> None:
+    """Compare as the chief does, and print nothing: the task of the other workers."""
+    update = parts.update()
+    _compare(parts, update, _training_batches(parts), _validation_batches(parts))
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
-        prog="pipeline verify", description=verify.__doc__, allow_abbrev=False
+        prog="pipeline verify", description=_DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument(
         "--all", action="store_true", help="print each comparison, of each variable"
     )
     parser.add_argument("--log", action="store_true", help="log the result to MLflow")
-    options, given = parser.parse_known_args(list(arguments))
-    spec = resolve_for_all(
-        compose.composed([*given, "hardware.precision=float64"]), given
-    )
-    if spec.searches:
-        size = spec.config.accumulation.micro_batch_size
-        raise ConfigError(
-            sizes.MICRO,
-            "must be a number: what is verified is that cut, in float64",
-            size,
-        )
-    if spec.dataset.get("batched"):
-        rule = "must be false to verify: a whole batch to compare with would join the loader's own"
-        raise ConfigError(sizes.BATCHED, rule, True)
-    if spec.workers is not None and not spec.workers.is_chief:
-        worker.run(spec, COMPARE)
-        return 0
-    with imports.without_chatter():
-        from pipeline.components import assembly
-        from pipeline.verify import engine, layers  # noqa: F401
+    return parser.parse_known_args(list(arguments))
 
-    left_out: list[str] = []
+
+def _check(spec: RunSpec) -> None:
+    if spec.searches:
+        rule = "must be a number: what is verified is that cut, in float64"
+        size = spec.config.accumulation.micro_batch_size
+        raise ConfigError(sizes.MICRO, rule, size)
+    if spec.dataset.get("batched"):
+        rule = (
+            "must be false to verify: "
+            "a whole batch to compare with would join the loader's own"
+        )
+        raise ConfigError(sizes.BATCHED, rule, True)
+
+
+def _certify(spec: RunSpec, overrides: Sequence[str]) -> Certificate:
+    """Compare in float64 and, if that holds, in float32."""
     with tempfile.TemporaryDirectory() as folder, chief.Chief(spec) as workers:
         workers.start(spec, Path(folder), COMPARE)
         spec = workers.gather(spec, Path(folder), None)
         with workers.as_worker_error(), exits_as_failures():
-            parts = _assembled(spec, given, left_out)
+            parts, left_out = _assemble(spec, overrides)
             workers.reductions_ready = parts.devices.reductions_ready
-            update, (show, validation) = parts.update(), _shown(parts)
-            found, quiet = _compared(parts, update, show, validation)
-    why = (
-        _fault(parts, update, show[0], differing)
-        if (differing := _differing(found))
-        else ""
-    )
-    if not differing and spec.workers is None:
+            update = parts.update()
+            batches = _training_batches(parts)
+            comparisons, quiet = _compare(
+                parts, update, batches, _validation_batches(parts)
+            )
+
+    fault = ""
+    differing = _differing(comparisons)
+    if differing:
+        fault = _fault(parts, update, batches[0], differing)
+    elif spec.workers is None:
         # Some kernels are used in float32 alone.
-        single = assembly.assemble(
-            resolve(compose.composed([*given, "hardware.precision=float32"]), given)
-        )
-        found |= _compared(single, single.update(), _shown(single)[0][:1], [])[0]
-        why = "the update in float32 alone" if (differing := _differing(found)) else ""
-    verdict = f"different; at fault is {why}" if why else "equal within rounding"
-    _print(parts, found, verdict, options.all)
-    say(
-        *(
-            f"not compared: the noise of {name}, which every micro-batch draws anew"
-            for name in quiet
-        ),
-        to=sys.stdout,
-    )
-    say(
-        *(f"not compared: {key}, which does not run in float64" for key in left_out),
-        to=sys.stdout,
-    )
-    if options.log:
-        certificate = [
-            [finding.as_json() for finding in findings] for findings in found.values()
-        ]
-        double = (
-            each.error
-            for title in found
-            if title.startswith("float64")
-            for each in found[title]
-        )
-        _log(parts.spec, certificate, max(double), not differing, verdict)
-    return DIFFERENT if differing else 0
+        in_float32 = _compare_in_float32(overrides)
+        comparisons = comparisons + in_float32
+        if _differing(in_float32):
+            fault = "the update in float32 alone"
+    return Certificate(parts, comparisons, fault, quiet, left_out)
 
 
-def _differing(found: Found) -> list[Finding]:
-    return [each for findings in found.values() for each in findings if not each.holds]
+def _compare_in_float32(overrides: Sequence[str]) -> list[Comparison]:
+    from pipeline.components import assembly
+
+    composed = compose.composed([*overrides, "hardware.precision=float32"])
+    parts = assembly.assemble(resolve(composed, overrides))
+    update = parts.update()
+    comparisons, _ = _compare(parts, update, _training_batches(parts)[:1], [])
+    return comparisons
 
 
-def compare(parts: Parts, *_: Any) -> None:
-    """Compare as the chief does, and print nothing: the task of the other workers."""
-    _compared(parts, parts.update(), *_shown(parts))
+def _differing(comparisons: Sequence[Comparison]) -> list[Finding]:
+    differing = []
+    for comparison in comparisons:
+        for finding in comparison.findings:
+            if not finding.holds:
+                differing.append(finding)
+    return differing
 
 
-def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
-    """Return the largest effective batch, the first, and a tail; and a batch of the validation split, if any."""
+def _training_batches(parts: Parts) -> list[Any]:
+    """Return the largest effective batch, the first one and a tail, if they differ."""
     from pipeline import accumulation
     from pipeline.verify import engine
 
-    plan, found = parts.plan, list(parts.effective_batches().take(2))
-    if engine.examples(tail := found[-1]) == (
-        count := engine.examples(found[0])
-    ):  # else it is one
+    plan = parts.plan
+    first_two = list(parts.effective_batches().take(2))
+    first = first_two[0]
+    count = engine.examples(first)
+
+    tail = first_two[-1]
+    if engine.examples(tail) == count:  # it is a full batch: cut a tail off it
         size = plan.examples % plan.batching.effective_batch_size or count
         tail = accumulation.slice_of(tail, 0, min(size, max(count - 1, 1)))
-    largest = max(
-        (stage for stage in plan.all_stages if stage.after < plan.updates),
-        key=lambda stage: stage.size,
-    )
-    show = [
-        *(parts.effective_batches(largest.after).take(1) if largest.after else ()),
-        found[0],
-        tail,
-    ]
+
+    batches = [first, tail]
+    reached_stages = [stage for stage in plan.all_stages if stage.after < plan.updates]
+    largest = max(reached_stages, key=lambda stage: stage.size)
+    if largest.after:
+        batches = [*parts.effective_batches(largest.after).take(1), *batches]
+
+    by_size = {engine.examples(batch): batch for batch in batches}
+    return list(by_size.values())
+
+
+def _validation_batches(parts: Parts) -> list[Any]:
+    """Return one batch of the validation split, if there is one."""
     batches = parts.evaluation_batches()
-    of_sizes = {engine.examples(batch): batch for batch in show}
-    return list(of_sizes.values()), [] if batches is None else list(batches.take(1))
+    if batches is None:
+        return []
+    return list(batches.take(1))
 
 
-def _compared(
-    parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]
-) -> tuple[Found, list[str]]:
+def _compare(
+    parts: Parts, update: Update, batches: Sequence[Any], validation: Sequence[Any]
+) -> tuple[list[Comparison], list[str]]:
+    """Return the comparisons, and the names of the layers whose noise was disabled."""
     from pipeline.verify import engine, layers
 
     precision = parts.spec.config.hardware.precision.name
-    computing = refused(
-        "model",
-        f"must compute an update in {precision}, in which it is verified",
-        parts.model.name,
-    )
-    titles = [f"{precision}, {engine.examples(batch)} examples" for batch in show]
-    with layers.without_noise(parts.model, parts.forward.placed) as quiet, computing:
-        if len(show) > 1:
-            titles.append(f"{titles[-1]}, other weights")
-        found = dict(
-            zip(
-                titles,
-                engine.compare(update, show, other_weights=len(show) > 1),
-                strict=True,
-            )
-        )
+    subjects = [f"{engine.examples(batch)} examples" for batch in batches]
+    other_weights = len(batches) > 1
+    if other_weights:
+        subjects.append(f"{subjects[-1]}, other weights")
+
+    rule = f"must compute an update in {precision}, in which it is verified"
+    comparisons = []
+    with (
+        layers.without_noise(parts.model, parts.forward.placed) as quiet,
+        refused("model", rule, parts.model.name),
+    ):
+        results = engine.compare(update, batches, other_weights=other_weights)
+        for subject, findings in zip(subjects, results, strict=True):
+            comparisons.append(Comparison(precision, subject, findings))
         for batch in validation:
-            found[f"{precision}, evaluation"] = engine.compare_evaluation(
-                parts.evaluation(), batch
-            )
-    return found, quiet
+            findings = engine.compare_evaluation(parts.evaluation(), batch)
+            comparisons.append(Comparison(precision, "evaluation", findings))
+    return comparisons, quiet
 
 
 def _fault(
@@ -184,131 +246,216 @@ def _fault(
 ) -> str:
     from pipeline.verify import engine, layers
 
-    if all(each.what.startswith("val/") for each in differing):
+    if all(finding.what.startswith("val/") for finding in differing):
         return "the evaluation"
-    state = next(
-        (f"the state {each.what}" for each in differing if each.kind == "state"), ""
-    )
-    looked_at = (
-        update.objective,
-        batch,
-        parts.plan.batching.micro_batch_size,
-        engine.unit(update),
-    )
+
     with layers.without_noise(parts.model):
-        return (
-            layers.culprit(parts.model, *looked_at)
-            or state
-            or "no layer and no loss, but the update itself"
+        culprit = layers.culprit(
+            parts.model,
+            update.objective,
+            batch,
+            parts.plan.batching.micro_batch_size,
+            engine.unit(update),
         )
+    if culprit:
+        return culprit
+    for finding in differing:
+        if finding.kind == "state":
+            return f"the state {finding.what}"
+    return "no layer and no loss, but the update itself"
 
 
-def _assembled(spec: RunSpec, given: Sequence[str], left_out: list[str]) -> Parts:
-    """Return the parts without the metrics that do not run in float64, whose keys are added to those `left_out`.
+def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]]:
+    """Build the parts without the metrics that do not run in float64.
 
-    `spec` is in float64, the command line `given` in the user's precision. ConfigError names what else does not run.
+    Args:
+        spec: in float64.
+        overrides: the command line, in the user's precision.
+
+    Returns:
+        The parts, and the keys of the metrics that were left out.
+
+    Raises:
+        ConfigError: something else does not run in float64.
     """
     from pipeline.components import assembly
 
+    left_out: list[str] = []
     while True:
         try:
-            return assembly.assemble(spec, lambda _: None)
+            return assembly.assemble(spec, lambda _: None), left_out
         except ConfigError as error:
             if spec.workers is not None:
-                raise  # they would have to try again together
-            # Raises errors that do not depend on the precision.
-            assembly.assemble(resolve(compose.composed(given), given), lambda _: None)
-            if (without := _without_metric(spec, error.key)) is not None:
-                spec = without
-                left_out.append(error.key)
-                continue
-            cause = described(error.__cause__) if error.__cause__ else error.rule
-            raise ConfigError(
-                error.key, f"must run in float64, in which it is verified ({cause})"
-            ) from error
+                raise  # the workers would have to try again together
+            # An error that does not depend on the precision is raised here.
+            assembly.assemble(
+                resolve(compose.composed(overrides), overrides), lambda _: None
+            )
+            remaining = _without_metric(spec, error.key)
+            if remaining is None:
+                cause = error.rule
+                if error.__cause__:
+                    cause = described(error.__cause__)
+                rule = f"must run in float64, in which it is verified ({cause})"
+                raise ConfigError(error.key, rule) from error
+            spec = remaining
+            left_out.append(error.key)
 
 
 def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
-    every = (
-        (group, metric)
-        for group in METRIC_GROUPS
-        for metric in metrics_of(spec.config.training, group)
-    )
-    for group, metric in (found for found in every if found[1].key == key):
-        nodes = deepcopy(spec.resolved["training"][group])
-        del (nodes if metric.output is None else nodes[metric.output])[metric.name]
-        return spec.changed(
-            {f"training.{group}": {name: node for name, node in nodes.items() if node}}
-        )
+    """Return the spec without the metric of this key; None if it is not a metric's."""
+    for group in METRIC_GROUPS:
+        for metric in metrics_of(spec.config.training, group):
+            if metric.key != key:
+                continue
+            nodes = deepcopy(spec.resolved["training"][group])
+            if metric.output is None:
+                del nodes[metric.name]
+            else:
+                del nodes[metric.output][metric.name]
+            # An output without metrics goes, too.
+            nodes = {name: node for name, node in nodes.items() if node}
+            return spec.changed({f"training.{group}": nodes})
     return None
 
 
-def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
-    """Print the verdict and what is furthest apart of each kind, or with `every` all findings."""
+@dataclass(frozen=True)
+class _Row:
+    """A line of the table."""
+
+    where: str
+    finding: Finding
+
+    @property
+    def label(self) -> str:
+        return f"{self.finding.label} ({self.where})"
+
+
+def _print(certificate: Certificate, every: bool) -> None:
+    """Print the verdict and what is furthest apart of each kind.
+
+    With `every`, all findings are printed.
+    """
+    parts = certificate.parts
     cut = parts.spec.largest
-    pieces = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
-    rows: dict[tuple[str, str], Finding] = {}
-    for title, findings in found.items():
-        for each in sorted(
-            findings, key=lambda finding: finding.bound == math.inf
-        ):  # which proves nothing
-            key = (
-                (title, each.label)
-                if every
-                else (title.partition(",")[0], each.label.partition(" ")[0])
-            )
-            best = rows.setdefault(key, each)
-            if best.holds and (
-                not each.holds or each.error * best.bound > best.error * each.bound
-            ):
-                rows[key] = each
-    width = max(len(f"{each.label} ({where})") for (where, _), each in rows.items())
-    lines = [f"  {'':{width}}  {'apart':>8}  {'rounding':>8}"]
-    for (where, _), each in rows.items():
-        proof = "" if each.bound < math.inf else "proves nothing for these weights"
-        what, proof = f"{each.label} ({where})", proof if each.holds else "DIFFERENT"
-        lines.append(
-            f"  {what:{width}}  {each.error:8.1e}  {each.bound:8.1e}  {proof}".rstrip()
+    rows = _rows(certificate.comparisons, every)
+    say(
+        f"{parts.devices.description}; {cut}",
+        f"an update by {cut.factor} micro-batches of {cut.micro_batch_size} "
+        f"and one of the whole batch are {certificate.verdict}",
+        *_table(rows),
+        *_remarks(certificate.comparisons, rows),
+        to=sys.stdout,
+    )
+    for name in certificate.quiet:
+        say(
+            f"not compared: the noise of {name}, which every micro-batch draws anew",
+            to=sys.stdout,
         )
-    if (
-        coarsest := max(each.bound for each in rows.values() if each.bound < math.inf)
-    ) > COARSE:
-        lines.append(
-            f"rounding alone may be {coarsest:.0e} here, as where a loss or a layer is in half precision"
-        )
-    if (
-        any(title.startswith("float32") for title in found)
-        and nvidia.computes_in_tf32()
-    ):
-        lines.append(
-            "products of float32 are in TF32 here, which sets the rounding; hardware.tf32=false leaves it out"
-        )
-    verdict = f"an update by {pieces} and one of the whole batch are {verdict}"
-    say(f"{parts.devices.description}; {cut}", verdict, *lines, to=sys.stdout)
+    for key in certificate.left_out:
+        say(f"not compared: {key}, which does not run in float64", to=sys.stdout)
 
 
-def _log(
-    spec: RunSpec, certificate: list[Any], apart: float, holds: bool, verdict: str
-) -> None:
+def _rows(comparisons: Sequence[Comparison], every: bool) -> list[_Row]:
+    """Return a row for each kind in each precision, or for every finding."""
+    rows: dict[tuple[str, str], _Row] = {}
+    for comparison in comparisons:
+        # A finding without a bound proves nothing, so it comes last.
+        findings = sorted(comparison.findings, key=lambda item: item.bound == math.inf)
+        for finding in findings:
+            if every:
+                where = comparison.title
+                group = finding.label
+            else:
+                where = comparison.precision
+                group = finding.label.partition(" ")[0]
+            row = rows.setdefault((where, group), _Row(where, finding))
+            if _is_worse(finding, row.finding):
+                rows[where, group] = _Row(where, finding)
+    return list(rows.values())
+
+
+def _is_worse(finding: Finding, other: Finding) -> bool:
+    """Return whether a finding is further apart than another, for its bound."""
+    if not other.holds:
+        return False
+    return not finding.holds or (
+        finding.error * other.bound > other.error * finding.bound
+    )
+
+
+def _table(rows: Sequence[_Row]) -> Iterator[str]:
+    width = max(len(row.label) for row in rows)
+    yield f"  {'':{width}}  {'apart':>8}  {'rounding':>8}"
+    for row in rows:
+        finding = row.finding
+        remark = ""
+        if not finding.holds:
+            remark = "DIFFERENT"
+        elif finding.bound == math.inf:
+            remark = "proves nothing for these weights"
+        line = f"  {row.label:{width}}  {finding.error:8.1e}  {finding.bound:8.1e}"
+        yield f"{line}  {remark}".rstrip()
+
+
+def _remarks(comparisons: Sequence[Comparison], rows: Sequence[_Row]) -> Iterator[str]:
+    """Yield what explains large bounds."""
+    coarsest = 0.0
+    for row in rows:
+        if row.finding.bound < math.inf:
+            coarsest = max(coarsest, row.finding.bound)
+    if coarsest > COARSE:
+        yield (
+            f"rounding alone may be {coarsest:.0e} here, "
+            "as where a loss or a layer is in half precision"
+        )
+    in_float32 = any(comparison.precision == "float32" for comparison in comparisons)
+    if in_float32 and nvidia.computes_in_tf32():
+        yield (
+            "products of float32 are in TF32 here, which sets the rounding; "
+            "hardware.tf32=false leaves it out"
+        )
+
+
+def _log(certificate: Certificate) -> None:
+    """Log the certificate as an MLflow run, which is FAILED if updates differ."""
     from pipeline.tracking.store import Store
 
+    spec = certificate.parts.spec
     tracking = spec.config.tracking
     store = Store(tracking.uri)
     client = store.client()
     run = client.create_run(
         store.experiment(tracking.experiment),
         run_name="verify",
-        tags={"verify": verdict},
+        tags={"verify": certificate.verdict},
     )
-    run_id, status = run.info.run_id, "FAILED"
+    run_id = run.info.run_id
+    status = "FAILED"
     try:
         for key, value in plain.leaves(spec.resolved).items():
-            client.log_param(
-                run_id, key, secrets.mask(str(value))[:6000]
-            )  # MLflow takes no more
-        client.log_metric(run_id, "verify/apart", min(apart, 1e300))
-        client.log_text(run_id, json.dumps(certificate, indent=1), "certificate.json")
-        status = "FINISHED" if holds else "FAILED"
+            text = secrets.mask(str(value))[:_LONGEST_PARAM]
+            client.log_param(run_id, key, text)
+        apart = _largest_error_in_float64(certificate.comparisons)
+        client.log_metric(run_id, "verify/apart", min(apart, _LARGEST_METRIC))
+        client.log_text(run_id, _as_json(certificate.comparisons), "certificate.json")
+        if not certificate.fault:
+            status = "FINISHED"
     finally:
         client.set_terminated(run_id, status)
     say(f"MLflow run {run_id} in {secrets.mask(tracking.uri)}", to=sys.stdout)
+
+
+def _largest_error_in_float64(comparisons: Sequence[Comparison]) -> float:
+    errors = []
+    for comparison in comparisons:
+        if comparison.precision == "float64":
+            errors += [finding.error for finding in comparison.findings]
+    return max(errors)
+
+
+def _as_json(comparisons: Sequence[Comparison]) -> str:
+    entries = []
+    for comparison in comparisons:
+        entries.append([finding.as_json() for finding in comparison.findings])
+    return json.dumps(entries, indent=1)

@@ -1,10 +1,14 @@
-"""Compares an update in micro-batches with that of one batch by Keras: loss, gradients, weights, state, metrics."""
+"""Compares an update in micro-batches with the same update by Keras on one batch.
+
+Compared are the loss, the gradients, the weights, the state that is not trained, the
+metrics and the number of updates.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,12 +18,18 @@ from pipeline import accumulation
 from pipeline.accumulation import Evaluation, GradientSums, Update
 from pipeline.common import nvidia
 
+Computation = Update | Evaluation  # both have a model, an objective and metrics
+
+# Stands in for zero in a denominator, and for infinity in a certificate.
+_TINY = 1e-300
+_HUGE = 1e300
+
 _array = keras.ops.convert_to_numpy
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Relative difference of one quantity, and the bound by which rounding may change it."""
+    """Relative difference of one quantity, and how much of it rounding may explain."""
 
     what: str  # "loss", or the name of a metric or variable
     kind: str  # loss, gradient, weights, state, metric or count
@@ -28,102 +38,122 @@ class Finding:
 
     @property
     def holds(self) -> bool:
+        """Return whether rounding explains the difference; NaN is never explained."""
         return bool(self.error <= self.bound)
 
     @property
     def label(self) -> str:
-        return self.what if self.kind == "loss" else f"{self.kind} {self.what}"
+        """Return the name under which the difference is printed."""
+        if self.kind == "loss":
+            return self.what
+        return f"{self.kind} {self.what}"
 
     def as_json(self) -> dict[str, Any]:
-        apart, rounding = min(self.error, 1e300), min(self.bound, 1e300)
+        """Return the entry of the certificate in MLflow; JSON has no infinity."""
         return {
             "what": f"{self.kind} {self.what}",
-            "apart": apart,
-            "rounding": rounding,
+            "apart": min(self.error, _HUGE),
+            "rounding": min(self.bound, _HUGE),
             "holds": self.holds,
         }
 
 
-class _Outcome(NamedTuple):
+@dataclass(frozen=True)
+class _Outcome:
+    """What one update of a batch leaves behind."""
+
     results: dict[str, float]  # loss, metrics, learning rate and gradient norm
     gradients: list[Any]  # None if the loss does not depend on the variable
     weights: list[Any]
-    state: list[Any]  # of all that is not trained
+    state: list[Any]  # the variables of the model that are not trained
     iterations: int
 
 
-class _Traced(NamedTuple):
-    """Functions of a batch of any size and of any weights: each is traced once for all that is compared."""
+@dataclass(frozen=True)
+class _TracedUpdate:
+    """An update as functions of a batch of any size; each is traced once."""
 
     update: Update
-    by_keras: Callable[[Any], Any]  # → metrics with the loss, and gradients
+    by_keras: Callable[[Any], Any]  # returns metrics with the loss, and gradients
     sums: Callable[[Any], GradientSums]
     step: Callable[[Any], dict[str, Any]]
-    apply: Callable[[list[Any]], None]  # of gradients
+    apply: Callable[[list[Any]], None]  # takes gradients
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What decides by how much rounding may change a quantity."""
+
+    gamma: float  # relative bound for a sum, see `compare`
+    unit: float  # unit roundoff
+    scale: float  # largest term of any gradient: gradients are compared relative to it
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One variable before an update, and after it in both ways."""
+
+    before: Any
+    expected: Any
+    reached: Any
 
 
 def compare(
     update: Update, batches: Sequence[Any], other_weights: bool = False
 ) -> list[list[Finding]]:
-    """Apply each of `batches` once as a whole and once in micro-batches, from the same weights; return the findings.
+    """Apply each batch as one and in micro-batches, from the same weights.
 
-    With `other_weights` the last batch is compared once more, with weights near those of the model.
+    The reference is Keras: `model.compute_loss` on all examples, one tape, one
+    `optimizer.apply`. If that does not fit in memory, the reference is the kernel with
+    micro-batches of one example. Model and optimizer are restored.
 
-    The reference is Keras: `model.compute_loss` on all examples, one tape, one `optimizer.apply`. If that does not fit
-    in memory, the reference is the kernel with micro-batches of one example. Model and optimizer are restored.
+    The bound is γ = m·u / (1 − m·u) for the longest sum m that a value results from,
+    relative to the largest terms of that sum (Higham, Accuracy and Stability of
+    Numerical Algorithms, 2002, section 3.1). Below float64 it is computed from 8·√m in
+    place of m, which holds with high probability (Higham and Mary, A new approach to
+    probabilistic rounding error analysis, 2019). The bound of a weight is larger by the
+    slope of the optimizer's step as a function of the gradient.
 
-    The bound is γ = m·u / (1 − m·u) for the longest sum m that a value results from, relative to the largest terms of
-    that sum (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1); below float64 for 8·√m in
-    place of m, which holds with high probability (Higham and Mary, A new approach to probabilistic rounding error
-    analysis, 2019). The bound of a weight is larger by the slope of the optimizer's step as a function of the gradient.
+    Args:
+        update: what is compared.
+        batches: effective batches, which may be padded to different lengths.
+        other_weights: compare the last batch once more, with weights near the model's.
+
+    Returns:
+        The findings for each batch, and for the repetition of the last one.
     """
-    measured = {
-        id(variable)
-        for metric in update.measured.values()
-        for variable in metric.variables
-    }
-    state = [
-        v
-        for v in [*update.model.variables, *update.optimizer.variables]
-        if id(v) not in measured
-    ]
-    state += [variable for _, variable in accumulation.unknown_to_keras(update.model)]
-    specs = map(
-        accumulation.slice_specs, batches
-    )  # which may be padded to different lengths
-    of_all = tf.nest.map_structure(
-        lambda a, *more: a and a.most_specific_common_supertype(more), *specs
-    )
-    traced = _traced(update, of_all)
+    state = _variables_without_metrics(update)
+    traced = _trace(update, _common_specs(batches))
 
-    def run(function: Callable[[_Traced, Any], Any], batch: Any) -> Any:
-        with restored(state):
-            return function(traced, batch)
-
-    def compared(batches: Sequence[Any]) -> list[list[Finding]]:
-        old = [_array(variable) for variable in update.model.trainable_variables]
-        wholes = [
-            run(_whole, batch) for batch in batches
-        ]  # all of them first, since metrics accumulate over updates
-        cuts = [run(_cut, batch) for batch in batches]
-        limits = [
-            (run(_largest_term, batch), _gamma(update, batch)) for batch in batches
-        ]
-        return [
-            list(_findings(update, old, *each))
-            for each in zip(wholes, cuts, limits, strict=True)
-        ]
-
-    found = compared(batches)
+    findings = _compare_at_current_weights(traced, state, batches)
     if other_weights:
         with perturbed(update.model):
-            found += compared(batches[-1:])
-    return found
+            findings += _compare_at_current_weights(traced, state, batches[-1:])
+    return findings
+
+
+def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
+    """Compare loss and metrics of a batch by Keras with those in micro-batches."""
+    parts = accumulation.parts_of(batch)
+
+    _reset_metrics(evaluation)
+    by_keras = tf.function(
+        lambda: _results_by_keras(evaluation, *parts, training=False), autograph=False
+    )
+    expected = by_keras()
+
+    _reset_metrics(evaluation)
+    in_micro_batches = tf.function(evaluation, autograph=False)
+    reached = in_micro_batches(batch).results(evaluation.measured)
+
+    rounding = _Rounding(_gamma(evaluation, batch), unit(evaluation), scale=1.0)
+    findings = _compare_results(expected, reached, rounding)
+    return [replace(finding, what=f"val/{finding.what}") for finding in findings]
 
 
 @contextmanager
 def restored(variables: Iterable[Any]) -> Iterator[None]:
-    """Give the variables the values back that they had."""
+    """Give the variables their values back at the end of the `with` block."""
     before = [(variable, _array(variable)) for variable in variables]
     try:
         yield
@@ -134,47 +164,29 @@ def restored(variables: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def perturbed(model: keras.Model) -> Iterator[None]:
-    """Give the model other weights near its own meanwhile: initial ones may hide a difference, as zeros do."""
+    """Give the model other weights near its own inside the `with` block.
+
+    Initial weights may hide a difference, as zeros do.
+    """
     random = np.random.default_rng(0)
     with restored(model.trainable_variables):
         for variable in model.trainable_variables:
             value = _array(variable)
-            variable.assign(
-                value * random.normal(1, 0.1, value.shape)
-                + random.normal(0, 0.01, value.shape)
-            )
+            factor = random.normal(1, 0.1, value.shape)
+            offset = random.normal(0, 0.01, value.shape)
+            variable.assign(value * factor + offset)
         yield
 
 
-def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
-    """Evaluate `batch` once as a whole by Keras and once in micro-batches; compare loss and metrics."""
-    parts = accumulation.parts_of(batch)
-    _reset_metrics(evaluation)
-    whole = tf.function(
-        lambda: _by_keras(evaluation, *parts, training=False), autograph=False
-    )()
-    _reset_metrics(evaluation)
-    reached = tf.function(evaluation, autograph=False)(batch).results(
-        evaluation.measured
-    )
-    return [
-        replace(each, what=f"val/{each.what}")
-        for each in _compared(whole, reached, 1, _gamma(evaluation, batch))
-    ]
-
-
-def unit(update: Update | Evaluation) -> float:
+def unit(computation: Computation) -> float:
     """Return the unit roundoff of the lowest precision of any layer or loss."""
-    names = {
-        "float64",
-        *(layer.compute_dtype for layer in accumulation.layers_of(update.model)),
-    }
-    names |= {
-        loss.dtype
-        for loss in tf.nest.flatten(update.objective.loss)
-        if loss is not None
-    }
-    return nvidia.unit_roundoff(names)
+    dtypes = {"float64"}
+    for layer in accumulation.layers_of(computation.model):
+        dtypes.add(layer.compute_dtype)
+    for loss in tf.nest.flatten(computation.objective.loss):
+        if loss is not None:
+            dtypes.add(loss.dtype)
+    return nvidia.unit_roundoff(dtypes)
 
 
 def examples(batch: Any) -> int:
@@ -182,253 +194,384 @@ def examples(batch: Any) -> int:
     return int(accumulation.examples_in(batch))
 
 
-def _traced(update: Update, specs: Any) -> _Traced:
-    model, variables = update.model, update.model.trainable_variables
+def _variables_without_metrics(update: Update) -> list[Any]:
+    """Return the variables that an update changes, without those of its metrics."""
+    of_metrics: set[int] = set()
+    for metric in update.measured.values():
+        of_metrics.update(id(variable) for variable in metric.variables)
 
-    def by_keras(batch: Any) -> tuple[dict[str, Any], list[Any]]:
+    variables = []
+    for variable in [*update.model.variables, *update.optimizer.variables]:
+        if id(variable) not in of_metrics:
+            variables.append(variable)
+    for _, variable in accumulation.unknown_to_keras(update.model):
+        variables.append(variable)
+    return variables
+
+
+def _common_specs(batches: Sequence[Any]) -> Any:
+    """Return specs that all batches match, of any size and padded to any length."""
+
+    def common_spec(first: Any, *others: Any) -> Any:
+        if first is None:
+            return None
+        return first.most_specific_common_supertype(others)
+
+    specs = [accumulation.slice_specs(batch) for batch in batches]
+    return tf.nest.map_structure(common_spec, *specs)
+
+
+def _trace(update: Update, specs: Any) -> _TracedUpdate:
+    model = update.model
+    variables = model.trainable_variables
+
+    def gradients_by_keras(batch: Any) -> tuple[dict[str, Any], list[Any]]:
         x, *others = accumulation.parts_of(batch)
-        noisy = accumulation.noisy_layers(model, x) if update.same_noise else []
+        noisy = []
+        if update.same_noise:
+            noisy = accumulation.noisy_layers(model, x)
+        keys = accumulation.keys_of(noisy)
+
         with tf.GradientTape() as tape:
-            with accumulation.drawn(
-                noisy, accumulation.keys_of(noisy), 0, accumulation.examples_in(x)
-            ):
-                results = _by_keras(update, x, *others, training=True)
+            with accumulation.drawn(noisy, keys, 0, accumulation.examples_in(x)):
+                results = _results_by_keras(update, x, *others, training=True)
             scaled = update.optimizer.scale_loss(results["loss"])
-        return results, tape.gradient(
-            scaled, [variable.value for variable in variables]
+        values = [variable.value for variable in variables]
+        return results, tape.gradient(scaled, values)
+
+    def apply(gradients: list[Any]) -> None:
+        update.optimizer.apply(gradients, variables)
+
+    by_keras = tf.function(gradients_by_keras, autograph=False)
+    sums = tf.function(update.sums, autograph=False)
+    step = tf.function(update, autograph=False)
+    # An input signature would do the same, but it could have no None.
+    for function in (by_keras, sums, step):
+        function.get_concrete_function(specs)
+
+    apply_gradients = tf.function(apply, autograph=False)
+    return _TracedUpdate(update, by_keras, sums, step, apply_gradients)
+
+
+def _compare_at_current_weights(
+    traced: _TracedUpdate, state: Sequence[Any], batches: Sequence[Any]
+) -> list[list[Finding]]:
+    """Compare the updates of all batches; each begins with the values of `state`."""
+    update = traced.update
+    before = _arrays(update.model.trainable_variables)
+
+    def run(function: Callable[[_TracedUpdate, Any], Any], batch: Any) -> Any:
+        with restored(state):
+            return function(traced, batch)
+
+    # All of Keras' updates come first, since metrics accumulate over updates.
+    references = [run(_update_by_keras, batch) for batch in batches]
+    cuts = [run(_update_in_micro_batches, batch) for batch in batches]
+
+    findings = []
+    for batch, reference, cut in zip(batches, references, cuts, strict=True):
+        rounding = _Rounding(
+            gamma=_gamma(update, batch),
+            unit=unit(update),
+            scale=max(
+                _TINY,
+                run(_largest_term, batch),
+                _largest_of_all(reference.gradients),
+            ),
         )
-
-    whole, sums, step = (
-        tf.function(each, autograph=False) for each in (by_keras, update.sums, update)
-    )
-    for each in (whole, sums, step):  # no input signature: it could have no None
-        each.get_concrete_function(specs)
-    apply = tf.function(
-        lambda gradients: update.optimizer.apply(gradients, variables), autograph=False
-    )
-    return _Traced(update, whole, sums, step, apply)
+        findings.append(
+            list(_compare_outcomes(update, before, reference, cut, rounding))
+        )
+    return findings
 
 
-def _whole(traced: _Traced, batch: Any) -> _Outcome:
+def _update_by_keras(traced: _TracedUpdate, batch: Any) -> _Outcome:
     update = traced.update
     _reset_metrics(update)
 
     try:
         results, gradients = traced.by_keras(batch)
     except (tf.errors.ResourceExhaustedError, MemoryError):
-        parts = update.model, update.objective, update.optimizer, 1
-        single = Update(*parts, same_noise=update.same_noise, hold_statistics=False)
-        sums = tf.function(single.sums, autograph=False)(batch)
-        results, gradients = {"loss": sums.mean_loss()}, sums.gradients()
+        results, gradients = _by_single_examples(update, batch)
+
     arrays = _arrays(gradients)
-    square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
-    results["gradient_norm"] = math.sqrt(square) / float(
-        update.optimizer.scale_loss(tf.ones(()))
-    )
+    square = 0.0
+    for array in arrays:
+        if array is not None:
+            square += float(np.square(array).sum())
+    loss_scale = float(update.optimizer.scale_loss(tf.ones(())))
+    results["gradient_norm"] = math.sqrt(square) / loss_scale
     results["learning_rate"] = _array(update.optimizer.learning_rate)
-    traced.apply([None if array is None else tf.constant(array) for array in arrays])
+
+    traced.apply(_constants(arrays))
     return _outcome(update, results, arrays)
 
 
-def _reset_metrics(of: Update | Evaluation) -> None:
-    of.model.reset_metrics()
-    for metric in of.measured.values():
-        metric.reset_state()
-
-
-def _by_keras(
-    of: Update | Evaluation, x: Any, y: Any, sample_weight: Any, *, training: bool
-) -> dict[str, Any]:
-    """Return Keras' metrics of a batch, without those for which masks are handled differently here, and the loss."""
-    outputs = of.model(x, training=training)
-    y, sample_weight = _as_outputs(of, outputs, y, sample_weight)
-    loss = of.model.compute_loss(x, y, outputs, sample_weight, training=training)
-    results = (
-        {} if y is None else of.model.compute_metrics(x, y, outputs, sample_weight)
+def _by_single_examples(update: Update, batch: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Return loss and gradients by the kernel with micro-batches of one example."""
+    single = Update(
+        update.model,
+        update.objective,
+        update.optimizer,
+        1,
+        same_noise=update.same_noise,
+        hold_statistics=False,
     )
-    masked = any(
-        accumulation.mask_of(output) is not None for output in tf.nest.flatten(outputs)
-    )
-    means = (
-        keras.metrics.MeanMetricWrapper
-    )  # `fit` weights no other metric by a mask: see docs/exact.md
-    left_out = {
-        name
-        for name, metric in of.measured.items()
-        if masked and not isinstance(metric, means)
-    }
-    return {
-        name: each for name, each in results.items() if name not in {"loss", *left_out}
-    } | {"loss": loss}
+    sums = tf.function(single.sums, autograph=False)(batch)
+    return {"loss": sums.mean_loss()}, sums.gradients()
 
 
-def _as_outputs(
-    update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any
-) -> tuple[Any, Any]:
-    """Return labels and sample weights in the structure of the outputs; None for an output without, as in Keras."""
-    names = list(accumulation.by_name(update.model, outputs))
-    if len(names) < 2 or y is None:
-        return y, sample_weight
-    labels = accumulation.labels_by_name(update.objective.loss, y, names)
-    weights = accumulation.spread(sample_weight, names, to_all=True)
-    in_order = ([given.get(name) for name in names] for given in (labels, weights))
-    packed, packed_weights = (
-        keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order
-    )
-    return packed, packed_weights if keras.tree.is_nested(
-        sample_weight
-    ) else sample_weight
-
-
-def _cut(traced: _Traced, batch: Any) -> _Outcome:
+def _update_in_micro_batches(traced: _TracedUpdate, batch: Any) -> _Outcome:
     model = traced.update.model
-    with restored([*model.non_trainable_variables, *_untrained(model)]):  # seeds too
+    # The gradients take a pass of their own, after which seeds are restored, too.
+    with restored([*model.non_trainable_variables, *_untrained(model)]):
         sums = traced.sums(batch)
-    return _outcome(traced.update, traced.step(batch), _arrays(sums.gradients()))
+    results = traced.step(batch)
+    return _outcome(traced.update, results, _arrays(sums.gradients()))
 
 
 def _outcome(
     update: Update, results: Mapping[str, Any], gradients: list[Any]
 ) -> _Outcome:
-    numbers = {name: float(value) for name, value in results.items()}
-    weights, state = (
-        _arrays(update.model.trainable_variables),
-        _arrays(_untrained(update.model)),
-    )
     return _Outcome(
-        numbers, gradients, weights, state, int(_array(update.optimizer.iterations))
+        results={name: float(value) for name, value in results.items()},
+        gradients=gradients,
+        weights=_arrays(update.model.trainable_variables),
+        state=_arrays(_untrained(update.model)),
+        iterations=int(_array(update.optimizer.iterations)),
     )
 
 
 def _untrained(model: keras.Model) -> list[Any]:
-    """Return the variables that forward passes alone change, without those of metrics and without seeds."""
-    found = [
-        *model.non_trainable_weights,
-        *(variable for _, variable in accumulation.unknown_to_keras(model)),
-    ]
-    return [
-        variable
-        for variable in found
-        if tf.as_dtype(variable.dtype) not in (tf.uint32, tf.string)
-    ]
+    """Return the variables of numbers that a forward pass may change, without metrics.
+
+    Seeds are uint32, and lookup tables hold strings.
+    """
+    variables = list(model.non_trainable_weights)
+    for _, variable in accumulation.unknown_to_keras(model):
+        variables.append(variable)
+
+    of_numbers = []
+    for variable in variables:
+        if tf.as_dtype(variable.dtype) not in (tf.uint32, tf.string):
+            of_numbers.append(variable)
+    return of_numbers
 
 
-def _largest_term(traced: _Traced, batch: Any) -> float:
-    """Return the largest element of the gradient of one example: in the sum over a batch they may cancel."""
+def _reset_metrics(computation: Computation) -> None:
+    computation.model.reset_metrics()
+    for metric in computation.measured.values():
+        metric.reset_state()
+
+
+def _results_by_keras(
+    computation: Computation, x: Any, y: Any, sample_weight: Any, *, training: bool
+) -> dict[str, Any]:
+    """Return the loss and the metrics of a batch as Keras computes them.
+
+    Metrics that the kernel weights by a mask and Keras does not are left out.
+    """
+    model = computation.model
+    outputs = model(x, training=training)
+    y, sample_weight = _as_outputs(computation, outputs, y, sample_weight)
+    loss = model.compute_loss(x, y, outputs, sample_weight, training=training)
+
+    results = {}
+    if y is not None:
+        results.update(model.compute_metrics(x, y, outputs, sample_weight))
+    for name in ["loss", *_metrics_without_mask(computation, outputs)]:
+        results.pop(name, None)
+    results["loss"] = loss
+    return results
+
+
+def _metrics_without_mask(computation: Computation, outputs: Any) -> list[str]:
+    """Return the metrics that `fit` does not weight by a mask: see docs/exact.md."""
+    leaves = tf.nest.flatten(outputs)
+    if all(accumulation.mask_of(leaf) is None for leaf in leaves):
+        return []
+
+    names = []
+    for name, metric in computation.measured.items():
+        if not isinstance(metric, keras.metrics.MeanMetricWrapper):
+            names.append(name)
+    return names
+
+
+def _as_outputs(
+    computation: Computation, outputs: Any, y: Any, sample_weight: Any
+) -> tuple[Any, Any]:
+    """Return labels and sample weights in the structure of the outputs.
+
+    An output without labels or weights has None, as in Keras.
+    """
+    names = list(accumulation.by_name(computation.model, outputs))
+    if len(names) < 2 or y is None:
+        return y, sample_weight
+
+    def packed(values_by_name: Mapping[str, Any]) -> Any:
+        values = [values_by_name.get(name) for name in names]
+        return keras.tree.pack_sequence_as(outputs, values)
+
+    labels = accumulation.labels_by_name(computation.objective.loss, y, names)
+    if keras.tree.is_nested(sample_weight):
+        sample_weight = packed(accumulation.spread(sample_weight, names, to_all=True))
+    return packed(labels), sample_weight
+
+
+def _largest_term(traced: _TracedUpdate, batch: Any) -> float:
+    """Return the largest element of the gradient of one example.
+
+    In the sum over a batch such terms may cancel, and only their rounding remains.
+    """
     sums = traced.sums(accumulation.slice_of(batch, 0, 1))
-    return max(_most(array) for array in _arrays(sums.gradients()) if array is not None)
+    return _largest_of_all(_arrays(sums.gradients()))
 
 
-def _gamma(update: Update | Evaluation, batch: Any) -> float:
-    layers = 1 + len(
-        {
-            variable.path.rpartition("/")[0]
-            for variable in update.model.trainable_variables
-        }
-    )
-    widest = max(
-        int(np.prod(variable.shape)) for variable in update.model.trainable_variables
-    )
-    leaves = [
-        leaf
-        for leaf in tf.nest.flatten(accumulation.parts_of(batch))
-        if leaf is not None
-    ]
-    dense = [
-        leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
-        for leaf in leaves
-    ]
-    terms = 2 * layers * widest + sum(
-        int(tf.size(leaf)) for leaf in dense
-    )  # at most, one after the other
-    rounding = unit(update)
-    gamma = min(
-        (terms if rounding < 2.0**-50 else 8 * math.sqrt(terms)) * rounding, 0.5
-    )
+def _gamma(computation: Computation, batch: Any) -> float:
+    """Return the bound γ of `compare`, at most 1."""
+    layers = set()
+    widest = 0
+    for variable in computation.model.trainable_variables:
+        layers.add(variable.path.rpartition("/")[0])
+        widest = max(widest, int(np.prod(variable.shape)))
+
+    # No value comes from a longer sum: all layers forward and backward, one after the
+    # other, and all elements of the batch.
+    terms = 2 * (1 + len(layers)) * widest
+    for leaf in tf.nest.flatten(accumulation.parts_of(batch)):
+        if isinstance(leaf, tf.RaggedTensor):
+            terms += int(tf.size(leaf.flat_values))
+        elif leaf is not None:
+            terms += int(tf.size(leaf))
+
+    roundoff = unit(computation)
+    is_float64 = roundoff < 2.0**-50
+    if is_float64:
+        gamma = terms * roundoff
+    else:
+        gamma = 8 * math.sqrt(terms) * roundoff
+    gamma = min(gamma, 0.5)
     return gamma / (1 - gamma)
 
 
-def _compared(
-    expected: Mapping[str, Any], reached: Mapping[str, Any], scale: float, gamma: float
-) -> Iterator[Finding]:
-    """Compare the loss, relative to `scale` where it is smaller, and the metrics."""
-    for name, value in ((name, float(value)) for name, value in expected.items()):
-        kind, least = ("loss", scale) if name == "loss" else ("metric", 1)
-        apart = abs(float(reached.get(name, math.inf)) - value) / max(abs(value), least)
-        yield Finding(name, kind, apart, gamma)
-
-
-def _findings(
+def _compare_outcomes(
     update: Update,
-    old: Sequence[Any],
-    whole: _Outcome,
+    before: Sequence[Any],
+    reference: _Outcome,
     cut: _Outcome,
-    limits: tuple[float, float],
+    rounding: _Rounding,
 ) -> Iterator[Finding]:
-    (largest, gamma), rounding = limits, unit(update)
-    scale = max(
-        [
-            1e-300,
-            largest,
-            *(_most(gradient) for gradient in whole.gradients if gradient is not None),
-        ]
-    )
-    yield from _compared(whole.results, cut.results, scale, gamma)
-    yield Finding(
-        "updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0
-    )
+    """Compare two updates that began with the weights `before`."""
+    yield from _compare_results(reference.results, cut.results, rounding)
+
+    apart = abs(cut.iterations - reference.iterations)
+    yield Finding("updates", "count", float(apart), 0.0)
+
     for variable, expected, reached in zip(
-        _untrained(update.model), whole.state, cut.state, strict=True
+        _untrained(update.model), reference.state, cut.state, strict=True
     ):
-        apart = _most(reached.astype("float64") - expected) / max(_most(expected), 1)
-        yield Finding(getattr(variable, "path", variable.name), "state", apart, gamma)
-    variables = update.model.trainable_variables
-    sides = zip(
-        variables,
-        old,
-        whole.gradients,
-        cut.gradients,
-        whole.weights,
-        cut.weights,
-        strict=True,
-    )
-    for variable, start, expected, gradient, aimed, reached in sides:
-        if expected is None or gradient is None:
-            apart = 0.0 if expected is None and gradient is None else math.inf
-            yield Finding(variable.path, "gradient", apart, gamma)
+        name = getattr(variable, "path", variable.name)
+        difference = _largest(reached.astype("float64") - expected)
+        error = difference / max(_largest(expected), 1)
+        yield Finding(name, "state", error, rounding.gamma)
+
+    for i, variable in enumerate(update.model.trainable_variables):
+        gradient = reference.gradients[i]
+        yield _compare_gradients(variable.path, gradient, cut.gradients[i], rounding)
+        if gradient is None or cut.gradients[i] is None or not gradient.size:
             continue
-        yield Finding(
-            variable.path, "gradient", _most(gradient - expected) / scale, gamma
+        yield _compare_weights(
+            variable.path,
+            _Step(before[i], reference.weights[i], cut.weights[i]),
+            np.abs(gradient),
+            rounding,
         )
-        start, aimed, reached = (
-            np.asarray(each, "float64") for each in (start, aimed, reached)
-        )
-        step = max(_most(aimed - start), 1e-300)
-        # An optimizer that divides by the gradient's magnitude turns its relative error into one of the step, which is
-        # large for a small gradient. If the gradient is only rounding, so is the step.
-        steeper = scale / np.maximum(np.abs(expected), 1e-300, dtype="float64")
-        bounds = np.where(
-            steeper * gamma < 2e-2,
-            10 * gamma * steeper + (1 + np.abs(aimed) / step) * rounding,
-            np.inf,
-        )
-        apart_by = np.abs(reached - aimed) / step
-        if apart_by.size:
-            worst = np.unravel_index(
-                np.argmax(np.where(bounds < np.inf, apart_by / bounds, -1)),
-                apart_by.shape,
-            )
-            yield Finding(
-                variable.path, "weights", float(apart_by[worst]), float(bounds[worst])
-            )
+
+
+def _compare_results(
+    expected: Mapping[str, Any], reached: Mapping[str, Any], rounding: _Rounding
+) -> Iterator[Finding]:
+    """Compare loss and metrics relative to their size.
+
+    A small loss is compared relative to the gradients, and a small metric to 1.
+    """
+    for name, value in expected.items():
+        if name == "loss":
+            kind = "loss"
+            smallest = rounding.scale
+        else:
+            kind = "metric"
+            smallest = 1
+        size = max(abs(float(value)), smallest)
+        error = abs(float(reached.get(name, math.inf)) - float(value)) / size
+        yield Finding(name, kind, error, rounding.gamma)
+
+
+def _compare_gradients(
+    path: str, expected: Any, reached: Any, rounding: _Rounding
+) -> Finding:
+    if expected is None and reached is None:
+        error = 0.0
+    elif expected is None or reached is None:
+        error = math.inf
+    else:
+        error = _largest(reached - expected) / rounding.scale
+    return Finding(path, "gradient", error, rounding.gamma)
+
+
+def _compare_weights(
+    path: str, step: _Step, gradient_size: Any, rounding: _Rounding
+) -> Finding:
+    """Return the finding for the weight that is furthest apart for its bound.
+
+    Differences are relative to the largest step of the variable.
+    """
+    before = np.asarray(step.before, "float64")
+    expected = np.asarray(step.expected, "float64")
+    reached = np.asarray(step.reached, "float64")
+    length = max(_largest(expected - before), _TINY)
+
+    # An optimizer that divides by the gradient's magnitude turns its relative error
+    # into one of the step, which is large for a small gradient. If the gradient is only
+    # rounding, so is the step.
+    slope = rounding.scale / np.maximum(gradient_size, _TINY, dtype="float64")
+    is_bounded = slope * rounding.gamma < 2e-2
+    of_gradient = 10 * rounding.gamma * slope
+    of_weight = (1 + np.abs(expected) / length) * rounding.unit
+    bounds = np.where(is_bounded, of_gradient + of_weight, np.inf)
+
+    errors = np.abs(reached - expected) / length
+    share_of_bound = np.where(bounds < np.inf, errors / bounds, -1)
+    worst = np.unravel_index(np.argmax(share_of_bound), errors.shape)
+    return Finding(path, "weights", float(errors[worst]), float(bounds[worst]))
 
 
 def _arrays(values: Iterable[Any]) -> list[Any]:
-    return [
-        None if value is None else _array(tf.convert_to_tensor(value))
-        for value in values
-    ]
+    """Return the values as arrays; None stays None."""
+    arrays = []
+    for value in values:
+        if value is not None:
+            value = _array(tf.convert_to_tensor(value))
+        arrays.append(value)
+    return arrays
 
 
-def _most(values: Any) -> float:
+def _constants(arrays: Iterable[Any]) -> list[Any]:
+    """Return the arrays as tensors; None stays None."""
+    constants = []
+    for array in arrays:
+        if array is not None:
+            array = tf.constant(array)
+        constants.append(array)
+    return constants
+
+
+def _largest(values: Any) -> float:
+    """Return the largest magnitude in an array, 0 if it is empty."""
     return float(np.abs(values).max(initial=0.0))
+
+
+def _largest_of_all(arrays: Iterable[Any]) -> float:
+    """Return the largest magnitude in arrays, of which some may be None."""
+    return max(_largest(array) for array in arrays if array is not None)

@@ -1,8 +1,9 @@
-"""Finds the layer whose output, or whose gradient, for an example depends on the other examples of its batch."""
+"""Finds the layer or the loss whose value for an example depends on the cut."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import (
     Objective,
+    Term,
     by_name,
     calling,
     layers_of,
@@ -23,45 +25,60 @@ from pipeline.accumulation import (
 from pipeline.components import added_losses
 from pipeline.verify.engine import examples, perturbed, restored
 
-_ON = "on the other examples of the micro-batch"
-_AMOUNTS = (
-    "rate",
-    "stddev",
-    "dropout",
-    "recurrent_dropout",
-)  # arguments of Keras' layers with an amount of noise
+_ON_OTHERS = "on the other examples of the micro-batch"
+_OUTPUT_DEPENDS = f"its output for an example depends {_ON_OTHERS}"
+_GRADIENT_DEPENDS = f"its gradient for an example depends {_ON_OTHERS}"
+_LOSS_DEPENDS = "its loss of an example depends on the others"
+
+# Arguments of Keras' layers that are an amount of noise.
+_NOISE_ARGUMENTS = ("rate", "stddev", "dropout", "recurrent_dropout")
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    """One call of a layer in a forward pass."""
+
+    layer: keras.Layer
+    inputs: list[Any]
+    output: Any
+
+
+@dataclass(frozen=True)
+class _LossSums:
+    """The loss of one output over a part of a batch."""
+
+    term: Term
+    total: Any
+    weight: Any
+
+
+@dataclass(frozen=True)
+class _Observation:
+    """A value of a part of a batch, and the fault that it shows if it depends on it."""
+
+    fault: str
+    value: Any
+    has_rows: bool  # one for each example; else the values of the parts are summed
 
 
 @contextmanager
 def without_noise(
-    model: keras.Model, but: Collection[keras.Layer] = ()
+    model: keras.Model, excluded: Collection[keras.Layer] = ()
 ) -> Iterator[list[str]]:
-    """Disable the noise of all Keras layers except for `but`; yield the names of the affected layers."""
-    places = (
-        (layer, name)
-        for layer in layers_of(model)
-        if layer not in but
-        for name in _AMOUNTS
-    )
-    found = [(layer, name, 0) for layer, name in places if _is_noise(layer, name)]
-    with replaced(found):
-        yield sorted({layer.name for layer, _, _ in found})
+    """Disable the noise of Keras' layers inside the `with` block; yield their names.
 
+    Layers that are `excluded` keep their noise.
+    """
+    changes = []
+    for layer in layers_of(model):
+        if layer in excluded:
+            continue
+        for argument in _NOISE_ARGUMENTS:
+            if _is_noise(layer, argument):
+                changes.append((layer, argument, 0))
 
-def _is_noise(layer: keras.Layer, name: str) -> bool:
-    """Return whether the layer draws noise of an amount `name`, as Keras defines it: a user's own may be anything."""
-    if not isinstance(amount := getattr(layer, name, None), int | float) or amount == 0:
-        return False
-    of_keras = next(
-        kind for kind in type(layer).__mro__ if kind.__module__.startswith("keras.")
-    )
-    return _draws(layer) and name in inspect.signature(of_keras).parameters
-
-
-def _draws(layer: keras.Layer) -> bool:
-    return any(
-        isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values()
-    )
+    with replaced(changes):
+        yield sorted({layer.name for layer, _, _ in changes})
 
 
 def culprit(
@@ -71,151 +88,238 @@ def culprit(
     micro_batch_size: int,
     rounding: float = 2.0**-53,
 ) -> str:
-    """Return the first layer or loss whose value for an example depends on the cut, and why; empty if there is none."""
-    count, apart = (
-        examples(batch),
-        1e7 * rounding,
-    )  # of the lowest precision: 1e-9 in float64
-    cuts = [
-        (start, min(start + micro_batch_size, count))
-        for start in range(0, count, micro_batch_size)
-    ]
+    """Return the first layer or loss whose value for an example depends on the cut.
+
+    Args:
+        model: built; it is restored.
+        loss: as `Update` takes it.
+        batch: an effective batch.
+        micro_batch_size: examples of a micro-batch.
+        rounding: unit roundoff of the lowest precision of any layer or loss.
+
+    Returns:
+        Its name and why it depends on the cut; empty if there is none.
+    """
+    count = examples(batch)
+    parts = [(0, count)]
+    for start in range(0, count, micro_batch_size):
+        parts.append((start, min(start + micro_batch_size, count)))
+    tolerance = 1e7 * rounding  # 1e-9 in float64
+
     for weights in (nullcontext(), perturbed(model)):
-        divisors: list[Any] = []  # of the losses: the weights of the whole batch
+        observer = _Observer(model, Objective.of(loss), batch)
         with weights, restored(model.variables):
-            of_batch = model, Objective.of(loss), parts_of(batch), divisors
-            found = [_observed(*of_batch, *cut, count) for cut in [(0, count), *cuts]]
-        for (why, of_examples, whole), *parts in zip(*found, strict=True):
-            if (_differs if of_examples else _is_other_sum)(
-                whole, [part for *_, part in parts], apart
-            ):
-                return why
+            observations = [observer.observe(start, stop) for start, stop in parts]
+        for of_batch, *of_micro_batches in zip(*observations, strict=True):
+            values = [observation.value for observation in of_micro_batches]
+            if of_batch.has_rows:
+                differs = _has_other_rows(of_batch.value, values, tolerance)
+            else:
+                differs = _is_other_sum(of_batch.value, values, tolerance)
+            if differs:
+                return of_batch.fault
     return ""
 
 
-def _observed(
-    model: keras.Model,
-    objective: Objective,
-    batch: Any,
-    divisors: list[Any],
-    start: int,
-    stop: int,
-    count: int,
-) -> list[tuple[str, bool, Any]]:
-    """Return what a part of the batch gives, in the order in which a fault shows.
+class _Observer:
+    """Runs parts of a batch forward and backward, and notes what each part gives."""
 
-    Each is the fault that it would show, whether it has a row for each example, and a value; without rows, the values
-    of the parts sum to that of the batch.
-    """
-    made: list[
-        tuple[keras.Layer, list[Any], Any]
-    ] = []  # layer, inputs and outputs, in order of completion
+    def __init__(self, model: keras.Model, objective: Objective, batch: Any):
+        self._model = model
+        self._objective = objective
+        self._batch = parts_of(batch)
+        self._count = examples(batch)
+        # Weights of the batch: with them, the parts' losses sum to that of the batch.
+        self._divisors: list[Any] | None = None
 
-    def recorded(
+    def observe(self, start: int, stop: int) -> list[_Observation]:
+        """Return what a part gives, in the order in which a fault shows.
+
+        The first part has to be all of the batch.
+        """
+        x, y, sample_weight = slice_of(self._batch, start, stop)
+        with tf.GradientTape() as tape:
+            outputs, calls = _call_recorded(self._model, x)
+            losses = self._losses(y, outputs, sample_weight)
+            if self._divisors is None:
+                self._divisors = [_nonzero(loss.weight) for loss in losses]
+            target = self._target(losses, self._divisors)
+
+        observations = []
+        for call in calls:
+            fault = f"{_named(call.layer)}: {_reason(call.layer)}"
+            observations.append(_Observation(fault, call.output, has_rows=True))
+        observations += self._added_losses(stop - start)
+        for loss in losses:
+            fault = f"{_named(loss.term.loss)}: {_LOSS_DEPENDS}"
+            observations.append(_Observation(fault, loss.total, has_rows=False))
+        return observations + self._gradients(tape, target, calls)
+
+    def _losses(self, y: Any, outputs: Any, sample_weight: Any) -> list[_LossSums]:
+        objective = self._objective.of_micro_batch()
+        outputs = by_name(self._model, outputs)
+        losses = []
+        for term in objective.terms(y, outputs, sample_weight):
+            sums = weighted_sum(term.loss, term.y, term.output, term.sample_weight)
+            losses.append(_LossSums(term, sums.total, sums.weight))
+        return losses
+
+    def _target(self, losses: Sequence[_LossSums], divisors: Sequence[Any]) -> Any:
+        """Return the part's share of the loss of the batch."""
+        target = tf.zeros((), tf.float64)
+        for loss, divisor in zip(losses, divisors, strict=True):
+            scale = loss.term.scale
+            if scale is None:
+                scale = 1.0
+            target += scale * tf.cast(loss.total / divisor, tf.float64)
+        return target
+
+    def _added_losses(self, count: int) -> list[_Observation]:
+        """Return what each layer adds to the loss for a part of `count` examples."""
+        rule = self._objective.added_losses
+        share = 1.0
+        if rule == "mean":
+            share = count / self._count
+
+        observations = []
+        amounts_by_path = added_losses.amounts(self._model, count)
+        for path, (of_scalars, of_examples) in amounts_by_path.items():
+            fault = (
+                f"{path}: what it adds to the loss is not the {rule} "
+                "of what its examples add"
+            )
+            value = tf.constant(of_scalars * share + of_examples)
+            observations.append(_Observation(fault, value, has_rows=False))
+        return observations
+
+    def _gradients(
+        self, tape: tf.GradientTape, target: Any, calls: Sequence[_LayerCall]
+    ) -> list[_Observation]:
+        """Return the gradients by what layers pass on and by weights, last layer first.
+
+        A gradient by what one layer passes to another shows a fault of the other one.
+        """
+        sources = []
+        for call, taker in _passed_on(calls):
+            fault = f"{_named(taker)}: {_GRADIENT_DEPENDS}"
+            sources.append(_Observation(fault, call.output, has_rows=True))
+        sources.reverse()
+        for layer in reversed(layers_of(self._model)):
+            fault = f"{_named(layer)}: {_GRADIENT_DEPENDS}"
+            for variable in layer.trainable_variables:
+                sources.append(_Observation(fault, variable.value, has_rows=False))
+
+        gradients = tape.gradient(
+            target,
+            [source.value for source in sources],
+            unconnected_gradients="zero",
+        )
+        observations = []
+        for source, gradient in zip(sources, gradients, strict=True):
+            value = tf.convert_to_tensor(gradient)
+            observations.append(_Observation(source.fault, value, source.has_rows))
+        return observations
+
+
+def _call_recorded(model: keras.Model, x: Any) -> tuple[Any, list[_LayerCall]]:
+    """Call the model; return its outputs and the calls of its layers as they ended."""
+    calls: list[_LayerCall] = []
+
+    def record(
         layer: keras.Layer, call: Callable[..., Any], /, *arguments: Any, **options: Any
     ) -> Any:
         output = call(*arguments, **options)
-        made.append((layer, tf.nest.flatten((arguments, options)), output))
+        inputs = tf.nest.flatten((arguments, options))
+        calls.append(_LayerCall(layer, inputs, output))
         return output
 
-    x, y, sample_weight = slice_of(batch, start, stop)
-    with tf.GradientTape() as tape:
-        with calling(
-            (layer, partial(recorded, layer, layer.call)) for layer in layers_of(model)
-        ):
-            outputs = model(x, training=True)
-        terms = objective.of_micro_batch().terms(
-            y, by_name(model, outputs), sample_weight
-        )
-        sums = [
-            weighted_sum(term.loss, term.y, term.output, term.sample_weight)
-            for term in terms
-        ]
-        divisors += [] if divisors else [each.weight or 1.0 for each in sums]
-        parts = zip(terms, sums, divisors, strict=True)
-        scaled = (
-            (1.0 if t.scale is None else t.scale) * tf.cast(each.total / by, tf.float64)
-            for t, each, by in parts
-        )
-        target = sum(scaled, tf.zeros((), tf.float64))
-    found = [
-        (f"{_named(layer)}: {_reason(layer)}", True, output)
-        for layer, _, output in made
-    ]
-    for path, (scalars, values) in added_losses.amounts(model, stop - start).items():
-        why = f"{path}: what it adds to the loss is not the {objective.added_losses} of what its examples add"
-        share = (stop - start) / count if objective.added_losses == "mean" else 1
-        found.append((why, False, tf.constant(scalars * share + values)))
-    why = "its loss of an example depends on the others"
-    found += [
-        (f"{_named(term.loss)}: {why}", False, each.total)
-        for term, each in zip(terms, sums, strict=True)
-    ]
-    why = f"its gradient for an example depends {_ON}"
-    passed: list[tuple[str, bool, Any]] = []  # from one layer to another
-    for place, (_, _, output) in enumerate(made):
-        takers = (
-            layer
-            for layer, inputs, _ in made[place + 1 :]
-            if any(each is output for each in inputs)
-        )
-        if (
-            tf.is_tensor(output)
-            and output.dtype.is_floating
-            and (taker := next(takers, None)) is not None
-        ):
-            passed.insert(0, (f"{_named(taker)}: {why}", True, output))
-    for layer in reversed(layers_of(model)):
-        passed += [
-            (f"{_named(layer)}: {why}", False, variable.value)
-            for variable in layer.trainable_variables
-        ]
-    gradients = tape.gradient(
-        target, [each for *_, each in passed], unconnected_gradients="zero"
-    )
-    return [
-        *found,
-        *(
-            (*fault, tf.convert_to_tensor(g))
-            for (*fault, _), g in zip(passed, gradients, strict=True)
-        ),
-    ]
+    recording = []
+    for layer in layers_of(model):
+        recording.append((layer, partial(record, layer, layer.call)))
+    with calling(recording):
+        return model(x, training=True), calls
+
+
+def _passed_on(
+    calls: Sequence[_LayerCall],
+) -> Iterator[tuple[_LayerCall, keras.Layer]]:
+    """Yield each call whose output a later layer takes, with the first such layer."""
+    for number, call in enumerate(calls, start=1):
+        if not tf.is_tensor(call.output) or not call.output.dtype.is_floating:
+            continue
+        for later in calls[number:]:
+            if any(value is call.output for value in later.inputs):
+                yield call, later.layer
+                break
+
+
+def _is_noise(layer: keras.Layer, argument: str) -> bool:
+    """Return whether the layer draws noise, of this amount.
+
+    Keras has to define the argument: one of a user's own layer may be anything.
+    """
+    amount = getattr(layer, argument, None)
+    if not isinstance(amount, int | float) or amount == 0:
+        return False
+    for kind in type(layer).__mro__:
+        if kind.__module__.startswith("keras."):
+            parameters = inspect.signature(kind).parameters
+            return argument in parameters and _draws(layer)
+    return False
+
+
+def _draws(layer: keras.Layer) -> bool:
+    values = vars(layer).values()
+    return any(isinstance(value, keras.random.SeedGenerator) for value in values)
+
+
+def _nonzero(weight: Any) -> Any:
+    """Return the weight to divide by; the reduction `sum` has weight 0."""
+    if weight == 0:
+        return 1.0
+    return weight
+
+
+def _is_other_sum(of_batch: Any, of_parts: list[Any], tolerance: float) -> bool:
+    """Return whether parts do not sum to the value of the batch; NaN differs."""
+    terms = sum(np.abs(part).max(initial=0.0) for part in of_parts)
+    apart = np.abs(of_batch - sum(of_parts)).max(initial=0.0)
+    return not apart <= tolerance * (terms + 1e-3)
+
+
+def _has_other_rows(of_batch: Any, of_parts: list[Any], tolerance: float) -> bool:
+    """Return whether an example has another output in a part than in the batch."""
+    leaves_of_parts = [tf.nest.flatten(part) for part in of_parts]
+    for leaf, *parts in zip(tf.nest.flatten(of_batch), *leaves_of_parts, strict=True):
+        if isinstance(leaf, tf.RaggedTensor) or not tf.is_tensor(leaf):
+            continue
+        if leaf.dtype.is_floating and _leaf_has_other_rows(leaf, parts, tolerance):
+            return True
+    return False
+
+
+def _leaf_has_other_rows(
+    of_batch: tf.Tensor, of_parts: list[tf.Tensor], tolerance: float
+) -> bool:
+    has_rows = of_batch.shape.rank > 0
+    if not has_rows or of_batch.shape[0] != sum(part.shape[0] for part in of_parts):
+        return False  # there is not one value for each example
+
+    if any(part.shape[1:] != of_batch.shape[1:] for part in of_parts):
+        return True
+    largest = max(float(np.abs(of_batch).max(initial=0.0)), 1e-300)
+    apart = np.abs(np.concatenate(of_parts) - of_batch).max(initial=0.0)
+    return not apart <= tolerance * largest  # NaN differs
 
 
 def _named(thing: Any) -> str:
     return f"{thing.name} ({type(thing).__name__})"
 
 
-def _is_other_sum(whole: Any, parts: list[Any], apart_by: float) -> bool:
-    terms = sum(np.abs(part).max(initial=0.0) for part in parts)
-    return not np.abs(whole - sum(parts)).max(initial=0.0) <= apart_by * (terms + 1e-3)
-
-
-def _differs(output: Any, pieces: list[Any], apart_by: float) -> bool:
-    for whole, *parts in zip(
-        tf.nest.flatten(output), *map(tf.nest.flatten, pieces), strict=True
-    ):
-        if (
-            isinstance(whole, tf.RaggedTensor)
-            or not tf.is_tensor(whole)
-            or not whole.dtype.is_floating
-        ):
-            continue
-        if whole.shape.rank == 0 or whole.shape[0] != sum(
-            part.shape[0] for part in parts
-        ):
-            continue  # not one value per example
-        if any(part.shape[1:] != whole.shape[1:] for part in parts):
-            return True
-        apart = np.abs(np.concatenate(parts) - whole).max(initial=0.0)
-        if not apart <= apart_by * max(float(np.abs(whole).max(initial=0.0)), 1e-300):
-            return True
-    return False
-
-
 def _reason(layer: keras.Layer) -> str:
+    """Return why the output of a layer may depend on the cut."""
     if _draws(layer):
         return "it draws its own noise for every micro-batch"
     if isinstance(layer, keras.layers.BatchNormalization):
         return "it normalises by the mean and the variance of the micro-batch"
-    return f"its output for an example depends {_ON}"
+    return _OUTPUT_DEPENDS

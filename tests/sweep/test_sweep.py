@@ -530,9 +530,9 @@ from pipeline.sweep.local import LocalLauncher
 class Planned(LocalLauncher):
     # Plans as ever, and starts nothing.
     def launch(self, job_overrides, initial_job_idx):
-        jobs, *_ = self.plan(job_overrides, initial_job_idx)
-        print(json.dumps(list(jobs)))
-        return [completed_with(1.0) for _ in jobs]
+        plan = self.plan(job_overrides, initial_job_idx)
+        print(json.dumps(list(plan.jobs)))
+        return [completed_with(1.0) for _ in plan.jobs]
 """
 NAMES = {
     "does_it_pay": [
