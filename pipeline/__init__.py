@@ -1,4 +1,7 @@
-"""Gradient accumulation that gives exactly what one large batch would have given, tracked in MLflow."""
+"""Gradient accumulation that gives exactly what one large batch would have given.
+
+Every update is tracked in MLflow.
+"""
 
 from typing import Any
 
@@ -6,7 +9,10 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Return the module that had this name in earlier versions, for what Hydra looks up before a config is ours."""
+    """Return the module that had this name in earlier versions.
+
+    Hydra looks some names up before this package has renamed them in a config.
+    """
     from importlib import import_module
 
     from pipeline.config.former_names import MODULES

@@ -34,12 +34,11 @@ ROUNDING |= {"mixed_float16": (1e-2, 5e-3), "mixed_bfloat16": (1e-1, 5e-2)}
 # Params that may differ within a trajectory: how a batch is cut, where it runs, what
 # is logged when.
 _CUT = {
-    f"{group}.{key}"
-    for group in ("accumulation", "derived")
-    for key in ("factor", "micro_batch_size")
-}
-_CUT |= {
     "accumulation.effective_batch_size",
+    "accumulation.factor",
+    "accumulation.micro_batch_size",
+    "derived.factor",
+    "derived.micro_batch_size",
     "derived.replicas",
     "hardware.replicas",
     "hardware.workers",

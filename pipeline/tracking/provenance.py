@@ -85,7 +85,10 @@ NAMED = (
 
 
 def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
-    """Return the SHA-256 of a config without secrets; runs with the same training share it, in any `run_dir`."""
+    """Return the SHA-256 of a config without secrets.
+
+    Runs with the same training share it, in any `run_dir`.
+    """
     same = {
         key: value
         for key, value in resolved.items()
@@ -100,9 +103,9 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
                 key: value for key, value in same[group].items() if key not in left_out
             }
     text = json.dumps(same, sort_keys=True, default=str)
-    return hashlib.sha256(
-        (text.replace(run_dir, "RUN_DIR") if run_dir else text).encode()
-    ).hexdigest()
+    if run_dir:
+        text = text.replace(run_dir, "RUN_DIR")
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def environment(run_dir: Path) -> dict[str, Any]:

@@ -431,3 +431,19 @@ def test_a_quoted_value_is_read_as_it_was(text):
         OverridesParser.create().parse_override(f"key={run_dirs.quoted(text)}").value()
         == text
     )
+
+
+@pytest.mark.parametrize("precision", ["float64", "mixed_bfloat16"])
+def test_in_another_precision_it_is_another_run(precision):
+    recorded = resolve(compose.composed([]), []).recorded
+    spec = resolve(compose.composed([f"hardware.precision={precision}"]), [])
+    past = SimpleNamespace(
+        run={},
+        start={
+            "store": spec.config.tracking.uri,
+            "segment": {"cut": {"effective_batch_size": 128}},
+        },
+    )
+    rule = "hardware.precision must be that of the run, 'float32'"
+    with pytest.raises(ConfigError, match=rule):
+        resume_rules.changes(recorded, spec, past)

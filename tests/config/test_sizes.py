@@ -24,6 +24,8 @@ from pipeline.config.plan import CUTS, HALVED, plan_of, recorded_cuts
         (128, 2, None, 2, (128, 32, 2)),
         (None, 2, 32, 2, (128, 32, 2)),
         (7, 2, None, 2, (7, 2, 2)),  # shares of 4 and 3
+        (9, 5, None, 2, (9, 1, 5)),  # shares of 5 and 4: the larger one counts
+        (9, None, 2, 2, (9, 2, 3)),  # 2 + 2 + 1
         (1, 1, None, 1, (1, 1, 1)),
     ],
 )

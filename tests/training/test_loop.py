@@ -411,3 +411,43 @@ def test_what_is_not_finite_ends_the_rows_with_its_own():
     with pytest.raises(NonFiniteError, match="loss=nan at update 3"):
         kept.fetch()
     assert [update for update, _ in rows.updates] == [1, 2, 3]
+
+
+def recorder_of_a_short_last_batch(rows):
+    """A recorder of two epochs of 20 examples: updates of 8, 8 and 4 each."""
+    plan = Plan(Batching(SIZE, SIZE, 1), examples=20, updates=6)
+    names = ("loss", "gradient_norm", "learning_rate")
+    progress = Progress(plan.updates, shown=False)
+    recorder = Recorder(rows, plan, 1, lambda: 0, progress, names=names)
+    recorder.restart_clock()
+    return recorder
+
+
+def results(loss):
+    return tf.constant([loss, 1.0, 0.1, 0.0], tf.float64)
+
+
+def test_the_means_of_an_epoch_are_of_its_own_examples():
+    recorder = recorder_of_a_short_last_batch(Rows())
+    means = []
+    for update, loss in enumerate([1.0, 2.0, 6.0, 10.0, 20.0, 60.0], start=1):
+        recorder.add(update, results(loss), traces=1)
+        if update % 3 == 0:
+            recorder.fetch()
+            means.append(recorder.epoch_means()["loss"])
+    # (8·1 + 8·2 + 4·6) / 20, and ten times that
+    assert means == [2.4, 24.0]
+
+
+def test_the_speed_counts_the_examples_of_a_smaller_update(monkeypatch):
+    now = [0.0]
+    rows = Rows()
+    clock = SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0)
+    monkeypatch.setattr("pipeline.training.recorder.time", clock)
+    recorder = recorder_of_a_short_last_batch(rows)
+    for update, at in [(1, 10.0), (2, 11.0), (3, 12.0)]:
+        now[0] = at
+        recorder.add(update, results(1.0), traces=1)
+    # The first update was traced, and the second one fetched with it. The third one has
+    # 4 examples, in a second.
+    assert [row.get("examples_per_second") for row in rows.performance] == [8, 8, 4]
