@@ -1,9 +1,10 @@
 """Splits → examples → effective batches.
 
-In: the `dataset` group of a config. Out: `Data`, its batches for updates and evaluations, and what can be recorded of
-its files.
+In: the `dataset` group of a config. Out: `Data`, its batches for updates and
+evaluations, and what can be recorded of its files.
 """
 
+from importlib import import_module
 from typing import Any
 
 __all__ = [
@@ -16,20 +17,28 @@ __all__ = [
     "class_weights",
     "load",
     "longest_batch",
+    "source",
+    "splits",
+    "stream",
+    "tokens",
 ]
-__all__ += ["source", "splits", "stream", "tokens"]
 
-_AT_THE_DOOR = {
-    **dict.fromkeys(("Data", "Stored"), "splits"),
-    **dict.fromkeys(("digits", "from_tfds", "topics"), "load"),
-    **dict.fromkeys(("breast_cancer", "diabetes"), "builtin.tables"),
+# Public name → the module here that defines it. Configs name some of them, such as
+# `pipeline.dataset.digits`.
+_MODULES_OF_NAMES = {
+    "Data": "splits",
+    "Stored": "splits",
+    "digits": "load",
+    "from_tfds": "load",
+    "topics": "load",
+    "breast_cancer": "builtin.tables",
+    "diabetes": "builtin.tables",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import what configs name, such as `pipeline.dataset.digits`, when it is asked for: TensorFlow takes seconds."""
-    from importlib import import_module
-
-    if name not in _AT_THE_DOOR:
+    """Import a public name at its first use, because TensorFlow takes seconds."""
+    if name not in _MODULES_OF_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_AT_THE_DOOR[name]}"), name)
+    module = import_module(f"{__name__}.{_MODULES_OF_NAMES[name]}")
+    return getattr(module, name)

@@ -1,10 +1,25 @@
-"""Stateless augmentations: functions of one input and a seed, which follows from (seed, epoch, example number)."""
+"""Augmentation: stateless functions of an input and a seed.
+
+The seed of an example follows from (seed of the run, epoch, number of the example), so
+neither the order nor the batch size changes how an example is augmented.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
+from pipeline.common.errors import ConfigError
+from pipeline.dataset.source import Source
+
+Augment = Callable[[Any, tf.Tensor], Any]  # an input and a seed, (2,) → the new input
+
 
 class Shift:
-    """Move an image by up to `pixels` in each direction; pixels from outside the image are zero."""
+    """Move an image by up to `pixels` in each direction.
+
+    Pixels from outside the image are zero.
+    """
 
     def __init__(self, pixels: int):
         if pixels < 1:
@@ -12,16 +27,63 @@ class Shift:
         self.pixels = pixels
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        """`image` of (height, width, channels) and a seed of shape (2,) → the moved image."""
+        """Return the moved `image`, (height, width, channels); `seed` is (2,)."""
         padding = [[self.pixels, self.pixels], [self.pixels, self.pixels], [0, 0]]
-        return tf.image.stateless_random_crop(
-            tf.pad(image, padding), tf.shape(image), seed
-        )
+        padded = tf.pad(image, padding)
+        return tf.image.stateless_random_crop(padded, tf.shape(image), seed)
 
 
 class Flip:
     """Mirror an image left to right with probability ½."""
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        """`image` of (height, width, channels) and a seed of shape (2,) → the image or its mirror image."""
+        """Return `image`, (height, width, channels), or its mirror; `seed` is (2,)."""
         return tf.image.stateless_random_flip_left_right(image, seed)
+
+
+def example_seed(seed_of_epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    """Return the seed, (2,), with which an example is augmented in an epoch.
+
+    Args:
+        seed_of_epoch: see `batches.epoch_seed`, (2,).
+        number: position of the example in the training split, scalar of int64.
+    """
+    return tf.random.experimental.stateless_fold_in(seed_of_epoch, number)
+
+
+def augmented(source: Source, augment: Augment, seed_of_epoch: tf.Tensor) -> Source:
+    """Return the source of augmented examples.
+
+    The first part of a key of `source` is the number of the example.
+    """
+    make = source.make
+    assert make is not None
+
+    def make_augmented(number: tf.Tensor, *rest_of_key: Any) -> tuple:
+        x, *labels_and_weights = make(number, *rest_of_key)
+        new_x = augment(x, example_seed(seed_of_epoch, number))
+        return new_x, *labels_and_weights
+
+    return Source(source.keys, make_augmented)
+
+
+def check_keeps_inputs(spec: Any, augmented_spec: Any) -> None:
+    """Raise a `ConfigError` if augmentation changes the shape or dtype of inputs.
+
+    Both are specs of the inputs of a batch, as they are and augmented.
+    """
+    if not _compatible(spec, augmented_spec):
+        rule = f"must keep the shape and dtype of an input, {spec}"
+        raise ConfigError("dataset.augment", rule, str(augmented_spec))
+
+
+def _compatible(spec: Any, other_spec: Any) -> bool:
+    try:
+        leaves_agree = tf.nest.map_structure(
+            lambda leaf, other_leaf: leaf.is_compatible_with(other_leaf),
+            spec,
+            other_spec,
+        )
+    except (TypeError, ValueError):  # the nests have different structures
+        return False
+    return all(tf.nest.flatten(leaves_agree))

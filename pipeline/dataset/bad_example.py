@@ -1,4 +1,4 @@
-"""Finds which example of which file could not be read: TensorFlow reports what is wrong, but not where."""
+"""Finds which example of which file cannot be read: TensorFlow reports only why."""
 
 import itertools
 import time
@@ -18,61 +18,81 @@ SILENCE = 5.0  # seconds of searching before a line says so
 
 @contextmanager
 def located(data: Data, files: Files) -> Iterator[None]:
-    """Turn an error of reading `data` into a DataError that names the example that cannot be read, if it is found."""
+    """Turn an error of reading `data` into a `DataError` that names the example.
+
+    If the example is not found, the `DataError` has TensorFlow's reason. Errors of the
+    model pass through. A file in `files` that has changed is reported instead.
+    """
     try:
         yield
     except tf.errors.OpError as error:
-        of_loader = bool(data.loaders) and "[[IteratorGetNext]]" in str(error)
-        of_data = (
-            of_loader
-            or "Iterator::" in str(error)
+        text = str(error)
+        in_loader = bool(data.loaders) and "[[IteratorGetNext]]" in text
+        is_of_data = (
+            in_loader
+            or "Iterator::" in text
             or isinstance(error, tf.errors.DataLossError)
         )
-        if not of_data and (
-            "Iterator" not in str(error)
-            or isinstance(error, tf.errors.ResourceExhaustedError)
-        ):
-            raise  # of the model
+        may_be_of_data = "Iterator" in text and not isinstance(
+            error, tf.errors.ResourceExhaustedError
+        )
+        if not is_of_data and not may_be_of_data:
+            raise
         files.check()
-        try:
-            # What fails in padding or in a user's loader is of a whole batch.
-            found = "" if of_loader or "[dataset.pad" in str(error) else _first(data)
-        except (KeyboardInterrupt, Terminated):  # interrupts only the search
-            found = ""
-        if not found and not of_data:
-            raise  # of the model, too: an error after the batch was read may name that step
-        raise DataError(f"the data cannot be read: {found or cause(error)}") from error
+
+        # An error in padding or in a user's loader concerns a batch, not an example.
+        place = ""
+        if not in_loader and "[dataset.pad" not in text:
+            place = _search(data)
+        # Every example can be read: the text named the iterator after a good batch.
+        if not place and not is_of_data:
+            raise
+        raise DataError(f"the data cannot be read: {place or cause(error)}") from error
 
 
-def _first(data: Data) -> str:
-    """Return the first example that cannot be read, and why; empty where all can, or the search takes too long."""
-    start, silent = time.monotonic(), True
+def _search(data: Data) -> str:
+    """Return as `_first_unreadable`; an interrupt ends only the search."""
+    try:
+        return _first_unreadable(data)
+    except (KeyboardInterrupt, Terminated):
+        return ""
+
+
+def _first_unreadable(data: Data) -> str:
+    """Return the first example that cannot be read, and why.
+
+    The text is empty if all can be read, or if the search takes too long.
+    """
+    start = time.monotonic()
+    announced = False
     for name, split in data.splits.items():
         examples = iter(split)
         for number in itertools.count():
             try:
-                if next(examples, None) is None:
-                    break
+                example = next(examples, None)
             except tf.errors.OpError as error:
-                # The split is shorter than its cardinality: no example of a file is at fault.
-                place = (
-                    ""
-                    if "expected to contain" in str(error)
-                    else _file(data, name, number)
-                )
-                return f"example {number} of the {name} split{place}, counted from 0: {cause(error)}"
+                place = f"example {number} of the {name} split"
+                # If a split is shorter than its cardinality, no file is at fault.
+                if "expected to contain" not in str(error):
+                    place += _place_in_file(data, name, number)
+                return f"{place}, counted from 0: {cause(error)}"
+            if example is None:
+                break
+
             elapsed = time.monotonic() - start
             if elapsed > SECONDS:
                 return ""
-            if silent and elapsed > SILENCE:
+            if not announced and elapsed > SILENCE:
                 say("an example could not be read: looking for it")
-                silent = False
+                announced = True
     return ""
 
 
-def _file(data: Data, name: str, number: int) -> str:
+def _place_in_file(data: Data, name: str, number: int) -> str:
+    """Return where in a file an example of a split is; empty if that is unknown."""
     shards = data.shards.get(name, ())
-    if sum(shard.examples for shard in shards) != int(data.splits[name].cardinality()):
+    stored_examples = sum(shard.examples for shard in shards)
+    if stored_examples != int(data.splits[name].cardinality()):
         return ""  # examples were filtered out or added
     for shard in shards:
         if number < shard.examples:

@@ -1,4 +1,7 @@
-"""Checksums of data files, computed while the run trains, and remembered until a file's size, dates or inode change."""
+"""Checksums of data files, computed while the run trains.
+
+A checksum is remembered until the file's size, dates or inode change.
+"""
 
 import hashlib
 import threading
@@ -10,40 +13,53 @@ from pathlib import Path
 from pipeline.common import disk_cache
 from pipeline.common.errors import DataError, described, say
 
-SETTLED = 2.0  # seconds for which a file must not have changed: the resolution of its date may be as coarse
-SILENCE = 10.0  # seconds of waiting before a line says so
+# Seconds for which a file must not have changed before its checksum is remembered: the
+# resolution of its date may be as coarse.
+SETTLED = 2.0
+SILENCE = 10.0  # seconds of waiting before a line says why
 
 
-def of(path: Path) -> str:
-    """Return a SHA-256 of a file's size and content: 0.7 s for a GiB in the page cache, on two busy cores."""
-    known, stat = disk_cache.place("checksums", str(path.absolute())), _stat(path)
-    entry = disk_cache.recall(known, {"stat": [int], "sha256": str})
+def sha256_of(path: Path) -> str:
+    """Return a SHA-256 of a file's size and content.
+
+    A GiB in the page cache takes 0.7 s on two busy cores.
+    """
+    stat = _stat(path)
+    entry_file = disk_cache.place("checksums", str(path.absolute()))
+    entry = disk_cache.recall(entry_file, {"stat": [int], "sha256": str})
     if entry.get("stat") == stat:
         return str(entry["sha256"])
+
     size = hashlib.sha256(str(stat[0]).encode())
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: size).hexdigest()
-    if _stat(path) == stat and time.time() - stat[1] / 1e9 > SETTLED:
-        disk_cache.remember(
-            known, {"file": str(path.absolute()), "stat": stat, "sha256": found}
-        )
-    return found
+        checksum = hashlib.file_digest(file, lambda: size).hexdigest()
+
+    seconds_unchanged = time.time() - stat[1] / 1e9
+    if _stat(path) == stat and seconds_unchanged > SETTLED:
+        entry = {"file": str(path.absolute()), "stat": stat, "sha256": checksum}
+        disk_cache.remember(entry_file, entry)
+    return checksum
 
 
 class Files:
-    """The files that a run's data are read from, as they are when the object is created."""
+    """The files of a run's data, in their state when the object is created.
+
+    Attributes:
+        paths: all of the files.
+        reread: the files that are read again while the run trains.
+        checksums: by the files' names; empty until they are known.
+    """
 
     def __init__(self, paths: Sequence[Path] = ()):
-        self.paths = self.reread = tuple(
-            paths
-        )  # the latter are those that are read again while the run trains
-        self.checksums: dict[str, str] = {}  # by the files' names, where they are known
-        self._of: dict[Path, str] = {}
+        self.paths = tuple(paths)
+        self.reread = self.paths
+        self.checksums: dict[str, str] = {}
+        self._checksums_by_path: dict[Path, str] = {}
         self._stats: dict[Path, list[int]] = {}
-        for path in self.paths:
-            with suppress(OSError):  # it may be where TensorFlow alone can read it
-                self._stats[path] = _stat(path)
         self._thread: threading.Thread | None = None
+        for path in self.paths:
+            with suppress(OSError):  # only TensorFlow may be able to read it
+                self._stats[path] = _stat(path)
 
     def compute(self, then: Callable[[dict[str, str]], None]) -> None:
         """Compute the checksums in a thread, which then calls `then` with them."""
@@ -59,15 +75,18 @@ class Files:
         self._thread.join(SILENCE)
         if self._thread.is_alive():
             say(
-                "waiting for the checksums of the data: dataset.checksum=none leaves them out"
+                "waiting for the checksums of the data: "
+                "dataset.checksum=none leaves them out"
             )
             self._thread.join()
 
     def check(self) -> None:
-        """Raise DataError if a file in `reread` has changed."""
-        if changed := self._changed(self.reread):
+        """Raise a `DataError` if a file in `reread` has changed."""
+        changed = self._first_changed(self.reread)
+        if changed is not None:
             raise DataError(
-                f"{changed} has changed since the run began: not all of it was on the same data"
+                f"{changed} has changed since the run began: "
+                "not all of it was on the same data"
             )
 
     def known(self) -> None:
@@ -75,40 +94,46 @@ class Files:
         self.checksums = self._computed()
 
     def _computed(self) -> dict[str, str]:
-        self._of = {path: of(path) for path in self.paths}
-        return {path.name: found for path, found in self._of.items()}
+        self._checksums_by_path = {path: sha256_of(path) for path in self.paths}
+        return {
+            path.name: checksum for path, checksum in self._checksums_by_path.items()
+        }
 
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
-            found = self._computed()
-            if changed := self._changed(
-                self.paths
-            ):  # so the checksum may not be that of the data that was trained on
+            checksums = self._computed()
+            # The checksum of a file that changed may not be that of the data that the
+            # run trains on. What is recorded then is the checksum of no file.
+            changed = self._first_changed(self.paths)
+            if changed is not None:
                 say(
-                    f"{changed} has changed since the run began: its checksum is not known"
+                    f"{changed} has changed since the run began: "
+                    "its checksum is not known"
                 )
-                found[changed.name] = (
-                    "changed while the run began"  # the checksum of no file
-                )
-            then(found)
-            self.checksums = found  # last: a run that ends now logs what `then` wrote
-        except Exception as error:  # training does not need them
+                checksums[changed.name] = "changed while the run began"
+            then(checksums)
+            # Last, so that a run that ends now logs what `then` has written.
+            self.checksums = checksums
+        except Exception as error:  # training does not need checksums
             say(f"the data have no checksums: {described(error)}")
 
-    def _changed(self, paths: Sequence[Path]) -> Path | None:
-        """Return the first file that has changed, by its size and date, and by its checksum where that is known."""
+    def _first_changed(self, paths: Sequence[Path]) -> Path | None:
+        """Return the first file that has changed since this object was created.
+
+        A file has changed if its size or date differs, and its checksum too if that is
+        known.
+        """
         for path in paths:
-            with suppress(
-                OSError
-            ):  # a file that was deleted has been read for the last time
-                changed = (
-                    path in self._stats and _stat(path)[:2] != self._stats[path][:2]
-                )
-                if changed and (path not in self._of or of(path) != self._of[path]):
+            # A deleted file has been read for the last time.
+            with suppress(OSError):
+                if path not in self._stats or _stat(path)[:2] == self._stats[path][:2]:
+                    continue
+                known = self._checksums_by_path.get(path)
+                if known is None or sha256_of(path) != known:
                     return path
         return None
 
 
 def _stat(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]

@@ -16,44 +16,58 @@ Weigh = Callable[..., tuple] | None  # adds sample weights to a batch
 
 
 def weigher(training: TrainingConfig, data: Data) -> Weigh:
-    """Return a function that adds the sample weights of its classes, 1 by default, to a batch `(x, y)`.
+    """Return a function that adds sample weights to a batch `(x, y)`.
 
-    One-hot labels get a weight per vector, others one per element, as a label map has a class per pixel.
+    The weight of a class that `training.class_weight` does not name is 1. One-hot
+    labels get a weight for each vector. Other labels get one for each element, since a
+    label map has a class for each pixel.
+
+    Raises:
+        ConfigError: the labels have no classes, or it is ambiguous where.
     """
-    if (given := training.class_weight) is None:
+    weights_by_class = training.class_weight
+    if weights_by_class is None:
         return None
-    spec = data.train.element_spec
-    if (
-        len(spec) != 2
-        or not isinstance(spec[1], tf.TensorSpec)
-        or None in (spec[1].shape or ())
-    ):
-        rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
-        raise ConfigError(KEY, rule, [type(part).__name__ for part in spec])
-    one_hot, last = (
-        _one_hot(spec[1].shape, training.loss, data.classes),
-        spec[1].shape[-1:],
-    )
-    of_class = (
-        tf.constant([*given], tf.int64),
-        tf.constant([*given.values()], keras.config.floatx()),
-    )
+    labels = _labels_spec(data)
+    one_hot = _one_hot(labels.shape, training.loss, data.classes)
+    has_unit_axis = labels.shape[-1:] == [1]
+
+    classes = tf.constant([*weights_by_class], tf.int64)
+    weights = tf.constant([*weights_by_class.values()], keras.config.floatx())
     table = tf.lookup.StaticHashTable(
-        tf.lookup.KeyValueTensorInitializer(*of_class), 1.0
+        tf.lookup.KeyValueTensorInitializer(classes, weights), default_value=1.0
     )
 
     @tf.autograph.experimental.do_not_convert
     def weigh(x: Any, y: tf.Tensor) -> tuple:
         if one_hot:
             return x, y, table.lookup(tf.argmax(y, axis=-1))
-        found = tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int64)
-        return x, y, table.lookup(tf.squeeze(found, -1) if last == [1] else found)
+        class_of_label = y
+        if y.dtype.is_floating:
+            class_of_label = tf.round(y)
+        class_of_label = tf.cast(class_of_label, tf.int64)
+        if has_unit_axis:
+            class_of_label = tf.squeeze(class_of_label, -1)
+        return x, y, table.lookup(class_of_label)
 
     return weigh
 
 
+def _labels_spec(data: Data) -> tf.TensorSpec:
+    """Return the spec of an example's labels, if they can have class weights."""
+    parts = data.train.element_spec
+    if len(parts) == 2 and isinstance(parts[1], tf.TensorSpec):
+        if None not in (parts[1].shape or ()):
+            return parts[1]
+    rule = (
+        "must be null where an example is not (x, y) with labels of one output, "
+        "and of one length"
+    )
+    raise ConfigError(KEY, rule, [type(part).__name__ for part in parts])
+
+
 def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
-    """Return whether the last axis of labels holds classes; refuse where that cannot be decided."""
+    """Return whether the last axis of labels holds classes; reject if unknown."""
     names = [
         str(node["_target_"]).rpartition(".")[2].lower()
         for _, node in by_output(loss)
@@ -62,9 +76,10 @@ def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
     if shape[-1:] in ([], [1]) or any("sparse" in name for name in names):
         return False
     if classes is None and not any("categorical" in name for name in names):
-        rule = f"must be null where labels {tuple(shape)} may be one-hot or a class per element: let the dataset give "
-        rule += (
-            "its `classes`, or take a loss whose name begins with Sparse or Categorical"
+        rule = (
+            f"must be null where labels {tuple(shape)} may be one-hot or a class per "
+            "element: let the dataset give its `classes`, or take a loss whose name "
+            "begins with Sparse or Categorical"
         )
         raise ConfigError(KEY, rule)
     return classes in (None, shape[-1])

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from pipeline.dataset import stream, tfds_files
 from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
 
-# Keys of the program; all others are arguments of the target.
-_OURS = (
+# Keys of the program. All other keys are arguments of the target.
+_KEYS_OF_PROGRAM = (
     "augment",
     "batched",
     "checksum",
@@ -28,76 +28,127 @@ _OURS = (
 
 
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
-    """Load the data that the `dataset` group names; without `prepare` nothing is downloaded or prepared.
+    """Load the data that the `dataset` group of the config names.
 
-    A `ConfigError` names a wrong target, data that are not there, or data of a wrong form.
+    Args:
+        node: the group.
+        prepare: whether data that are not there may be downloaded and prepared.
+
+    Raises:
+        ConfigError: the target is wrong, its data are not there, or they have a wrong
+            form.
     """
+    data = _as_data(node, _build(node, prepare))
+    if data.shuffled is not None:
+        shuffled = data.shuffled
+        data = replace(data, shuffled=lambda seed: _as_parts(shuffled(seed)))
+
+    loaders: dict[str, stream.Loader] = {}
+    if node.get("batched"):
+        loaders = _loaders(node, data)
+        splits = {name: loader.examples() for name, loader in loaders.items()}
+    else:
+        splits = {name: _checked(split, name) for name, split in data.splits.items()}
+    _check_labels(splits)
+    return replace(data, **splits, loaders=loaders)
+
+
+def _build(node: DictConfig, prepare: bool) -> Any:
+    """Return what the target of the `dataset` group returns."""
     target = instantiate.locate(node, "dataset")
-    own = node.copy()  # reduced to the target's arguments
-    with open_dict(own):
-        for key in _OURS if prepare else (*_OURS, "download"):
-            own.pop(key, None)
-        if (
-            own.get("test_split") is None
-        ):  # the default in conf/; targets need not have it
-            own.pop("test_split", None)
-    offers = {} if prepare else instantiate.accepted(target, own, download=False)
-    # TFDS and its downloader print much about a missing dataset, which the error says in one line.
-    logging.getLogger("urllib3").setLevel(
-        logging.ERROR
-    )  # for good: other downloads continue after one has failed
+    arguments = node.copy()
+    with open_dict(arguments):
+        for key in _KEYS_OF_PROGRAM:
+            arguments.pop(key, None)
+        # null is the default in conf/, so that targets need not have the argument.
+        if arguments.get("test_split") is None:
+            arguments.pop("test_split", None)
+        if not prepare:
+            arguments.pop("download", None)
+
+    no_download = {}
+    if not prepare:
+        no_download = instantiate.accepted(target, arguments, download=False)
+    with _quiet_downloads():
+        return instantiate.build(arguments, "dataset", **no_download)
+
+
+@contextlib.contextmanager
+def _quiet_downloads() -> Iterator[None]:
+    """Silence what TFDS prints about a missing dataset: the error is one line."""
+    # For good: other downloads go on after one has failed.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
     absl = logging.getLogger("absl")
     level = absl.level
     absl.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(None):
-            made = instantiate.build(own, "dataset", **offers)
+            yield
     finally:
         absl.setLevel(level)
-    if isinstance(made, tuple) and len(made) in (2, 3):
-        train, validation, *test = made
-        made = Data(
-            train,
-            validation,
-            test=test[0] if test else None,
-            name=str(node.get("_target_")),
-        )
-    if not isinstance(made, Data):
-        rule = "must give (train, validation[, test]) as tf.data.Datasets, or a pipeline.dataset.Data"
-        raise ConfigError(stream.KEY, rule, type(made).__name__)
-    if (of_files := made.shuffled) is not None:
-        made = replace(made, shuffled=lambda seed: _as_parts(of_files(seed)))
-    loaders = _loaders(node, made) if node.get("batched") else {}
-    splits = {name: loader.examples() for name, loader in loaders.items()}
-    splits = splits or {
-        name: _checked(split, name) for name, split in made.splits.items()
-    }
+
+
+def _as_data(node: DictConfig, built: Any) -> Data:
+    """Return what a target has returned, a `Data` or a tuple of splits, as `Data`."""
+    if isinstance(built, tuple) and len(built) in (2, 3):
+        parts = dict(zip(("train", "validation", "test"), built, strict=False))
+        return Data(**parts, name=str(node.get("_target_")))
+    if isinstance(built, Data):
+        return built
+    rule = (
+        "must give (train, validation[, test]) as tf.data.Datasets, "
+        "or a pipeline.dataset.Data"
+    )
+    raise ConfigError(stream.KEY, rule, type(built).__name__)
+
+
+def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
+    """Raise a `ConfigError` if some splits have labels and others have none."""
     labelled = len(splits["train"].element_spec) > 1
+    with_or_without = "with" if labelled else "without"
     for name, split in splits.items():
         if (len(split.element_spec) > 1) != labelled:
-            rule = f"must give its {name} split {'with' if labelled else 'without'} labels, as its training split"
+            rule = (
+                f"must give its {name} split {with_or_without} labels, "
+                "as its training split"
+            )
             raise ConfigError(stream.KEY, rule, str(split.element_spec))
-    return replace(made, **splits, loaders=loaders)
 
 
 def digits(
     data_dir: str | None = None, download: bool = True, test_split: str | None = None
 ) -> Data:
-    """Load scikit-learn's digits, inputs in 0 … 1: 1437 images to train, 180 for validation, 180 in split `test`."""
+    """Load scikit-learn's handwritten digits, with inputs from 0 to 1.
+
+    There are 1437 images to train, 180 for validation and 180 in the split `test`.
+
+    Args:
+        data_dir: where TFDS keeps the dataset; None for its default.
+        download: whether to prepare the dataset if it is not there.
+        test_split: TFDS' name of the split for the test; None for none.
+    """
     from pipeline.dataset.builtin.digits import Digits
 
-    make = _features("image", "label", 1 / 16, None)
     return tfds_files.read(
-        Digits(data_dir=data_dir), download, ("train", "validation", test_split), make
+        Digits(data_dir=data_dir),
+        download,
+        ("train", "validation", test_split),
+        _inputs_and_labels("image", "label", 1 / 16, None),
     )
 
 
 def topics(
     data_dir: str | None = None, download: bool = True, test_split: str | None = None
 ) -> Data:
-    """Load the help texts of Python's standard library as bytes to be predicted, each from those before it.
+    """Load the help texts of Python's standard library as bytes to be predicted.
 
-    x and y are integers, (length,), of at most 127 bytes: y is x moved by one. A byte b is b + 1, so that 0 is padding.
+    x and y are integers, (length,), of at most 127 bytes: y is x moved by one, so that
+    each byte is predicted from those before it. A byte b is b + 1, since 0 is padding.
+
+    Args:
+        data_dir: where TFDS keeps the dataset; None for its default.
+        download: whether to prepare the dataset if it is not there.
+        test_split: TFDS' name of the split for the test; None for none.
     """
     from pipeline.dataset.builtin.topics import Topics
 
@@ -106,11 +157,13 @@ def topics(
         tokens = tf.cast(features["bytes"], tf.int32) + 1
         return tokens[:-1], tokens[1:]
 
-    splits = "train", "validation", test_split
-    return replace(
-        tfds_files.read(Topics(data_dir=data_dir), download, splits, preprocess),
-        classes=257,
+    data = tfds_files.read(
+        Topics(data_dir=data_dir),
+        download,
+        ("train", "validation", test_split),
+        preprocess,
     )
+    return replace(data, classes=257)
 
 
 def from_tfds(
@@ -131,58 +184,32 @@ def from_tfds(
 
     Args:
         name: as `tfds.builder` takes it.
-        data_dir, download: where it is prepared, and whether to fetch and prepare it if it is not there.
-        train_split, validation_split, test_split: as TFDS takes them, slices such as `train[:90%]` too.
+        data_dir, download: where it is prepared, and whether to fetch and prepare it if
+            it is not there.
+        train_split, validation_split, test_split: as TFDS takes them, also slices such
+            as `train[:90%]`.
         input_key, label_key: the features that are x and y.
         scale, resize: the factor and the (height, width) of x.
-        preprocess: in place of the four above: takes the features, gives (x, y) or (x, y, sample_weight).
-        builder: in place of `name`, the dotted name of a `tfds.core.DatasetBuilder` of your own.
+        preprocess: in place of the four above, a function from the features to (x, y)
+            or (x, y, sample_weight).
+        builder: in place of `name`, the dotted name of a `tfds.core.DatasetBuilder` of
+            your own.
     """
-    import tensorflow_datasets as tfds
-
     if (name is None) == (builder is None):
-        raise ConfigError(
-            "dataset",
-            "must give one of name and builder",
-            {"name": name, "builder": builder},
-        )
-    made: Any
+        rule = "must give one of name and builder"
+        raise ConfigError("dataset", rule, {"name": name, "builder": builder})
+    tfds_builder: Any
     if builder is not None:
-        cls: Any = instantiate.locate(
-            OmegaConf.create({"_target_": builder}), "dataset.builder"
-        )
-        if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
-            raise ConfigError(
-                "dataset.builder", "must be a tfds.core.DatasetBuilder", builder
-            )
-        made = cls(data_dir=data_dir)
+        tfds_builder = _own_builder(builder, data_dir)
     else:
-        try:
-            made = tfds.builder(name, data_dir=data_dir)
-        except Exception as error:
-            raise ConfigError(
-                "dataset.name", f"must be a TFDS dataset ({first_line(error)})", name
-            ) from error
+        tfds_builder = _tfds_builder(name, data_dir)
+
     if preprocess is None:
-        features = dict(made.info.features or {})
-        for key, value in (("input_key", input_key), ("label_key", label_key)):
-            if value not in features:
-                raise ConfigError(
-                    f"dataset.{key}",
-                    f"must be a feature of {made.name}",
-                    value,
-                    features,
-                )
-        sizes = features[input_key].shape
-        if resize is None and len(sizes) == 3 and None in sizes:
-            raise ConfigError(
-                "dataset.resize",
-                f"must be [height, width]: the images of {made.name} differ in size",
-            )
-        preprocess = _features(input_key, label_key, scale, resize)
+        _check_features(tfds_builder, input_key, label_key, resize)
+        preprocess = _inputs_and_labels(input_key, label_key, scale, resize)
     download = download and (gate.in_force is None or gate.in_force.downloads)
     return tfds_files.read(
-        made,
+        tfds_builder,
         download,
         (train_split, validation_split, test_split),
         preprocess,
@@ -190,9 +217,48 @@ def from_tfds(
     )
 
 
-def _features(
+def _own_builder(builder: str, data_dir: str | None) -> Any:
+    """Return an instance of the user's builder, which has the dotted name `builder`."""
+    import tensorflow_datasets as tfds
+
+    node = OmegaConf.create({"_target_": builder})
+    cls: Any = instantiate.locate(node, "dataset.builder")
+    if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
+        rule = "must be a tfds.core.DatasetBuilder"
+        raise ConfigError("dataset.builder", rule, builder)
+    return cls(data_dir=data_dir)
+
+
+def _tfds_builder(name: str | None, data_dir: str | None) -> Any:
+    import tensorflow_datasets as tfds
+
+    try:
+        return tfds.builder(name, data_dir=data_dir)
+    except Exception as error:
+        rule = f"must be a TFDS dataset ({first_line(error)})"
+        raise ConfigError("dataset.name", rule, name) from error
+
+
+def _check_features(
+    builder: Any, input_key: str, label_key: str, resize: tuple[int, int] | None
+) -> None:
+    """Raise a `ConfigError` if a feature is missing, or images differ in size."""
+    features = dict(builder.info.features or {})
+    for key, value in (("input_key", input_key), ("label_key", label_key)):
+        if value not in features:
+            rule = f"must be a feature of {builder.name}"
+            raise ConfigError(f"dataset.{key}", rule, value, features)
+    shape = features[input_key].shape
+    if resize is None and len(shape) == 3 and None in shape:
+        rule = f"must be [height, width]: the images of {builder.name} differ in size"
+        raise ConfigError("dataset.resize", rule)
+
+
+def _inputs_and_labels(
     input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None
 ) -> Callable:
+    """Return a function from an example's features to (x, y)."""
+
     @tf.autograph.experimental.do_not_convert
     def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
         x = tf.cast(features[input_key], tf.float32) * scale
@@ -203,92 +269,107 @@ def _features(
     return preprocess
 
 
-def _loaders(node: DictConfig, made: Data) -> dict[str, stream.Loader]:
+def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
+    """Return the loaders of the splits, for `dataset.batched`."""
     for key in ("augment", "pad"):
         if node.get(key) is not None:
-            rule = "must be null with dataset.batched=true: the loader does that, and weighs what it pads with 0"
+            rule = (
+                "must be null with dataset.batched=true: the loader does that, "
+                "and weighs what it pads with 0"
+            )
             raise ConfigError(f"dataset.{key}", rule, OmegaConf.to_container(node[key]))
-    for name, split in made.splits.items():
-        if not (
-            isinstance(split, tf.data.Dataset | keras.utils.PyDataset)
-            or callable(split)
-        ):
-            rule = f"must give its {name} split as a tf.data.Dataset, a keras.utils.PyDataset or a generator function"
+    for name, split in data.splits.items():
+        is_dataset = isinstance(split, tf.data.Dataset | keras.utils.PyDataset)
+        if not is_dataset and not callable(split):
+            rule = (
+                f"must give its {name} split as a tf.data.Dataset, "
+                "a keras.utils.PyDataset or a generator function"
+            )
             raise ConfigError(stream.KEY, rule, type(split).__name__)
     with refused("dataset", "must give batches", node._target_):
-        return {name: stream.Loader(split, name) for name, split in made.splits.items()}
+        return {name: stream.Loader(split, name) for name, split in data.splits.items()}
 
 
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:
-    """Return the split as `_as_parts` does, if it is a dataset of single examples whose number is known."""
+    """Return a split as `_as_parts`.
+
+    Raises:
+        ConfigError: it is no dataset of single examples whose number is known.
+    """
     if not isinstance(dataset, tf.data.Dataset):
-        raise ConfigError(
-            stream.KEY,
-            f"must give its {split} split as a tf.data.Dataset",
-            type(dataset).__name__,
-        )
-    spec, count = dataset.element_spec, int(dataset.cardinality())
+        rule = f"must give its {split} split as a tf.data.Dataset"
+        raise ConfigError(stream.KEY, rule, type(dataset).__name__)
+    spec = dataset.element_spec
+    count = int(dataset.cardinality())
     if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
-        rule = f"must give (x, y), (x, y, sample_weight) or x alone as an example of its {split} split"
+        rule = (
+            "must give (x, y), (x, y, sample_weight) or x alone as an example of its "
+            f"{split} split"
+        )
         raise ConfigError(stream.KEY, rule, spec)
     if count == 0:
-        raise ConfigError(
-            stream.KEY, f"must give at least one example in its {split} split", count
-        )
+        rule = f"must give at least one example in its {split} split"
+        raise ConfigError(stream.KEY, rule, count)
     if count < 0:
-        known = "of a known number of examples (see tf.data.experimental.assert_cardinality)"
         rule = (
-            f"must give a {split} split {known}, or batches with dataset.batched=true"
+            f"must give a {split} split of a known number of examples "
+            "(see tf.data.experimental.assert_cardinality), "
+            "or batches with dataset.batched=true"
         )
         raise ConfigError(stream.KEY, rule, count)
-    leaves = tf.nest.flatten(spec)
-    if _is_batched(dataset, leaves):
-        rule = f"must give single examples in its {split} split, not batches: leave `batch` out"
-        raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in leaves])
+    if _is_batched(dataset):
+        rule = (
+            f"must give single examples in its {split} split, not batches: "
+            "leave `batch` out"
+        )
+        raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in _leaves(dataset)])
     return _as_parts(dataset)
 
 
-def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    spec = dataset.element_spec
-    without_labels = any(
-        isinstance(leaf, tf.NoneTensorSpec) for leaf in tf.nest.flatten(spec)
-    )
-    return (
-        dataset
-        if isinstance(spec, tuple) and not without_labels
-        else dataset.map(_parts)
-    )
+def _is_batched(dataset: tf.data.Dataset) -> bool:
+    """Return whether the elements of a dataset look like batches.
 
-
-def _is_batched(dataset: tf.data.Dataset, leaves: list[Any]) -> bool:
-    """Return whether each part's first axis has an unknown size and yet one size, but for the last of the elements."""
-    if not all(
-        isinstance(leaf, tf.TensorSpec) and leaf.shape.rank and leaf.shape[0] is None
-        for leaf in leaves
-    ):
+    The size of the first axis is then unknown in each part, and yet it is the same in
+    all elements; only that of the last one may be smaller.
+    """
+    for leaf in _leaves(dataset):
+        if not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:
+            return False
+        if leaf.shape[0] is not None:
+            return False
+    lengths = []
+    for element in dataset.take(20):
+        first_part = tf.nest.flatten(element)[0]
+        lengths.append(int(tf.shape(first_part)[0]))
+    if len(lengths) < 2:
         return False
-    lengths = [
-        int(tf.shape(tf.nest.flatten(element)[0])[0]) for element in dataset.take(20)
-    ]
-    return (
-        len(lengths) > 1
-        and len(set(lengths[:-1])) == 1
-        and 1 <= lengths[-1] <= lengths[0] > 1
-    )
+    *full_lengths, last_length = lengths
+    return len(set(full_lengths)) == 1 and 1 <= last_length <= lengths[0] > 1
+
+
+def _leaves(dataset: tf.data.Dataset) -> list[Any]:
+    return tf.nest.flatten(dataset.element_spec)
+
+
+def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return a dataset whose elements are tuples without labels that are None."""
+    has_none = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in _leaves(dataset))
+    if isinstance(dataset.element_spec, tuple) and not has_none:
+        return dataset
+    return dataset.map(_parts)
 
 
 @tf.autograph.experimental.do_not_convert
 def _parts(x: Any, y: Any = None, *sample_weight: Any) -> tuple:
-    return (x,) if y is None else (x, _without_none(y), *sample_weight)
+    if y is None:
+        return (x,)
+    return x, _without_none(y), *sample_weight
 
 
 def _without_none(nest: Any) -> Any:
     if isinstance(nest, dict):
-        return {
-            key: _without_none(value)
-            for key, value in nest.items()
-            if value is not None
-        }
+        kept = {key: value for key, value in nest.items() if value is not None}
+        return {key: _without_none(value) for key, value in kept.items()}
     if isinstance(nest, tuple):
         return tuple(_without_none(value) for value in nest if value is not None)
     return nest

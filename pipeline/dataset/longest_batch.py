@@ -1,4 +1,4 @@
-"""The batch that takes the most memory: the longest examples, where they are of unequal length."""
+"""The batch that takes the most memory: of the longest examples, if lengths differ."""
 
 import functools
 from dataclasses import replace
@@ -16,103 +16,133 @@ from pipeline.dataset.splits import Data
 
 
 def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.Dataset:
-    """Return an endless dataset of effective batches as in training, each made of the longest examples."""
-    if (examples := _longest(spec, data.train, effective_batch_size)) is not None:
-        data = replace(data, train=examples, shuffled=None)
-    slices, weigh = (
-        [Slice(effective_batch_size, 1)],
-        weigher(spec.config.training, data),
-    )
-    return effective_batches(
-        spec.dataset, data, slices, spec.config.seed, weigh
-    ).repeat()
+    """Return an endless dataset of effective batches made of the longest examples.
+
+    They are prepared as in training.
+    """
+    longest = _longest(spec, data.train, effective_batch_size)
+    if longest is not None:
+        data = replace(data, train=longest, shuffled=None)
+    slices = [Slice(effective_batch_size, end=1)]
+    weigh = weigher(spec.config.training, data)
+    batches = effective_batches(spec.dataset, data, slices, spec.config.seed, weigh)
+    return batches.repeat()
 
 
 def of_evaluation(
     spec: RunSpec, split: tf.data.Dataset, batch_size: int
 ) -> tf.data.Dataset:
-    """Return one batch of a split as it is evaluated, made of the longest examples."""
+    """Return one batch of the longest examples of a split, as it is evaluated."""
     examples = _longest(spec, split, batch_size)
-    return in_order(
-        split if examples is None else examples, batch_size, spec.dataset.get("pad")
-    ).take(1)
+    if examples is None:
+        examples = split
+    return in_order(examples, batch_size, spec.dataset.get("pad")).take(1)
 
 
 def _longest(
     spec: RunSpec, split: tf.data.Dataset, count: int
 ) -> tf.data.Dataset | None:
-    """Return `count` copies of the longest examples of a split; None where all are of one size.
+    """Return `count` copies of the longest examples of a split.
 
-    With `dataset.pad` these are the examples with the longest of any axis, alternating; else that of most elements.
+    None if all examples have one size. With `dataset.pad` the longest examples are
+    those with the greatest length of any axis, in turns; else the one with the most
+    elements.
+
+    Raises:
+        ConfigError: the examples are streamed, so that the longest is not known.
     """
-    specs = tf.nest.flatten(split.element_spec)
-    if not any(map(_varies, specs)):
+    part_specs = tf.nest.flatten(split.element_spec)
+    if not any(_varies(part_spec) for part_spec in part_specs):
         return None
     if not spec.dataset.get("in_memory", True):
-        rule = "must be a number where examples of unequal length are streamed, as the longest is not known before"
+        rule = (
+            "must be a number where examples of unequal length are streamed, "
+            "as the longest is not known before"
+        )
         raise ConfigError(MICRO, rule, spec.config.accumulation.micro_batch_size)
+
     padded = spec.dataset.get("pad") is not None
+    numbers = _numbers_of_longest(split, part_specs, padded)
+    longest_examples = [split.skip(number).take(1).cache() for number in numbers]
+    examples = functools.reduce(tf.data.Dataset.concatenate, longest_examples)
+    copies = examples.repeat().take(count)
+    return copies.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _numbers_of_longest(
+    split: tf.data.Dataset, part_specs: list[tf.TypeSpec], padded: bool
+) -> list[int]:
+    """Return the numbers of the examples that are the longest by some length.
+
+    The lengths of a `padded` split are the elements and axes of each part that varies;
+    else there is one, the elements of these parts together.
+    """
+
+    def lengths_of(example: Any) -> tf.Tensor:
+        lengths_of_parts = []
+        for leaf, part_spec in zip(tf.nest.flatten(example), part_specs, strict=True):
+            if _varies(part_spec):
+                lengths_of_parts.append(_lengths(leaf))
+        if padded:
+            return tf.concat(lengths_of_parts, 0)
+        elements = tf.add_n([lengths[0] for lengths in lengths_of_parts])
+        return tf.stack([elements])
 
     @tf.autograph.experimental.do_not_convert
     def longer(
-        best: tuple[tf.Tensor, tf.Tensor], numbered: tuple[tf.Tensor, Any]
+        longest: tuple[tf.Tensor, tf.Tensor], numbered: tuple[tf.Tensor, Any]
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        numbers, lengths = best
+        longest_numbers, longest_lengths = longest
         number, example = numbered
-        found = [
-            _lengths(leaf)
-            for leaf, spec in zip(tf.nest.flatten(example), specs, strict=True)
-            if _varies(spec)
-        ]
-        now = (
-            tf.concat(found, 0)
-            if padded
-            else tf.stack([tf.add_n([part[0] for part in found])])
+        lengths = lengths_of(example)
+        return (
+            tf.where(lengths > longest_lengths, number, longest_numbers),
+            tf.maximum(lengths, longest_lengths),
         )
-        return tf.where(now > lengths, number, numbers), tf.maximum(now, lengths)
 
-    counted = sum(1 + _rank(spec) for spec in specs if _varies(spec)) if padded else 1
-    nothing = tf.zeros(counted, tf.int64), tf.fill([counted], tf.constant(-1, tf.int64))
-    numbers, _ = split.enumerate().reduce(nothing, longer)
-    each = [
-        split.skip(number).take(1).cache()
-        for number in sorted({int(number) for number in numbers})
-    ]
-    examples = functools.reduce(tf.data.Dataset.concatenate, each)
-    return (
-        examples.repeat()
-        .take(count)
-        .apply(tf.data.experimental.assert_cardinality(count))
+    length_count = 1
+    if padded:
+        varying = [part_spec for part_spec in part_specs if _varies(part_spec)]
+        length_count = sum(1 + _rank(part_spec) for part_spec in varying)
+    none_yet = (
+        tf.zeros(length_count, tf.int64),
+        tf.fill([length_count], tf.constant(-1, tf.int64)),
     )
+    numbers, _ = split.enumerate().reduce(none_yet, longer)
+    return sorted({int(number) for number in numbers})
 
 
 def _varies(spec: tf.TypeSpec) -> bool:
+    """Return whether the size of a part differs between examples."""
     if isinstance(spec, tf.TensorSpec):
         return bool(spec.dtype == tf.string or not spec.shape.is_fully_defined())
     return not isinstance(spec, tf.NoneTensorSpec)
 
 
 def _rank(spec: Any) -> int:
-    return (
-        int(spec.shape.rank)
-        if isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) and spec.shape.rank
-        else 0
-    )
+    """Return how many lengths of axes `_lengths` has for a part."""
+    if isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) and spec.shape.rank:
+        return int(spec.shape.rank)
+    return 0
 
 
 def _lengths(leaf: Any) -> tf.Tensor:
-    """Return the number of elements of a part, bytes for a text, and then the length of each of its axes."""
+    """Return the number of elements of a part, then the length of each of its axes.
+
+    The elements of a text are its bytes. A sparse part has only the first number.
+    """
     if isinstance(leaf, tf.SparseTensor):
         return tf.reshape(tf.size(leaf.values, tf.int64), [1])
-    values = leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
-    size = (
-        tf.strings.length(values)
-        if values.dtype == tf.string
-        else tf.ones_like(values, tf.int32)
-    )
-    axes = (
-        leaf.bounding_shape(out_type=tf.int64)
-        if isinstance(leaf, tf.RaggedTensor)
-        else tf.shape(leaf, tf.int64)
-    )
-    return tf.concat([[tf.reduce_sum(tf.cast(size, tf.int64))], axes], 0)
+    if isinstance(leaf, tf.RaggedTensor):
+        values = leaf.flat_values
+        lengths_of_axes = leaf.bounding_shape(out_type=tf.int64)
+    else:
+        values = leaf
+        lengths_of_axes = tf.shape(leaf, tf.int64)
+
+    if values.dtype == tf.string:
+        sizes = tf.strings.length(values)
+    else:
+        sizes = tf.ones_like(values, tf.int32)
+    elements = tf.reduce_sum(tf.cast(sizes, tf.int64))
+    return tf.concat([[elements], lengths_of_axes], 0)

@@ -1,4 +1,7 @@
-"""Examples of unequal length → dense batches, with sample weights that mask the padding: `dataset.pad`."""
+"""Examples of unequal length → dense batches with weights that mask the padding.
+
+See `dataset.pad` in the config.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,114 +13,138 @@ from pipeline.common.errors import ConfigError
 
 
 def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
-    """Return a function that pads a batch `(x, y, sample_weight)`, whose last two may be missing.
+    """Return a function that pads a batch `(x, y, sample_weight)`.
 
-    Each ragged part is padded to the longest of the batch, rounded up to a multiple of `pad.multiple`: inputs with
-    `pad.value`, texts with "", labels with 0 and sample weights with 0. Ragged labels without sample weights get some,
-    1 for each of their steps; a weight for each example is spread over its steps. `spec` is that of an example: an axis
-    that has a size there keeps it.
+    The last two parts may be missing. Each ragged part is padded to the longest of the
+    batch, rounded up to a multiple of `pad.multiple`: inputs with `pad.value`, texts
+    with "", labels and sample weights with 0.
+
+    Ragged labels without sample weights get some, 1 for each of their steps. A weight
+    of an example is repeated for each of its steps.
+
+    Args:
+        pad: the node of the config, with `multiple` and `value`.
+        spec: the spec of an example. An axis that has a size there keeps it.
     """
-    multiple, value = int(pad["multiple"]), pad["value"]
+    multiple = int(pad["multiple"])
+    value = pad["value"]
 
-    def weights(labels: Any, given: Any) -> Any:
-        if not isinstance(labels, tf.RaggedTensor) or isinstance(
-            given, tf.RaggedTensor
-        ):
-            return _dense(given, multiple)
-        steps = tf.ones(
-            tf.shape(labels.flat_values)[:1], keras.config.floatx()
-        )  # one each, whatever its shape
-        counting = _dense(labels.with_flat_values(steps), multiple)
-        if given is None:
-            return counting
-        return counting * tf.reshape(
-            tf.cast(given, counting.dtype), [-1] + [1] * (counting.shape.rank - 1)
-        )
+    def padded_input(leaf: Any, leaf_spec: Any) -> Any:
+        return _dense(_without(value, leaf), multiple, value, leaf_spec)
+
+    def padded_labels(leaf: Any) -> Any:
+        return _dense(leaf, multiple)
 
     @tf.autograph.experimental.do_not_convert
     def padded(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
-        inputs = tf.nest.map_structure(
-            lambda leaf, of: _dense(_without(value, leaf), multiple, value, of),
-            x,
-            spec[0],
-        )
+        inputs = tf.nest.map_structure(padded_input, x, spec[0])
         if y is None:
             return (inputs,)
-        labels = tf.nest.map_structure(lambda leaf: _dense(leaf, multiple), y)
-        if sample_weight is None and not any(
-            isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(y)
-        ):
+        labels = tf.nest.map_structure(padded_labels, y)
+        if sample_weight is None and not _has_ragged_part(y):
             return inputs, labels
-        if isinstance(y, dict):
-            given = (
-                sample_weight
-                if isinstance(sample_weight, dict)
-                else dict.fromkeys(y, sample_weight)
-            )
-            return (
-                inputs,
-                labels,
-                {name: weights(y[name], given.get(name)) for name in y},
-            )
-        if isinstance(y, tuple):
-            several = (
-                sample_weight
-                if isinstance(sample_weight, tuple)
-                else (sample_weight,) * len(y)
-            )
-            return (
-                inputs,
-                labels,
-                tuple(weights(*each) for each in zip(y, several, strict=True)),
-            )
-        return inputs, labels, weights(y, sample_weight)
+        return inputs, labels, _padded_weights(y, sample_weight, multiple)
 
     return padded
 
 
-def _dense(leaf: Any, multiple: int, filling: Any = 0, of_one: Any = None) -> Any:
-    """Return a ragged part of a batch padded with `filling`; `of_one` is the spec of that part of an example."""
+def _has_ragged_part(nest: Any) -> bool:
+    return any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(nest))
+
+
+def _padded_weights(labels: Any, sample_weight: Any, multiple: int) -> Any:
+    """Return the sample weights of each output, in the structure of the labels.
+
+    Weights that are not such a structure themselves belong to every output.
+    """
+    if isinstance(labels, dict):
+        weights_by_output = sample_weight
+        if not isinstance(sample_weight, dict):
+            weights_by_output = dict.fromkeys(labels, sample_weight)
+        return {
+            name: _weights_of_output(leaf, weights_by_output.get(name), multiple)
+            for name, leaf in labels.items()
+        }
+    if isinstance(labels, tuple):
+        weights_of_outputs = sample_weight
+        if not isinstance(sample_weight, tuple):
+            weights_of_outputs = (sample_weight,) * len(labels)
+        return tuple(
+            _weights_of_output(leaf, weights, multiple)
+            for leaf, weights in zip(labels, weights_of_outputs, strict=True)
+        )
+    return _weights_of_output(labels, sample_weight, multiple)
+
+
+def _weights_of_output(labels: Any, weights: Any, multiple: int) -> Any:
+    if not isinstance(labels, tf.RaggedTensor) or isinstance(weights, tf.RaggedTensor):
+        return _dense(weights, multiple)
+
+    # A step has one weight, whatever the shape of its labels.
+    steps = tf.shape(labels.flat_values)[:1]
+    ones = tf.ones(steps, keras.config.floatx())
+    mask = _dense(labels.with_flat_values(ones), multiple)
+    if weights is None:
+        return mask
+    shape_to_broadcast = [-1] + [1] * (mask.shape.rank - 1)
+    return mask * tf.reshape(tf.cast(weights, mask.dtype), shape_to_broadcast)
+
+
+def _dense(leaf: Any, multiple: int, filling: Any = 0, spec: Any = None) -> Any:
+    """Return a part of a batch, padded with `filling` if it is ragged.
+
+    `spec` is that of the part in an example; without it, the batch tells which axes
+    have a size.
+    """
     if not isinstance(leaf, tf.RaggedTensor):
         return leaf
-    longest, one = leaf.bounding_shape(), tf.cast(1, leaf.row_splits.dtype)
-    sizes = (
-        leaf.shape[1:]
-        if of_one is None or of_one.shape.rank is None
-        else of_one.shape[: leaf.shape.rank - 1]
+    if spec is None or spec.shape.rank is None:
+        sizes = leaf.shape[1:]
+    else:
+        sizes = spec.shape[: leaf.shape.rank - 1]
+
+    longest = leaf.bounding_shape()
+    one = tf.cast(1, leaf.row_splits.dtype)
+    shape = [longest[0]]
+    for axis, size in enumerate(sizes, start=1):
+        if size is None:
+            multiples = tf.maximum(one, -(-longest[axis] // multiple))
+            shape.append(multiple * multiples)
+        else:
+            shape.append(tf.cast(size, one.dtype))
+
+    default = _in_dtype(filling, leaf.dtype)
+    return tf.ensure_shape(
+        leaf.to_tensor(default, shape=tf.stack(shape)), [None, *sizes]
     )
-    rounded = [
-        multiple * tf.maximum(one, -(-longest[axis] // multiple))
-        if size is None
-        else tf.cast(size, one.dtype)
-        for axis, size in enumerate(sizes, start=1)
-    ]
-    made = leaf.to_tensor(
-        _as(filling, leaf.dtype), shape=tf.stack([longest[0], *rounded])
-    )
-    return tf.ensure_shape(made, [None, *sizes])
 
 
 def _without(value: Any, leaf: Any) -> Any:
-    """Return a part of the inputs; reading it fails where a ragged one of integers has the value of the padding."""
+    """Return a part of the inputs, checked.
+
+    Reading it fails if it is ragged, of integers, and contains the padding's value.
+    """
     if not isinstance(leaf, tf.RaggedTensor) or not leaf.dtype.is_integer:
         return leaf
-    message = f"dataset.pad.value must not be a value of the inputs, which a mask could not tell from it: {value}"
-    check = tf.debugging.assert_none_equal(
-        leaf.flat_values, _as(value, leaf.dtype), message=message
+    message = (
+        "dataset.pad.value must not be a value of the inputs, "
+        f"which a mask could not tell from it: {value}"
     )
-    with tf.control_dependencies([] if check is None else [check]):
+    check = tf.debugging.assert_none_equal(
+        leaf.flat_values, _in_dtype(value, leaf.dtype), message=message
+    )
+    checks = [] if check is None else [check]
+    with tf.control_dependencies(checks):
         return leaf.with_flat_values(tf.identity(leaf.flat_values))
 
 
-def _as(value: Any, dtype: tf.DType) -> tf.Tensor:
+def _in_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """Return the padding's value in the dtype of a part; texts are padded with ""."""
     if dtype == tf.string:
         return tf.constant("")
-    if dtype.is_integer and not (
-        dtype.min <= value <= dtype.max and value == int(value)
-    ):
-        raise ConfigError(
-            "dataset.pad.value",
-            f"must be a value of the inputs' type, {dtype.name}",
-            value,
-        )
+    if dtype.is_integer:
+        is_in_range = dtype.min <= value <= dtype.max
+        if not is_in_range or value != int(value):
+            rule = f"must be a value of the inputs' type, {dtype.name}"
+            raise ConfigError("dataset.pad.value", rule, value)
     return tf.cast(value, dtype)

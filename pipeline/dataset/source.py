@@ -1,84 +1,99 @@
 """Keys → examples → batches, of all examples or of a worker's share.
 
-A key is what an example is made from: its number where the examples are kept in memory, its record in a file, or the
-streamed example itself.
+A key is what an example is made from: its number if the examples are kept in memory,
+its record in a file, or the streamed example itself.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipeline.accumulation import Batches, Share
 
-AHEAD = 2  # effective batches: tuned by itself, tf.data kept 3 GB of batches of 6 MB
+# Effective batches that are prepared ahead. A constant, because tf.data's own tuning
+# kept 3 GB of batches of 6 MB.
+AHEAD = 2
+
+# The seed of an epoch, (2,), and how many of its keys are skipped → its source.
+SourceOfEpoch = Callable[[tf.Tensor, tf.Tensor], "Source"]
 
 
-class Reader(NamedTuple):
-    """The replicas that a worker reads for: so many, from number `first` on, of all."""
+class ShareReader(NamedTuple):
+    """A worker that reads its share of each batch: the examples of its replicas.
+
+    Attributes:
+        first: number of the worker's first replica among all replicas.
+        replicas: number of the worker's replicas.
+        all_replicas: number of the replicas of all workers.
+    """
 
     first: int
     replicas: int
     all_replicas: int
 
     def share(self, *batch: Any) -> Share:
-        """Return their share of an effective batch."""
+        """Return this worker's share of an effective batch."""
         return Share.of(batch, self.first, self.replicas, self.all_replicas)
 
 
-class Source(NamedTuple):
-    """Keys of the examples in the order of the batches, and how examples are made from them."""
+@dataclass(frozen=True)
+class Source:
+    """Keys of the examples in the order of the batches, and how to make examples.
 
-    keys: tf.data.Dataset  # the arguments of `make`
-    make: Callable[..., tuple] | None = (
-        None  # one key → one example; None where the keys are the examples
-    )
-    make_batch: Callable[..., tuple] | None = (
-        None  # a batch of keys → its examples, where faster than one by one
-    )
-    parallel: int | None = None  # calls of `make_batch` at a time; None for one
+    Attributes:
+        keys: elements are the arguments of `make`.
+        make: one key → one example; None if the keys are the examples.
+        make_batch: a batch of keys → its examples, if that is faster than one by one.
+        parallel: concurrent calls of `make_batch`; None for one at a time.
+    """
 
-    def augmented(
-        self, augment: Callable[[Any, tf.Tensor], Any], seed: tf.Tensor
-    ) -> Source:
-        """Return the source of augmented examples; the first part of a key is the number of the example."""
-        make = self.make
-        assert make is not None
+    keys: tf.data.Dataset
+    make: Callable[..., tuple] | None = None
+    make_batch: Callable[..., tuple] | None = None
+    parallel: int | None = None
 
-        def make_augmented(number: tf.Tensor, *key: Any) -> tuple:
-            x, *rest = make(number, *key)
-            return (
-                augment(x, tf.random.experimental.stateless_fold_in(seed, number)),
-                *rest,
-            )
+    def batches(self, size: int, reader: ShareReader | None) -> tf.data.Dataset:
+        """Return batches of `size` examples.
 
-        return Source(self.keys, make_augmented)
-
-    def batches(self, size: int, reader: Reader | None) -> tf.data.Dataset:
-        """Return batches of the examples; for a `reader` shares of them, where it can make its examples alone."""
-        keys, make, make_batch, parallel = self
+        With a `reader`, an element is its share of the batch if all examples have one
+        shape, so that the reader can make its own examples only.
+        """
+        make_batch = self.make_batch
+        parallel = self.parallel
         if make_batch is None and reader is not None:
-            spec = (
-                keys.element_spec if make is None else _spec_of(make, keys.element_spec)
-            )
-            if fixed((keys.element_spec, spec)):
-                make_batch, parallel = one_by_one(make, spec), AHEAD
+            spec = self._example_spec()
+            if fixed((self.keys.element_spec, spec)):
+                make_batch = one_by_one(self.make, spec)
+                parallel = AHEAD
+
         if make_batch is None:
-            return batched(
-                keys if make is None else keys.map(make, tf.data.AUTOTUNE), size
-            )
-        batches = (
-            keys.batch(size) if reader is None else keys.batch(size).map(reader.share)
-        )
-        return map_batches(batches, make_batch, parallel)
+            examples = self.keys
+            if self.make is not None:
+                examples = examples.map(self.make, tf.data.AUTOTUNE)
+            return batched(examples, size)
 
+        batches_of_keys = self.keys.batch(size)
+        if reader is not None:
+            batches_of_keys = batches_of_keys.map(reader.share)
+        return map_batches(batches_of_keys, make_batch, parallel)
 
-SourceOf = Callable[
-    [tf.Tensor, tf.Tensor], Source
-]  # of an epoch: its seed, (2,), and how many keys are left out
+    def _example_spec(self) -> Any:
+        """Return the spec of an example.
+
+        It is not read off `keys.map(make)`: tf.data cannot fuse a `map` whose spec was
+        read.
+        """
+        key = self.keys.element_spec
+        if self.make is None:
+            return key
+        arguments = key if isinstance(key, tuple) else (key,)
+        traced = tf.function(self.make).get_concrete_function(*arguments)
+        return tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs)
 
 
 def fixed(spec: Any) -> bool:
@@ -89,8 +104,19 @@ def fixed(spec: Any) -> bool:
     )
 
 
+def bytes_of_spec(spec: Any) -> int:
+    """Return the bytes of an example whose shape is `fixed`."""
+    return sum(
+        leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(spec)
+    )
+
+
 def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., tuple]:
-    """Return what makes a batch of keys into examples of that spec, one by one in one step of tf.data."""
+    """Return a function that makes a batch of keys into a batch of examples.
+
+    It calls `make` for one key after the other, in one step of tf.data; `spec` is that
+    of an example.
+    """
     if make is None:
         return lambda *examples: examples
     parallel = max(10, os.cpu_count() or 1)
@@ -107,32 +133,26 @@ def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., 
 
 
 def batched(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Return batches, ragged where the shapes of the examples differ."""
-    spec = [
-        leaf
-        for leaf in tf.nest.flatten(examples.element_spec)
-        if not isinstance(leaf, tf.NoneTensorSpec)
-    ]
-    uneven = any(
-        leaf.shape.rank is None or None in leaf.shape.as_list() for leaf in spec
-    )
-    return examples.ragged_batch(size) if uneven else examples.batch(size)
+    """Return batches of `size`, ragged if the shapes of the examples differ."""
+    for leaf in tf.nest.flatten(examples.element_spec):
+        if isinstance(leaf, tf.NoneTensorSpec):
+            continue
+        if leaf.shape.rank is None or None in leaf.shape.as_list():
+            return examples.ragged_batch(size)
+    return examples.batch(size)
 
 
 def map_batches(
-    batches: tf.data.Dataset, apply: Callable[..., tuple], parallel: int | None = AHEAD
+    batches: tf.data.Dataset,
+    apply: Callable[..., tuple],
+    parallel: int | None = AHEAD,
 ) -> tf.data.Dataset:
-    """Map each batch, or the part of it that is read, or those that are put together."""
+    """Apply a function to the `(x, y, sample_weight)` of each element.
+
+    An element is a batch, a worker's `Share` of one, or several `Batches`.
+    """
     if isinstance(batches.element_spec, Share | Batches):
         return batches.map(
-            lambda share: share._replace(batch=apply(*share.batch)), parallel
+            lambda element: element._replace(batch=apply(*element.batch)), parallel
         )
     return batches.map(apply, parallel)
-
-
-def _spec_of(make: Callable[..., tuple], key: Any) -> tuple:
-    """Return the spec of the example of a key. Not as `map` shows it: tf.data cannot fuse a `map` that was asked."""
-    traced = tf.function(make).get_concrete_function(
-        *(key if isinstance(key, tuple) else (key,))
-    )
-    return tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs)

@@ -11,7 +11,13 @@ from pipeline.dataset.stream import Loader
 
 
 class Shard(NamedTuple):
-    """The part of a file that belongs to a split: `examples` of them, from number `first` on."""
+    """The part of a file that belongs to a split.
+
+    Attributes:
+        path: the file.
+        first: number of the first example that belongs to the split, in the file.
+        examples: how many do, from `first` on.
+    """
 
     path: Path
     first: int
@@ -20,14 +26,20 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored records that a split is made from, each one tensor."""
+    """The stored records that a split is made from, each one tensor.
 
-    split: tf.data.Dataset  # the examples that they make; a split that replaces it in a `Data` is not made from them
-    records: tf.data.Dataset  # in the order of the split
-    make: Callable[
-        [tf.Tensor], tuple
-    ]  # one record → its example, a tuple as in the split
-    # A seed, scalar of int64 → the records with their files in an order that follows from it; None if not in files.
+    Attributes:
+        split: the examples that the records make. In a `Data`, the records stand for
+            its split only while that is this very object.
+        records: the records in the order of the split.
+        make: one record → its example, a tuple as in the split.
+        shuffled: a seed, scalar of int64 → the records, with their files in an order
+            that follows from the seed; None if they are not in files.
+    """
+
+    split: tf.data.Dataset
+    records: tf.data.Dataset
+    make: Callable[[tf.Tensor], tuple]
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
 
 
@@ -36,17 +48,22 @@ class Data:
     """The splits of a dataset, example by example, in a fixed order.
 
     Attributes:
-        train, validation, test: elements are `(x, y)`, `(x, y, sample_weight)` or, without labels, `(x,)` of one
-            example; each is a tensor or a nest of tensors without a batch axis. The number of examples is known.
-        classes: number of labels, where the labels are classes.
-        name, version: of the dataset.
-        files: that the examples are read from, where they are prepared files.
-        shards: of the splits, by their names, in the order in which they are read.
-        shuffled: a seed, scalar of int64 → the training split with its files in an order that follows from the seed;
-            None where it is not read from files, or they are in `stored`.
-        stored: the records that splits are made from, by their names: streamed examples are made after shuffling, and
-            each of several workers makes its share alone.
-        loaders: with `dataset.batched`, what the batches of the splits come from; a split has the first batch alone.
+        train, validation, test: elements are `(x, y)`, `(x, y, sample_weight)` or,
+            without labels, `(x,)` of one example; each is a tensor or a nest of tensors
+            without a batch axis. The number of examples is known.
+        classes: number of classes, if the labels are classes.
+        name, version: name and version of the dataset.
+        files: prepared files from which the examples are read, if there are any.
+        shards: the parts of files that make each split, by the split's name, in the
+            order in which they are read.
+        shuffled: a seed, scalar of int64 → the training split, with its files in an
+            order that follows from the seed; None if it is not read from files, or if
+            `stored` has them.
+        stored: the records that splits are made from, by the split's name. With them,
+            streamed examples are made after shuffling, and each of several workers
+            makes its share only.
+        loaders: with `dataset.batched`, the sources of the batches of each split. The
+            split itself then has the first batch only.
     """
 
     train: tf.data.Dataset
@@ -64,27 +81,31 @@ class Data:
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
         """The splits that are not None, by their names."""
-        found = {"train": self.train, "validation": self.validation, "test": self.test}
-        return {name: split for name, split in found.items() if split is not None}
+        splits = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: split for name, split in splits.items() if split is not None}
 
     def count(self, name: str) -> int | None:
-        """Return the number of examples of a split; None if only reading it shows that."""
-        return None if name in self.loaders else int(self.splits[name].cardinality())
+        """Return the number of examples of a split; None if only reading it shows."""
+        if name in self.loaders:
+            return None
+        return int(self.splits[name].cardinality())
 
     def made_of(self, name: str) -> Stored | None:
-        """Return the records that a split is made from; None where they are not known."""
-        found = self.stored.get(name)
-        return (
-            None if found is None or found.split is not self.splits.get(name) else found
-        )
+        """Return the records that a split is made from; None if they are unknown."""
+        stored = self.stored.get(name)
+        if stored is None or stored.split is not self.splits.get(name):
+            return None
+        return stored
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:
-        """Shape of one example's input; None where the input is a nest."""
+        """Shape of one example's input; None if the input is a nest."""
         spec = self.train.element_spec[0]
-        return tuple(spec.shape) if isinstance(spec, tf.TypeSpec) else None
+        if not isinstance(spec, tf.TypeSpec):
+            return None
+        return tuple(spec.shape)
 
     @property
     def examples(self) -> int:
-        """Examples in the training split."""
+        """Number of examples in the training split."""
         return int(self.train.cardinality())

@@ -1,16 +1,19 @@
-"""Batches that the user's own loader makes → effective batches; epochs end where the loader does.
+"""Batches that the user's own loader makes → effective batches.
 
-    loader ─► epoch after epoch, K batches at a time ─► put together on the host, with their sizes ─► one update
+    loader ─► epoch after epoch, K batches at a time
+           ─► concatenated on the host, with their sizes ─► one update
 
-The loader is iterated in one thread, from the first epoch on and once an epoch, also where a run is resumed: its state
-is its own. So its order is what it would be in a loop of the user's, and what was read for each update is remembered.
+The loader is iterated in one thread and once an epoch. Its state is its own, so that a
+resumed run too begins with the first epoch. The order is thus that of a loop that the
+user would write, and what was read for each update is remembered. An epoch ends where
+the loader ends.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -25,154 +28,218 @@ KEY = "dataset._target_"
 
 
 class Loader:
-    """The batches of a split, made by a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator function."""
+    """The batches of a split.
+
+    They are made by a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
+    function.
+
+    Attributes:
+        first: the first batch of the first epoch.
+        spec: the spec of a batch.
+        count: batches in an epoch; None if only reading it shows that.
+        endless: whether the first epoch is known not to end.
+
+    Raises:
+        ConfigError: the source has no batch, or a split other than `train` has no end.
+    """
 
     def __init__(self, source: Any, split: str):
-        self._source, self._split = source, split
-        self._begun: Any = None
-        iterator = self.epoch()
-        first = next(iterator, None)
+        self._source = source
+        self._split = split
+
+        # The first batch shows the form of all. The rest of the first epoch follows
+        # when it is trained on.
+        self._begun_epoch: Iterator[tuple] | None = None
+        epoch = self.epoch()
+        first = next(epoch, None)
         if first is None:
-            raise ConfigError(
-                KEY, f"must give at least one batch in its {split} split", 0
-            )
-        self.first, self._begun = (
-            first,
-            iterator,
-        )  # of the first epoch; the rest of it follows when it is trained on
-        of_tf = isinstance(source, tf.data.Dataset)
-        parts = keras.utils.unpack_x_y_sample_weight(
-            source.element_spec if of_tf else first
-        )
-        of_any = lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)  # noqa: E731
-        self.spec = tf.nest.map_structure(
-            of_any, tuple(part for part in parts if part is not None)
-        )  # of a batch
-        known = (
-            int(source.cardinality()) if of_tf else getattr(source, "num_batches", None)
-        )
-        self.count = (
-            None if known is None or known < 0 else known
-        )  # batches in an epoch
-        # Whether the first epoch is known not to end.
-        self.endless = known == (
-            None
-            if isinstance(source, keras.utils.PyDataset)
-            else tf.data.INFINITE_CARDINALITY
-        )
+            rule = f"must give at least one batch in its {split} split"
+            raise ConfigError(KEY, rule, 0)
+        self.first = first
+        self._begun_epoch = epoch
+
+        self.spec = _spec_of_batches(source, first)
+        count = _batches_in_epoch(source)
+        self.count = None
+        if count is not None and count >= 0:
+            self.count = count
+        if isinstance(source, keras.utils.PyDataset):
+            self.endless = count is None
+        else:
+            self.endless = count == tf.data.INFINITE_CARDINALITY
         if self.endless and split != "train":
             raise ConfigError(KEY, f"must give a {split} split that ends")
 
     def epoch(self) -> Iterator[tuple]:
         """Return the batches of the next epoch."""
-        if (begun := self._begun) is not None:
-            self._begun = None
-            return itertools.chain([self.first], begun)
+        if self._begun_epoch is not None:
+            rest = self._begun_epoch
+            self._begun_epoch = None
+            return itertools.chain([self.first], rest)
+
         source = self._source
         with tf.device("CPU:0"):
-            made = (
-                _items(source) if isinstance(source, keras.utils.PyDataset) else source
-            )
-            return map(self._checked, iter(made() if callable(made) else made))
+            if isinstance(source, keras.utils.PyDataset):
+                batches = _batches_of(source)
+            elif callable(source):
+                batches = source()
+            else:
+                batches = source
+            return map(self._checked, iter(batches))
 
     def examples(self) -> tf.data.Dataset:
         """Return the examples of the first batch."""
         batch = tf.data.Dataset.from_generator(
             lambda: [self.first], output_signature=self.spec
         )
-        return batch.unbatch().apply(
-            tf.data.experimental.assert_cardinality(int(examples_in(self.first)))
-        )
+        count = int(examples_in(self.first))
+        return batch.unbatch().apply(tf.data.experimental.assert_cardinality(count))
 
     def _checked(self, batch: Any) -> tuple:
-        """Return a batch as tensors `(x, y, sample_weight)`, without what is None."""
+        """Return a batch as tensors `(x, y, sample_weight)`, without parts of None."""
         parts = tuple(part for part in parts_of(batch) if part is not None)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
             rule = f"must give batches of dense arrays in its {self._split} split"
             raise ConfigError(KEY, rule, type(batch).__name__)
-        if (numbers := {leaf.shape[0] for leaf in leaves}) == {0} or len(numbers) > 1:
-            rule = f"must give as many examples in each part of a batch of its {self._split} split, at least one"
-            raise ConfigError(KEY, rule, sorted(numbers))
+        counts = {leaf.shape[0] for leaf in leaves}
+        if counts == {0} or len(counts) > 1:
+            rule = (
+                "must give as many examples in each part of a batch of its "
+                f"{self._split} split, at least one"
+            )
+            raise ConfigError(KEY, rule, sorted(counts))
         return parts
 
 
-def _items(source: keras.utils.PyDataset) -> Iterator[Any]:
-    yield from (
-        source[place]
-        for place in (
-            itertools.count() if source.num_batches is None else range(len(source))
-        )
+def _spec_of_batches(source: Any, first: tuple) -> tuple:
+    """Return the spec of a batch of any number of examples, without parts of None."""
+    example_of_batch: Any = first
+    if isinstance(source, tf.data.Dataset):
+        example_of_batch = source.element_spec
+    parts = keras.utils.unpack_x_y_sample_weight(example_of_batch)
+
+    def of_any_size(leaf: Any) -> tf.TensorSpec:
+        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+
+    return tf.nest.map_structure(
+        of_any_size, tuple(part for part in parts if part is not None)
     )
+
+
+def _batches_in_epoch(source: Any) -> int | None:
+    """Return the source's number of batches; negative or None if it is unknown."""
+    if isinstance(source, tf.data.Dataset):
+        return int(source.cardinality())
+    return getattr(source, "num_batches", None)
+
+
+def _batches_of(source: keras.utils.PyDataset) -> Iterator[Any]:
+    indices: Iterable[int] = itertools.count()
+    if source.num_batches is not None:
+        indices = range(len(source))
+    for index in indices:
+        yield source[index]
     source.on_epoch_end()
 
 
 class Stream:
-    """Effective batches of `factor` batches of a loader, and what was read for each update, in `windows`."""
+    """Effective batches of `factor` batches of a loader.
+
+    Attributes:
+        windows: what was read for each update so far.
+        per_epoch: updates in an epoch; `ENDLESS`, or None if only reading it shows.
+    """
 
     def __init__(self, loader: Loader, factor: int):
-        self._loader, self._factor, self.windows = loader, factor, list[Window]()
-        known = None if loader.count is None else -(-loader.count // factor)
-        self.per_epoch = ENDLESS if loader.endless else known
+        self._loader = loader
+        self._factor = factor
+        self.windows: list[Window] = []
+        self.per_epoch: int | None = None
+        if loader.endless:
+            self.per_epoch = ENDLESS
+        elif loader.count is not None:
+            self.per_epoch = -(-loader.count // factor)
 
     def batches(self, first_update: int) -> tf.data.Dataset:
-        """Return the effective batches from `first_update` on, for one iteration; those before are read here."""
-        made = self._made()
+        """Return the effective batches from `first_update` on, for one iteration.
+
+        Those before it are read here.
+        """
+        effective_batches = self._effective_batches()
         for _ in range(first_update):
-            next(made)
+            next(effective_batches)
         spec = Batches(
-            tf.nest.map_structure(_joined_spec, self._loader.spec),
+            tf.nest.map_structure(_concatenated_spec, self._loader.spec),
             tf.TensorSpec([None], tf.int32),
         )
-        return tf.data.Dataset.from_generator(lambda: made, output_signature=spec)
+        return tf.data.Dataset.from_generator(
+            lambda: effective_batches, output_signature=spec
+        )
 
-    def _made(self) -> Iterator[Batches]:
-        seen = 0
+    def _effective_batches(self) -> Iterator[Batches]:
+        examples_seen = 0
         for epoch in itertools.count():
             batches = self._loader.epoch()
             window = list(itertools.islice(batches, self._factor))
             if not window:
                 raise ValueError(
-                    f"{KEY} must give the training split anew in each epoch. Received: none in {epoch}"
+                    f"{KEY} must give the training split anew in each epoch. "
+                    f"Received: none in {epoch}"
                 )
-            for index in itertools.count():
-                ahead = list(itertools.islice(batches, self._factor))
-                joined = tf.nest.map_structure(_joined, self._loader.spec, *window)
-                sizes = tuple(int(examples_in(batch)) for batch in window)
-                seen += sum(sizes)
+            index = 0
+            while window:
+                # The next window is read first: without one, this update is the last.
+                next_window = list(itertools.islice(batches, self._factor))
+                batch = tf.nest.map_structure(_concatenated, self._loader.spec, *window)
+                sizes = tuple(int(examples_in(part)) for part in window)
+                examples_seen += sum(sizes)
                 self.windows.append(
-                    Window(sizes, seen, epoch, index, not ahead, digest(joined))
+                    Window(
+                        sizes,
+                        examples_seen,
+                        epoch,
+                        in_epoch=index,
+                        last=not next_window,
+                        digest=digest(batch),
+                    )
                 )
-                yield Batches(joined, tf.constant(sizes, tf.int32))
-                if not (window := ahead):
-                    break
+                yield Batches(batch, tf.constant(sizes, tf.int32))
+                window = next_window
+                index += 1
 
 
-def _varying(spec: tf.TensorSpec) -> int:
-    """Return the last axis whose size differs between batches; 0 if only their number of examples does."""
+def _last_varying_axis(spec: tf.TensorSpec) -> int:
+    """Return the last axis whose size differs between batches; 0 is the examples'."""
     return max(axis for axis, size in enumerate(spec.shape) if size is None)
 
 
-def _joined_spec(spec: tf.TensorSpec) -> tf.TypeSpec:
-    axis = _varying(spec)
-    return tf.RaggedTensorSpec(spec.shape, spec.dtype, axis, tf.int64) if axis else spec
+def _concatenated_spec(spec: tf.TensorSpec) -> tf.TypeSpec:
+    axis = _last_varying_axis(spec)
+    if axis == 0:
+        return spec
+    return tf.RaggedTensorSpec(spec.shape, spec.dtype, axis, tf.int64)
 
 
-def _joined(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
+def _concatenated(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
+    axis = _last_varying_axis(spec)
     with tf.device("CPU:0"):
-        if axis := _varying(spec):
-            leaves = tuple(
-                tf.RaggedTensor.from_tensor(leaf, ragged_rank=axis) for leaf in leaves
-            )
-        return tf.concat(leaves, 0)
+        if axis == 0:
+            return tf.concat(leaves, 0)
+        ragged_leaves = [
+            tf.RaggedTensor.from_tensor(leaf, ragged_rank=axis) for leaf in leaves
+        ]
+        return tf.concat(ragged_leaves, 0)
 
 
-def digest(nest: Any, found: int = 0) -> int:
-    """Return a checksum of the content of tensors, which goes on from one that was `found` before."""
+def digest(nest: Any, previous: int = 0) -> int:
+    """Return a CRC-32 of the content of tensors, continued from a `previous` one."""
+    checksum = previous
     for leaf in tf.nest.flatten(nest, expand_composites=True):
         array = np.asarray(leaf)
-        found = zlib.crc32(
-            repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(),
-            found,
-        )
-    return found
+        if array.dtype.hasobject:
+            content = repr(array.tolist()).encode()
+        else:
+            content = array.tobytes()
+        checksum = zlib.crc32(content, checksum)
+    return checksum

@@ -1,4 +1,7 @@
-"""Datasets that TFDS prepares: downloaded and written to files once, then read in order or by shuffled files."""
+"""Datasets that TFDS prepares: downloaded and written to files once.
+
+They are read in order, or by shuffled files.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,43 +11,15 @@ import tensorflow as tf
 from filelock import FileLock
 
 from pipeline.common.errors import ConfigError, first_line
+from pipeline.dataset import tfds_internals
 from pipeline.dataset.splits import Data, Shard, Stored
 
-FILES_AT_ONCE = 16  # files that are read in turn where files are shuffled
-BUFFER = (
-    2**20
-)  # bytes that are read from a file at a time: for all of them TFDS would keep 128 MB
-
-
-def _prepare(builder: Any, download: bool) -> None:
-    """Prepare the dataset if it is not there and may be downloaded; one process does, and others wait for it."""
-    import tensorflow_datasets as tfds
-    from tensorflow_datasets.core.download import downloader
-
-    if builder.is_prepared():
-        return
-    if not download:
-        rule = f"must hold {builder.info.full_name}, prepared; dataset.download=true allows to download and prepare it"
-        raise ConfigError("dataset.data_dir", rule, builder.data_dir)
-    folder = Path(
-        builder.data_dir
-    ).parent  # of the dataset or its config, whatever the version
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if (
-                builder.is_prepared()
-            ):  # by another process, after this one's builder had looked
-                builder.info.read_from_directory(builder.data_dir)
-            else:
-                tfds.disable_progress_bar()
-                downloader.MAX_RETRIES = (
-                    5  # ten take over three minutes to find that there is no network
-                )
-                builder.download_and_prepare()
-    except Exception as error:
-        rule = f"could not be downloaded and prepared in {folder.parent} ({first_line(error)})"
-        raise ConfigError("dataset", rule, builder.info.full_name) from error
+FILES_AT_ONCE = 16  # files that are read in turn when files are shuffled
+# Bytes that are read from a file at a time. TFDS would keep 128 MB for all files.
+BUFFER = 2**20
+# Retries of a download. TFDS' ten take over three minutes to find that there is no
+# network.
+RETRIES = 5
 
 
 def read(
@@ -54,118 +29,178 @@ def read(
     make: Callable,
     label_key: str = "label",
 ) -> Data:
-    """Prepare the dataset; return its splits for training, validation and test, with `make` mapped over them."""
-    import tensorflow_datasets as tfds
+    """Prepare a dataset and return its splits.
 
+    Args:
+        builder: a `tfds.core.DatasetBuilder`.
+        download: whether to prepare the dataset if it is not there.
+        splits: names of TFDS for the training, validation and test split; None for
+            none.
+        make: the features of an example → the example.
+        label_key: the feature that has the number of classes.
+    """
     _prepare(builder, download)
-    named = {
-        part: name
-        for part, name in zip(("train", "validation", "test"), splits, strict=True)
-        if name is not None
-    }
-    config = tfds.ReadConfig(
-        interleave_cycle_length=1, try_autocache=False, add_tfds_id=False
-    )
-    stored = {
-        part: _stored(builder, config, part, name, make) for part, name in named.items()
-    }
-    parts: dict[str, Any] = {"validation": None} | {
-        part: each.split for part, each in stored.items()
-    }
-    usual, own = tfds.core.GeneratorBasedBuilder, type(builder)
-    as_usual = (own.as_dataset, own._as_dataset) == (
-        usual.as_dataset,
-        usual._as_dataset,
-    )
-    files = (
-        path
-        for path in Path(builder.data_dir).iterdir()
-        if path.is_file() and path.name != "dataset_info.json"
-    )
+    names = {}
+    for part, name in zip(("train", "validation", "test"), splits, strict=True):
+        if name is not None:
+            names[part] = name
+    stored = {part: _stored(builder, part, name, make) for part, name in names.items()}
+
+    datasets: dict[str, Any] = {"validation": None}
+    for part, records in stored.items():
+        datasets[part] = records.split
+    # The records of such a builder do not show which examples it makes from them.
+    if tfds_internals.overrides_reading(builder):
+        stored = {}
+
+    features = dict(builder.info.features or {})
     return Data(
-        **parts,
-        classes=getattr(
-            dict(builder.info.features or {}).get(label_key), "num_classes", None
-        ),
+        **datasets,
+        classes=getattr(features.get(label_key), "num_classes", None),
         name=builder.name,
         version=str(builder.version),
-        files=tuple(sorted(files)),
-        shards={part: _shards(builder, name) for part, name in named.items()},
-        stored=stored
-        if as_usual
-        else {},  # else they do not show what it makes of them
+        files=_files(builder),
+        shards={part: _shards(builder, name) for part, name in names.items()},
+        stored=stored,
     )
 
 
-def _stored(
-    builder: Any, config: Any, part: str, name: str, preprocess: Callable
-) -> Stored:
-    try:
-        dataset = builder.as_dataset(
-            split=name, shuffle_files=False, read_config=config
+def _prepare(builder: Any, download: bool) -> None:
+    """Prepare the dataset if it is not there.
+
+    One process does it, and others wait for it.
+
+    Raises:
+        ConfigError: the dataset is not there and may not be downloaded, or preparing it
+            failed.
+    """
+    if builder.is_prepared():
+        return
+    if not download:
+        rule = (
+            f"must hold {builder.info.full_name}, prepared; dataset.download=true "
+            "allows to download and prepare it"
         )
-    except ValueError as error:
-        rule = f"must be a split of {builder.name}{'' if part == 'train' else ', or null for none'}"
-        raise ConfigError(
-            f"dataset.{part}_split", rule, name, sorted(builder.info.splits)
-        ) from error
-    dataset = dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
-    converted = tf.function(
-        preprocess
-    )  # as `map` does: the user's may have an `if` of a tensor
+        raise ConfigError("dataset.data_dir", rule, builder.data_dir)
+
+    # The folder of the dataset or its TFDS config, for all versions.
+    folder = Path(builder.data_dir).parent
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            _prepare_locked(builder)
+    except Exception as error:
+        rule = (
+            f"could not be downloaded and prepared in {folder.parent} "
+            f"({first_line(error)})"
+        )
+        raise ConfigError("dataset", rule, builder.info.full_name) from error
+
+
+def _prepare_locked(builder: Any) -> None:
+    import tensorflow_datasets as tfds
+
+    # Another process may have prepared it after this one's builder had looked.
+    if builder.is_prepared():
+        builder.info.read_from_directory(builder.data_dir)
+        return
+    tfds.disable_progress_bar()
+    tfds_internals.limit_download_retries(RETRIES)
+    builder.download_and_prepare()
+
+
+def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
+    """Return a split, and the records that it is made from.
+
+    Args:
+        builder: a `tfds.core.DatasetBuilder`, prepared.
+        part: `train`, `validation` or `test`.
+        name: TFDS' name of the split, which may be a slice.
+        preprocess: the features of an example → the example.
+    """
+    split = _as_dataset(builder, part, name)
+    split = split.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+    # `map` converts by AutoGraph: the user's function may have an `if` of a tensor.
+    converted = tf.function(preprocess)
 
     @tf.autograph.experimental.do_not_convert
     def make(record: tf.Tensor) -> Any:
         return converted(builder.info.features.deserialize_example(record))
 
-    records, shuffled = _records(builder, name)
-    records = records.apply(
-        tf.data.experimental.assert_cardinality(dataset.cardinality())
+    # TFDS would parse each record before it is shuffled, which is half of the cost.
+    records_in_order, records_by_seed = _records(builder, name)
+    records = records_in_order.apply(
+        tf.data.experimental.assert_cardinality(split.cardinality())
     )
-    return Stored(dataset, records, make, shuffled if part == "train" else None)
+    if part != "train":
+        return Stored(split, records, make)
+    return Stored(split, records, make, records_by_seed)
+
+
+def _as_dataset(builder: Any, part: str, name: str) -> tf.data.Dataset:
+    import tensorflow_datasets as tfds
+
+    config = tfds.ReadConfig(
+        interleave_cycle_length=1, try_autocache=False, add_tfds_id=False
+    )
+    try:
+        return builder.as_dataset(split=name, shuffle_files=False, read_config=config)
+    except ValueError as error:
+        rule = f"must be a split of {builder.name}"
+        if part != "train":
+            rule += ", or null for none"
+        raise ConfigError(
+            f"dataset.{part}_split", rule, name, sorted(builder.info.splits)
+        ) from error
 
 
 def _records(
     builder: Any, name: str
 ) -> tuple[tf.data.Dataset, Callable[[tf.Tensor], tf.data.Dataset]]:
-    """Return the records of a split in the order of its files, and a function from a seed to them by shuffled files."""
-    # TFDS would parse each record before it is shuffled, which is half of the total cost.
-    from tensorflow_datasets.core import file_adapters
+    """Return the records of a split in the order of its files, and by shuffled files.
 
-    adapter = file_adapters.ADAPTER_FOR_FORMAT[
-        builder.info.file_format or file_adapters.DEFAULT_FILE_FORMAT
-    ]
-    of_files = builder.info.splits[name].file_instructions
-    names, counts = (
-        [str(file.filename) for file in of_files],
-        [(file.skip, file.take) for file in of_files],
-    )
+    The second is a function from a seed, scalar of int64, to the records.
+    """
+    instructions = builder.info.splits[name].file_instructions
+    names = [str(file.filename) for file in instructions]
+    skips_and_takes = [(file.skip, file.take) for file in instructions]
 
     def files() -> tf.data.Dataset:
-        tensors = (
-            tf.constant(names, tf.string),
-            tf.constant(counts, tf.int64, [len(names), 2]),
+        return tf.data.Dataset.from_tensor_slices(
+            (
+                tf.constant(names, tf.string),
+                tf.constant(skips_and_takes, tf.int64, [len(names), 2]),
+            )
         )
-        return tf.data.Dataset.from_tensor_slices(tensors)
 
     @tf.autograph.experimental.do_not_convert
-    def records_of(file: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
-        return adapter.make_tf_data(file, BUFFER).skip(count[0]).take(count[1])
+    def records_of(file: tf.Tensor, skip_and_take: tf.Tensor) -> tf.data.Dataset:
+        records = tfds_internals.records_of_file(builder, file, BUFFER)
+        return records.skip(skip_and_take[0]).take(skip_and_take[1])
 
-    def shuffled(seed: tf.Tensor) -> tf.data.Dataset:
-        order = files().shuffle(len(names), seed=seed, reshuffle_each_iteration=False)
-        return order.interleave(
+    def by_seed(seed: tf.Tensor) -> tf.data.Dataset:
+        shuffled = files().shuffle(
+            len(names), seed=seed, reshuffle_each_iteration=False
+        )
+        return shuffled.interleave(
             records_of,
             FILES_AT_ONCE,
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
         )
 
-    return files().flat_map(records_of), shuffled
+    return files().flat_map(records_of), by_seed
 
 
 def _shards(builder: Any, name: str) -> list[Shard]:
-    return [
-        Shard(Path(file.filename), file.skip, file.take)
-        for file in builder.info.splits[name].file_instructions
-    ]
+    instructions = builder.info.splits[name].file_instructions
+    return [Shard(Path(file.filename), file.skip, file.take) for file in instructions]
+
+
+def _files(builder: Any) -> tuple[Path, ...]:
+    """Return the files of a prepared dataset, without TFDS' description of it."""
+    files = []
+    for path in Path(builder.data_dir).iterdir():
+        if path.is_file() and path.name != "dataset_info.json":
+            files.append(path)
+    return tuple(sorted(files))

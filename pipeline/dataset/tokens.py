@@ -1,4 +1,4 @@
-"""The tokens of an effective batch: the positions of its sequences that are no padding."""
+"""Tokens of an effective batch: positions of its sequences that are no padding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,47 +11,73 @@ from pipeline.accumulation import Share, parts_of
 def counter(
     inputs: Any, padding: Any = None, masked: bool = False
 ) -> Callable[[Any], tf.Tensor] | None:
-    """Return what counts the tokens of all workers' effective batch; None if examples have no sequence axis.
+    """Return a function that counts the tokens of the effective batch of all workers.
 
-    The first part of the `inputs`, the spec of an example's, whose first axis alone has no fixed size or that is a
-    vector of integers has it. What `dataset.pad` fills with `padding` does not count, nor zeros if the model has
-    `masked` them.
+    Args:
+        inputs: spec of an example's inputs. The first part that is a sequence counts: a
+            vector of integers, or a part whose first axis, and no other, has no fixed
+            size.
+        padding: the value with which `dataset.pad` fills sequences; None without it.
+            Positions with it do not count.
+        masked: whether the model masks zeros; they then do not count.
+
+    Returns:
+        A function from a batch to the count, scalar of int64; None if examples have no
+        sequence.
     """
-    leaves = tf.nest.flatten(inputs)
-    place = next(
-        (place for place, leaf in enumerate(leaves) if _is_sequence(leaf)), None
-    )
-    if place is None:
+    specs = tf.nest.flatten(inputs)
+    positions = [n for n, spec in enumerate(specs) if _is_sequence(spec)]
+    if not positions:
         return None
-    varies = (
-        isinstance(leaves[place], tf.RaggedTensorSpec) or leaves[place].shape[0] is None
-    )
-    value = padding if varies else 0 if masked else None
+    position = positions[0]
+    not_counted = None
+    if _varies(specs[position]):
+        not_counted = padding
+    elif masked:
+        not_counted = 0
 
     def tokens(batch: Any) -> tf.Tensor:
-        leaf = tf.nest.flatten(parts_of(batch)[0])[place]
+        sequence = tf.nest.flatten(parts_of(batch)[0])[position]
         with tf.device("CPU:0"):  # where the batch is
-            if isinstance(leaf, tf.RaggedTensor):
-                return tf.reduce_sum(leaf.row_lengths())
-            if value is None:  # the examples of a share are those of one worker
-                examples = (
-                    batch.examples if isinstance(batch, Share) else tf.shape(leaf)[0]
-                )
-                return tf.cast(examples, tf.int64) * tf.shape(leaf, tf.int64)[1]
-            counts = tf.not_equal(
-                leaf, "" if leaf.dtype == tf.string else tf.cast(value, leaf.dtype)
-            )
-            return tf.math.count_nonzero(
-                tf.reduce_any(counts, axis=[*range(2, leaf.shape.rank)])
-            )
+            if isinstance(sequence, tf.RaggedTensor):
+                return tf.reduce_sum(sequence.row_lengths())
+            if not_counted is None:
+                length = tf.shape(sequence, tf.int64)[1]
+                return tf.cast(_examples(batch, sequence), tf.int64) * length
+            return _count_others(sequence, not_counted)
 
     return tokens
 
 
 def _is_sequence(spec: Any) -> bool:
-    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
-        first, *rest = spec.shape.as_list()
-        return None not in rest and (
-            first is None or (spec.dtype.is_integer and first > 1 and not rest)
-        )
-    return isinstance(spec, tf.RaggedTensorSpec)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return True
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return False
+    length, *other_sizes = spec.shape.as_list()
+    if None in other_sizes:
+        return False
+    if length is None:
+        return True
+    return bool(spec.dtype.is_integer and length > 1 and not other_sizes)
+
+
+def _varies(spec: Any) -> bool:
+    return isinstance(spec, tf.RaggedTensorSpec) or spec.shape[0] is None
+
+
+def _examples(batch: Any, sequence: tf.Tensor) -> tf.Tensor:
+    """Return the examples of all workers; a share has those of one worker."""
+    if isinstance(batch, Share):
+        return batch.examples
+    return tf.shape(sequence)[0]
+
+
+def _count_others(sequence: tf.Tensor, not_counted: Any) -> tf.Tensor:
+    """Return the number of steps of which some element differs from a value."""
+    value: Any = ""
+    if sequence.dtype != tf.string:
+        value = tf.cast(not_counted, sequence.dtype)
+    differs = tf.not_equal(sequence, value)
+    axes_of_step = [*range(2, sequence.shape.rank)]
+    return tf.math.count_nonzero(tf.reduce_any(differs, axis=axes_of_step))

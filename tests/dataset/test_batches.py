@@ -17,9 +17,9 @@ from pipeline.config.schema import TrainingConfig
 from pipeline.config.stages import Asked, Slice
 from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
-from pipeline.dataset.batches import Reader
 from pipeline.dataset.builtin.digits import Digits
 from pipeline.dataset.class_weights import weigher
+from pipeline.dataset.source import ShareReader
 from tests.parameters import mostly_slow
 from tests.running import ROOT, python
 
@@ -170,7 +170,7 @@ def test_what_comes_before_an_update_is_left_out(node, augment):
 def by_readers(workers, replicas, batches_of):
     """What each of so many workers, with so many replicas each, reads: `batches_of(reader)`."""
     readers = [
-        Reader(worker * replicas, replicas, workers * replicas)
+        ShareReader(worker * replicas, replicas, workers * replicas)
         for worker in range(workers)
     ]
     return [list(batches_of(reader)) for reader in readers]
@@ -254,7 +254,7 @@ def test_workers_read_examples_of_unequal_length_whole(node):
                     made, Data(texts, None), **settings, reader=reader
                 )
             )
-            for reader in (None, Reader(1, 1, 2))
+            for reader in (None, ShareReader(1, 1, 2))
         )
         for (x, y), (also_x, also_y) in zip(one, two, strict=True):
             assert (y == also_y).numpy().all()
@@ -511,7 +511,7 @@ def test_what_makes_an_example_may_have_an_if_of_a_tensor(digits):
         {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200}
     )
     settings = {"seed": 3, "slices": [Slice(500, 1)]}
-    for reader in (None, Reader(0, 1, 2)):
+    for reader in (None, ShareReader(0, 1, 2)):
         splits = [
             batching.effective_batches(node, data, **settings, reader=reader),
             batching.in_order(
@@ -584,7 +584,7 @@ def test_a_builder_with_a_way_of_its_own_to_read_is_never_read_another_way(tmp_p
     )
     read = [
         batching.in_order(
-            data.validation, 90, None, Reader(0, 1, 2), data.made_of("validation")
+            data.validation, 90, None, ShareReader(0, 1, 2), data.made_of("validation")
         )
     ]
     for in_memory in (True, False):
@@ -594,7 +594,7 @@ def test_a_builder_with_a_way_of_its_own_to_read_is_never_read_another_way(tmp_p
         read.append(batching.effective_batches(node, data, [Slice(500, 1)], seed=0))
         read.append(
             batching.effective_batches(
-                node, data, [Slice(500, 1)], seed=0, reader=Reader(0, 1, 2)
+                node, data, [Slice(500, 1)], seed=0, reader=ShareReader(0, 1, 2)
             )
         )
     for batches in read:

@@ -45,18 +45,18 @@ def aged(path) -> None:
 def test_a_file_that_has_not_changed_is_not_read_again(tmp_path, cache):
     file = tmp_path / "file"
     file.write_bytes(b"abc")
-    assert checksums.of(file) == expected(b"abc")
+    assert checksums.sha256_of(file) == expected(b"abc")
     assert not cache.exists()  # it may change within the resolution of its date
     aged(file)
-    assert checksums.of(file) == expected(b"abc")
+    assert checksums.sha256_of(file) == expected(b"abc")
     (entry,) = cache.iterdir()
     entry.write_text(entry.read_text().replace(expected(b"abc"), "known"))
-    assert checksums.of(file) == "known"
+    assert checksums.sha256_of(file) == "known"
     file.write_bytes(b"abd")  # of the same size; and its date as well
     aged(file)
-    assert checksums.of(file) == expected(b"abd")
+    assert checksums.sha256_of(file) == expected(b"abd")
     entry.write_text("{")
-    assert checksums.of(file) == expected(b"abd")
+    assert checksums.sha256_of(file) == expected(b"abd")
 
 
 @pytest.mark.slow

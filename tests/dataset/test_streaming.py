@@ -25,16 +25,17 @@ from pathlib import Path
 import keras
 from pipeline.dataset import checksums
 
-updated, of = threading.Event(), checksums.of
+updated = threading.Event()
+sha256_of = checksums.sha256_of
 
 
 def held(path):
     if not updated.wait(300):
         raise RuntimeError("the first update waits for the checksums")
-    return of(path)
+    return sha256_of(path)
 
 
-checksums.of = held
+checksums.sha256_of = held
 
 
 class Watched(keras.callbacks.Callback):

@@ -1,6 +1,7 @@
 """TFDS builders that the package brings along.
 
-A new one needs a module here, and its function's name both at the door of `dataset` and in `trust.allowlist`.
+A new one needs a module here, and the name of its function both in the public names of
+`pipeline.dataset` and in `trust.allowlist`.
 """
 
 __all__ = ["digits", "tables", "topics"]

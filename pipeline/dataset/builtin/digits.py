@@ -1,4 +1,7 @@
-"""The handwritten digits that scikit-learn bundles (UCI, Alpaydin and Kaynak 1998), as a TFDS dataset."""
+"""The handwritten digits that scikit-learn bundles, as a TFDS dataset.
+
+They are from UCI's repository: Alpaydin and Kaynak 1998.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,23 +11,23 @@ import tensorflow_datasets as tfds
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """1797 images of 8×8×1 with values 0 … 16, in fixed stratified splits of 1437, 180 and 180."""
+    """1797 images of 8×8×1 with values 0 … 16, in fixed stratified splits of 1437, 180
+    and 180.
+    """
 
     VERSION = tfds.core.Version("1.0.0")
 
     def _info(self) -> tfds.core.DatasetInfo:
         image = tfds.features.Tensor(shape=(8, 8, 1), dtype=np.uint8)
-        features = tfds.features.FeaturesDict(
-            {"image": image, "label": tfds.features.ClassLabel(num_classes=10)}
-        )
+        label = tfds.features.ClassLabel(num_classes=10)
         return self.dataset_info_from_configs(
-            description=self.__doc__, features=features
+            description=" ".join(str(self.__doc__).split()),
+            features=tfds.features.FeaturesDict({"image": image, "label": label}),
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-        from sklearn.datasets import (
-            load_digits,
-        )  # takes a second, needed only to prepare
+        # Importing scikit-learn takes a second, and only preparing needs it.
+        from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
         digits = load_digits()
@@ -44,10 +47,5 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         self, digits: Any, indices: np.ndarray
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         for index in sorted(indices.tolist()):
-            yield (
-                index,
-                {
-                    "image": digits.images[index, ..., None].astype(np.uint8),
-                    "label": int(digits.target[index]),
-                },
-            )
+            image = digits.images[index, ..., None].astype(np.uint8)
+            yield index, {"image": image, "label": int(digits.target[index])}

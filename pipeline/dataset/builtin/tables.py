@@ -1,4 +1,7 @@
-"""Two tables that scikit-learn bundles: measurements and one number to predict, in fixed splits of 60, 20 and 20%."""
+"""Two tables that scikit-learn bundles: measurements, and one number to predict.
+
+Both are in fixed splits of 60, 20 and 20%.
+"""
 
 from typing import Any
 
@@ -9,7 +12,10 @@ from pipeline.dataset.splits import Data
 
 
 def breast_cancer() -> Data:
-    """Load the Wisconsin breast cancer table: 569 tumours, 30 measurements each, malignant (0) or benign (1)."""
+    """Load the Wisconsin breast cancer table.
+
+    It has 569 tumors with 30 measurements each, malignant (0) or benign (1).
+    """
     from sklearn.datasets import load_breast_cancer
 
     table = load_breast_cancer()
@@ -17,7 +23,11 @@ def breast_cancer() -> Data:
 
 
 def diabetes() -> Data:
-    """Load the diabetes table of Efron et al. 2004: 442 patients, 10 measurements each, and its progress in a year."""
+    """Load the diabetes table of Efron et al. 2004.
+
+    It has 442 patients with 10 measurements each, and the progress of the disease in a
+    year.
+    """
     from sklearn.datasets import load_diabetes
 
     return _split("diabetes", load_diabetes(scaled=False), np.float32)
@@ -26,25 +36,35 @@ def diabetes() -> Data:
 def _split(
     name: str, table: Any, kind: type, classes: np.ndarray | None = None
 ) -> Data:
+    """Return a table's rows in three splits, stratified by `classes`.
+
+    `kind` is the dtype of the labels.
+    """
     from sklearn.model_selection import train_test_split
 
-    x, y = table.data.astype(np.float32), table.target.astype(kind)[:, np.newaxis]
+    x = table.data.astype(np.float32)
+    y = table.target.astype(kind)[:, np.newaxis]
     train, rest = train_test_split(
         np.arange(len(x)), test_size=0.4, random_state=0, stratify=classes
     )
-    of_rest = None if classes is None else classes[rest]
+    classes_of_rest = None
+    class_count = None
+    if classes is not None:
+        classes_of_rest = classes[rest]
+        class_count = 2
     validation, test = train_test_split(
-        rest, test_size=0.5, random_state=0, stratify=of_rest
+        rest, test_size=0.5, random_state=0, stratify=classes_of_rest
     )
-    rows = {
-        "train": np.sort(train),
-        "validation": np.sort(validation),
-        "test": np.sort(test),
-    }
-    splits = {
-        part: tf.data.Dataset.from_tensor_slices((x[found], y[found]))
-        for part, found in rows.items()
-    }
+
+    def dataset(rows: np.ndarray) -> tf.data.Dataset:
+        in_order = np.sort(rows)
+        return tf.data.Dataset.from_tensor_slices((x[in_order], y[in_order]))
+
     return Data(
-        **splits, classes=None if classes is None else 2, name=name, version="1.0.0"
+        train=dataset(train),
+        validation=dataset(validation),
+        test=dataset(test),
+        classes=class_count,
+        name=name,
+        version="1.0.0",
     )

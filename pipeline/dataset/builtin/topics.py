@@ -1,4 +1,7 @@
-"""The help texts of Python's standard library (`pydoc_data.topics`), in pieces, as a TFDS dataset."""
+"""The help texts of Python's standard library, in pieces, as a TFDS dataset.
+
+They are in `pydoc_data.topics`.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -8,44 +11,54 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 MOST = 128  # bytes of a piece
-PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"  # the texts differ
+# The name of TFDS' config, because each version of Python has other texts.
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class Topics(tfds.core.GeneratorBasedBuilder):
-    """Paragraphs of the texts, cut where longer than 128 bytes; every tenth text is for validation, or for the test."""
+    """Paragraphs of the texts, cut where longer than 128 bytes; every tenth text is for
+    validation, or for the test.
+    """
 
     VERSION = tfds.core.Version("1.0.0")
-    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=PYTHON)]  # noqa: RUF012  (as TFDS reads it)
+    # TFDS reads it from the class.
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=PYTHON)]  # noqa: RUF012
 
     def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict(
-            {"bytes": tfds.features.Tensor(shape=(None,), dtype=np.uint8)}
-        )
+        text = tfds.features.Tensor(shape=(None,), dtype=np.uint8)
         return self.dataset_info_from_configs(
-            description=self.__doc__, features=features
+            description=" ".join(str(self.__doc__).split()),
+            features=tfds.features.FeaturesDict({"bytes": text}),
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         from pydoc_data.topics import topics
 
-        texts = [topics[name] for name in sorted(topics)]
-        parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
-        for number, text in enumerate(texts):
-            parts[{0: "validation", 1: "test"}.get(number % 10, "train")].append(text)
-        return {name: self._generate_examples(texts) for name, texts in parts.items()}
+        texts_by_split: dict[str, list[str]] = {
+            "train": [],
+            "validation": [],
+            "test": [],
+        }
+        for number, name in enumerate(sorted(topics)):
+            split = {0: "validation", 1: "test"}.get(number % 10, "train")
+            texts_by_split[split].append(topics[name])
+        return {
+            split: self._generate_examples(texts)
+            for split, texts in texts_by_split.items()
+        }
 
     def _generate_examples(
         self, texts: list[str]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        paragraphs = (
-            paragraph.strip().encode()
-            for text in texts
-            for paragraph in text.split("\n\n")
-        )
-        pieces = (
-            each[start : start + MOST]
-            for each in paragraphs
-            for start in range(0, len(each), MOST)
-        )
-        for number, piece in enumerate(piece for piece in pieces if len(piece) > 1):
+        pieces = (piece for piece in _pieces(texts) if len(piece) > 1)
+        for number, piece in enumerate(pieces):
             yield number, {"bytes": np.frombuffer(piece, np.uint8)}
+
+
+def _pieces(texts: list[str]) -> Iterator[bytes]:
+    """Yield the paragraphs of the texts in pieces of at most `MOST` bytes."""
+    for text in texts:
+        for paragraph in text.split("\n\n"):
+            content = paragraph.strip().encode()
+            for start in range(0, len(content), MOST):
+                yield content[start : start + MOST]
