@@ -48,55 +48,17 @@ def main() -> None:
     begun, load = time.time(), os.getloadavg()[0]
     if {"main", "peers"} & set(options.parts):
         processes.check_peers()
-    figures: list[Figure] = []
-    if "startup" in options.parts:  # before TensorFlow takes memory and threads here
-        from benchmarks import startup
-
-        figures += startup.measure(options.starts)
-    if "main" in options.parts:
-        figures += main_job.measure(options.starts)
-    if "auto" in options.parts:
-        from benchmarks import micro_batches
-
-        figures += micro_batches.measure(False, 128, (64, 128), 2 * options.starts)
-    if "memory" in options.parts:
-        name = "cnn" if "cnn" in options.models else options.models[0]
-        figures += memory.measure(name, options.starts)
+    # These come before TensorFlow takes memory and threads in this process.
+    figures = _in_other_processes(options)
     device = "not used"
     if set(options.parts) - {"startup", "main", "auto", "memory"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with imports.without_chatter():
-            from benchmarks import (
-                checkpoints,
-                models,
-                peers,
-                replicas,
-                tracking,
-                update,
-            )
+            from benchmarks import models, peers
 
         device = models.device()
         for name in options.models:
-            if "update" in options.parts:
-                figures += update.measure(
-                    name, options.rounds, options.seconds, options.xla
-                )
-            if "peers" in options.parts:
-                figures += peers.measure(
-                    name, options.rounds, options.seconds, options.xla
-                )
-            if (
-                "tracking" in options.parts and name not in LARGE
-            ):  # a turn would be two updates
-                figures += tracking.measure(
-                    name, options.tracked_rounds, options.tracked_seconds
-                )
-            if "checkpoints" in options.parts:
-                figures += checkpoints.measure(
-                    name, options.tracked_rounds, options.tracked_seconds
-                )
-            if "replicas" in options.parts and name in replicas.NAMES:
-                figures += replicas.measure(name, options.rounds, options.seconds)
+            figures += _of_model(name, options)
         figures += peers.overall(figures)
     said = f"{device}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
     print(f"\n{said}\n{table(figures)}")
@@ -110,6 +72,48 @@ def main() -> None:
         path, begun, options, versions, device=device, load=load, figures=found
     )
     print(f"written to {path}", file=sys.stderr)
+
+
+def _in_other_processes(options: argparse.Namespace) -> list[Figure]:
+    """Measure the parts that compute in processes of their own."""
+    figures: list[Figure] = []
+    if "startup" in options.parts:
+        from benchmarks import startup
+
+        figures += startup.measure(options.starts)
+    if "main" in options.parts:
+        figures += main_job.measure(options.starts)
+    if "auto" in options.parts:
+        from benchmarks import micro_batches
+
+        figures += micro_batches.measure(False, 128, (64, 128), 2 * options.starts)
+    if "memory" in options.parts:
+        name = "cnn" if "cnn" in options.models else options.models[0]
+        figures += memory.measure(name, options.starts)
+    return figures
+
+
+def _of_model(name: str, options: argparse.Namespace) -> list[Figure]:
+    """Measure the parts that compute with a model in this process."""
+    from benchmarks import checkpoints, peers, replicas, tracking, update
+
+    figures: list[Figure] = []
+    if "update" in options.parts:
+        figures += update.measure(name, options.rounds, options.seconds, options.xla)
+    if "peers" in options.parts:
+        figures += peers.measure(name, options.rounds, options.seconds, options.xla)
+    # Of a large model, a turn would be two updates.
+    if "tracking" in options.parts and name not in LARGE:
+        figures += tracking.measure(
+            name, options.tracked_rounds, options.tracked_seconds
+        )
+    if "checkpoints" in options.parts:
+        figures += checkpoints.measure(
+            name, options.tracked_rounds, options.tracked_seconds
+        )
+    if "replicas" in options.parts and name in replicas.NAMES:
+        figures += replicas.measure(name, options.rounds, options.seconds)
+    return figures
 
 
 def _options() -> argparse.Namespace:

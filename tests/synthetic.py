@@ -50,7 +50,7 @@ class Made:
         self.planned = ParentRun(*sweep, varied=list(self.varied), metrics=["accuracy"])
         self.planned.plan(self.names, self.varied)
 
-    def job(
+    def job(  # noqa: PLR0913  what a test varies
         self,
         name: str,
         curves: Mapping[str, Sequence[float] | Mapping[int, float]],

@@ -152,7 +152,7 @@ CASES = {
 class Run:
     """A small model on 43 examples; a checkpoint after every update is left in `folder`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a test varies
         self,
         folder: Path,
         case: dict,

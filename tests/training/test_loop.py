@@ -57,7 +57,7 @@ class StopAt(keras.callbacks.Callback):
 class Run:
     """A linear model on 40 examples, 5 updates an epoch; `rows` and `model` are left."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a test varies
         self,
         callbacks=(),
         *,
