@@ -15,7 +15,7 @@ import tensorflow as tf
 from .batch import (
     Batches,
     Nest,
-    dense,
+    to_dense,
     examples_in,
     of_first_replica,
     parts_of,
@@ -320,7 +320,7 @@ def sum_over_micro_batches(
             if isinstance(batch, Batches):
                 pairs = zip(micro_batch, specs, strict=True)
                 micro_batch = [
-                    tf.ensure_shape(dense(leaf), spec.shape) for leaf, spec in pairs
+                    tf.ensure_shape(to_dense(leaf), spec.shape) for leaf, spec in pairs
                 ]
         return [
             tf.identity(leaf) for leaf in micro_batch
