@@ -2,10 +2,11 @@
 
 Each of Keras' operations is a pass over memory.
 
-    m += (g − m)·(1 − β₁);   v += (g² − v)·(1 − β₂);   w −= rate·√(1 − β₂ᵗ)/(1 − β₁ᵗ) · m/(√v + ε)
+    m += (g − m)·(1 − β₁);   v += (g² − v)·(1 − β₂)
+    w −= rate·√(1 − β₂ᵗ)/(1 − β₁ᵗ) · m/(√v + ε)
 
-Keras' own `apply` does the rest: clipping, weight decay, constraints, averages of weights,
-the loss scale, the count.
+Keras' own `apply` does the rest: clipping, weight decay, constraints, averages of
+weights, the loss scale, the count.
 
 In float32 the operation and Keras differ in 1 − β. Keras rounds the difference; the
 operation subtracts a rounded β, which for 0.999 gives 1.3e-5 less. After t updates of a
@@ -31,8 +32,8 @@ REPLACED = ("update_step", "assign_add", "assign_sub")
 TOLERANCE = 2e-5
 
 # Elements of a variable. For smaller ones a CPU's threads take longer to start than to
-# compute: 0.7 times the speed at 16,000 on two cores, 1.2 to 1.4 times at this size, 2.7
-# at a million.
+# compute: 0.7 times the speed at 16,000 on two cores, 1.2 to 1.4 times at this size,
+# 2.7 at a million.
 SMALL = 1 << 16
 
 
@@ -42,12 +43,12 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
 
     This holds inside the `with` block, for `Adam` and `AdamW`, also in a
     `LossScaleOptimizer`. Keras takes its own step for other optimizers, `amsgrad`, a
-    subclass with its own step, half precision, small variables on a CPU, and a β such as
-    0.9999: see `TOLERANCE`.
+    subclass with its own step, half precision, small variables on a CPU, and a β such
+    as 0.9999: see `TOLERANCE`.
 
-    Rows of an embedding's gradient (`tf.IndexedSlices`) that have one index are summed, as
-    in the dense gradient, for variables of every size. Keras' own step adds the square of
-    each row to the second moment.
+    Rows of an embedding's gradient (`tf.IndexedSlices`) that have one index are summed,
+    as in the dense gradient, for variables of every size. Keras' own step adds the
+    square of each row to the second moment.
 
     Yields:
         The learning rate, which is computed once, for any optimizer.
@@ -61,8 +62,8 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
 
 
 def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
-    # Computed here, once for all variables: Keras applies in a branch of the graph, or on
-    # each device.
+    # Computed here, once for all variables: Keras applies in a branch of the graph, or
+    # on each device.
     scalars = {}
     for dtype in (tf.float32, tf.float64):
         if _is_exact_enough(adam, dtype):

@@ -1,4 +1,4 @@
-"""A batch: its parts, slices and totals, a replica's share of it, sums over replicas."""
+"""A batch: its parts, slices, totals and shares; and sums over replicas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Share(NamedTuple):
     def of(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:
         """Return the share of `count` of all `replicas`, of which `first` is the first.
 
-        `batch` is a batch, or what it is made from, such as the indices of its examples.
+        `batch` is a batch, or what it is made from, such as the indices of its
+        examples.
         """
         examples = examples_in(batch)
         size = -(-examples // replicas)
@@ -57,8 +58,8 @@ class BatchTotals(NamedTuple):
 
     Attributes:
         examples: their number, scalar.
-        weights: Σ wᵢ, scalar, of the sample weights of each output, as `fit` takes them;
-            None where there are none.
+        weights: Σ wᵢ, scalar, of the sample weights of each output, as `fit` takes
+            them; None where there are none.
     """
 
     examples: tf.Tensor
@@ -164,8 +165,7 @@ def spread(
             raise ValueError(
                 f"must have {len(names)} entries, one an output. Received: {count}"
             )
-        leaves = [leaf for _, leaf in paths_and_leaves]
-        return dict(zip(names, leaves, strict=True))
+        return dict(zip(names, keras.tree.flatten(nest), strict=True))
 
     entries = {"/".join(map(str, path)): leaf for path, leaf in paths_and_leaves}
     if list(names) == [""] and len(entries) == 1:
@@ -266,8 +266,8 @@ def reduce(
 ) -> Nest:
     """Sum over replicas; every replica gets the sums on its own device.
 
-    `tf.IndexedSlices` are concatenated, so indices may repeat. `reductions_ready` counts
-    the calls whose summands are ready in this process.
+    `tf.IndexedSlices` are concatenated, so indices may repeat. `reductions_ready`
+    counts the calls whose summands are ready in this process.
     """
     values = tf.nest.flatten(sums)
     local_values = strategy.experimental_local_results(values[0])
@@ -291,8 +291,8 @@ def reduce(
 def all_reduced(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
     """Return the sums of `values` over replicas, on the devices that `values` are on.
 
-    Values of one dtype share a collective: TensorFlow concatenates all that a collective
-    gets.
+    Values of one dtype share a collective: TensorFlow concatenates all that a
+    collective gets.
     """
     dtypes = [strategy.experimental_local_results(value)[0].dtype for value in values]
     summed = list(values)

@@ -15,8 +15,8 @@ _FILE = "lib/libcusolver.so.11"
 def load_cuda_libraries() -> None:
     """Open cuSOLVER, where its wheel is installed.
 
-    Call it before TensorFlow lists GPUs, which is when it needs the library. Without the
-    wheel, or without one that the wheel needs, TensorFlow reports what it misses.
+    Call it before TensorFlow lists GPUs, which is when it needs the library. Without
+    the wheel, or without one that the wheel needs, TensorFlow reports what it misses.
     """
     with suppress(ImportError, OSError):
         spec = importlib.util.find_spec(_PACKAGE)

@@ -13,11 +13,11 @@ It also has the temporary replacements in objects of Keras, which Keras would tr
 `_batches_seen_since_last_saving`, `_last_batch_seen`, `_current_epoch`, of
     `ModelCheckpoint`: when it saves, and under which epoch.
 `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_flat_metrics`,
-    `_flat_weighted_metrics`, `_loss_tracker`: what `compile` makes of its arguments, with
-    "accuracy" resolved. The history and `EarlyStopping` use these names.
+    `_flat_weighted_metrics`, `_loss_tracker`: what `compile` makes of its arguments,
+    with "accuracy" resolved. The history and `EarlyStopping` use these names.
 `_momentums`, `_velocities`, `_get_variable_index`, of `Adam`: its moments, and which of
-    them are a variable's. Without them an update of a model with many weights takes up to
-    2.5 times as long.
+    them are a variable's. Without them an update of a model with many weights takes up
+    to 2.5 times as long.
 `_all_reduce_sum_gradients`, of an optimizer: outside of a replica it sums nothing, and
     takes the gradients of the first replica.
 `_learning_rate`, of an optimizer: what `learning_rate` computes a value from each time
@@ -27,8 +27,8 @@ It also has the temporary replacements in objects of Keras, which Keras would tr
 `get_loss`: the loss that `compile` makes of a name or a function.
 `_get_function`, of a TensorFlow graph: the graphs of loops, branches and calls, whose
     operations are counted.
-`record_operation`, `stop_recording`: declare a gradient. `tf.custom_gradient` would keep
-    each trace forever, with all that it captures.
+`record_operation`, `stop_recording`: declare a gradient. `tf.custom_gradient` would
+    keep each trace forever, with all that it captures.
 `pack_tangents`: what forward accumulators have for a tensor.
 """
 
@@ -67,7 +67,7 @@ graph = tf.compat.v1.get_default_graph
 
 
 def mask_of(output: Any) -> tf.Tensor | None:
-    """Return the mask that Keras keeps on a layer's output; None where there is none."""
+    """Return the mask that Keras keeps on an output; None where there is none."""
     return getattr(output, "_keras_mask", None)
 
 
@@ -131,10 +131,11 @@ def compiled_losses(model: keras.Model) -> list[CompiledLoss]:
         return []
     losses = compiled._flat_losses
     means = compiled.metrics or [None] * len(losses)
-    return [
-        CompiledLoss(*entry[:3], mean)
-        for entry, mean in zip(losses, means, strict=True)
-    ]
+    compiled_losses = []
+    for entry, mean in zip(losses, means, strict=True):
+        path, loss, scale, *_ = entry
+        compiled_losses.append(CompiledLoss(path, loss, scale, mean))
+    return compiled_losses
 
 
 def compiled_metrics(
@@ -233,8 +234,8 @@ def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator
 
     def changes() -> Iterator[tuple[keras.Layer, str, Any]]:
         for layer, call in calls:
-            # Keras reads the signature.
-            call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]
+            signature = inspect.signature(layer.call)  # which Keras reads
+            call.__signature__ = signature  # type: ignore[attr-defined]
             yield layer, "call", call
 
     with _REPLACING, replaced(changes()):
@@ -257,6 +258,7 @@ def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
 def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph:
     """Return the graph of a function that an operation calls.
 
-    `attribute` names the function among the operation's attributes: a loop has a `body`.
+    `attribute` names the function among the operation's attributes: a loop has a
+    `body`.
     """
     return operation.graph._get_function(operation.get_attr(attribute).name).graph
