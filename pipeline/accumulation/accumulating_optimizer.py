@@ -1,9 +1,11 @@
-"""An optimizer that takes one step for several gradients: for `fit`, `train_on_batch` and loops by hand."""
+"""An optimizer that takes one step for several gradients.
+
+It is for `fit`, `train_on_batch` and loops of your own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import keras
@@ -14,20 +16,26 @@ from .keras_internals import applying_sums
 
 
 class AccumulatingOptimizer(keras.optimizers.Optimizer):
-    """Applies the weighted mean of `factor` successive gradients by one step of another optimizer.
+    """Applies the weighted mean of `factor` successive gradients by another optimizer.
 
-    Between two steps a call of `apply` adds its gradients and changes no weight. Schedules, averages of weights, weight
-    decay and clipping are the inner optimizer's and see updates alone; so does `iterations`. The sums are among
-    `variables`: a model that is saved between two steps goes on from there. See `GradientAccumulator` for their memory.
+    Between two steps a call of `apply` adds its gradients and changes no weight.
+    Schedules, averages of weights, weight decay and clipping are the inner optimizer's
+    and see updates alone; so does `iterations`. The sums are among `variables`: a model
+    that is saved between two steps goes on from there. See `GradientAccumulator` for
+    their memory.
 
-    In `fit` the size of a batch is not known here, so that all count alike: exact where batches have one size, and
-    `AccumulatingModel` is where they have not. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last
-    gradients are applied although they are fewer. Put it first: other callbacks then see the weights after that step.
+    In `fit` the size of a batch is not known here, so that all count alike. That is
+    exact where batches have one size, and `AccumulatingModel` is for where they have
+    not. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last gradients are
+    applied although they are fewer. Put it first: other callbacks then see the weights
+    after that step.
 
-    Under `MirroredStrategy` the replicas' gradients, as Keras' losses make them, are summed once an update.
+    Under `MirroredStrategy` the replicas' gradients, as Keras' losses make them, are
+    summed once an update.
 
     Args:
-        inner: any optimizer; if it is a `LossScaleOptimizer`, a part that is not finite skips the whole update.
+        inner: any optimizer; if it is a `LossScaleOptimizer`, a part that is not finite
+            skips the update.
         factor: gradients in an update, at least 1.
         name: of this optimizer.
 
@@ -41,54 +49,60 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name=name)
         inner = keras.optimizers.get(inner)
         if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
-            raise ValueError(
-                f"factor must be an integer of at least 1. Received: {factor!r}"
-            )
+            rule = "factor must be an integer of at least 1"
+            raise ValueError(f"{rule}. Received: {factor!r}")
         if getattr(inner, "gradient_accumulation_steps", None):
-            raise ValueError(
-                f"inner must not accumulate itself. Received: {inner.name}"
-            )
-        self.inner, self.factor = inner, factor
-        self.gradient_accumulation_steps = (
-            factor  # where Keras' own accumulation is refused, this one is
-        )
+            rule = "inner must not accumulate itself"
+            raise ValueError(f"{rule}. Received: {inner.name}")
+        self.inner = inner
+        self.factor = factor
+        # Who rejects Keras' own accumulation by this attribute rejects this one, too.
+        self.gradient_accumulation_steps = factor
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and "inner" in vars(
-            self
-        ):  # what a LossScaleOptimizer does to its inner one
-            rule = "a LossScaleOptimizer must be inside, AccumulatingOptimizer(LossScaleOptimizer(…)), with"
-            raise ValueError(
-                f"{rule} compile(auto_scale_loss=False). Received: one around it"
+        # A LossScaleOptimizer sets its inner optimizer's factor.
+        if name == "loss_scale_factor" and "inner" in vars(self):
+            rule = (
+                "a LossScaleOptimizer must be inside, "
+                "AccumulatingOptimizer(LossScaleOptimizer(…)), "
+                "with compile(auto_scale_loss=False)"
             )
+            raise ValueError(f"{rule}. Received: one around it")
         super().__setattr__(name, value)
 
     def build(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
-        """Make the sums, and the variables of the inner optimizer, for `variables`; in the scope of a strategy."""
+        """Make the sums and the variables of the inner optimizer for `variables`.
+
+        Call it in the scope of the strategy, if there is one.
+        """
         variables = list(variables)
         self.inner.build(variables)
         self.accumulator = GradientAccumulator(variables)
         # How many gradients the sums hold.
-        options = {
-            "dtype": "int64",
-            "trainable": False,
-            "aggregation": "only_first_replica",
-        }
         self.parts = keras.Variable(
-            keras.initializers.Zeros(), shape=(), name="parts", **options
+            keras.initializers.Zeros(),
+            shape=(),
+            name="parts",
+            dtype="int64",
+            trainable=False,
+            aggregation="only_first_replica",
         )
-        self.of = variables
+        self.updated_variables = variables
         self.built = True
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Return the count of gradients, their weight and sums, and the variables of the inner optimizer."""
-        own = [self.parts, *self.accumulator.variables] if self.built else []
-        return [*own, *self.inner.variables]
+        """The count of gradients, their weight and sums, and the inner variables."""
+        if not self.built:
+            return [*self.inner.variables]
+        return [self.parts, *self.accumulator.variables, *self.inner.variables]
 
     @property
     def inner_optimizer(self) -> keras.optimizers.Optimizer:
-        """The one that has the averages of weights, which `keras.callbacks.SwapEMAWeights` asks by this name."""
+        """The optimizer that has the averages of weights.
+
+        `keras.callbacks.SwapEMAWeights` looks for it by this name.
+        """
         return getattr(self.inner, "inner_optimizer", self.inner)
 
     @property
@@ -98,7 +112,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """That of the inner optimizer."""
+        """The learning rate of the inner optimizer."""
         return self.inner.learning_rate
 
     @learning_rate.setter
@@ -111,22 +125,30 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         trainable_variables: Iterable[Any] | None = None,
         weight: Any = None,
     ) -> None:
-        """Add one gradient; with the last of `factor` ones take a step by their weighted mean.
+        """Add one gradient; with the last of `factor` ones take a step by their mean.
 
         Args:
-            grads: of each variable, dense or `tf.IndexedSlices`, None where nothing depends on it.
-            trainable_variables: all of them, in any order; those that this optimizer was built for by default.
-            weight: how much this gradient counts, scalar: of a mean over examples their number; all alike by default.
+            grads: of each variable, dense or `tf.IndexedSlices`, None where nothing
+                depends on it.
+            trainable_variables: all of them, in any order; those that this optimizer
+                was built for by default.
+            weight: how much this gradient counts, scalar: for the gradient of a mean
+                over examples their number; all count alike by default.
 
         Raises:
-            ValueError: they are not the variables that it was built for, or `GradientAccumulator.add` refuses them.
+            ValueError: they are not the variables that it was built for, or
+                `GradientAccumulator.add` rejects them.
         """
-        variables = None if trainable_variables is None else list(trainable_variables)
+        variables = None
+        if trainable_variables is not None:
+            variables = list(trainable_variables)
         if not self.built:
             self.build(variables or ())
-        # The replicas' gradients add up to that of a call, so that their average is to be taken as often.
+        # The replicas' gradients add up to that of a call, so that their average is to
+        # be taken as often.
         replicas = self.accumulator.strategy.num_replicas_in_sync
-        weight = 1 / replicas if weight is None else weight
+        if weight is None:
+            weight = 1 / replicas
         self.accumulator.add(self._in_order(grads, variables), weight, times=replicas)
         self._merged(self._count)
 
@@ -139,17 +161,24 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return self.iterations
 
     def flush(self) -> None:
-        """Take a step by the gradients that are left over, by their own weight; without any do nothing.
+        """Take a step by the gradients that are left over, by their own weight.
 
-        Call it outside of `strategy.run`.
+        Without any it does nothing. Call it outside of `strategy.run`.
         """
         if not self.built:
             return
-        rest = partial(tf.cond, self.parts.value > 0, self._step, lambda: None)
-        self.accumulator.strategy.run(self._merged, (rest,))
+        has_gradients = self.parts.value > 0
+
+        def step_if_any() -> None:
+            tf.cond(has_gradients, self._step, lambda: None)
+
+        self.accumulator.strategy.run(self._merged, (step_if_any,))
 
     def flush_at_epoch_end(self) -> keras.callbacks.Callback:
-        """Return a callback that flushes when an epoch of `fit` ends, before it is validated."""
+        """Return a callback that flushes when an epoch of `fit` ends.
+
+        It does so before the epoch is validated.
+        """
         return keras.callbacks.LambdaCallback(
             on_epoch_end=lambda *_: self.flush(), on_test_begin=lambda *_: self.flush()
         )
@@ -180,20 +209,24 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return cls(**{**config, "inner": inner})
 
     def _in_order(
-        self, grads: Sequence[Gradient], variables: Iterable[Any] | None
+        self, grads: Sequence[Gradient], variables: Sequence[Any] | None
     ) -> list[Gradient]:
+        """Return the gradients in the order of the variables that it was built for."""
         if variables is None:
             return list(grads)
-        by_variable = {
-            id(variable): grad for variable, grad in zip(variables, grads, strict=True)
-        }
-        if by_variable.keys() != {id(variable) for variable in self.of}:
-            rule = f"trainable_variables must be the {len(self.of)} that the optimizer was built for"
-            raise ValueError(f"{rule}. Received: {len(by_variable)}")
-        return [by_variable[id(variable)] for variable in self.of]
+        by_variable = {}
+        for variable, gradient in zip(variables, grads, strict=True):
+            by_variable[id(variable)] = gradient
+        ids = [id(variable) for variable in self.updated_variables]
+        if by_variable.keys() != set(ids):
+            count = len(ids)
+            rule = f"trainable_variables must be the {count} that the optimizer was"
+            raise ValueError(f"{rule} built for. Received: {len(by_variable)}")
+        return [by_variable[identity] for identity in ids]
 
     def _merged(self, function: Callable[[], None]) -> None:
-        # Under a strategy, also of one replica, no condition may have a branch that merges replicas, as a step does.
+        # Under a strategy, even of one replica, no condition may have a branch that
+        # merges replicas, as a step does.
         if tf.distribute.has_strategy():
             tf.distribute.get_replica_context().merge_call(lambda _: function())
         else:
@@ -214,7 +247,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.parts.assign(0)
 
     def _apply(self, sums: Sequence[tf.Tensor]) -> None:
-        self.inner.apply(self.accumulator.of_sums(sums), self.of)
+        self.inner.apply(self.accumulator.averages_from(sums), self.updated_variables)
 
 
+# No decorator: the documentation is built without Keras, and would see no class.
 keras.saving.register_keras_serializable("accumulation")(AccumulatingOptimizer)

@@ -1,14 +1,19 @@
-"""Adam's step as one TensorFlow operation, where Keras runs a dozen, each of them a pass over memory.
+"""Adam's step as one TensorFlow operation, where Keras runs a dozen.
 
-    m += (g − m)·(1 − β₁);   v += (g² − v)·(1 − β₂);   w −= rate·√(1 − β₂ᵗ)/(1 − β₁ᵗ) · m/(√v + ε)
+Each of Keras' operations is a pass over memory.
 
-Keras' own `apply` does the rest: clipping, weight decay, constraints, averages of weights, the loss scale, the count.
+    m += (g − m)·(1 − β₁);   v += (g² − v)·(1 − β₂)
+    w −= rate·√(1 − β₂ᵗ)/(1 − β₁ᵗ) · m/(√v + ε)
 
-In float32 they differ in 1 − β. Keras rounds the difference; the operation subtracts a rounded β, which for 0.999
-gives 1.3e-5 less. After t updates of a constant gradient a moment holds 1 − (1 − d)ᵗ of it, where d is its 1 − β. The
-learning rate and ε compensate for the ratio of the two: that of v under the root, that of m. An error remains where
-gradients are not constant: at most half of 1.3e-5 of a step, for a first gradient after thousands of updates. In
-float64 nothing differs.
+Keras' own `apply` does the rest: clipping, weight decay, constraints, averages of
+weights, the loss scale, the count.
+
+In float32 the operation and Keras differ in 1 − β. Keras rounds the difference; the
+operation subtracts a rounded β, which for 0.999 gives 1.3e-5 less. After t updates of a
+constant gradient a moment holds 1 − (1 − d)ᵗ of it, where d is its 1 − β. The learning
+rate and ε compensate for the ratio of the two: that of v under the root, that of m. An
+error remains where gradients are not constant: at most half of 1.3e-5 of a step, for a
+first gradient after thousands of updates. In float64 nothing differs.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,73 +25,83 @@ import tensorflow as tf
 
 from .keras_internals import adam_moments, constant_rate, replaced
 
-REPLACED = (
-    "update_step",
-    "assign_add",
-    "assign_sub",
-)  # methods of Keras that the operation replaces
-TOLERANCE = (
-    2e-5  # of the relative difference in 1 − β: 1.3e-5 with 0.999, 1.7e-4 with 0.9999
-)
-# Elements of a variable. For smaller ones a CPU's threads take longer to start than to compute: 0.7 times the speed at
-# 16,000 on two cores, 1.2 to 1.4 times at this size, 2.7 at a million.
+# Methods of Keras that the operation replaces.
+REPLACED = ("update_step", "assign_add", "assign_sub")
+
+# The largest relative difference in 1 − β: it is 1.3e-5 with 0.999, 1.7e-4 with 0.9999.
+TOLERANCE = 2e-5
+
+# Elements of a variable. For smaller ones a CPU's threads take longer to start than to
+# compute: 0.7 times the speed at 16,000 on two cores, 1.2 to 1.4 times at this size,
+# 2.7 at a million.
 SMALL = 1 << 16
 
 
 @contextmanager
 def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
-    """Make `optimizer.apply` take Adam's step as one operation for each variable inside the `with` block.
+    """Make `optimizer.apply` take Adam's step as one operation for each variable.
 
-    Applies to `Adam` and `AdamW`, also in a `LossScaleOptimizer`. Keras takes its own step for others, `amsgrad`, a
-    subclass with its own step, half precision, small variables on a CPU, and a β such as 0.9999: see `TOLERANCE`.
+    This holds inside the `with` block, for `Adam` and `AdamW`, also in a
+    `LossScaleOptimizer`. Keras takes its own step for other optimizers, `amsgrad`, a
+    subclass with its own step, half precision, small variables on a CPU, and a β such
+    as 0.9999: see `TOLERANCE`.
 
-    Rows of an embedding's gradient (`tf.IndexedSlices`) with one index are summed, as in the dense gradient, for
-    variables of every size. Keras' own step adds the square of each to the second moment. The learning rate is computed
-    once, for any optimizer, and is the value of the `with` block.
+    Rows of an embedding's gradient (`tf.IndexedSlices`) that have one index are summed,
+    as in the dense gradient, for variables of every size. Keras' own step adds the
+    square of each row to the second moment.
+
+    Yields:
+        The learning rate, which is computed once, for any optimizer.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
-    fuses = _steps_as_keras(adam)
-    with (
-        constant_rate(adam) as rate,
-        replaced([(adam, "update_step", _fused_step(adam))] if fuses else []),
-    ):
-        yield rate
+    fuses = _takes_keras_step(adam)
+    with constant_rate(adam) as rate:
+        changes = [(adam, "update_step", _fused_step(adam))] if fuses else []
+        with replaced(changes):
+            yield rate
 
 
 def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
-    # Here, once for all variables: Keras applies in a branch of the graph, or on each device.
-    scalars = {
-        dtype: _scalars(adam, dtype)
-        for dtype in (tf.float32, tf.float64)
-        if _near(adam, dtype)
-    }
+    # Computed here, once for all variables: Keras applies in a branch of the graph, or
+    # on each device.
+    scalars = {}
+    for dtype in (tf.float32, tf.float64):
+        if _is_exact_enough(adam, dtype):
+            scalars[dtype] = _scalars(adam, dtype)
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         gradient = tf.convert_to_tensor(gradient)
-        worth_it = variable.shape.num_elements() >= SMALL or "GPU" in variable.device
+        is_large = variable.shape.num_elements() >= SMALL
+        worth_it = is_large or "GPU" in variable.device
         if variable.dtype not in scalars or not worth_it:
             type(adam).update_step(adam, gradient, variable, learning_rate)
             return
         momentum, velocity = adam_moments(adam, variable)
-        handles = {"var": variable.handle, "m": momentum.handle, "v": velocity.handle}
         tf.raw_ops.ResourceApplyAdam(
-            **handles, grad=tf.cast(gradient, variable.dtype), **scalars[variable.dtype]
+            var=variable.handle,
+            m=momentum.handle,
+            v=velocity.handle,
+            grad=tf.cast(gradient, variable.dtype),
+            **scalars[variable.dtype],
         )
 
     return update_step
 
 
-def _steps_as_keras(optimizer: Any) -> bool:
-    own, kind = vars(optimizer), keras.optimizers.Adam
+def _takes_keras_step(optimizer: Any) -> bool:
+    """Return whether an optimizer is an Adam whose step is Keras' own."""
+    kind = keras.optimizers.Adam
     if not isinstance(optimizer, kind) or optimizer.amsgrad:
         return False
-    return all(
-        name not in own and getattr(type(optimizer), name) is getattr(kind, name)
-        for name in REPLACED
-    )
+    for name in REPLACED:
+        if name in vars(optimizer):
+            return False
+        if getattr(type(optimizer), name) is not getattr(kind, name):
+            return False
+    return True
 
 
-def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
+def _is_exact_enough(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
     for beta in (adam.beta_1, adam.beta_2):
         if not isinstance(beta, (float, int)) or not 0 <= beta < 1:
             return False
@@ -97,14 +112,15 @@ def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
 
 
 def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tensor]:
-    def cast(value: Any) -> tf.Tensor:  # as Keras does: a Python number through float32
+    """Return the scalar arguments of the operation."""
+
+    def cast(value: Any) -> tf.Tensor:
+        """Cast as Keras does: a Python number through float32."""
         return keras.ops.cast(value, dtype.name)
 
     count = adam.iterations + 1
-    mean, square = (
-        _quotient(beta, dtype, tf.cast(count, tf.float64))
-        for beta in (adam.beta_1, adam.beta_2)
-    )
+    mean = _quotient(adam.beta_1, dtype, tf.cast(count, tf.float64))
+    square = _quotient(adam.beta_2, dtype, tf.cast(count, tf.float64))
     rate = tf.cast(cast(adam.learning_rate), tf.float64)
     return {
         "lr": tf.cast(rate * tf.sqrt(square) / mean, dtype),
@@ -117,16 +133,21 @@ def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tenso
 
 
 def _quotient(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
-    """Return the operation's moment of a constant gradient ÷ that of Keras; scalar, float64."""
+    """Return the operation's moment of a constant gradient ÷ that of Keras.
+
+    The quotient is a scalar of float64.
+    """
     ours, theirs = _differences(beta, dtype)
     if ours == theirs:
         return tf.ones((), tf.float64)
-    held, held_by_keras = (
-        1 - tf.pow(tf.constant(1 - rest, tf.float64), count) for rest in (ours, theirs)
-    )
-    return held / held_by_keras
+
+    def moment(difference: float) -> tf.Tensor:
+        return 1 - tf.pow(tf.constant(1 - difference, tf.float64), count)
+
+    return moment(ours) / moment(theirs)
 
 
 def _differences(beta: float, dtype: tf.DType) -> tuple[float, float]:
+    """Return 1 − β as the operation computes it, and as Keras does."""
     number = dtype.as_numpy_dtype
     return float(number(1) - number(beta)), float(number(1 - beta))

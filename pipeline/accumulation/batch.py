@@ -1,4 +1,4 @@
-"""A batch: its parts, slices and totals, the share that a process or a replica takes, and sums over replicas."""
+"""A batch: its parts, slices, totals and shares; and sums over replicas."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
+Nest = Any  # a dense or ragged tensor, or a nest of them, with the examples on axis 0
 
 
 class Share(NamedTuple):
-    """What one of several processes has read of an effective batch: the examples of its own replicas.
+    """The part of an effective batch that one of several processes has read.
 
     Attributes:
-        batch: `(x, y)` or `(x, y, sample_weight)`, each a nest with the examples on axis 0; it may have no examples.
+        batch: `(x, y)` or `(x, y, sample_weight)` of the examples of this process'
+            replicas, each a nest with the examples on axis 0; it may have no examples.
         start: position of the first of them in the effective batch, scalar of int32.
         examples: number of examples in the effective batch, scalar of int32.
     """
@@ -26,10 +27,15 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:
-        """Return the share of `count` of all `replicas`, from `first` on, in a batch or in what it is made from."""
+        """Return the share of `count` of all `replicas`, of which `first` is the first.
+
+        `batch` is a batch, or what it is made from, such as the indices of its
+        examples.
+        """
         examples = examples_in(batch)
         size = -(-examples // replicas)
-        start, stop = first * size, (first + count) * size
+        start = first * size
+        stop = (first + count) * size
         return cls(slice_of(batch, start, stop), start, examples)
 
 
@@ -37,8 +43,9 @@ class Batches(NamedTuple):
     """Several batches that make one update, one after the other; none is cut or joined.
 
     Attributes:
-        batch: `(x, y)` or `(x, y, sample_weight)` of all of them, each a nest with the examples on axis 0. A part whose
-            other axes differ between the batches is ragged here, and dense in each micro-batch.
+        batch: `(x, y)` or `(x, y, sample_weight)` of all of them, each a nest with the
+            examples on axis 0. A part whose other axes differ between the batches is
+            ragged here, and dense in each micro-batch.
         sizes: number of examples of each batch, (batches,), int32: the micro-batches.
     """
 
@@ -46,90 +53,100 @@ class Batches(NamedTuple):
     sizes: tf.Tensor
 
 
-def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
-    """Return this replica's share of an effective batch, ⌈examples / replicas⌉ at most, and where it begins."""
-    parts, here = parts_of(batch), tf.distribute.get_replica_context()
-    if here.num_replicas_in_sync == 1:
-        return parts, 0
-    replica = here.replica_id_in_sync_group
-    # On the host, so that a device receives its share and not the whole batch.
-    with tf.device("CPU:0"):
-        start, examples = (
-            (batch.start, batch.examples)
-            if isinstance(batch, Share)
-            else (0, examples_in(parts))
-        )
-        size = -(-examples // here.num_replicas_in_sync)
-        place = replica * size
-        return slice_of(parts, place - start, place - start + size), place
+class BatchTotals(NamedTuple):
+    """What is known of an effective batch before any forward pass.
+
+    Attributes:
+        examples: their number, scalar.
+        weights: Σ wᵢ, scalar, of the sample weights of each output, as `fit` takes
+            them; None where there are none.
+    """
+
+    examples: tf.Tensor
+    weights: Nest
 
 
-def parts_of(batch: Nest | Share) -> tuple[Nest, Nest, Nest]:
-    """Return `(x, y, sample_weight)` with arrays as tensors, which a traced loop can slice; None stays None."""
+def parts_of(batch: Nest | Share | Batches) -> tuple[Nest, Nest, Nest]:
+    """Return `(x, y, sample_weight)` as tensors, which a traced loop can slice.
 
-    def tensor(leaf: Any) -> Any:
-        if isinstance(leaf, tf.SparseTensor):
-            rule = "a batch must be of dense or ragged tensors: see tf.sparse.to_dense"
-            raise ValueError(f"{rule}. Received: SparseTensor")
-        return (
-            leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-        )
+    A part that is None stays None.
 
-    parts = keras.utils.unpack_x_y_sample_weight(
-        batch.batch if isinstance(batch, Share | Batches) else batch
-    )
-    return tf.nest.map_structure(tensor, parts)
+    Raises:
+        ValueError: a part is a sparse tensor.
+    """
+    if isinstance(batch, Share | Batches):
+        batch = batch.batch
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    return tf.nest.map_structure(_as_tensor, parts)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        rule = "a batch must be of dense or ragged tensors: see tf.sparse.to_dense"
+        raise ValueError(f"{rule}. Received: SparseTensor")
+    if leaf is None or tf.is_tensor(leaf):
+        return leaf
+    return tf.convert_to_tensor(leaf)
+
+
+def inputs_of(batch: Nest | Share | Batches) -> Nest:
+    """Return x in the form that it has in a micro-batch."""
+    x, *_ = parts_of(batch)
+    if isinstance(batch, Batches):
+        return tf.nest.map_structure(to_dense, x)
+    return x
+
+
+def to_dense(leaf: Any) -> tf.Tensor:
+    """Return a part of one of several `Batches` as it was before they were joined."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.to_tensor()
+    return leaf
 
 
 def examples_in(nest: Nest) -> tf.Tensor:
     """Return the number of examples, scalar of int32."""
     first = tf.nest.flatten(nest)[0]
-    return (
-        tf.cast(first.nrows(), tf.int32)
-        if isinstance(first, tf.RaggedTensor)
-        else tf.shape(first)[0]
-    )
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    return tf.shape(first)[0]
 
 
 def slice_of(nest: Nest, start: Any, stop: Any) -> Nest:
     """Return the examples from `start` to before `stop`."""
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else leaf[start:stop], nest
-    )
 
+    def sliced(leaf: Any) -> Any:
+        return None if leaf is None else leaf[start:stop]
 
-def inputs_of(batch: Nest | Share | Batches) -> Nest:
-    """Return x, as a micro-batch has it."""
-    x, *_ = parts_of(batch)
-    return tf.nest.map_structure(dense, x) if isinstance(batch, Batches) else x
-
-
-def dense(leaf: Any) -> tf.Tensor:
-    """Return a part of one of several `Batches`, which was dense before they were put together."""
-    return leaf.to_tensor() if isinstance(leaf, tf.RaggedTensor) else leaf
+    return tf.nest.map_structure(sliced, nest)
 
 
 def slice_specs(nest: Nest) -> Nest:
     """Return the specs of slices with any number of examples; None stays None."""
+    return tf.nest.map_structure(_slice_spec, nest)
 
-    def spec(leaf: Any) -> tf.TypeSpec:
-        shape, ragged = [None, *leaf.shape[1:]], isinstance(leaf, tf.RaggedTensor)
-        more = (leaf.ragged_rank, leaf.row_splits.dtype) if ragged else ()
-        return (tf.RaggedTensorSpec if ragged else tf.TensorSpec)(
-            shape, leaf.dtype, *more
+
+def _slice_spec(leaf: Any) -> tf.TypeSpec | None:
+    if leaf is None:
+        return None
+    shape = [None, *leaf.shape[1:]]
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(
+            shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype
         )
-
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else spec(leaf), nest
-    )
+    return tf.TensorSpec(shape, leaf.dtype)
 
 
 def spread(
     nest: Nest, names: Sequence[str], *, to_all: bool = False
 ) -> dict[str, Nest]:
-    """Return what `nest` has for each of the outputs `names`: a dict by name, a list in their order, or a leaf.
+    """Return what `nest` has for each output, by the outputs' `names`.
 
-    A leaf is for the only output, or with `to_all` for every output.
+    Args:
+        nest: a dict by name, a list in the order of the outputs, or a leaf, which is
+            for the only output.
+        names: of the outputs.
+        to_all: whether a leaf is for each of several outputs.
 
     Raises:
         ValueError: a name is not that of an output, or the number of entries is wrong.
@@ -140,53 +157,74 @@ def spread(
                 f"must be given for each of the outputs {', '.join(names)}"
             )
         return dict.fromkeys(names, nest)
-    flat = keras.tree.flatten_with_path(nest)
+
+    paths_and_leaves = keras.tree.flatten_with_path(nest)
     if isinstance(nest, list | tuple):
-        if len(flat) != len(names):
+        count = len(paths_and_leaves)
+        if count != len(names):
             raise ValueError(
-                f"must have {len(names)} entries, one an output. Received: {len(flat)}"
+                f"must have {len(names)} entries, one an output. Received: {count}"
             )
-        return dict(zip(names, (leaf for _, leaf in flat), strict=True))
-    given = {"/".join(map(str, path)): leaf for path, leaf in flat}
-    if list(names) == [""] and len(given) == 1:
-        return dict.fromkeys(names, *given.values())
-    for name in given:
+        return dict(zip(names, keras.tree.flatten(nest), strict=True))
+
+    entries = {"/".join(map(str, path)): leaf for path, leaf in paths_and_leaves}
+    if list(names) == [""] and len(entries) == 1:
+        return dict.fromkeys(names, *entries.values())
+    for name in entries:
         if name not in names:
-            raise ValueError(
-                f"must be named as an output, one of {', '.join(names)}. Received: {name}"
-            )
-    return given
-
-
-class BatchTotals(NamedTuple):
-    """What is known of a whole effective batch before any forward pass.
-
-    Attributes:
-        examples: their number, scalar.
-        weights: Σ wᵢ, scalar, of the sample weights of each output, as `fit` takes them; None where there are none.
-    """
-
-    examples: tf.Tensor
-    weights: Nest
+            rule = f"must be named as an output, one of {', '.join(names)}"
+            raise ValueError(f"{rule}. Received: {name}")
+    return entries
 
 
 def batch_totals(batch: Nest | Share) -> BatchTotals:
-    """Return the totals of an effective batch, computed on the host, so that no device receives all of it.
+    """Return the totals of an effective batch.
 
-    The weights of a `Share` are of its own examples alone.
+    They are computed on the host, so that no device receives the effective batch. The
+    weights of a `Share` are those of its own examples alone.
     """
     x, _, weights = parts_of(batch)
-
-    def total(leaf: Any) -> tf.Tensor | None:
-        if leaf is None:
-            return None
-        if not leaf.dtype.is_floating:
-            return tf.reduce_sum(tf.cast(leaf, tf.float64))
-        return tf.reduce_sum(tf.cast(leaf, tf.float32) if leaf.dtype.size < 4 else leaf)
-
     with tf.device("CPU:0"):
-        examples = batch.examples if isinstance(batch, Share) else examples_in(x)
-        return BatchTotals(examples, tf.nest.map_structure(total, weights))
+        if isinstance(batch, Share):
+            examples = batch.examples
+        else:
+            examples = examples_in(x)
+        return BatchTotals(examples, tf.nest.map_structure(_sum_of_weights, weights))
+
+
+def _sum_of_weights(weights: Any) -> tf.Tensor | None:
+    """Return the sum: of integers in float64, of half precision in float32."""
+    if weights is None:
+        return None
+    if not weights.dtype.is_floating:
+        weights = tf.cast(weights, tf.float64)
+    elif weights.dtype.size < 4:
+        weights = tf.cast(weights, tf.float32)
+    return tf.reduce_sum(weights)
+
+
+def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
+    """Return this replica's share of an effective batch, and the share's position.
+
+    A share has ⌈examples / replicas⌉ examples at most. Its position is that of its
+    first example in the effective batch.
+    """
+    parts = parts_of(batch)
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return parts, 0
+    replica = context.replica_id_in_sync_group
+    # On the host, so that a device receives its share and not the whole batch.
+    with tf.device("CPU:0"):
+        if isinstance(batch, Share):
+            start = batch.start
+            examples = batch.examples
+        else:
+            start = 0
+            examples = examples_in(parts)
+        size = -(-examples // context.num_replicas_in_sync)
+        place = replica * size
+        return slice_of(parts, place - start, place - start + size), place
 
 
 def global_batch_totals(
@@ -195,31 +233,30 @@ def global_batch_totals(
     loss: Any,
     reductions_ready: tf.Variable | None = None,
 ) -> BatchTotals:
-    """Return the totals of an effective batch, with the weights of all processes where a loss divides by them."""
+    """Return the totals of an effective batch over all processes.
+
+    The weights of a `Share` are summed over the replicas if a loss divides by them, and
+    left out if none does. `reductions_ready` is as for `reduce`.
+    """
     totals = batch_totals(batch)
     if not isinstance(batch, Share):
         return totals
-    if all(
-        getattr(each, "reduction", None) != "mean_with_sample_weight"
-        for each in tf.nest.flatten(loss)
-    ):
+    reductions = [getattr(leaf, "reduction", None) for leaf in tf.nest.flatten(loss)]
+    if "mean_with_sample_weight" not in reductions:
         return totals._replace(weights=None)
 
-    def of_replica() -> tuple[tf.Tensor, ...]:
+    def weights_of_replica() -> tuple[tf.Tensor, ...]:
         weights = batch_totals(share_of(batch)[0]).weights
-        return tuple(
-            weight for weight in tf.nest.flatten(weights) if weight is not None
-        )
+        leaves = tf.nest.flatten(weights)
+        return tuple(leaf for leaf in leaves if leaf is not None)
 
-    sums = iter(
-        of_first_replica(
-            strategy, reduce(strategy, strategy.run(of_replica), reductions_ready)
-        )
-    )
-    weights = tf.nest.map_structure(
-        lambda weight: None if weight is None else next(sums), totals.weights
-    )
-    return totals._replace(weights=weights)
+    sums = reduce(strategy, strategy.run(weights_of_replica), reductions_ready)
+    remaining = iter(of_first_replica(strategy, sums))
+
+    def summed(weight: Any) -> Any:
+        return None if weight is None else next(remaining)
+
+    return totals._replace(weights=tf.nest.map_structure(summed, totals.weights))
 
 
 def reduce(
@@ -227,19 +264,24 @@ def reduce(
     sums: Nest,
     reductions_ready: tf.Variable | None = None,
 ) -> Nest:
-    """Sum over replicas; each of them has the sums on its own device.
+    """Sum over replicas; every replica gets the sums on its own device.
 
-    `tf.IndexedSlices` are concatenated: indices may repeat. `reductions_ready` counts the calls whose sums are ready.
+    `tf.IndexedSlices` are concatenated, so indices may repeat. `reductions_ready`
+    counts the calls whose summands are ready in this process.
     """
     values = tf.nest.flatten(sums)
-    of_here = strategy.experimental_local_results(values[0])
+    local_values = strategy.experimental_local_results(values[0])
     if reductions_ready is not None:
-        with tf.control_dependencies(list(of_here)):  # the others come with it
+        # All values of a replica are ready together.
+        with tf.control_dependencies(list(local_values)):
             reductions_ready.assign_add(1)
     if strategy.num_replicas_in_sync == 1:
         return sums
-    # CPUs of one process need no collective: from a second MirroredStrategy on they fail (tensorflow/tensorflow#62790).
-    if len(of_here) == strategy.num_replicas_in_sync and "CPU" in of_here[0].device:
+
+    # CPUs of one process need no collective, which fails under a second
+    # MirroredStrategy: tensorflow/tensorflow#62790.
+    in_this_process = len(local_values) == strategy.num_replicas_in_sync
+    if in_this_process and "CPU" in local_values[0].device:
         summed = [strategy.extended.reduce_to("SUM", value, value) for value in values]
     else:
         summed = all_reduced(strategy, values)
@@ -247,15 +289,18 @@ def reduce(
 
 
 def all_reduced(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
-    """Return the sums of `values` over replicas, those of one dtype by one collective, on the devices they are on."""
+    """Return the sums of `values` over replicas, on the devices that `values` are on.
+
+    Values of one dtype share a collective: TensorFlow concatenates all that a
+    collective gets.
+    """
     dtypes = [strategy.experimental_local_results(value)[0].dtype for value in values]
     summed = list(values)
-    for dtype in dict.fromkeys(dtypes):  # TensorFlow concatenates all that it is given
+    for dtype in dict.fromkeys(dtypes):
         places = [place for place, other in enumerate(dtypes) if other == dtype]
         pairs = [(values[place], values[place]) for place in places]
-        for place, value in zip(
-            places, strategy.extended.batch_reduce_to("SUM", pairs), strict=True
-        ):
+        sums = strategy.extended.batch_reduce_to("SUM", pairs)
+        for place, value in zip(places, sums, strict=True):
             summed[place] = value
     return summed
 

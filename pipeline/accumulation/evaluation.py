@@ -1,4 +1,4 @@
-"""The loss and the metrics over a split, micro-batch by micro-batch, with the sums of an update."""
+"""The loss and the metrics over a split, in micro-batches."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from .batch import (
     reduce,
     share_of,
 )
-from .gradient_sums import GradientSums, sum_over_micro_batches
+from .gradient_sums import GradientSums
 from .loss_sums import micro_batch_losses
+from .micro_batches import sum_over_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, gathered, kept
 from .xla import compiled_by_xla, without_cudnn
 
 
 class Evaluation:
-    """The loss and the metrics over a whole split, each example weighted exactly. Arguments as for an `Update`."""
+    """The loss and the metrics over a split, each example weighted exactly.
+
+    The arguments are those of an `Update`.
+    """
 
     def __init__(
         self,
@@ -34,46 +38,52 @@ class Evaluation:
         jit_compile: bool | str = False,
         reductions_ready: tf.Variable | None = None,
     ):
-        self.model, self.objective, self.micro_batch_size = (
-            model,
-            Objective.of(objective),
-            micro_batch_size,
-        )
-        self.measured, self.jit_compile = self.objective.measured(), jit_compile
-        self.strategy, self.reductions_ready = (
-            strategy or tf.distribute.get_strategy(),
-            reductions_ready,
-        )
+        self.model = model
+        self.objective = Objective.of(objective)
+        self.micro_batch_size = micro_batch_size
+        self.strategy = strategy or tf.distribute.get_strategy()
+        self.jit_compile = jit_compile
+        self.reductions_ready = reductions_ready
+        self.measured = self.objective.measured()
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest | Share) -> GradientSums:
-        """Add `batch`, as an `Update` takes it, to the metrics; return its loss and weight, without gradients."""
+        """Add one batch to the metrics; return its loss and weight, without gradients.
+
+        Args:
+            batch: as an `Update` takes it.
+        """
         sums, outputs = self.strategy.run(self._evaluate, args=(batch,))
-        sums = of_first_replica(
-            self.strategy, reduce(self.strategy, sums, self.reductions_ready)
-        )
+        sums = reduce(self.strategy, sums, self.reductions_ready)
+        sums = of_first_replica(self.strategy, sums)
         if not self.objective.over_batch:
             return sums
-        whole = gathered(self.strategy, batch, outputs, self.reductions_ready)
-        return sums.with_losses(batch_losses(self.objective, *whole)[0])
+        effective_batch = gathered(self.strategy, batch, outputs, self.reductions_ready)
+        return sums.with_losses(batch_losses(self.objective, effective_batch).losses)
 
     def _evaluate(self, batch: Nest | Share) -> tuple[GradientSums, Outputs]:
-        share, _ = share_of(batch)
-        totals, compiled = (
-            batch_totals(batch),
-            compiled_by_xla(self.jit_compile, self.model, share),
-        )
+        """Return the sums over this replica's share.
 
-        def micro_step(_: tf.Tensor, *parts: Nest) -> tuple[GradientSums, Outputs]:
-            x, y, sample_weight = parts
+        The outputs are returned as well if the losses are over the effective batch.
+        """
+        share, _ = share_of(batch)
+        totals = batch_totals(batch)
+        compiled = compiled_by_xla(self.jit_compile, self.model, share)
+        objective = self.objective.of_micro_batch()
+
+        def micro_step(
+            start: tf.Tensor, x: Nest, y: Nest, sample_weight: Nest
+        ) -> tuple[GradientSums, Outputs]:
             with without_cudnn(self.model, compiled):
                 outputs = by_name(self.model, self.model(x, training=False))
             losses, added, _ = micro_batch_losses(
-                self.model, self.objective.of_micro_batch(), outputs, parts, totals
+                self.model, objective, outputs, (x, y, sample_weight), totals
             )
             self.objective.update_metrics(y, outputs, sample_weight)
             sums = GradientSums(losses, added, tf.cast(examples_in(x), added.dtype))
-            return sums, kept(outputs) if self.objective.over_batch else {}
+            if self.objective.over_batch:
+                return sums, kept(outputs)
+            return sums, {}
 
         return sum_over_micro_batches(
             micro_step, share, self.micro_batch_size, compiled

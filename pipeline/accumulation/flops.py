@@ -1,10 +1,13 @@
-"""Model FLOPs: the products of a forward and backward pass, counted in the graph that TensorFlow traces.
+"""Model FLOPs: the products of a forward and backward pass, counted in a traced graph.
 
-A multiply-add of a matrix product or a convolution counts 2; norms, activations, sums and look-ups count nothing, as in
-appendix B of Chowdhery et al. 2022, «PaLM». The graph has no gradient by frozen layers or by the inputs of the first
-one (grouped convolutions and cuDNN's RNNs compute it), the whole square of a causal mask, the padding at borders, and
-twice what is rematerialized.
+A multiply-add of a matrix product or a convolution counts 2; norms, activations, sums
+and look-ups count nothing, as in appendix B of Chowdhery et al. 2022, "PaLM". The graph
+has no gradient by frozen layers or by the inputs of the first one (grouped convolutions
+and cuDNN's RNNs compute it). It has all of a causal mask's square, the padding at
+borders, and twice what is rematerialized.
 """
+
+from __future__ import annotations
 
 import math
 import re
@@ -18,133 +21,199 @@ from .keras_internals import function_graph
 from .loss_sums import micro_batch_losses
 from .objective import Losses, Objective, by_name
 
+# Operations that run functions, with the attributes that name these functions. Of
+# several branches the most expensive one is counted.
+_CALLS = {
+    "PartitionedCall": ["f"],
+    "While": ["body"],
+    "If": ["then_branch", "else_branch"],
+}
 _GATES = {b"lstm": 4, b"gru": 3}
 _CONVOLUTION = re.compile(
-    r"(Conv[23]D|DepthwiseConv2dNative)(?:Backprop(Input|Filter)(?:V2)?)?"
+    r"(?P<forward>Conv[23]D|DepthwiseConv2dNative)"
+    r"(Backprop(?P<gradient_by>Input|Filter)(V2)?)?"
 )
-_PRODUCT = re.compile(  # operations that multiply matrices, or may: how often is unknown without a formula here
-    r".*(MatMul|Conv[23]?D|Einsum|RNN|LSTM|GRU|FFT|Cholesky|Svd|Qr|Eig|PyFunc|XlaCall|CustomCall).*"
-    r"|(Log)?Matrix(Inverse|Solve.*|Triangular.*|Determinant|Exponential|SquareRoot|Logarithm)"
+# Operations that multiply matrices, or may: how often is unknown without a formula
+# here.
+_PRODUCT = re.compile(
+    r".*(MatMul|Conv[23]?D|Einsum|RNN|LSTM|GRU|FFT|Cholesky|Svd|Qr|Eig"
+    r"|PyFunc|XlaCall|CustomCall).*"
+    r"|(Log)?Matrix(Inverse|Solve.*|Triangular.*|Determinant|Exponential"
+    r"|SquareRoot|Logarithm)"
 )
 
 
 def training_flops(
     model: keras.Model, loss: Losses | Objective, batch: Nest
 ) -> tuple[float, list[str]]:
-    """Return the model FLOPs of an example, and the kinds of operations that could not be counted.
+    """Return the model FLOPs of an example, and the operations that were not counted.
 
-    The arguments are as for `accumulate_gradients`, with a batch of a few examples. Tracing does not change the model.
+    Tracing does not change the model.
+
+    Args:
+        model: as `accumulate_gradients` takes it.
+        loss: as `accumulate_gradients` takes it.
+        batch: as `accumulate_gradients` takes it, of a few examples.
+
+    Returns:
+        The FLOPs, and the types of operations whose products could not be counted.
     """
-    parts, goal = parts_of(batch), Objective.of(loss)
+    parts = parts_of(batch)
+    objective = Objective.of(loss)
 
     @tf.function(autograph=False)
     def gradients() -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             outputs = by_name(model, model(parts[0], training=True))
-            *_, minimised = micro_batch_losses(
-                model, goal, outputs, parts, batch_totals(parts)
+            losses = micro_batch_losses(
+                model, objective, outputs, parts, batch_totals(parts)
             )
-            total = tf.add_n([tf.cast(part.total, tf.float32) for part in minimised])
-        found = tape.gradient(
-            total, [variable.value for variable in model.trainable_variables]
-        )
-        return [gradient for gradient in found if gradient is not None]
+            totals = [tf.cast(part.total, tf.float32) for part in losses.minimized]
+            total = tf.add_n(totals)
+        variables = [variable.value for variable in model.trainable_variables]
+        by_variables = tape.gradient(total, variables)
+        return [gradient for gradient in by_variables if gradient is not None]
 
-    graph, unknown = gradients.get_concrete_function().graph, set[str]()
-    return _of_graph(graph, unknown) / int(examples_in(parts)), sorted(unknown)
+    counter = FlopCounter()
+    flops = counter.count_graph(gradients.get_concrete_function().graph)
+    return flops / int(examples_in(parts)), sorted(counter.unknown)
 
 
-def _of_graph(graph: tf.Graph, unknown: set[str]) -> int:
-    """Count what the outputs of a traced function need."""
-    total, left, seen = 0, [output.op for output in graph.outputs], set[str]()
-    while left:
-        operation = left.pop()
-        if operation.name not in seen:
+class FlopCounter:
+    """Counts the FLOPs of graphs.
+
+    Attributes:
+        unknown: types of operations whose products it could not count.
+    """
+
+    def __init__(self) -> None:
+        self.unknown: set[str] = set()
+
+    def count_graph(self, graph: tf.Graph) -> int:
+        """Count what the outputs of a traced function need."""
+        total = 0
+        seen = set[str]()
+        remaining = [output.op for output in graph.outputs]
+        while remaining:
+            operation = remaining.pop()
+            if operation.name in seen:
+                continue
             seen.add(operation.name)
-            left += [each.op for each in operation.inputs]
+            remaining += [tensor.op for tensor in operation.inputs]
             try:
-                total += _of_operation(operation, unknown)
+                total += self.count(operation)
             except (TypeError, ValueError):  # a size is unknown while it is traced
-                unknown.add(operation.type)
-    return total
+                self.unknown.add(operation.type)
+        return total
+
+    def count(self, operation: tf.Operation) -> int:
+        """Count the products of an operation, and of the functions that it runs."""
+        kind = operation.type
+        plain = kind.removeprefix("Stateful").removeprefix("Stateless")
+        if plain in _CALLS:
+            return self._count_call(operation, _CALLS[plain])
+        if kind in ("MatMul", "BatchMatMulV2", "BatchMatMulV3"):
+            return _count_matrix_product(operation)
+        if kind == "Einsum":
+            return _count_einsum(operation)
+        if _CONVOLUTION.fullmatch(kind):
+            return _count_convolution(operation)
+        if _is_countable_rnn(operation):
+            return _count_rnn(operation)
+        if _PRODUCT.fullmatch(kind):
+            self.unknown.add(kind)
+        return 0
+
+    def _count_call(self, operation: tf.Operation, attributes: list[str]) -> int:
+        inside = 0
+        for attribute in attributes:
+            flops = self.count_graph(function_graph(operation, attribute))
+            inside = max(inside, flops)
+        if attributes == ["body"] and inside:
+            return inside * _iterations(operation)
+        return inside
 
 
-def _of_operation(operation: tf.Operation, unknown: set[str]) -> int:
-    kind, inputs, outputs = operation.type, operation.inputs, operation.outputs
-    plain = kind.removeprefix("Stateful").removeprefix("Stateless")
-    if functions := {
-        "PartitionedCall": ["f"],
-        "While": ["body"],
-        "If": ["then_branch", "else_branch"],
-    }.get(plain):
-        inside = max(
-            _of_graph(function_graph(operation, name), unknown) for name in functions
-        )
-        return (
-            inside * _iterations(operation)
-            if inside and functions == ["body"]
-            else inside
-        )
-    if kind in ("MatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        transposed = operation.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
-        return (
-            2 * math.prod(outputs[0].shape) * inputs[0].shape[-2 if transposed else -1]
-        )
-    if kind == "Einsum":
-        return _of_einsum(
-            operation.get_attr("equation").decode(),
-            [each.shape.as_list() for each in inputs],
-        )
-    if found := _CONVOLUTION.fullmatch(kind):
-        made, kernel = (
-            inputs[2] if found[2] else outputs[0],
-            outputs[0] if found[2] == "Filter" else inputs[1],
-        )
-        return (
-            2
-            * math.prod(made.shape)
-            * math.prod(kernel.shape[: 2 if found[1].startswith("D") else -1])
-        )
-    if kind.startswith("CudnnRNN") and (
-        gates := _GATES.get(operation.get_attr("rnn_mode"))
-    ):
-        (steps, examples, width), (layers, _, units) = inputs[0].shape, inputs[1].shape
-        if layers == 1:
-            return (
-                (4 if "Backprop" in kind else 2)
-                * steps
-                * examples
-                * gates
-                * units
-                * (width + units)
-            )
-    if _PRODUCT.fullmatch(kind):
-        unknown.add(kind)
-    return 0
+def _count_matrix_product(operation: tf.Operation) -> int:
+    attribute = "transpose_a" if operation.type == "MatMul" else "adj_x"
+    transposed = operation.get_attr(attribute)
+    left = operation.inputs[0]
+    summed = left.shape[-2] if transposed else left.shape[-1]
+    return 2 * math.prod(operation.outputs[0].shape) * summed
 
 
-def _of_einsum(equation: str, shapes: list[list[int]]) -> int:
-    """Count a multiply-add for each combination of the indices of two inputs; those of `...` meet from the last one."""
+def _count_einsum(operation: tf.Operation) -> int:
+    """Count a multiply-add for each combination of the indices of two inputs.
+
+    The axes that `...` stands for are counted from the last one.
+    """
+    if len(operation.inputs) == 1:
+        return 0
     sizes: dict[str, int] = {}
-    for labels, shape in zip(
-        equation.partition("->")[0].split(","), shapes, strict=True
-    ):
-        dots = string.digits[
-            len(string.digits) + len(labels) - len("...") - len(shape) :
-        ]
+    equation = operation.get_attr("equation").decode()
+    labels_of_inputs = equation.partition("->")[0].split(",")
+    for labels, tensor in zip(labels_of_inputs, operation.inputs, strict=True):
+        shape = tensor.shape.as_list()
+        axes_in_dots = len(shape) - len(labels.replace("...", ""))
+        dots = string.digits[len(string.digits) - axes_in_dots :]
         for label, size in zip(labels.replace("...", dots), shape, strict=True):
             sizes[label] = max(size, sizes.get(label, 1))
-    return 2 * math.prod(sizes.values()) if len(shapes) > 1 else 0
+    return 2 * math.prod(sizes.values())
+
+
+def _count_convolution(operation: tf.Operation) -> int:
+    """Count a multiply-add for each output and each weight of the filter that gives it.
+
+    A gradient of a convolution has as many as the convolution.
+    """
+    match = _CONVOLUTION.fullmatch(operation.type)
+    assert match is not None
+    # `convolved` has the shape that the forward pass returns.
+    if match["gradient_by"] is None:
+        convolved = operation.outputs[0]
+        kernel = operation.inputs[1]
+    elif match["gradient_by"] == "Input":
+        convolved = operation.inputs[2]
+        kernel = operation.inputs[1]
+    else:
+        convolved = operation.inputs[2]
+        kernel = operation.outputs[0]
+    if match["forward"] == "DepthwiseConv2dNative":
+        weights_per_output = math.prod(kernel.shape[:2])
+    else:
+        weights_per_output = math.prod(kernel.shape[:-1])
+    return 2 * math.prod(convolved.shape) * weights_per_output
+
+
+def _is_countable_rnn(operation: tf.Operation) -> bool:
+    """Return whether it is cuDNN's LSTM or GRU of one layer."""
+    if not operation.type.startswith("CudnnRNN"):
+        return False
+    if operation.get_attr("rnn_mode") not in _GATES:
+        return False
+    layers, _, _ = operation.inputs[1].shape
+    return layers == 1
+
+
+def _count_rnn(operation: tf.Operation) -> int:
+    gates = _GATES[operation.get_attr("rnn_mode")]
+    steps, examples, width = operation.inputs[0].shape
+    _, _, units = operation.inputs[1].shape
+    forward = 2 * steps * examples * gates * units * (width + units)
+    return 2 * forward if "Backprop" in operation.type else forward
 
 
 def _iterations(loop: tf.Operation) -> int:
-    """Return the `maximum_iterations` of a loop or of the loop whose gradient it is; raise if they are unknown."""
+    """Return the `maximum_iterations` of a loop or of the loop whose gradient it is.
+
+    Raises:
+        ValueError: they are unknown.
+    """
     count = loop.inputs[1]
-    if (
-        count.op.type == "Max" and count.op.inputs[0].shape.rank == 0
-    ):  # as the loop of Keras' RNNs has it
+    # The loop of Keras' RNNs has a maximum over a scalar.
+    if count.op.type == "Max" and count.op.inputs[0].shape.rank == 0:
         count = count.op.inputs[0]
-    known = tf.get_static_value(count)
-    if known is None or known < 0:
+    iterations = tf.get_static_value(count)
+    if iterations is None or iterations < 0:
         raise ValueError("a loop without a known end")
-    return int(known)
+    return int(iterations)

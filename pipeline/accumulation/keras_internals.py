@@ -1,21 +1,35 @@
-"""What this package uses of the private parts of Keras 3.15 and TensorFlow 2.21, and temporary replacements in layers.
+"""The private parts of Keras 3.15 and TensorFlow 2.21 that this package uses.
 
-_keras_mask       on an output: which of its elements count; the loss and the metrics of `fit` read it there too
-_keras_logits     on a softmax's or a sigmoid's output: what a cross-entropy with `from_logits=False` is computed from
-_flatten_layers   all layers of a model, those inside of others and in lists too; `layers` has the outermost alone
-global_seed_generator     where `keras.random` without a seed draws from; made by its first draw, and no layer has it
-_batches_seen_since_last_saving, _last_batch_seen, _current_epoch   of `ModelCheckpoint`: when and under which epoch
-_compile_loss, _flat_losses, _compile_metrics, _flat_metrics, _flat_weighted_metrics, _loss_tracker   what `compile` has
-                  made of its arguments, "accuracy" resolved: the history and `EarlyStopping` go by these names
-_momentums, _velocities, _get_variable_index   of `Adam`: its moments, and which of them are a variable's; without them
-                  an update of a model with many weights takes up to 2.5 times as long
-_all_reduce_sum_gradients     of an optimizer: outside of a replica it sums nothing, and takes those of the first one
-_learning_rate    of an optimizer: what `learning_rate` computes a value from each time that it is read
-model_supports_jit        whether `fit` would have XLA compile a model, by its layers, the platform and determinism
-get_loss          the loss that `compile` makes of a name or a function
-_get_function     of a TensorFlow graph: the graphs of loops, branches and calls, whose operations are counted
-record_operation, stop_recording, pack_tangents     of TensorFlow: declare a gradient, where `tf.custom_gradient` would
-                  keep each trace forever, with all that it captures; and what forward accumulators hold for a tensor
+It also has the temporary replacements in objects of Keras, which Keras would track.
+
+`_keras_mask`, on an output: which of its elements count. The loss and the metrics of
+    `fit` read it there too.
+`_keras_logits`, on the output of a softmax or a sigmoid: what a cross-entropy with
+    `from_logits=False` is computed from.
+`_flatten_layers`: all layers of a model, also those inside other layers and in lists;
+    `layers` has the outermost alone.
+`global_seed_generator`: what `keras.random` without a seed draws from. Its first draw
+    makes it, and no layer has it.
+`_batches_seen_since_last_saving`, `_last_batch_seen`, `_current_epoch`, of
+    `ModelCheckpoint`: when it saves, and under which epoch.
+`_compile_loss`, `_flat_losses`, `_compile_metrics`, `_flat_metrics`,
+    `_flat_weighted_metrics`, `_loss_tracker`: what `compile` makes of its arguments,
+    with "accuracy" resolved. The history and `EarlyStopping` use these names.
+`_momentums`, `_velocities`, `_get_variable_index`, of `Adam`: its moments, and which of
+    them are a variable's. Without them an update of a model with many weights takes up
+    to 2.5 times as long.
+`_all_reduce_sum_gradients`, of an optimizer: outside of a replica it sums nothing, and
+    takes the gradients of the first replica.
+`_learning_rate`, of an optimizer: what `learning_rate` computes a value from each time
+    that it is read.
+`model_supports_jit`: whether `fit` would have XLA compile a model, by its layers, the
+    platform and determinism.
+`get_loss`: the loss that `compile` makes of a name or a function.
+`_get_function`, of a TensorFlow graph: the graphs of loops, branches and calls, whose
+    operations are counted.
+`record_operation`, `stop_recording`: declare a gradient. `tf.custom_gradient` would
+    keep each trace forever, with all that it captures.
+`pack_tangents`: what forward accumulators have for a tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +39,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -43,24 +57,30 @@ MODEL_CHECKPOINT_KEEPS = (
     "_current_epoch",
 )
 
-Listed = dict[str, list[keras.metrics.Metric]]  # metrics by output
-_REPLACING = (
-    threading.RLock()
-)  # held while a layer's `call` is replaced: another thread may trace the same model
+MetricsByOutput = dict[str, list[keras.metrics.Metric]]
+
+# Held while a layer's `call` is replaced: another thread may trace the same model.
+_REPLACING = threading.RLock()
+
+# Returns the graph that is being traced. A layer's own loop or function has its own.
+graph = tf.compat.v1.get_default_graph
 
 
 def mask_of(output: Any) -> tf.Tensor | None:
-    """Return the mask that Keras keeps on a layer's output; None where there is none."""
+    """Return the mask that Keras keeps on an output; None where there is none."""
     return getattr(output, "_keras_mask", None)
 
 
 def logits_of(output: Any) -> tf.Tensor | None:
-    """Return the logits that an output was computed from; None where Keras keeps none."""
+    """Return the logits that Keras keeps on an output; None where there are none."""
     return getattr(output, "_keras_logits", None)
 
 
 def with_mask_and_logits(output: tf.Tensor, mask: Any, logits: Any) -> tf.Tensor:
-    """Return a copy of an output with what Keras keeps on one, `()` if nothing; the mask in any dtype."""
+    """Return a copy of an output that has a mask, of any dtype, and logits.
+
+    `()` stands for a mask or logits that Keras does not keep.
+    """
     copy = tf.identity(output)
     if tf.is_tensor(mask):
         copy._keras_mask = tf.cast(mask, tf.bool)
@@ -70,51 +90,81 @@ def with_mask_and_logits(output: tf.Tensor, mask: Any, logits: Any) -> tf.Tensor
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers of a model and those inside of them, without the model itself."""
+    """Return the layers of a model and those inside them, without the model itself."""
     return list(model._flatten_layers(include_self=False))
 
 
 def global_seed(*, make: bool = False) -> keras.Variable | None:
-    """Return the state of Keras' global seed generator; None before its first draw, unless `make` makes it."""
-    known = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-    generator = seed_generator.global_seed_generator() if make else known
+    """Return the state of Keras' global seed generator.
+
+    Before its first draw the result is None, unless `make` makes the generator.
+    """
+    if make:
+        generator = seed_generator.global_seed_generator()
+    else:
+        generator = global_state.get_global_attribute(
+            seed_generator.GLOBAL_SEED_GENERATOR
+        )
     return None if generator is None else generator.state
 
 
-def compiled_losses(
-    model: keras.Model,
-) -> list[tuple[Any, keras.losses.Loss, float | None, Any]]:
-    """Return each loss of a model after a `compute_loss`: its path in the outputs, it, its weight, its epoch's mean."""
-    made = model._compile_loss
-    if made is None:
+class CompiledLoss(NamedTuple):
+    """One of the losses of a compiled model.
+
+    Attributes:
+        path: the keys and indices of its output in the model's outputs.
+        loss: the loss that Keras has made.
+        scale: its entry of `loss_weights`.
+        mean: the mean over an epoch that the history shows; None for a single loss.
+    """
+
+    path: tuple[Any, ...]
+    loss: keras.losses.Loss
+    scale: float | None
+    mean: keras.metrics.Mean | None
+
+
+def compiled_losses(model: keras.Model) -> list[CompiledLoss]:
+    """Return the losses of a model after a `compute_loss`; none before."""
+    compiled = model._compile_loss
+    if compiled is None:
         return []
-    means = made.metrics or [None] * len(made._flat_losses)  # a single loss has none
-    return [
-        (*flat[:3], mean) for flat, mean in zip(made._flat_losses, means, strict=True)
-    ]
+    losses = compiled._flat_losses
+    means = compiled.metrics or [None] * len(losses)
+    compiled_losses = []
+    for entry, mean in zip(losses, means, strict=True):
+        path, loss, scale, *_ = entry
+        compiled_losses.append(CompiledLoss(path, loss, scale, mean))
+    return compiled_losses
 
 
-def compiled_metrics(model: keras.Model, names: Sequence[str]) -> tuple[Listed, Listed]:
-    """Return `metrics` and `weighted_metrics` of a model after a `compute_metrics` by output, else by its `names`."""
+def compiled_metrics(
+    model: keras.Model, names: Sequence[str]
+) -> tuple[MetricsByOutput, MetricsByOutput]:
+    """Return `metrics` and `weighted_metrics` of a model after a `compute_metrics`.
 
-    def by_output(found: Sequence[Any]) -> Listed:
-        of_outputs = zip(names, found, strict=True)
-        return {
-            listed.output_name or name: listed.metrics
-            for name, listed in of_outputs
-            if listed is not None
-        }
+    Both are by the name that the metrics have for their output, else by its entry of
+    `names`.
+    """
+    compiled = model._compile_metrics
+    if compiled is None:
+        return {}, {}
+    metrics = _metrics_by_output(names, compiled._flat_metrics)
+    weighted_metrics = _metrics_by_output(names, compiled._flat_weighted_metrics)
+    return metrics, weighted_metrics
 
-    made = model._compile_metrics
-    return (
-        ({}, {})
-        if made is None
-        else (by_output(made._flat_metrics), by_output(made._flat_weighted_metrics))
-    )
+
+def _metrics_by_output(names: Sequence[str], lists: Sequence[Any]) -> MetricsByOutput:
+    metrics = {}
+    for name, metrics_of_output in zip(names, lists, strict=True):
+        if metrics_of_output is not None:
+            key = metrics_of_output.output_name or name
+            metrics[key] = metrics_of_output.metrics
+    return metrics
 
 
 def loss_mean(model: keras.Model) -> keras.metrics.Mean:
-    """Return the mean of the loss over an epoch, as the history of a compiled model shows it."""
+    """Return the mean of the loss over an epoch, which the history shows."""
     return model._loss_tracker
 
 
@@ -128,15 +178,15 @@ def adam_moments(
 
 @contextmanager
 def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
-    """Compute the learning rate once, for all who read it inside the `with` block; yield it.
+    """Compute the learning rate once for all who read it in the `with` block; yield it.
 
-    It is computed on the host and waits for nothing of this update. NaN for a `MultiOptimizer`, which has none.
+    It is computed on the host and waits for nothing of this update. The rate of a
+    `MultiOptimizer`, which has none, is NaN.
     """
     with tf.control_dependencies(None), tf.device("CPU:0"):
         rate = tf.convert_to_tensor(getattr(optimizer, "learning_rate", math.nan))
-    fixed = (
-        (lambda: rate) if callable(optimizer._learning_rate) else rate
-    )  # Adafactor asks whether it is callable
+    # Adafactor decides by whether the attribute is callable.
+    fixed = (lambda: rate) if callable(optimizer._learning_rate) else rate
     with replaced([(optimizer, "_learning_rate", fixed)]):
         yield rate
 
@@ -144,21 +194,30 @@ def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
 def applying_sums(
     optimizer: keras.optimizers.Optimizer,
 ) -> AbstractContextManager[None]:
-    """Have `apply` use the gradients on each replica as they are, inside the `with` block: they are sums already."""
+    """Have `apply` use each replica's gradients as they are, as they are sums already.
+
+    This holds inside the `with` block.
+    """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return replaced(
-        [(inner, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)]
-    )
+
+    def unchanged(grads_and_vars: Any) -> Any:
+        return grads_and_vars
+
+    return replaced([(inner, "_all_reduce_sum_gradients", unchanged)])
 
 
 @contextmanager
 def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give attributes of objects other values inside the `with` block, past Keras, which tracks what it is given."""
+    """Give attributes of objects other values inside the `with` block.
+
+    Args:
+        changes: the object, the name of the attribute, and the value. The value is set
+            past Keras, which would track it.
+    """
     with ExitStack() as after:
         for thing, name, value in changes:
-            if name in vars(thing) or isinstance(
-                getattr(type(thing), name, None), property
-            ):
+            is_property = isinstance(getattr(type(thing), name, None), property)
+            if name in vars(thing) or is_property:
                 after.callback(object.__setattr__, thing, name, getattr(thing, name))
             else:  # a method of its class, or nothing
                 after.callback(object.__delattr__, thing, name)
@@ -168,11 +227,15 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator[None]:
-    """Replace each layer's `call` inside the `with` block; a model saved meanwhile has Keras' own."""
+    """Replace the `call` of each layer inside the `with` block.
+
+    A model that is saved meanwhile is saved with Keras' own.
+    """
 
     def changes() -> Iterator[tuple[keras.Layer, str, Any]]:
         for layer, call in calls:
-            call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]  # Keras reads it
+            signature = inspect.signature(layer.call)  # which Keras reads
+            call.__signature__ = signature  # type: ignore[attr-defined]
             yield layer, "call", call
 
     with _REPLACING, replaced(changes()):
@@ -180,7 +243,10 @@ def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator
 
 
 def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
-    """Return whether the layer's `call` is that of `kind`, not overridden by a subclass or a wrapper."""
+    """Return whether the layer's `call` is that of `kind`.
+
+    It is not if a subclass or a wrapper has overridden it.
+    """
     with _REPLACING:
         return (
             isinstance(layer, kind)
@@ -189,11 +255,10 @@ def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
         )
 
 
-graph = (
-    tf.compat.v1.get_default_graph
-)  # that is being traced: a layer's own loop or function has one of its own
-
-
 def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph:
-    """Return the graph of the function that an operation calls by an attribute, such as a loop by its `body`."""
+    """Return the graph of a function that an operation calls.
+
+    `attribute` names the function among the operation's attributes: a loop has a
+    `body`.
+    """
     return operation.graph._get_function(operation.get_attr(attribute).name).graph

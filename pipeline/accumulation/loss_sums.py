@@ -1,20 +1,22 @@
-"""The losses of a micro-batch as sums and weights, and which of them share a gradient sum.
+"""The losses of a micro-batch as sums and weights, and which of them share a sum.
 
-A mean is divided by its own weight: elements, unmasked elements, sample weights, or examples for what the model adds
-(regularisation, `add_loss`). Losses whose weight over the whole effective batch is known before the forward pass are
-divided by it before they are differentiated, as in `fit`, and share one gradient in memory:
+A mean is divided by its own weight: elements, unmasked elements, sample weights, or
+examples for what the model adds (regularization, `add_loss`). Losses whose weight over
+the effective batch is known before the forward pass are divided by it before they are
+differentiated, as in `fit`, and share one gradient in memory:
 
     gradient = Σₖ ∇(L₁ₖ/W₁ + L₂ₖ/W₂ + …)
 
-A loss whose weight is known only after the forward pass (a mask that the model computes, ragged outputs, an axis of
-unknown length) has a gradient sum of its own, which is divided at the end. Layers then see the gradient of a sum, which
-makes a difference where their backward pass is not linear: to one that clips its gradient.
+A loss whose weight is known only after the forward pass (a mask that the model
+computes, ragged outputs, an axis of unknown length) has a gradient sum of its own,
+which is divided at the end. Layers then see the gradient of a sum, which makes a
+difference where their backward pass is not linear: to one that clips its gradient.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -22,27 +24,60 @@ import tensorflow as tf
 
 from .batch import BatchTotals, Nest, examples_in, spread
 from .keras_internals import mask_of
-from .objective import Objective, couples_examples
+from .objective import Objective, Term, couples_examples
 
 
 class LossSum(NamedTuple):
-    """Σ wᵢ·lossᵢ of one output, the same times its entry of `loss_weights`, and Σ wᵢ; scalars."""
+    """The loss of one output over some examples, as a sum and its weight; scalars."""
 
-    total: tf.Tensor
-    scaled: tf.Tensor
-    weight: tf.Tensor
-
-
-LossSums = dict[str, LossSum]  # by output
+    total: tf.Tensor  # Σ wᵢ·lossᵢ
+    scaled: tf.Tensor  # the same times its entry of `loss_weights`
+    weight: tf.Tensor  # Σ wᵢ
 
 
-class Part(NamedTuple):
-    """What is minimised over a micro-batch and divided by one weight; scalars."""
+class LossPart(NamedTuple):
+    """What is minimized over a micro-batch and divided by one weight; scalars.
 
-    total: tf.Tensor  # its part of the effective batch's mean, where `known`; else the sum over the micro-batch
-    share: tf.Tensor  # of the micro-batch in the effective batch's weight, where `known`; else its weight
+    Where the weight of the effective batch is known before the forward pass, both
+    `total` and `weight` are divided by it.
+    """
+
+    total: tf.Tensor  # Σ wᵢ·lossᵢ over the micro-batch
+    weight: tf.Tensor  # Σ wᵢ over the micro-batch
     examples: tf.Tensor  # that count in the micro-batch: see `WeightedSum`
-    known: bool  # whether the weight of the effective batch is, before the forward pass
+    divided: bool  # by the weight of the effective batch
+
+    @property
+    def divisor(self) -> Any:
+        """The weight that divides the sum at the end; `()` if it is divided already."""
+        return () if self.divided else self.weight
+
+    @property
+    def nonzero_divisor(self) -> Any:
+        """The divisor, 1 where it is 0."""
+        return () if self.divided else nonzero(self.weight)
+
+
+class MicroBatchLosses(NamedTuple):
+    """The losses of one micro-batch."""
+
+    losses: dict[str, LossSum]  # by output
+    added: tf.Tensor  # what the model adds, times the examples; scalar
+    minimized: list[LossPart]  # all of them, by the weights that divide them
+
+
+class WeightedSum(NamedTuple):
+    """The numerator and the denominator of a mean, over a part of a batch.
+
+    All are scalars, in float32 at least.
+    """
+
+    total: tf.Tensor  # Σ wᵢ·lossᵢ
+    weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`, to be read as 1
+    batch_weight: tf.Tensor | None  # of the batch, if known before a forward pass
+    # The number that count, (Σ wᵢ)² / Σ wᵢ² with the weights of examples: Kish, Survey
+    # Sampling, 1965.
+    examples: tf.Tensor
 
 
 def micro_batch_losses(
@@ -51,118 +86,154 @@ def micro_batch_losses(
     outputs: Mapping[str, Nest],
     micro_batch: Nest,
     totals: BatchTotals,
-) -> tuple[LossSums, tf.Tensor, list[Part]]:
-    """Return the loss of each output, what the model adds, and both as parts of what is minimised.
+) -> MicroBatchLosses:
+    """Return the loss of each output and what the model adds.
 
-    Call it after the forward pass that gave `outputs`; `totals` are of the effective batch.
+    Call it after the forward pass that gave `outputs`. `totals` are those of the
+    effective batch.
     """
     x, y, sample_weight = micro_batch
     dtype = tf.as_dtype(keras.config.floatx())
-    count, examples = tf.cast(examples_in(x), dtype), tf.cast(totals.examples, dtype)
-    losses, parts = {}, []
+    count = tf.cast(examples_in(x), dtype)
+    examples = tf.cast(totals.examples, dtype)
+
+    losses = {}
+    parts = []
     weights = spread(totals.weights, list(outputs), to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
-        if not objective.over_batch and couples_examples(
-            term.loss
-        ):  # a micro-batch has not all of them
-            rule = "loss_over must be effective_batch for a loss of several examples at once"
-            raise ValueError(f"{rule}, {term.loss.name}. Received: 'example'")
-        made = weighted_sum(
-            term.loss,
-            term.y,
-            term.output,
-            term.sample_weight,
-            (examples, weights.get(term.name)),
+        if couples_examples(term.loss) and not objective.over_batch:
+            # A micro-batch does not have all of its examples.
+            rule = "loss_over must be effective_batch for a loss of several examples"
+            raise ValueError(f"{rule} at once, {term.loss.name}. Received: 'example'")
+        totals_of_output = BatchTotals(examples, weights.get(term.name))
+        sums = weighted_sum(
+            term.loss, term.y, term.output, term.sample_weight, totals_of_output
         )
-        scaled = made.total if term.scale is None else made.total * term.scale
-        losses[term.name] = LossSum(made.total, scaled, made.weight)
-        if made.batch_weight is None:
-            parts.append(Part(scaled, made.weight, made.examples, False))
-        else:
-            share = (
-                count / examples
-                if term.loss.reduction == "sum"
-                else divide(made.weight, made.batch_weight)
-            )
-            parts.append(
-                Part(divide(scaled, made.batch_weight), share, made.examples, True)
-            )
-    added = tf.zeros((), parts[0].total.dtype if parts else dtype)
-    scalars, of_layers = objective.added_losses == "sum", len(added_losses(model))
-    for index, value in enumerate(
-        model.losses
-    ):  # those of layers, then those of weights
-        per_example = value.shape.rank and value.shape[0] is None
-        sums = per_example or (scalars and index < of_layers)
-        added += tf.reduce_sum(tf.cast(value, added.dtype)) * tf.cast(
-            examples if sums else count, added.dtype
-        )
+        loss = scaled_sum(term, sums)
+        losses[term.name] = loss
+        parts.append(_part(term, loss.scaled, sums, count, examples))
+
+    added_dtype = parts[0].total.dtype if parts else dtype
+    added = _added(model, objective, count, examples, added_dtype)
     if model.losses or not parts:
-        parts.append(Part(divide(added, examples), count / examples, count, True))
-    return losses, added, _merged(parts)
+        parts.append(LossPart(divide(added, examples), count / examples, count, True))
+    return MicroBatchLosses(losses, added, _merged(parts))
+
+
+def scaled_sum(term: Term, sums: WeightedSum) -> LossSum:
+    """Return the loss of one output, scaled by its entry of `loss_weights`."""
+    scaled = sums.total if term.scale is None else sums.total * term.scale
+    return LossSum(sums.total, scaled, sums.weight)
+
+
+def _part(
+    term: Term,
+    scaled: tf.Tensor,
+    sums: WeightedSum,
+    count: tf.Tensor,
+    examples: tf.Tensor,
+) -> LossPart:
+    if sums.batch_weight is None:
+        return LossPart(scaled, sums.weight, sums.examples, False)
+    if term.loss.reduction == "sum":
+        weight = count / examples
+    else:
+        weight = divide(sums.weight, sums.batch_weight)
+    return LossPart(divide(scaled, sums.batch_weight), weight, sums.examples, True)
+
+
+def _added(
+    model: keras.Model,
+    objective: Objective,
+    count: tf.Tensor,
+    examples: tf.Tensor,
+    dtype: tf.DType,
+) -> tf.Tensor:
+    """Return what the model adds: means over a micro-batch, times its `count` examples.
+
+    What is a sum over the examples of the effective batch is multiplied by their number
+    instead. These are values of examples, which Keras sums over the batch, and the
+    scalars of layers if `objective.added_losses` is "sum".
+    """
+    added = tf.zeros((), dtype)
+    scalars_are_sums = objective.added_losses == "sum"
+    count_of_layers = len(added_losses(model))
+    for index, value in enumerate(model.losses):  # those of layers, then of weights
+        is_of_examples = value.shape.rank and value.shape[0] is None
+        is_of_layer = index < count_of_layers
+        if is_of_examples or (scalars_are_sums and is_of_layer):
+            times = examples
+        else:
+            times = count
+        added += tf.reduce_sum(tf.cast(value, dtype)) * tf.cast(times, dtype)
+    return added
+
+
+def _merged(parts: Sequence[LossPart]) -> list[LossPart]:
+    """Return the parts with all that are divided as one, in the place of the first.
+
+    It has the weight of the first: the noise is measured by the first of all parts.
+    """
+    divided = [part for part in parts if part.divided]
+    if not divided:
+        return list(parts)
+    first = divided[0]
+    total = sum(tf.cast(part.total, first.total.dtype) for part in divided)
+
+    merged = []
+    for part in parts:
+        if part is first:
+            merged.append(first._replace(total=total))
+        elif not part.divided:
+            merged.append(part)
+    return merged
 
 
 def function_losses(
-    function: Any, micro_batch: Nest, totals: BatchTotals
-) -> tuple[LossSums, tf.Tensor, list[Part]]:
-    """Return what `micro_batch_losses` does, of a function that returns a mean loss, or one with its weight."""
-    made = function(*(part for part in micro_batch if part is not None))
-    mean, weight = made if isinstance(made, tuple | list) else (made, None)
+    function: Callable[..., Any], micro_batch: Nest, totals: BatchTotals
+) -> MicroBatchLosses:
+    """Return the loss that a function computes from a micro-batch.
+
+    The function takes the parts of the micro-batch, and returns the mean loss of its
+    examples, or a tuple of a mean and the weight that it was divided by.
+
+    Raises:
+        ValueError: the mean is not a scalar.
+    """
+    result = function(*(part for part in micro_batch if part is not None))
+    if isinstance(result, tuple | list):
+        mean, weight = result
+    else:
+        mean = result
+        weight = None
     mean = tf.convert_to_tensor(mean)
     if mean.shape.rank:
-        raise ValueError(
-            f"loss must return a scalar, or a tuple of one and its weight. Received: shape {mean.shape}"
-        )
-    mean = (
-        tf.cast(mean, tf.float32) if mean.dtype in (tf.float16, tf.bfloat16) else mean
-    )
-    count, examples = (
-        tf.cast(number, mean.dtype)
-        for number in (examples_in(micro_batch), totals.examples)
-    )
-    divisor = count if weight is None else tf.cast(weight, mean.dtype)
-    total, known = mean * divisor, weight is None
-    part = (
-        Part(total / examples, count / examples, count, True)
-        if known
-        else Part(total, divisor, count, False)
-    )
-    return {"": LossSum(total, total, divisor)}, tf.zeros_like(mean), [part]
+        rule = "loss must return a scalar, or a tuple of one and its weight"
+        raise ValueError(f"{rule}. Received: shape {mean.shape}")
 
-
-def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts with those whose weight is known ahead as one, which has the share of the first."""
-    known = [part for part in parts if part.known]
-    if not known:
-        return list(parts)
-    total = sum(tf.cast(part.total, known[0].total.dtype) for part in known)
-    first = known[0]._replace(
-        total=total
-    )  # in its place: the noise is measured by the first of all parts
-    return [
-        first if part is known[0] else part
-        for part in parts
-        if part is known[0] or not part.known
-    ]
+    mean = tf.cast(mean, float32_at_least(mean.dtype))
+    count = tf.cast(examples_in(micro_batch), mean.dtype)
+    examples = tf.cast(totals.examples, mean.dtype)
+    if weight is None:
+        divisor = count
+        total = mean * divisor
+        part = LossPart(total / examples, count / examples, count, True)
+    else:
+        divisor = tf.cast(weight, mean.dtype)
+        total = mean * divisor
+        part = LossPart(total, divisor, count, False)
+    losses = {"": LossSum(total, total, divisor)}
+    return MicroBatchLosses(losses, tf.zeros_like(mean), [part])
 
 
 def added_losses(layer: keras.Layer) -> list[tf.Tensor]:
-    """Return what a layer and those inside of it have added in their last call, without what regularises weights."""
-    of_weights = sum(
-        variable.regularizer is not None for variable in layer.trainable_variables
-    )
-    return layer.losses[: len(layer.losses) - of_weights]
+    """Return what a layer and those inside it have added in their last call.
 
-
-class WeightedSum(NamedTuple):
-    """The numerator and the denominator of a mean, over a part of a batch; scalars, in float32 at least."""
-
-    total: tf.Tensor  # Σ wᵢ·lossᵢ
-    weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`, to be read as 1
-    batch_weight: (
-        tf.Tensor | None
-    )  # `weight` of the whole batch, where it is known before a forward pass
-    examples: tf.Tensor  # that count, (Σ wᵢ)² / Σ wᵢ² with the weights of examples (Kish, Survey Sampling, 1965)
+    What regularizes weights is left out: Keras lists it last.
+    """
+    weights = layer.trainable_variables
+    regularized = [weight for weight in weights if weight.regularizer is not None]
+    return layer.losses[: len(layer.losses) - len(regularized)]
 
 
 def weighted_sum(
@@ -170,108 +241,137 @@ def weighted_sum(
     y_true: Nest,
     outputs: Nest,
     sample_weight: tf.Tensor | None = None,
-    totals: tuple[tf.Tensor, tf.Tensor | None] | None = None,
+    totals: BatchTotals | None = None,
     over_batch: bool = False,
 ) -> WeightedSum:
-    """Return the numerator and the denominator of the mean `loss(y_true, outputs, sample_weight)`.
+    """Return numerator and denominator of `loss(y_true, outputs, sample_weight)`.
 
-    Follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and `sum_over_batch_size` divide by the
-    number of loss elements, or of unmasked ones; `mean_with_sample_weight` by the sum of the weights; `sum` by nothing.
+    It follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and
+    `sum_over_batch_size` divide by the number of loss elements, or of unmasked ones;
+    `mean_with_sample_weight` by the sum of the weights; `sum` by nothing.
 
     Args:
         loss: its `call` gives one value per example, or per element of an example.
-        y_true, outputs: as `loss` takes them, with the examples on axis 0.
+        y_true: labels, with the examples on axis 0.
+        outputs: of the model, with the examples on axis 0.
         sample_weight: (examples,) or of the values' shape.
-        totals: examples, and sum of the sample weights, of the whole batch where `batch_weight` is wanted.
-        over_batch: whether these are all examples of the effective batch; `call` may then give a scalar.
+        totals: of the batch, with the weights of this output alone, where
+            `batch_weight` is wanted.
+        over_batch: whether these are all examples of the effective batch; `call` may
+            then give a scalar.
 
     Raises:
-        ValueError: the loss reduces nothing, or to a scalar in its `call`, or the sample weights do not fit its values.
+        ValueError: the loss reduces nothing, or to a scalar in its `call`, or the
+            sample weights do not fit its values.
     """
     if loss.reduction in (None, "none"):
-        raise ValueError(
-            f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}"
-        )
-    dtype, mask = tf.as_dtype(loss.dtype), mask_of(outputs)
-    outputs, y_true = tf.nest.map_structure(
-        lambda leaf: tf.cast(leaf, dtype), (outputs, y_true)
-    )
+        rule = "The loss must have a reduction"
+        received = f"{loss.name} with reduction={loss.reduction!r}"
+        raise ValueError(f"{rule}. Received: {received}")
+    loss_dtype = tf.as_dtype(loss.dtype)
+    dtype = float32_at_least(loss_dtype)  # a bfloat16 that counts stops at 256
+    mask = mask_of(outputs)
+    outputs = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), outputs)
+    y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), y_true)
+
     # Before the call, of which a loss may keep a tensor.
-    per_example = (
-        None
-        if totals is None or mask is not None
-        else _values_per_example(loss, y_true, outputs)
-    )
-    found = loss.call(y_true, outputs)
-    masks = [each for each in (mask, mask_of(found)) if each is not None]
-    dtype = (
-        tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
-    )  # a bfloat16 that counts stops at 256
-    values = _dense(found, dtype)
+    values_per_example = None
+    if totals is not None and mask is None:
+        values_per_example = _values_per_example(loss, y_true, outputs)
+    result = loss.call(y_true, outputs)
+    values = _flat_values(result, dtype)
     if values.shape.rank == 0:
         if not over_batch or sample_weight is not None:
             where = " where there are sample weights" if over_batch else ""
-            raise ValueError(
-                f"The loss must give one value per example{where}, not a scalar. Received: {loss.name}"
-            )
-        examples = tf.cast(
-            examples_in(outputs), dtype
-        )  # by which an evaluation weighs the batches
-        by = (
-            (values, tf.zeros((), dtype))
-            if loss.reduction == "sum"
-            else (values * examples, examples)
-        )
-        return WeightedSum(*by, None, examples)
-    count = tf.cast(tf.size(values), dtype)
-    factors = [] if sample_weight is None else [_dense(sample_weight, dtype)]
-    if masks:
-        mask = tf.cast(functools.reduce(tf.logical_and, masks), dtype)
-        count *= tf.math.divide_no_nan(
-            tf.reduce_sum(mask), tf.cast(tf.size(mask), dtype)
-        )
-        factors = [mask, *factors]
-    if factors:
-        rank = max(factor.shape.rank for factor in factors)
-        weights = _fitted(
-            functools.reduce(
-                tf.multiply, [_aligned(factor, rank) for factor in factors]
-            ),
-            values,
-        )
+            rule = f"The loss must give one value per example{where}, not a scalar"
+            raise ValueError(f"{rule}. Received: {loss.name}")
+        return _sum_of_scalar(loss, values, tf.cast(examples_in(outputs), dtype))
+
+    masks = [each for each in (mask, mask_of(result)) if each is not None]
+    count, mask, weights = _weighting(values, masks, sample_weight)
+    if weights is not None:
         values *= weights
-    total, examples, ahead = (
-        tf.reduce_sum(values),
-        tf.cast(examples_in(outputs), dtype),
-        None,
-    )
+    total = tf.reduce_sum(values)
+    examples = tf.cast(examples_in(outputs), dtype)
     if loss.reduction == "sum":
         return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype), examples)
-    by_weights = loss.reduction == "mean_with_sample_weight" and bool(factors)
-    if totals is not None and not masks and (by_weights or per_example is not None):
-        ahead = (
-            tf.cast(totals[1], dtype)
-            if by_weights
-            else tf.cast(totals[0], dtype) * per_example
-        )
-    if by_weights or masks or isinstance(found, tf.RaggedTensor):
-        counting = weights if by_weights else mask if masks else tf.ones_like(values)
-        examples = _effective(counting, found, values)
-    return WeightedSum(
-        total, tf.reduce_sum(weights) if by_weights else count, ahead, examples
-    )
+
+    if loss.reduction == "mean_with_sample_weight" and weights is not None:
+        batch_weight = None
+        if totals is not None and mask is None:
+            batch_weight = tf.cast(totals.weights, dtype)
+        examples = _effective_examples(weights, result, values)
+        return WeightedSum(total, tf.reduce_sum(weights), batch_weight, examples)
+
+    if mask is not None:
+        examples = _effective_examples(mask, result, values)
+        return WeightedSum(total, count, None, examples)
+    batch_weight = None
+    if totals is not None and values_per_example is not None:
+        batch_weight = tf.cast(totals.examples, dtype) * values_per_example
+    if isinstance(result, tf.RaggedTensor):
+        examples = _effective_examples(tf.ones_like(values), result, values)
+    return WeightedSum(total, count, batch_weight, examples)
 
 
-def _effective(weights: tf.Tensor, found: Any, values: tf.Tensor) -> tf.Tensor:
-    """Return (Σ wᵢ)² / Σ wᵢ² over examples, whose weights are sums over all axes but the first; 0 if all are 0."""
-    if isinstance(found, tf.RaggedTensor):
-        weights = tf.cast(found, values.dtype).with_flat_values(
-            tf.broadcast_to(weights, tf.shape(values))
-        )
+class _Weighting(NamedTuple):
+    """How the values of a loss are weighted."""
+
+    count: tf.Tensor  # of values that are not masked, scalar
+    mask: tf.Tensor | None
+    weights: tf.Tensor | None  # of the values: the mask times the sample weights
+
+
+def _weighting(
+    values: tf.Tensor, masks: Sequence[tf.Tensor], sample_weight: tf.Tensor | None
+) -> _Weighting:
+    dtype = values.dtype
+    count = tf.cast(tf.size(values), dtype)
+    factors = []
+    if sample_weight is not None:
+        factors.append(_flat_values(sample_weight, dtype))
+    mask = None
+    if masks:
+        mask = tf.cast(functools.reduce(tf.logical_and, masks), dtype)
+        unmasked = tf.reduce_sum(mask)
+        count *= tf.math.divide_no_nan(unmasked, tf.cast(tf.size(mask), dtype))
+        factors.insert(0, mask)
+    weights = _product(factors, values) if factors else None
+    return _Weighting(count, mask, weights)
+
+
+def _sum_of_scalar(
+    loss: keras.losses.Loss, value: tf.Tensor, examples: tf.Tensor
+) -> WeightedSum:
+    """Return the sum for a loss that is one scalar over all examples of a batch.
+
+    An evaluation weighs the batches by their examples.
+    """
+    if loss.reduction == "sum":
+        return WeightedSum(value, tf.zeros((), value.dtype), None, examples)
+    return WeightedSum(value * examples, examples, None, examples)
+
+
+def _effective_examples(
+    weights: tf.Tensor, result: Any, values: tf.Tensor
+) -> tf.Tensor:
+    """Return (Σ wᵢ)² / Σ wᵢ² over examples; 0 if all weights are 0.
+
+    The weight wᵢ of an example is the sum over all axes but the first. `result` is what
+    the loss has returned, and `values` are its flat values.
+    """
+    if isinstance(result, tf.RaggedTensor):
+        flat_weights = tf.broadcast_to(weights, tf.shape(values))
+        weights = tf.cast(result, values.dtype).with_flat_values(flat_weights)
     of_examples = tf.reduce_sum(weights, list(range(1, weights.shape.rank)))
-    return tf.math.divide_no_nan(
-        tf.square(tf.reduce_sum(of_examples)), tf.reduce_sum(tf.square(of_examples))
-    )
+    square_of_sum = tf.square(tf.reduce_sum(of_examples))
+    sum_of_squares = tf.reduce_sum(tf.square(of_examples))
+    return tf.math.divide_no_nan(square_of_sum, sum_of_squares)
+
+
+def float32_at_least(dtype: tf.DType) -> tf.DType:
+    """Return the dtype of sums of values of `dtype`: float32 for half precision."""
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def nonzero(weight: tf.Tensor) -> tf.Tensor:
@@ -280,55 +380,75 @@ def nonzero(weight: tf.Tensor) -> tf.Tensor:
 
 
 def divide(value: Any, weight: Any) -> Any:
-    """Return a tensor or `tf.IndexedSlices` divided by a weight, of which 0 and `()` divide by nothing."""
+    """Return a tensor or `tf.IndexedSlices` divided by a weight.
+
+    A weight of 0 or `()` divides by nothing.
+    """
     if isinstance(weight, tuple):
         return value
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            divide(value.values, weight), value.indices, value.dense_shape
-        )
+        rows = divide(value.values, weight)
+        return tf.IndexedSlices(rows, value.indices, value.dense_shape)
     return value / tf.cast(nonzero(weight), value.dtype)
 
 
 def _values_per_example(
     loss: keras.losses.Loss, y_true: Nest, outputs: Nest
 ) -> int | None:
-    """Return how many values the loss has for an example, as its shapes for three show; None where it depends."""
-    if any(
-        isinstance(leaf, tf.RaggedTensor) or leaf.shape.rank is None
-        for leaf in tf.nest.flatten((y_true, outputs))
-    ):
-        return None
-    three = [
+    """Return how many values the loss has for an example; None if that may differ.
+
+    The shapes for three examples show it.
+    """
+    for leaf in tf.nest.flatten((y_true, outputs)):
+        if isinstance(leaf, tf.RaggedTensor) or leaf.shape.rank is None:
+            return None
+    specs = [
         tf.TensorSpec([3, *leaf.shape[1:]], leaf.dtype) for leaf in (y_true, outputs)
     ]
     try:
-        made = tf.function(loss.call, autograph=False).get_concrete_function(*three)
-    except Exception:  # takes no three
+        traced = tf.function(loss.call, autograph=False).get_concrete_function(*specs)
+    except Exception:  # the loss does not take three examples
         return None
-    count = tf.TensorShape(made.structured_outputs.shape).num_elements()
-    return None if count is None or count % 3 else count // 3
+    count = tf.TensorShape(traced.structured_outputs.shape).num_elements()
+    if count is None or count % 3:
+        return None
+    return count // 3
 
 
-def _dense(values: Any, dtype: tf.DType) -> tf.Tensor:
+def _flat_values(values: Any, dtype: tf.DType) -> tf.Tensor:
     values = tf.cast(values, dtype)
-    return values.flat_values if isinstance(values, tf.RaggedTensor) else values
+    if isinstance(values, tf.RaggedTensor):
+        return values.flat_values
+    return values
 
 
-def _fitted(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    weights = _aligned(weights, values.shape.rank)
-    pairs = zip(weights.shape[1:], values.shape[1:], strict=False)
-    if weights.shape.rank > values.shape.rank or any(
-        size not in (1, None, of or size) for size, of in pairs
-    ):
-        raise ValueError(
-            f"sample weights of shape {weights.shape} do not fit values of shape {values.shape}"
-        )
+def _product(factors: Sequence[tf.Tensor], values: tf.Tensor) -> tf.Tensor:
+    """Return the product of a mask and weights, in a shape that fits `values`."""
+    rank = max(factor.shape.rank for factor in factors)
+    aligned = [_aligned(factor, rank) for factor in factors]
+    weights = _aligned(functools.reduce(tf.multiply, aligned), values.shape.rank)
+    if not _fits(weights.shape, values.shape):
+        subject = f"sample weights of shape {weights.shape}"
+        raise ValueError(f"{subject} do not fit values of shape {values.shape}")
     return weights
 
 
+def _fits(weights: tf.TensorShape, values: tf.TensorShape) -> bool:
+    """Return whether each axis of the weights is 1, unknown, or that of the values."""
+    if weights.rank > values.rank:
+        return False
+    for weights_size, values_size in zip(weights[1:], values[1:], strict=False):
+        if weights_size not in (1, None) and values_size:
+            if weights_size != values_size:
+                return False
+    return True
+
+
 def _aligned(weights: tf.Tensor, rank: int) -> tf.Tensor:
-    """Add or remove last axes of size 1 until `weights` has `rank` axes: (examples,) weighs every element."""
+    """Add or remove last axes of size 1 until `weights` has `rank` axes.
+
+    So weights of shape (examples,) weigh every element of an example.
+    """
     while weights.shape.rank < rank:
         weights = tf.expand_dims(weights, -1)
     while weights.shape.rank > rank and weights.shape[-1] == 1:

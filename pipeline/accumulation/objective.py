@@ -1,4 +1,4 @@
-"""What is minimised and measured: the losses, loss weights and metrics of each output by name, as in `compile`."""
+"""What is minimized and measured: losses, loss weights and metrics, as in `compile`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import keras
 from .batch import Nest, spread
 from .keras_internals import get_loss, mask_of
 
-# As `compile` takes it: one for every output, or a dict or list, None for an output without; None for `add_loss` alone.
+# As `compile` takes it: one loss for every output, or a dict or list of losses, with
+# None for an output without a loss; None alone for a model that learns from `add_loss`.
 Losses = Any
 Metrics = Sequence[keras.metrics.Metric] | Mapping[str, Sequence[keras.metrics.Metric]]
 
@@ -21,7 +22,7 @@ class Term(NamedTuple):
 
     name: str  # of the output
     loss: keras.losses.Loss
-    scale: float | None  # of `loss_weights`
+    scale: float | None  # its entry of `loss_weights`
     y: Nest
     output: Nest
     sample_weight: Nest
@@ -29,16 +30,19 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised and measured.
+    """What is minimized and measured.
 
     Attributes:
         loss: as `compile` takes it.
         loss_weights: a number for each output, by name or in order.
-        metrics, weighted_metrics: of the only output or by name; the mask weighs the former, sample weights the latter.
+        metrics: of the only output or by name; the mask weighs them.
+        weighted_metrics: of the only output or by name; the sample weights weigh them.
         layer_metrics: those that the model's layers update in their calls.
-        added_losses: whether a scalar of `add_loss` is the "mean" of what the examples of its batch add, or the "sum".
-        loss_over: "example" if the loss of an example does not depend on the others; "effective_batch" computes all
-            losses over the whole effective batch, at the price of a second forward pass: see `over_effective_batch`.
+        added_losses: whether a scalar of `add_loss` is the "mean" of what the examples
+            of its batch add, or the "sum".
+        loss_over: "example" if the loss of an example does not depend on the others;
+            "effective_batch" computes all losses over the effective batch, at the price
+            of a second forward pass: see `over_effective_batch`.
     """
 
     loss: Losses
@@ -51,41 +55,49 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.loss_over not in ("example", "effective_batch"):
-            rule, choices = (
-                "loss_over must be the same for all outputs",
-                "example, effective_batch",
-            )
+            rule = "loss_over must be the same for all outputs"
+            choices = "example, effective_batch"
             raise ValueError(
                 f"{rule}. Received: {self.loss_over!r}. Choices: {choices}"
             )
         if self.over_batch and self.loss is None:
-            raise ValueError(
-                "loss_over must be example without a loss: add_loss is of micro-batches. Received: None"
-            )
+            rule = "loss_over must be example without a loss"
+            raise ValueError(f"{rule}: add_loss is of micro-batches. Received: None")
 
     @property
     def over_batch(self) -> bool:
         """Whether the losses are over the effective batch."""
         return self.loss_over == "effective_batch"
 
-    def of_micro_batch(self) -> Objective:
-        """Return what is minimised over a micro-batch by itself: what the model adds, if the losses are over more."""
-        return (
-            replace(self, loss=None, loss_over="example") if self.over_batch else self
-        )
-
     @classmethod
     def of(cls, loss: Losses | Objective, loss_over: str | None = None) -> Objective:
-        """Return `loss` as an objective without metrics, or as it is if it is an objective; `loss_over` changes it."""
-        found = loss if isinstance(loss, Objective) else cls(loss)
-        return found if loss_over is None else replace(found, loss_over=loss_over)
+        """Return `loss` if it is an objective, else an objective of it without metrics.
+
+        `loss_over` replaces the objective's own, unless it is None.
+        """
+        objective = loss if isinstance(loss, Objective) else cls(loss)
+        if loss_over is None:
+            return objective
+        return replace(objective, loss_over=loss_over)
+
+    def of_micro_batch(self) -> Objective:
+        """Return what is minimized over a micro-batch by itself.
+
+        If the losses are over the effective batch, it is only what the model adds.
+        """
+        if self.over_batch:
+            return replace(self, loss=None, loss_over="example")
+        return self
 
     def terms(
         self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None
     ) -> list[Term]:
-        """Return the parts of the loss as `compile` has them, in the order of the outputs, which `by_name` returns.
+        """Return the parts of the loss in the order of the outputs, as `compile` does.
 
-        Labels of outputs without a loss are ignored.
+        Args:
+            y: labels; those of outputs without a loss are ignored.
+            outputs: as `by_name` returns them.
+            sample_weight: for all outputs, or by name or in order.
 
         Raises:
             ValueError: they do not fit the outputs, or each other.
@@ -94,121 +106,146 @@ class Objective:
             return []
         names = list(outputs)
         losses = spread(self.loss, names, to_all=True)
-        if missing := [name for name in names if name not in losses]:
-            raise ValueError(
-                f"must name every output, with null for one without a loss. Missing: {', '.join(missing)}"
-            )
+        missing = [name for name in names if name not in losses]
+        if missing:
+            rule = "must name every output, with null for one without a loss"
+            raise ValueError(f"{rule}. Missing: {', '.join(missing)}")
+
         learned = [name for name in names if losses[name] is not None]
         labels = labels_by_name(self.loss, y, names)
-        scales, weights = (
-            spread(self.loss_weights, names),
-            spread(sample_weight, names, to_all=True),
-        )
-        if isinstance(sample_weight, dict) and (
-            unweighted := [name for name in learned if name not in weights]
-        ):
-            raise ValueError(
-                f"there must be sample weights for each output. Missing: {', '.join(unweighted)}"
+        scales = spread(self.loss_weights, names)
+        weights = spread(sample_weight, names, to_all=True)
+        if isinstance(sample_weight, dict):
+            missing = [name for name in learned if name not in weights]
+            if missing:
+                rule = "there must be sample weights for each output"
+                raise ValueError(f"{rule}. Missing: {', '.join(missing)}")
+        for name in learned:
+            if labels.get(name) is None:
+                subject = f"the output {name}" if name else "the loss"
+                raise ValueError(f"there must be labels for {subject}")
+
+        terms = []
+        for name in learned:
+            loss = get_loss(losses[name], labels[name], outputs[name])
+            terms.append(
+                Term(
+                    name,
+                    loss,
+                    scales.get(name),
+                    labels[name],
+                    outputs[name],
+                    weights.get(name),
+                )
             )
-        if unlabelled := [name for name in learned if labels.get(name) is None]:
-            of = f"for the output {unlabelled[0]}" if unlabelled[0] else "for the loss"
-            raise ValueError(f"there must be labels {of}")
-        made = {
-            name: get_loss(losses[name], labels[name], outputs[name])
-            for name in learned
-        }
-        return [
-            Term(n, made[n], scales.get(n), labels[n], outputs[n], weights.get(n))
-            for n in learned
-        ]
+        return terms
 
     def update_metrics(
         self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest
     ) -> None:
-        """Update the metrics with one micro-batch, weighted by the mask of their output where there is one.
+        """Update the metrics with one micro-batch.
+
+        The sample weights weigh `weighted_metrics`, else the mask of the output, if
+        any.
 
         Raises:
             ValueError: a metric is of no output, or of one that has no labels.
         """
         names = list(outputs)
-        labels, weights = (
-            labels_by_name(self.loss, y, names),
-            spread(sample_weight, names, to_all=True),
-        )
-        for metrics, given in ((self.metrics, {}), (self.weighted_metrics, weights)):
-            if metrics and len(names) > 1 and not isinstance(metrics, Mapping):
-                raise ValueError(
-                    f"must be given by the name of an output, one of {', '.join(names)}"
-                )
-            for output, metric in _flat(metrics):
-                name = names[0] if output is None else output
-                if name not in outputs:
-                    raise ValueError(
-                        f"must be of an output, one of {', '.join(names)}. Received: {name}"
-                    )
-                if labels.get(name) is None:
-                    raise ValueError("there must be labels for it")
-                mask, weight = mask_of(outputs[name]), given.get(name)
-                weight = (
-                    mask if weight is None else weight
-                )  # Keras' own look for a mask themselves
-                by = {} if weight is None else {"sample_weight": weight}
-                metric.update_state(labels[name], outputs[name], **by)
+        labels = labels_by_name(self.loss, y, names)
+        weights = spread(sample_weight, names, to_all=True)
+        _update(self.metrics, labels, outputs, weights={})
+        _update(self.weighted_metrics, labels, outputs, weights)
 
     def measured(self) -> dict[str, keras.metrics.Metric]:
-        """Return all metrics as `fit` names them: `<output>_<metric>` where one is of one of several outputs."""
-        flat = [
-            *_flat(self.metrics),
-            *_flat(self.weighted_metrics),
-            *_flat(self.layer_metrics),
-        ]
-        return {
-            f"{output}_{metric.name}" if output else metric.name: metric
-            for output, metric in flat
-        }
+        """Return all metrics by the names that `fit` gives them.
+
+        A metric of one of several outputs is `<output>_<metric>`.
+        """
+        named = {}
+        for metrics in (self.metrics, self.weighted_metrics, self.layer_metrics):
+            for output, metric in _with_outputs(metrics):
+                name = f"{output}_{metric.name}" if output else metric.name
+                named[name] = metric
+        return named
 
 
 def couples_examples(loss: Any) -> bool:
     """Return whether a loss is known to depend on several examples at once.
 
-    Known are Keras' `Circle`, and losses and functions of your own with a true attribute `couples_examples`.
+    Known are Keras' `Circle`, and losses and functions of your own that have a true
+    attribute `couples_examples`.
     """
     function = getattr(loss, "fn", loss)  # `compile` wraps a function
     function = getattr(function, "func", function)  # and so does `functools.partial`
-    known = isinstance(loss, keras.losses.Circle) or function is keras.losses.circle
-    return known or any(
-        getattr(each, "couples_examples", False) for each in (loss, function)
-    )
-
-
-def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:
-    """Return the labels by output; a list that has none for outputs without a loss is in the order of the others."""
-    names = list(outputs)
-    if not (
-        loss is None
-        or isinstance(y, dict)
-        or (isinstance(y, list | tuple) and len(y) == len(names))
-    ):
-        losses = spread(loss, names, to_all=True)
-        names = [name for name in names if losses.get(name) is not None]
-    return spread(y, names)
-
-
-def _flat(metrics: Metrics) -> list[tuple[str | None, keras.metrics.Metric]]:
-    if not isinstance(metrics, Mapping):
-        return [(None, metric) for metric in metrics]
-    return [(output, metric) for output, listed in metrics.items() for metric in listed]
+    if isinstance(loss, keras.losses.Circle) or function is keras.losses.circle:
+        return True
+    candidates = (loss, function)
+    return any(getattr(each, "couples_examples", False) for each in candidates)
 
 
 def by_name(model: keras.Model, outputs: Nest) -> dict[str, Nest]:
     """Return the outputs by their names, in their order.
 
-    The names are the keys of a dict, joined by `/` where dicts are nested; for a list, the names that a functional
-    model gives its outputs, else their numbers. The only output of any other model has the name "".
+    The names are the keys of a dict, joined by `/` where dicts are nested; for a list,
+    the names that a functional model gives its outputs, else their numbers. The only
+    output of any other model has the name "".
     """
-    flat = keras.tree.flatten_with_path(outputs)
-    names = ["/".join(map(str, path)) for path, _ in flat]
-    known = getattr(model, "output_names", None) or []
-    if not isinstance(outputs, dict) and len(set(known)) == len(names):
-        names = known
-    return dict(zip(names, (output for _, output in flat), strict=True))
+    paths_and_outputs = keras.tree.flatten_with_path(outputs)
+    names = ["/".join(map(str, path)) for path, _ in paths_and_outputs]
+    names_of_model = getattr(model, "output_names", None) or []
+    if not isinstance(outputs, dict) and len(set(names_of_model)) == len(names):
+        names = names_of_model
+    return dict(zip(names, keras.tree.flatten(outputs), strict=True))
+
+
+def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:
+    """Return the labels by the names of their `outputs`.
+
+    A list of labels that has none for outputs without a loss is in the order of the
+    other outputs.
+    """
+    names = list(outputs)
+    is_complete_list = isinstance(y, list | tuple) and len(y) == len(names)
+    if loss is None or isinstance(y, dict) or is_complete_list:
+        return spread(y, names)
+    losses = spread(loss, names, to_all=True)
+    return spread(y, [name for name in names if losses.get(name) is not None])
+
+
+def _update(
+    metrics: Metrics,
+    labels: Mapping[str, Nest],
+    outputs: Mapping[str, Nest],
+    weights: Mapping[str, Nest],
+) -> None:
+    names = list(outputs)
+    if metrics and len(names) > 1 and not isinstance(metrics, Mapping):
+        rule = "must be given by the name of an output"
+        raise ValueError(f"{rule}, one of {', '.join(names)}")
+    for output, metric in _with_outputs(metrics):
+        name = names[0] if output is None else output
+        if name not in outputs:
+            rule = f"must be of an output, one of {', '.join(names)}"
+            raise ValueError(f"{rule}. Received: {name}")
+        if labels.get(name) is None:
+            raise ValueError("there must be labels for it")
+
+        # Keras' own metrics look for a mask themselves; others do not.
+        weight = weights.get(name)
+        if weight is None:
+            weight = mask_of(outputs[name])
+        if weight is None:
+            metric.update_state(labels[name], outputs[name])
+        else:
+            metric.update_state(labels[name], outputs[name], sample_weight=weight)
+
+
+def _with_outputs(metrics: Metrics) -> list[tuple[str | None, keras.metrics.Metric]]:
+    """Return each metric after the name of its output; None stands for the only one."""
+    if not isinstance(metrics, Mapping):
+        return [(None, metric) for metric in metrics]
+    pairs: list[tuple[str | None, keras.metrics.Metric]] = []
+    for output, metrics_of_output in metrics.items():
+        pairs += [(output, metric) for metric in metrics_of_output]
+    return pairs

@@ -1,14 +1,16 @@
 """Noise that does not depend on how an effective batch is cut.
 
-Philox is a counter-based generator: block c of key k is a function of (k, c) alone (Salmon et al., Parallel random
-numbers: as easy as 1, 2, 3, 2011). A layer takes one key an update. The example at place p of the effective batch
-takes the blocks from p·⌈m/4⌉ on, where m is the number of values it needs and a block has four:
+Philox is a counter-based generator: block c of key k is a function of (k, c) alone
+(Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011). A layer takes one
+key an update. The example at place p of the effective batch takes the blocks from
+p·⌈m/4⌉ on, where m is the number of values it needs and a block has four:
 
-    place     0              1              2          …      in the effective batch, over all replicas
-    blocks    0 … ⌈m/4⌉−1    ⌈m/4⌉ …        2⌈m/4⌉ …
+    place     0              1              2          …      in the effective batch
+    blocks    0 … ⌈m/4⌉−1    ⌈m/4⌉ …        2⌈m/4⌉ …   …      over all replicas
 
-So any micro-batch of any replica draws the rows of its own examples, as one draw for the whole batch would have them,
-and nothing of that size is ever held. Noise is drawn in float32, whatever the precision of the layer.
+So any micro-batch of any replica draws the rows of its own examples, as one draw for
+the effective batch would have them, and nothing of that size is ever in memory. Noise
+is drawn in float32, whatever the precision of the layer.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
@@ -24,43 +27,52 @@ from keras import layers
 
 from .keras_internals import calling, graph, keeps_call_of, layers_of
 
-Draw = Callable[
-    [Sequence[Any]], tf.Tensor
-]  # a shape, whose sizes may be scalars → float32 in [0, 1)
+# Takes a shape, whose sizes may be scalars, and returns values of float32 in [0, 1).
+Draw = Callable[[Sequence[Any]], tf.Tensor]
+
 _BLOCK = 4  # 32-bit values in a block
 _PHILOX = 1  # its number in raw operations
 _SCRAMBLE = 0x02461E293EC8F720  # the key by which TensorFlow makes a key of a seed
 
 
 class Key(NamedTuple):
-    """What a layer draws by, on the host: made on a GPU, the host would wait for it at every draw."""
+    """What a layer draws by.
+
+    It is on the host: if it were made on a GPU, the host would wait for it at every
+        draw.
+    """
 
     seed: tf.Tensor  # int64 of shape (2,)
     key: tf.Tensor  # of Philox, made of the seed; uint64 of shape (1,)
     counter: tf.Tensor  # its first block; uint64 of shape (2,)
 
     @classmethod
-    def of(cls, seed: tf.Tensor, calls: int = 0) -> Key:
-        """Return the key of a seed, or another one for each of several calls of a layer in a forward pass."""
+    def from_seed(cls, seed: tf.Tensor, call: int = 0) -> Key:
+        """Return the key of a seed, another one for each `call` in a forward pass."""
         with tf.device("CPU:0"):
-            if not calls:
-                return cls(seed, *tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed))
-            seed = tf.random.experimental.stateless_fold_in(seed, calls)
-            # As that operation, whose XLA kernel takes a negative seed for another one.
-            by, seeds = (
-                tf.constant([_SCRAMBLE], tf.uint64),
-                tf.bitcast(tf.cast(seed, tf.int64), tf.uint64),
+            if not call:
+                key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+                return cls(seed, key, counter)
+            seed = tf.random.experimental.stateless_fold_in(seed, call)
+            # What that operation computes, because its XLA kernel takes a negative seed
+            # for another one.
+            scramble = tf.constant([_SCRAMBLE], tf.uint64)
+            bits = tf.raw_ops.StatelessRandomUniformFullIntV2(
+                shape=[4],
+                key=scramble,
+                counter=tf.bitcast(tf.cast(seed, tf.int64), tf.uint64),
+                alg=_PHILOX,
+                dtype=tf.uint32,
             )
-            given = {"shape": [4], "key": by, "counter": seeds, "alg": _PHILOX}
-            bits = tf.raw_ops.StatelessRandomUniformFullIntV2(**given, dtype=tf.uint32)
             key, counter = tf.unstack(tf.bitcast(tf.reshape(bits, [2, 2]), tf.uint64))
             return cls(seed, key[None], tf.stack([tf.zeros((), tf.uint64), counter]))
 
 
 def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
-    """Return the layers whose noise can be drawn example by example: Keras' own dropout and noise layers.
+    """Return the layers whose noise can be drawn example by example.
 
-    None if an input in `x` is ragged: an example may then need as many values as the longest of its micro-batch.
+    They are Keras' own dropout and noise layers. If an input in `x` is ragged, there
+    are none: an example may then need as many values as the longest of its micro-batch.
     """
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
         return []
@@ -68,7 +80,10 @@ def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
 
 
 def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
-    """Take a key from the seed of each noisy layer, once an update, as one call of the layer takes one."""
+    """Take a key from the seed of each noisy layer, as one call of the layer takes one.
+
+    Call it once an update.
+    """
     with tf.device("CPU:0"):
         return [layer.seed_generator.next() for layer in noisy]
 
@@ -80,101 +95,135 @@ def drawn(
     examples: tf.Tensor,
     jit_compile: bool = False,
 ) -> AbstractContextManager[None]:
-    """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`."""
-    draw = _uniform_by_xla if jit_compile else tf.raw_ops.StatelessRandomUniformV2
-    made = [key if isinstance(key, Key) else Key.of(key) for key in keys]
-    return calling(
-        (layer, _call(layer, key, place, examples, draw))
-        for layer, key in zip(noisy, made, strict=True)
-    )
+    """Make noisy layers draw by the place of an example in the effective batch.
+
+    This holds inside the `with` block.
+
+    Args:
+        noisy: the layers, as `noisy_layers` returns them.
+        keys: of the layers in this update, as `keys_of` returns them.
+        place: position in the effective batch of the first example that they draw for.
+        examples: number of examples that they draw for.
+        jit_compile: whether XLA compiles the calls.
+    """
+    if jit_compile:
+        uniform = _uniform_by_xla
+    else:
+        uniform = tf.raw_ops.StatelessRandomUniformV2
+    rows = _Rows(place, examples, uniform)
+    keys = [_as_key(key) for key in keys]
+    pairs = zip(noisy, keys, strict=True)
+    return calling((layer, _call(layer, key, rows)) for layer, key in pairs)
 
 
-def _uniform_by_xla(**given: Any) -> tf.Tensor:
-    """Return what TensorFlow's kernel makes of the same bits, the lower 23 of each: XLA's own takes the upper ones."""
-    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(dtype=tf.uint32, **given)
+def _as_key(seed_or_key: tf.Tensor | Key) -> Key:
+    if isinstance(seed_or_key, Key):
+        return seed_or_key
+    return Key.from_seed(seed_or_key)
+
+
+def _uniform_by_xla(**arguments: Any) -> tf.Tensor:
+    """Return what TensorFlow's kernel makes of the same bits.
+
+    It takes the lower 23 bits of each value; XLA's own kernel takes the upper ones.
+    """
+    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(dtype=tf.uint32, **arguments)
     return tf.bitcast(bits & 0x7FFFFF | 0x3F800000, tf.float32) - 1
 
 
-def _call(
-    layer: keras.Layer,
-    key: Key,
-    place: Any,
-    examples: tf.Tensor,
-    draw: Callable[..., tf.Tensor],
-) -> Callable[..., tf.Tensor]:
-    formula, here, calls = _formula(layer), graph(), 0
+@dataclass(frozen=True)
+class _Rows:
+    """The examples of the effective batch that are drawn for."""
+
+    place: Any  # of the first of them
+    examples: tf.Tensor  # their number
+    uniform: Callable[..., tf.Tensor]  # the operation that draws
+
+    def draw(self, key: Key, sizes: Sequence[Any]) -> tf.Tensor:
+        """Return values of the shape `sizes`, each example's by its place."""
+        values = math.prod(sizes[1:])
+        blocks = -(-values // _BLOCK)
+        counter = key.counter
+        with tf.device("CPU:0"):  # where the place is known
+            # An example has several rows where a previous layer has merged the first
+            # axes.
+            check = tf.debugging.assert_equal(
+                sizes[0] % self.examples, 0, "same_noise: rows that are of no example"
+            )
+            checks = [] if check is None else [check]
+            with tf.control_dependencies(checks):
+                place = tf.cast(self.place, tf.int64)
+                row = place * tf.cast(sizes[0] // self.examples, tf.int64)
+            first = tf.cast(row * tf.cast(blocks, tf.int64), tf.uint64)
+            start = tf.stack([first, tf.zeros((), tf.uint64)])
+            # The counter's lower half is zero: TensorFlow makes the upper one of the
+            # seed.
+            counter += start
+        noise = self.uniform(
+            shape=[sizes[0], blocks * _BLOCK],
+            key=key.key,
+            counter=counter,
+            alg=_PHILOX,
+        )
+        fills_blocks = any(
+            isinstance(size, int) and size % _BLOCK == 0 for size in sizes[1:]
+        )
+        if not fills_blocks:
+            noise = noise[:, :values]
+        return tf.reshape(noise, sizes)
+
+    def draw_shared(self, key: Key, sizes: Sequence[Any]) -> tf.Tensor:
+        """Return values that all examples share, the same in every micro-batch."""
+        return self.uniform(shape=sizes, key=key.key, counter=key.counter, alg=_PHILOX)
+
+
+def _call(layer: keras.Layer, key: Key, rows: _Rows) -> Callable[..., tf.Tensor]:
+    formula = _formula(layer)
     assert formula is not None
+    traced_graph = graph()
+    calls = 0
 
     def call(inputs: tf.Tensor, training: Any = False) -> tf.Tensor:
         nonlocal calls
-        # Keras draws in a layer's own loop, as for a recurrent cell, where each step needs new noise, and for inputs
-        # with a known number of rows, whose first axis is not that of the examples.
-        shared = (getattr(layer, "noise_shape", None) or (None,))[
-            0
-        ] is not None  # by all examples
-        if (
-            not training
-            or graph() is not here
-            or (inputs.shape[0] is not None and not shared)
-        ):
+        noise_shape = getattr(layer, "noise_shape", None)
+        is_shared = noise_shape is not None and noise_shape[0] is not None
+        # Keras draws in a layer's own loop, as for a recurrent cell, where each step
+        # needs new noise, and for inputs with a known number of rows, whose first axis
+        # is not that of the examples.
+        is_of_examples = inputs.shape[0] is None or is_shared
+        if not training or graph() is not traced_graph or not is_of_examples:
             return type(layer).call(layer, inputs, training=training)
         # A layer that is called twice in a forward pass draws twice.
-        of_call = Key.of(key.seed, calls) if calls else key
+        key_of_call = Key.from_seed(key.seed, calls) if calls else key
         calls += 1
 
-        return formula(
-            layer,
-            inputs,
-            lambda sizes: _drawn(sizes, shared, of_call, place, examples, draw),
-        )
+        def draw(sizes: Sequence[Any]) -> tf.Tensor:
+            if is_shared:
+                return rows.draw_shared(key_of_call, sizes)
+            return rows.draw(key_of_call, sizes)
+
+        return formula(layer, inputs, draw)
 
     return call
-
-
-def _drawn(
-    sizes: Sequence[Any],
-    shared: bool,
-    of_call: Key,
-    place: Any,
-    examples: tf.Tensor,
-    draw: Callable[..., tf.Tensor],
-) -> tf.Tensor:
-    _, key, counter = of_call
-    if shared:  # by all examples: the same noise in every micro-batch
-        return draw(shape=sizes, key=key, counter=counter, alg=_PHILOX)
-    values = math.prod(sizes[1:])
-    blocks = -(-values // _BLOCK)
-    with tf.device("CPU:0"):  # where the place is known
-        # An example has several rows where a previous layer has merged the first axes.
-        check = tf.debugging.assert_equal(
-            sizes[0] % examples, 0, "same_noise: rows that are of no example"
-        )
-        with tf.control_dependencies([check] if check is not None else []):
-            row = tf.cast(place, tf.int64) * tf.cast(sizes[0] // examples, tf.int64)
-        first = tf.cast(row * tf.cast(blocks, tf.int64), tf.uint64)
-        start = tf.stack([first, tf.zeros((), tf.uint64)])
-        # The counter's lower half is zero: TensorFlow makes the upper one of the seed.
-        counter += start
-    noise = draw(
-        shape=[sizes[0], blocks * _BLOCK], key=key, counter=counter, alg=_PHILOX
-    )
-    full = any(isinstance(size, int) and size % _BLOCK == 0 for size in sizes[1:])
-    return tf.reshape(noise if full else noise[:, :values], sizes)
 
 
 def _formula(
     layer: keras.Layer,
 ) -> Callable[[keras.Layer, tf.Tensor, Draw], tf.Tensor] | None:
-    """Return the formula of the layer, given its draws; None if it draws nothing, or is not Keras' own."""
-    amount = getattr(
-        layer, "stddev" if isinstance(layer, layers.GaussianNoise) else "rate", 0
-    )
+    """Return the formula of the layer's outputs as a function of its draws.
+
+    It is None if the layer draws nothing, or is not Keras' own.
+    """
+    if isinstance(layer, layers.GaussianNoise):
+        amount = getattr(layer, "stddev", 0)
+    else:
+        amount = getattr(layer, "rate", 0)
     if not amount or amount == 1:  # dropout at 1 leaves nothing
         return None
-    return next(
-        (formula for kind, formula in _FORMULAS.items() if keeps_call_of(layer, kind)),
-        None,
-    )
+    for kind, formula in _FORMULAS.items():
+        if keeps_call_of(layer, kind):
+            return formula
+    return None
 
 
 def _dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
@@ -183,7 +232,10 @@ def _dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _alpha_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    # Klambauer et al., Self-normalizing neural networks, 2017: dropped units are -α·λ; mean and variance are restored.
+    """Set dropped units to -α·λ, then restore mean and variance.
+
+    Klambauer et al., Self-normalizing neural networks, 2017.
+    """
     dropped = -1.6732632423543772 * 1.0507009873554805
     scale = ((1 - layer.rate) * (1 + layer.rate * dropped**2)) ** -0.5
     kept = draw(_sizes(x, _noise_shape(layer, x))) >= layer.rate
@@ -191,9 +243,8 @@ def _alpha_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _gaussian_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    return x * tf.cast(
-        1 + math.sqrt(layer.rate / (1 - layer.rate)) * _normal(x, draw), x.dtype
-    )
+    deviation = math.sqrt(layer.rate / (1 - layer.rate))
+    return x * tf.cast(1 + deviation * _normal(x, draw), x.dtype)
 
 
 def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
@@ -201,15 +252,16 @@ def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    """Return normal noise for `x` after Box and Muller, 1958: XLA's own depends on how many values are drawn."""
-    # In float64 where the layer computes in it: the last bit of a logarithm depends on its place in a vector register.
-    pairs = tf.cast(
-        draw([*_sizes(x, [None] * x.shape.rank), 2]),
-        tf.float64 if x.dtype == tf.float64 else tf.float32,
-    )
-    return tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0])) * tf.cos(
-        2 * math.pi * pairs[..., 1]
-    )
+    """Return normal noise of the shape of `x` after Box and Muller, 1958.
+
+    XLA's own noise depends on how many values are drawn.
+    """
+    # In float64 where the layer computes in it: the last bit of a logarithm depends on
+    # its place in a vector register.
+    dtype = tf.float64 if x.dtype == tf.float64 else tf.float32
+    pairs = tf.cast(draw([*_sizes(x, [None] * x.shape.rank), 2]), dtype)
+    radius = tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0]))
+    return radius * tf.cos(2 * math.pi * pairs[..., 1])
 
 
 _SPATIAL = (layers.SpatialDropout1D, layers.SpatialDropout2D, layers.SpatialDropout3D)
@@ -222,22 +274,31 @@ _FORMULAS = {
 
 
 def _sizes(x: tf.Tensor, shape: Sequence[int | None]) -> list[Any]:
-    """Return the sizes of `shape`, in which None is the size of that axis of `x`: a scalar where it is not known."""
-    sizes = [
-        known if given is None else given
-        for given, known in zip(shape, x.shape, strict=False)
-    ]
-    return [
-        tf.shape(x)[axis] if size is None else size for axis, size in enumerate(sizes)
-    ]
+    """Return the sizes of `shape`, in which None stands for that axis of `x`.
+
+    A size that is unknown when traced is a scalar.
+    """
+    sizes = []
+    for axis, (size, size_of_x) in enumerate(zip(shape, x.shape, strict=False)):
+        if size is None:
+            size = size_of_x
+        if size is None:
+            size = tf.shape(x)[axis]
+        sizes.append(size)
+    return sizes
 
 
 def _noise_shape(layer: keras.Layer, x: tf.Tensor) -> Sequence[int | None]:
     """Return the shape of a dropout's noise; None where it is that of `x`."""
     rank = x.shape.rank
-    if not isinstance(layer, _SPATIAL):
-        return [None] * rank if layer.noise_shape is None else layer.noise_shape
-    channels = (
-        1 if getattr(layer, "data_format", None) == "channels_first" else rank - 1
-    )
-    return [None if axis in (0, channels) else 1 for axis in range(rank)]
+    if isinstance(layer, _SPATIAL):
+        # All places of a channel share the noise.
+        is_channels_first = getattr(layer, "data_format", None) == "channels_first"
+        channels = 1 if is_channels_first else rank - 1
+        shape: list[int | None] = [1] * rank
+        shape[0] = None
+        shape[channels] = None
+        return shape
+    if layer.noise_shape is None:
+        return [None] * rank
+    return layer.noise_shape

@@ -202,7 +202,9 @@ def test_all_else_is_computed_as_ever(precision, monkeypatch, case):
     assert products(graph)["(W·dYᵀ)ᵀ"] == 0
     expected_loss, expected = by_keras(model, data)
     if policy == "mixed_bfloat16":
-        monkeypatch.setattr("pipeline.accumulation.update.wide_layers", lambda *_: [])
+        monkeypatch.setattr(
+            "pipeline.accumulation.accumulate.wide_layers", lambda *_: []
+        )
         expected_loss, expected, _ = accumulated(model, data, rows)
     assert loss == expected_loss
     for got, of_keras in zip(
@@ -492,7 +494,7 @@ def test_an_update_on_each_replica(precision, monkeypatch, devices, same_noise):
         return moved, products(function.get_concrete_function(*data).graph)["(W·dYᵀ)ᵀ"]
 
     moved, taken = after()
-    monkeypatch.setattr("pipeline.accumulation.update.wide_layers", lambda *_: [])
+    monkeypatch.setattr("pipeline.accumulation.accumulate.wide_layers", lambda *_: [])
     expected, none = after()
     assert (taken, none) == (2 * devices, 0)
     # By how much a weight moves is a difference of float32 values: of weights up to 0.1 it has an error of 4e-9.
@@ -519,11 +521,11 @@ def test_fit_has_it(precision, monkeypatch):
         taken.extend(wide_layers(*given))
         return wide_layers(*given)
 
-    monkeypatch.setattr("pipeline.accumulation.update.wide_layers", seen)
+    monkeypatch.setattr("pipeline.accumulation.accumulate.wide_layers", seen)
     got, model = history()
     assert set(taken) == set(model.inner.layers[:2])
     assert all("call" not in vars(layer) for layer in model.inner.layers)
-    monkeypatch.setattr("pipeline.accumulation.update.wide_layers", lambda *_: [])
+    monkeypatch.setattr("pipeline.accumulation.accumulate.wide_layers", lambda *_: [])
     expected, _ = history()
     # Adam takes a step of ±rate also where a gradient is nothing but rounding.
     np.testing.assert_allclose(got, expected, rtol=1e-4)

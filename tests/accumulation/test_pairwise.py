@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline import accumulation
+from pipeline.accumulation import internals
 from tests.accumulation.matrix import CLASSES, FEATURES, TOKENS, WORDS, crossed
 
 pytestmark = pytest.mark.slow
@@ -306,31 +307,23 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
     """An own loop; in place of two replicas it sums over the two halves of a batch."""
     model, optimizer = at_start(row)
     scale_loss = optimizer.scale_loss if row.optimizer == "loss scale" else None
-    given = {
-        **goal_of(row),
-        "hold_statistics": True,
-        "scale_loss": scale_loss,
-        "micro_batch_size": MICRO,
-    }
+    kernel = internals.Kernel(
+        model,
+        internals.Objective(**goal_of(row)),
+        MICRO,
+        scale_loss=scale_loss,
+        hold_statistics=True,
+    )
 
     def step(batch: tuple) -> tf.Tensor:
-        replicas, keys = (
-            strategy.num_replicas_in_sync,
-            accumulation.keys_of(accumulation.noisy_layers(model, batch[0])),
-        )
-        share, whole = (
-            -(-accumulation.examples_in(batch) // replicas),
-            accumulation.batch_totals(batch),
-        )
+        replicas = strategy.num_replicas_in_sync
+        keys = internals.keys_of(internals.noisy_layers(model, batch[0]))
+        context = internals.BatchContext(internals.batch_totals(batch), noise_keys=keys)
+        share = -(-internals.examples_in(batch) // replicas)
 
         def sums_from(place: Any) -> accumulation.GradientSums:
-            part, more = (
-                accumulation.slice_of(batch, place, place + share),
-                {"noise_keys": keys, "whole": whole},
-            )
-            return accumulation.accumulate_gradients(
-                model, batch=part, place=place, **more, **given
-            )
+            part = internals.slice_of(batch, place, place + share)
+            return internals.accumulate_share(kernel, part, context, place)
 
         found = [sums_from(replica * share) for replica in range(replicas)]
         sums = (

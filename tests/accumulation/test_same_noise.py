@@ -424,7 +424,7 @@ def test_the_key_of_a_second_call_is_that_of_tensorflow_with_xla_too(seed):
     expected = tf.raw_ops.StatelessRandomGetKeyCounter(seed=folded)
     for jit_compile in (False, True):
         _, *found = tf.function(
-            lambda: Key.of(given, 1), jit_compile=jit_compile, autograph=False
+            lambda: Key.from_seed(given, 1), jit_compile=jit_compile, autograph=False
         )()
         assert [each.numpy().tolist() for each in found] == [
             each.numpy().tolist() for each in expected

@@ -1,0 +1,97 @@
+"""The names of this package that the other packages of the project use.
+
+They are no part of what users call, and may change. A project of your own that copies
+this folder needs none of them.
+"""
+
+from .accumulate import BatchContext, Kernel, accumulate_share
+from .batch import (
+    Batches,
+    BatchTotals,
+    Share,
+    batch_totals,
+    examples_in,
+    parts_of,
+    slice_of,
+    slice_specs,
+    spread,
+)
+from .cuda_libraries import load_cuda_libraries
+from .dense import transposed_gradients, wide_layers
+from .forward_effects import (
+    Forward,
+    batch_dependent_layers,
+    trace_forward,
+    unknown_to_keras,
+    unsupported,
+)
+from .keras_internals import (
+    MODEL_CHECKPOINT_KEEPS,
+    calling,
+    global_seed,
+    layers_of,
+    logits_of,
+    mask_of,
+    replaced,
+)
+from .loss_sums import added_losses, weighted_sum
+from .moving_statistics import assign_moving_statistics, normalising_layers
+from .objective import (
+    Losses,
+    Metrics,
+    Objective,
+    Term,
+    by_name,
+    couples_examples,
+    labels_by_name,
+)
+from .over_effective_batch import not_supported
+from .same_noise import drawn, keys_of, noisy_layers
+from .xla import compiled_by_xla, shapes_compiled
+
+__all__ = [
+    "MODEL_CHECKPOINT_KEEPS",
+    "BatchContext",
+    "BatchTotals",
+    "Batches",
+    "Forward",
+    "Kernel",
+    "Losses",
+    "Metrics",
+    "Objective",
+    "Share",
+    "Term",
+    "accumulate_share",
+    "added_losses",
+    "assign_moving_statistics",
+    "batch_dependent_layers",
+    "batch_totals",
+    "by_name",
+    "calling",
+    "compiled_by_xla",
+    "couples_examples",
+    "drawn",
+    "examples_in",
+    "global_seed",
+    "keys_of",
+    "labels_by_name",
+    "layers_of",
+    "load_cuda_libraries",
+    "logits_of",
+    "mask_of",
+    "noisy_layers",
+    "normalising_layers",
+    "not_supported",
+    "parts_of",
+    "replaced",
+    "shapes_compiled",
+    "slice_of",
+    "slice_specs",
+    "spread",
+    "trace_forward",
+    "transposed_gradients",
+    "unknown_to_keras",
+    "unsupported",
+    "weighted_sum",
+    "wide_layers",
+]
