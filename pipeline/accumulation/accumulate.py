@@ -54,7 +54,7 @@ from .xla import without_cudnn
 # Without autograph, as in `fit`: converting all that follows took most of the tracing.
 # It has nine parameters, as users know them from `compile` and from a tape.
 @tf.autograph.experimental.do_not_convert
-def accumulate_gradients(
+def accumulate_gradients(  # noqa: PLR0913  as the interface has it
     model: keras.Model | None,
     loss: Losses | Objective | Callable[..., Any],
     batch: Nest | Batches,

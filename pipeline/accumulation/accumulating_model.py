@@ -134,7 +134,7 @@ class AccumulatingModel(keras.Model):
         return cls(**{**config, "inner": inner})
 
     # The parameters are those of `keras.Model.compile`.
-    def compile(
+    def compile(  # noqa: PLR0913  as Keras has it
         self,
         optimizer: Any = "rmsprop",
         loss: Any = None,

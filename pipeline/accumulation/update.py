@@ -67,7 +67,7 @@ class Update:
             there is noise.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  options of an update
         self,
         model: keras.Model,
         objective: Losses | Objective,

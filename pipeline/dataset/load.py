@@ -166,7 +166,7 @@ def topics(
     return replace(data, classes=257)
 
 
-def from_tfds(
+def from_tfds(  # noqa: PLR0913  keys of the config
     name: str | None = None,
     data_dir: str | None = None,
     download: bool = True,
