@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipeline import accumulation
+from pipeline.accumulation import internals
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import Added
 
@@ -39,8 +39,8 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
     Raises:
         ConfigError: the other rule is right for a layer.
     """
-    count = int(accumulation.examples_in(x))
-    if not accumulation.added_losses(model) or count < 2:
+    count = int(internals.examples_in(x))
+    if not internals.added_losses(model) or count < 2:
         return []
     cut = count - count // 3 - 1  # parts of different sizes: 7 examples are 4 and 3
     try:
@@ -79,8 +79,8 @@ def amounts(model: keras.Model, count: int) -> dict[str, Amounts]:
     amounts_by_path = {}
     seen: set[int] = set()
     # Reversed, a layer comes after those inside it.
-    for layer in (*reversed(accumulation.layers_of(model)), model):
-        losses = accumulation.added_losses(layer)
+    for layer in (*reversed(internals.layers_of(model)), model):
+        losses = internals.added_losses(layer)
         own_losses = [loss for loss in losses if id(loss) not in seen]
         seen.update(map(id, own_losses))
 
@@ -125,15 +125,15 @@ def _amounts_by_range(
     values = [(variable, variable.value) for variable in model.trainable_variables]
     policies = [
         (layer, "dtype_policy", _Float64("float32"))
-        for layer in (model, *accumulation.layers_of(model))
+        for layer in (model, *internals.layers_of(model))
     ]
     amounts_by_range = []
     with (
-        accumulation.replaced(policies),
+        internals.replaced(policies),
         keras.StatelessScope(values, collect_losses=True),
     ):
         for start, stop in ranges:
-            model(accumulation.slice_of(x, start, stop), training=False)
+            model(internals.slice_of(x, start, stop), training=False)
             amounts_by_range.append(amounts(model, stop - start))
     return amounts_by_range
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline import accumulation
+from pipeline.accumulation import internals
 from pipeline.common.errors import ConfigError, refused
 from pipeline.components import (
     added_losses,
@@ -138,18 +139,18 @@ class Parts:
         return evaluated(self.data, name, size, node.get("pad"), reader, keep)
 
     @cached_property  # traced once: a layer may draw while it is traced
-    def forward(self) -> accumulation.Forward:
+    def forward(self) -> internals.Forward:
         """What a forward pass in training draws and assigns."""
-        return accumulation.trace_forward(self.model, self.inputs, self.spec.same_noise)
+        return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def assigned_by_forward(self) -> list[tf.Variable]:
         """Return every replica's copy of the variables that a forward pass assigns."""
         variables = [variable.value for variable in self.forward.assigned]
         # The trace has made Keras' global seed, if anything draws from it.
-        seed = accumulation.global_seed()
+        seed = internals.global_seed()
         if seed is not None:
             variables.append(seed.value)
-        for _, variable in accumulation.unknown_to_keras(self.model):
+        for _, variable in internals.unknown_to_keras(self.model):
             variables.append(variable)
 
         copies: list[tf.Variable] = []
@@ -191,10 +192,10 @@ def assemble(
         spec.config.training.keep_best,
         network.objective.evaluation,
         data,
-        list(accumulation.by_name(network.model, network.outputs)),
+        list(internals.by_name(network.model, network.outputs)),
     )
     with tf.device("CPU:0"):
-        inputs = accumulation.slice_of(network.first_inputs, 0, 4)
+        inputs = internals.slice_of(network.first_inputs, 0, 4)
     parts = Parts(
         spec=spec,
         devices=run_devices,
@@ -287,7 +288,7 @@ def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
     loader = data.loaders["train"]
     factor = spec.batching.factor
     stream = Stream(loader, factor)
-    examples = int(accumulation.examples_in(loader.first))
+    examples = int(internals.examples_in(loader.first))
     micro_batch_size = spec.config.accumulation.micro_batch_size
     cut = sizes.Batching(examples * factor, micro_batch_size or examples, factor)
     plan = stream_plan(
@@ -406,7 +407,7 @@ def _check_same_data(data: Data, batch: Any, run_devices: Devices) -> None:
 
 def _best(
     keep: KeepBestConfig | None,
-    goal: accumulation.Objective,
+    goal: internals.Objective,
     data: Data,
     outputs: list[str],
 ) -> Best | None:
@@ -422,7 +423,7 @@ def _best(
         rule = "must be null: the dataset has no validation split"
         raise ConfigError(key, rule, keep.metric)
 
-    losses_by_output = accumulation.spread(goal.loss, outputs, to_all=True)
+    losses_by_output = internals.spread(goal.loss, outputs, to_all=True)
     with_loss = [name for name, loss in losses_by_output.items() if loss is not None]
     names = ["loss"]
     if len(with_loss) > 1:
@@ -446,7 +447,7 @@ def _check_cut(parts: Parts) -> None:
             raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
     if not parts.objective.training.over_batch:
         return
-    for text, received in accumulation.not_supported(parts.model, parts.forward):
+    for text, received in internals.not_supported(parts.model, parts.forward):
         name, _, rule = text.partition(" ")
         group = "training" if name == "loss_over" else "accumulation"
         raise ConfigError(f"{group}.{name}", rule, received)

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipeline import accumulation
+from pipeline.accumulation import internals
 from pipeline.components.assembly import Parts
 
 
@@ -13,7 +13,7 @@ def tags(parts: Parts) -> dict[str, str]:
 
     The cut is how an effective batch is divided into micro-batches.
     """
-    stateful = accumulation.batch_dependent_layers(parts.model, parts.forward)
+    stateful = internals.batch_dependent_layers(parts.model, parts.forward)
     noisy = parts.forward.cut_dependent_noise
     tags_of_run = {
         "model.batch_dependent_layers": ", ".join(stateful) or "none",
@@ -38,10 +38,8 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
     if parts.spec.largest.factor * parts.plan.batching.replicas == 1:
         return []
     config = parts.spec.config.accumulation
-    normalizing = accumulation.normalising_layers(parts.model)
-    moving = accumulation.batch_dependent_layers(
-        parts.model, parts.forward, normalizing
-    )
+    normalizing = internals.normalising_layers(parts.model)
+    moving = internals.batch_dependent_layers(parts.model, parts.forward, normalizing)
     noisy = []
     if config.same_noise == "auto":
         noisy = parts.forward.cut_dependent_noise

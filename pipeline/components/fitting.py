@@ -8,8 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline import accumulation
-from pipeline.accumulation import Update
+from pipeline.accumulation import Update, internals
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Fork
 from pipeline.components import devices, utilization
@@ -129,7 +128,7 @@ def _token_counter(parts: Parts) -> Callable[[Any], tf.Tensor] | None:
     its own share.
     """
     pad = parts.spec.dataset.get("pad")
-    layers = accumulation.layers_of(parts.model)
+    layers = internals.layers_of(parts.model)
     masks_zeros = any(getattr(layer, "mask_zero", False) for layer in layers)
     if masks_zeros and parts.reader is not None:
         return None

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipeline import accumulation
-from pipeline.accumulation import Losses, Metrics, by_name
+from pipeline.accumulation import internals
+from pipeline.accumulation.internals import Losses, Metrics, by_name
 from pipeline.checkpoints import snapshot
 from pipeline.common.errors import ConfigError, refused
 from pipeline.config.objective_nodes import metrics_of
@@ -23,8 +23,8 @@ class RunObjective:
     With several outputs, each has its losses and metrics under its name.
     """
 
-    training: accumulation.Objective
-    evaluation: accumulation.Objective  # the same, with metrics of its own state
+    training: internals.Objective
+    evaluation: internals.Objective  # the same, with metrics of its own state
     # By their names in the config. An update is one batch to them.
     callbacks: dict[str, keras.callbacks.Callback]
 
@@ -59,8 +59,8 @@ def build(training: DictConfig) -> RunObjective:
         rule = "must be example where training.loss is null"
         raise ConfigError("training.loss_over", rule, training.loss_over)
 
-    def with_new_metrics() -> accumulation.Objective:
-        return accumulation.Objective(
+    def with_new_metrics() -> internals.Objective:
+        return internals.Objective(
             loss=losses,
             loss_weights=loss_weights,
             metrics=_metrics(training, "metrics"),

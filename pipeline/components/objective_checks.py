@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline import accumulation
+from pipeline.accumulation import internals
 from pipeline.common.errors import ConfigError, refused
 from pipeline.components.objective import RunObjective
 from pipeline.config.metric_names import UPDATE_METRICS, is_name
@@ -84,7 +84,7 @@ def check(
     example = _Example(
         y,
         sample_weight,
-        accumulation.by_name(model, outputs),
+        internals.by_name(model, outputs),
         padded=spec.dataset.get("pad") is not None,
         classes=data.classes,
         rule=f"must fit labels {_shape(y)} and outputs {_shape(outputs)}",
@@ -94,7 +94,7 @@ def check(
     _check_class_weights(spec.config.training.class_weight or {}, goal, example)
     labels = {}
     if y is not None:
-        labels = accumulation.labels_by_name(goal.loss, y, example.outputs)
+        labels = internals.labels_by_name(goal.loss, y, example.outputs)
     for group in METRIC_GROUPS:
         _check_metrics(goal, group, labels, example)
     layer_metrics = _layer_metrics(model)
@@ -109,7 +109,7 @@ def check(
 
 
 def _check_loss(
-    goal: accumulation.Objective, model: keras.Model, example: _Example
+    goal: internals.Objective, model: keras.Model, example: _Example
 ) -> None:
     """Raise a ConfigError if the loss cannot be computed, or has no gradient."""
     if goal.loss is None:
@@ -125,7 +125,7 @@ def _check_loss(
             reached.append(output)
     # From a softmax or a sigmoid Keras takes the logits, which it left on the output.
     for output in list(reached):
-        logits = accumulation.logits_of(output)
+        logits = internals.logits_of(output)
         if logits is not None:
             reached.append(logits)
     with tf.GradientTape() as tape:
@@ -136,18 +136,18 @@ def _check_loss(
         raise ConfigError("training.loss", rule, model.name)
 
 
-def _sum_of_losses(goal: accumulation.Objective, example: _Example) -> tf.Tensor:
+def _sum_of_losses(goal: internals.Objective, example: _Example) -> tf.Tensor:
     """Return the sum of the checked losses of all outputs; scalar, float64."""
     if example.y is None:
         raise ConfigError("training.loss", "must be null: the dataset has no labels")
     losses = [loss for loss in tf.nest.flatten(goal.loss) if loss is not None]
     names = ", ".join(loss.name for loss in losses)
     with refused("training.loss", example.rule, names):
-        terms = accumulation.Objective(goal.loss).terms(
+        terms = internals.Objective(goal.loss).terms(
             example.y, example.outputs, example.sample_weight
         )
     with refused("training.loss_weights", "must fit the outputs", goal.loss_weights):
-        accumulation.spread(goal.loss_weights, list(example.outputs))
+        internals.spread(goal.loss_weights, list(example.outputs))
     total = tf.zeros((), tf.float64)
     for term in terms:
         total += tf.cast(_checked_term(goal, term, example), tf.float64)
@@ -155,7 +155,7 @@ def _sum_of_losses(goal: accumulation.Objective, example: _Example) -> tf.Tensor
 
 
 def _checked_term(
-    goal: accumulation.Objective, term: accumulation.Term, example: _Example
+    goal: internals.Objective, term: internals.Term, example: _Example
 ) -> tf.Tensor:
     """Return the loss of one output, summed over the examples.
 
@@ -170,7 +170,7 @@ def _checked_term(
 
     if example.padded and _divides_by_padding(term):
         raise ConfigError(f"{key}.reduction", _PADDED_REDUCTION, loss.reduction)
-    if accumulation.couples_examples(loss) and not goal.over_batch:
+    if internals.couples_examples(loss) and not goal.over_batch:
         rule = (
             "must be effective_batch: "
             f"{loss.name} is a loss of several examples at once"
@@ -178,7 +178,7 @@ def _checked_term(
         raise ConfigError("training.loss_over", rule, goal.loss_over)
 
     def weighted_sum() -> tf.Tensor:
-        sums = accumulation.weighted_sum(
+        sums = internals.weighted_sum(
             loss, term.y, term.output, term.sample_weight, None, goal.over_batch
         )
         return sums.total
@@ -192,18 +192,18 @@ def _checked_term(
     return total
 
 
-def _divides_by_padding(term: accumulation.Term) -> bool:
+def _divides_by_padding(term: internals.Term) -> bool:
     """Return whether padded labels count as examples in the mean of a loss."""
     weights = term.sample_weight
     has_weight_per_label = tf.is_tensor(weights) and weights.shape.rank > 1
     averages = term.loss.reduction in ("mean", "sum_over_batch_size")
     if not has_weight_per_label or not averages:
         return False
-    return accumulation.mask_of(term.output) is None
+    return internals.mask_of(term.output) is None
 
 
 def _check_class_weights(
-    class_weight: Mapping[int, float], goal: accumulation.Objective, example: _Example
+    class_weight: Mapping[int, float], goal: internals.Objective, example: _Example
 ) -> None:
     classes = example.classes or _classes(goal.loss, list(example.outputs.values()))
     if classes is None:
@@ -214,7 +214,7 @@ def _check_class_weights(
             raise ConfigError("training.class_weight", rule, label)
 
 
-def _classes(loss: accumulation.Losses, outputs: Sequence[Any]) -> int | None:
+def _classes(loss: internals.Losses, outputs: Sequence[Any]) -> int | None:
     """Return the number of classes of a cross-entropy, if there is one output.
 
     Return None if it is not known.
@@ -228,7 +228,7 @@ def _classes(loss: accumulation.Losses, outputs: Sequence[Any]) -> int | None:
 
 
 def _check_metrics(
-    goal: accumulation.Objective,
+    goal: internals.Objective,
     group: str,
     labels: Mapping[str, Any],
     example: _Example,
@@ -243,7 +243,7 @@ def _check_metrics(
             if output is not None:
                 key = f"training.{group}.{output}.{metric.name}"
                 selected = {output: [metric]}
-            alone = accumulation.Objective(goal.loss, **{group: selected})
+            alone = internals.Objective(goal.loss, **{group: selected})
             with refused(key, example.rule, type(metric).__name__):
                 if output is None and len(example.outputs) == 1 and labels:
                     _check_shapes(metric, *labels.values(), *example.outputs.values())
@@ -252,7 +252,7 @@ def _check_metrics(
 
 
 def _check_metric(
-    metric: keras.metrics.Metric, alone: accumulation.Objective, example: _Example
+    metric: keras.metrics.Metric, alone: internals.Objective, example: _Example
 ) -> None:
     """Raise if the metric cannot be computed, where `alone` has no other metric."""
 
@@ -277,7 +277,7 @@ def _layer_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
 
 
 def _check_names(
-    goal: accumulation.Objective,
+    goal: internals.Objective,
     outputs: list[str],
     layer_metrics: list[keras.metrics.Metric],
 ) -> None:

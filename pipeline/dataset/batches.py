@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline.accumulation import Share, slice_of
+from pipeline.accumulation.internals import Share, slice_of
 from pipeline.config.stages import ALL, Slice
 from pipeline.dataset import cache
 from pipeline.dataset.augmentation import augmented, check_keeps_inputs

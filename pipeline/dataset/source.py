@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipeline.accumulation import Batches, Share
+from pipeline.accumulation.internals import Batches, Share
 
 # Effective batches that are prepared ahead. A constant, because tf.data's own tuning
 # kept 3 GB of batches of 6 MB.

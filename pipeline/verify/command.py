@@ -183,7 +183,7 @@ def _differing(comparisons: Sequence[Comparison]) -> list[Finding]:
 
 def _training_batches(parts: Parts) -> list[Any]:
     """Return the largest effective batch, the first one and a tail, if they differ."""
-    from pipeline import accumulation
+    from pipeline.accumulation import internals
     from pipeline.verify import engine
 
     plan = parts.plan
@@ -194,7 +194,7 @@ def _training_batches(parts: Parts) -> list[Any]:
     tail = first_two[-1]
     if engine.examples(tail) == count:  # it is a full batch: cut a tail off it
         size = plan.examples % plan.batching.effective_batch_size or count
-        tail = accumulation.slice_of(tail, 0, min(size, max(count - 1, 1)))
+        tail = internals.slice_of(tail, 0, min(size, max(count - 1, 1)))
 
     batches = [first, tail]
     reached_stages = [stage for stage in plan.all_stages if stage.after < plan.updates]

@@ -14,8 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline import accumulation
-from pipeline.accumulation import Evaluation, GradientSums, Update
+from pipeline.accumulation import Evaluation, GradientSums, Update, internals
 from pipeline.common import nvidia
 
 Computation = Update | Evaluation  # both have a model, an objective and metrics
@@ -134,7 +133,7 @@ def compare(
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
     """Compare loss and metrics of a batch by Keras with those in micro-batches."""
-    parts = accumulation.parts_of(batch)
+    parts = internals.parts_of(batch)
 
     _reset_metrics(evaluation)
     by_keras = tf.function(
@@ -181,7 +180,7 @@ def perturbed(model: keras.Model) -> Iterator[None]:
 def unit(computation: Computation) -> float:
     """Return the unit roundoff of the lowest precision of any layer or loss."""
     dtypes = {"float64"}
-    for layer in accumulation.layers_of(computation.model):
+    for layer in internals.layers_of(computation.model):
         dtypes.add(layer.compute_dtype)
     for loss in tf.nest.flatten(computation.objective.loss):
         if loss is not None:
@@ -191,7 +190,7 @@ def unit(computation: Computation) -> float:
 
 def examples(batch: Any) -> int:
     """Return the number of examples in a batch."""
-    return int(accumulation.examples_in(batch))
+    return int(internals.examples_in(batch))
 
 
 def _variables_without_metrics(update: Update) -> list[Any]:
@@ -204,7 +203,7 @@ def _variables_without_metrics(update: Update) -> list[Any]:
     for variable in [*update.model.variables, *update.optimizer.variables]:
         if id(variable) not in of_metrics:
             variables.append(variable)
-    for _, variable in accumulation.unknown_to_keras(update.model):
+    for _, variable in internals.unknown_to_keras(update.model):
         variables.append(variable)
     return variables
 
@@ -217,7 +216,7 @@ def _common_specs(batches: Sequence[Any]) -> Any:
             return None
         return first.most_specific_common_supertype(others)
 
-    specs = [accumulation.slice_specs(batch) for batch in batches]
+    specs = [internals.slice_specs(batch) for batch in batches]
     return tf.nest.map_structure(common_spec, *specs)
 
 
@@ -226,14 +225,14 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
     variables = model.trainable_variables
 
     def gradients_by_keras(batch: Any) -> tuple[dict[str, Any], list[Any]]:
-        x, *others = accumulation.parts_of(batch)
+        x, *others = internals.parts_of(batch)
         noisy = []
         if update.same_noise:
-            noisy = accumulation.noisy_layers(model, x)
-        keys = accumulation.keys_of(noisy)
+            noisy = internals.noisy_layers(model, x)
+        keys = internals.keys_of(noisy)
 
         with tf.GradientTape() as tape:
-            with accumulation.drawn(noisy, keys, 0, accumulation.examples_in(x)):
+            with internals.drawn(noisy, keys, 0, internals.examples_in(x)):
                 results = _results_by_keras(update, x, *others, training=True)
             scaled = update.optimizer.scale_loss(results["loss"])
         values = [variable.value for variable in variables]
@@ -348,7 +347,7 @@ def _untrained(model: keras.Model) -> list[Any]:
     Seeds are uint32, and lookup tables hold strings.
     """
     variables = list(model.non_trainable_weights)
-    for _, variable in accumulation.unknown_to_keras(model):
+    for _, variable in internals.unknown_to_keras(model):
         variables.append(variable)
 
     of_numbers = []
@@ -388,7 +387,7 @@ def _results_by_keras(
 def _metrics_without_mask(computation: Computation, outputs: Any) -> list[str]:
     """Return the metrics that `fit` does not weight by a mask: see docs/exact.md."""
     leaves = tf.nest.flatten(outputs)
-    if all(accumulation.mask_of(leaf) is None for leaf in leaves):
+    if all(internals.mask_of(leaf) is None for leaf in leaves):
         return []
 
     names = []
@@ -405,7 +404,7 @@ def _as_outputs(
 
     An output without labels or weights has None, as in Keras.
     """
-    names = list(accumulation.by_name(computation.model, outputs))
+    names = list(internals.by_name(computation.model, outputs))
     if len(names) < 2 or y is None:
         return y, sample_weight
 
@@ -413,9 +412,9 @@ def _as_outputs(
         values = [values_by_name.get(name) for name in names]
         return keras.tree.pack_sequence_as(outputs, values)
 
-    labels = accumulation.labels_by_name(computation.objective.loss, y, names)
+    labels = internals.labels_by_name(computation.objective.loss, y, names)
     if keras.tree.is_nested(sample_weight):
-        sample_weight = packed(accumulation.spread(sample_weight, names, to_all=True))
+        sample_weight = packed(internals.spread(sample_weight, names, to_all=True))
     return packed(labels), sample_weight
 
 
@@ -424,7 +423,7 @@ def _largest_term(traced: _TracedUpdate, batch: Any) -> float:
 
     In the sum over a batch such terms may cancel, and only their rounding remains.
     """
-    sums = traced.sums(accumulation.slice_of(batch, 0, 1))
+    sums = traced.sums(internals.slice_of(batch, 0, 1))
     return _largest_of_all(_arrays(sums.gradients()))
 
 
@@ -439,7 +438,7 @@ def _gamma(computation: Computation, batch: Any) -> float:
     # No value comes from a longer sum: all layers forward and backward, one after the
     # other, and all elements of the batch.
     terms = 2 * (1 + len(layers)) * widest
-    for leaf in tf.nest.flatten(accumulation.parts_of(batch)):
+    for leaf in tf.nest.flatten(internals.parts_of(batch)):
         if isinstance(leaf, tf.RaggedTensor):
             terms += int(tf.size(leaf.flat_values))
         elif leaf is not None:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation import Objective
+from pipeline.accumulation.internals import Objective
 from pipeline.accumulation.update import Update, accumulate_gradients
 from tests.parameters import mostly_slow
 
