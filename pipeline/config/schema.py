@@ -39,153 +39,174 @@ class _SetOnce:
 
 @dataclass
 class ScalingConfig(_SetOnce):
-    rule: Rule = Rule.none  # how the learning rate and the optimizer's other arguments follow the effective batch
-    reference_batch_size: int = (
-        128  # the effective batch size that `optimizer.learning_rate` is for
-    )
-    warmup: Any = 0  # (int | share) updates until the scaled rate is reached, or a share of the horizon such as `5%`
-    rate: Any = None  # (sqrt | null) of `half_life` and `timescale`: the rate × √κ too; null: it is kept
-    peak_batch_size: int | None = (
-        None  # of `surge`: the batch of the largest rate, not the gradient noise scale
-    )
-    ema: Any = False  # (true | false) the optimizer's weight averaging follows too: its momentum to the power of κ
+    # how the learning rate and the optimizer's other arguments follow the effective
+    # batch
+    rule: Rule = Rule.none
+    # the effective batch size that `optimizer.learning_rate` is for
+    reference_batch_size: int = 128
+    # (int | share) updates until the scaled rate is reached, or a share of the horizon
+    # such as `5%`
+    warmup: Any = 0
+    # (sqrt | null) of `half_life` and `timescale`: the rate × √κ too; null: it is kept
+    rate: Any = None
+    # of `surge`: the batch of the largest rate, not the gradient noise scale
+    peak_batch_size: int | None = None
+    # (true | false) the optimizer's weight averaging follows too: its momentum to the
+    # power of κ
+    ema: Any = False
 
 
 @dataclass
 class AccumulationConfig(_SetOnce):
-    effective_batch_size: int | None = (
-        None  # examples per optimizer update, over all replicas
-    )
-    factor: int | None = None  # micro-batches per update on each replica
-    micro_batch_size: Any = None  # (int | auto | auto_fastest | null) examples per forward and backward on one replica
-    same_noise: Any = False  # (true | false | auto) noise that does not depend on the cut; auto: of layers that can
-    schedule: Any = None  # (stages | null) effective batches of other sizes later; see docs/accumulation.md
-    moving_statistics: Statistics = (
-        Statistics.micro
-    )  # BatchNormalization's move once per update or per micro-batch
+    # examples per optimizer update, over all replicas
+    effective_batch_size: int | None = None
+    # micro-batches per update on each replica
+    factor: int | None = None
+    # (int | auto | auto_fastest | null) examples per forward and backward on one
+    # replica
+    micro_batch_size: Any = None
+    # (true | false | auto) noise that does not depend on the cut; auto: of layers that
+    # can
+    same_noise: Any = False
+    # (stages | null) effective batches of other sizes later; see docs/accumulation.md
+    schedule: Any = None
+    # BatchNormalization's move once per update or per micro-batch
+    moving_statistics: Statistics = Statistics.micro
 
 
 @dataclass
 class KeepBestConfig(_SetOnce):
-    metric: str | None = (
-        None  # a metric of the validation split, such as `val/loss`; null keeps no best checkpoint
-    )
-    mode: Mode | None = None  # whether the smallest or the largest value is best
+    # a metric of the validation split, such as `val/loss`; null keeps no best
+    # checkpoint
+    metric: str | None = None
+    # whether the smallest or the largest value is best
+    mode: Mode | None = None
 
 
 @dataclass
 class TrainingConfig(_SetOnce):
-    epochs: int | None = (
-        None  # the horizon in epochs; exactly one of `epochs`, `updates` and `examples` is set
-    )
-    updates: int | None = None  # the horizon in updates
-    examples: int | None = None  # the horizon in examples
-    evaluate_every: Any = (
-        "epoch"  # (int | epoch) updates from one evaluation to the next
-    )
-    checkpoint_every: Any = None  # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
-    loss: Any = MISSING  # (node | mapping | list | null) minimized; one, or one per output; set by `objective`
-    loss_weights: Any = None  # (mapping | list | null) a number for each output
-    added_losses: Added = (
-        Added.mean
-    )  # what a scalar that a layer adds to the loss is of what its examples add
-    loss_over: LossOver = (
-        LossOver.example
-    )  # what a loss needs at once; effective_batch: a second forward pass
-    class_weight: Any = None  # (mapping | null) class: weight of its examples; 1 for a class that is not listed
-    metrics: dict[str, Any] = field(
-        default_factory=dict
-    )  # name: node, or output: {name: node}; set by `objective`
-    weighted_metrics: dict[str, Any] = field(
-        default_factory=dict
-    )  # the same, with the sample weights applied
-    callbacks: dict[str, Any] = field(
-        default_factory=dict
-    )  # name: node of a Keras callback; a batch is an update
-    resume: Resume | None = (
-        None  # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
-    )
+    # the horizon in epochs; exactly one of `epochs`, `updates` and `examples` is set
+    epochs: int | None = None
+    # the horizon in updates
+    updates: int | None = None
+    # the horizon in examples
+    examples: int | None = None
+    # (int | epoch) updates from one evaluation to the next
+    evaluate_every: Any = "epoch"
+    # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
+    checkpoint_every: Any = None
+    # (node | mapping | list | null) minimized; one, or one per output; set by
+    # `objective`
+    loss: Any = MISSING
+    # (mapping | list | null) a number for each output
+    loss_weights: Any = None
+    # what a scalar that a layer adds to the loss is of what its examples add
+    added_losses: Added = Added.mean
+    # what a loss needs at once; effective_batch: a second forward pass
+    loss_over: LossOver = LossOver.example
+    # (mapping | null) class: weight of its examples; 1 for a class that is not listed
+    class_weight: Any = None
+    # name: node, or output: {name: node}; set by `objective`
+    metrics: dict[str, Any] = field(default_factory=dict)
+    # the same, with the sample weights applied
+    weighted_metrics: dict[str, Any] = field(default_factory=dict)
+    # name: node of a Keras callback; a batch is an update
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
+    resume: Resume | None = None
     keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
 
 
 @dataclass
 class StartConfig(_SetOnce):
-    run: str | None = (
-        None  # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a run ID
-    )
-    weights_only: Any = False  # (true | false) true: load only the model's weights and count updates from 0
+    # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a
+    # run ID
+    run: str | None = None
+    # (true | false) true: load only the model's weights and count updates from 0
+    weights_only: Any = False
 
 
 @dataclass
 class HardwareConfig(_SetOnce):
-    device: Device = Device.auto  # `auto` uses a GPU if there is one
-    replicas: int = 1  # GPUs to use, or logical CPU devices if there is no GPU
-    workers: int | None = (
-        1  # processes that train this run; null reads `TF_CONFIG` or the Slurm step
-    )
-    open_ports: bool = False  # several workers may open TensorFlow's ports, without password, to other machines
-    secret_file: str | None = (
-        None  # every worker has it, of mode 0600; `PIPELINE_SECRET` outranks it; never recorded
-    )
-    precision: Precision = (
-        Precision.float32
-    )  # mixed precision keeps the variables in float32
-    parallel_jobs: int | None = (
-        None  # jobs of a sweep at once on this machine; null: one per GPU, or one
-    )
-    gpus_per_job: int = 1  # GPUs for each job of a sweep
-    jobs_per_gpu: int = (
-        1  # jobs of a sweep on each GPU at once; give each its share with `gpu_memory`
-    )
-    gpu: Any = None  # (int | list | null) the GPUs of a run that is no job, counted from 0; null: the first ones
-    gpu_memory: Any = None  # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as it needs
-    memory: Any = None  # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is available
-    xla: Any = False  # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as Keras' `fit` does
-    tf32: Any = True  # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see docs/exact.md
-    deterministic: Any = (
-        False  # (true | false) two runs on the same machine are bit-identical
-    )
-    profile: Any = None  # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the 10th on
+    # `auto` uses a GPU if there is one
+    device: Device = Device.auto
+    # GPUs to use, or logical CPU devices if there is no GPU
+    replicas: int = 1
+    # processes that train this run; null reads `TF_CONFIG` or the Slurm step
+    workers: int | None = 1
+    # several workers may open TensorFlow's ports, without password, to other machines
+    open_ports: bool = False
+    # every worker has it, of mode 0600; `PIPELINE_SECRET` outranks it; never recorded
+    secret_file: str | None = None
+    # mixed precision keeps the variables in float32
+    precision: Precision = Precision.float32
+    # jobs of a sweep at once on this machine; null: one per GPU, or one
+    parallel_jobs: int | None = None
+    # GPUs for each job of a sweep
+    gpus_per_job: int = 1
+    # jobs of a sweep on each GPU at once; give each its share with `gpu_memory`
+    jobs_per_gpu: int = 1
+    # (int | list | null) the GPUs of a run that is no job, counted from 0; null: the
+    # first ones
+    gpu: Any = None
+    # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as
+    # it needs
+    gpu_memory: Any = None
+    # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is
+    # available
+    memory: Any = None
+    # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
+    # Keras' `fit` does
+    xla: Any = False
+    # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see
+    # docs/exact.md
+    tf32: Any = True
+    # (true | false) two runs on the same machine are bit-identical
+    deterministic: Any = False
+    # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the
+    # 10th on
+    profile: Any = None
 
 
 @dataclass
 class TrackingConfig(_SetOnce):
-    uri: str = (
-        MISSING  # MLflow tracking URI: SQLite, another SQL database, or an HTTP server
-    )
-    experiment: str = MISSING  # name of the MLflow experiment
-    run_name: str | None = (
-        None  # null: composed of the experiment or the dataset and of what was overridden
-    )
-    tags: dict[str, str] = field(
-        default_factory=dict
-    )  # name: text; of the run, whose own tags come first
-    description: str | None = None  # of the run, in Markdown
-    log_every: int = 1  # log every Nth update
-    noise_every: int = (
-        10  # updates between two measurements of the gradient noise scale
-    )
-    log_model: Any = True  # (true | false) log the trained model with its signature
-    code: list[str] | None = field(
-        default_factory=list
-    )  # paths logged with the model; null: its local modules
-    system_metrics: Any = True  # (true | false) log MLflow's system metrics
-    sweep: str | None = (
-        None  # set by a sweep for its jobs: the run ID of the parent run
-    )
-    job: str | None = None  # set by a sweep for its jobs: the job's name
-    confined: bool = False  # set by `--again`: artifacts must lie with the store, or where `trust.allow` permits
-    patience: float = 60.0  # seconds to wait for an answer of the store, at the start and at the end of a run
-    when_unreachable: Unreachable = (
-        Unreachable.refuse
-    )  # what to do if the store does not answer at the start
+    # MLflow tracking URI: SQLite, another SQL database, or an HTTP server
+    uri: str = MISSING
+    # name of the MLflow experiment
+    experiment: str = MISSING
+    # null: composed of the experiment or the dataset and of what was overridden
+    run_name: str | None = None
+    # name: text; of the run, whose own tags come first
+    tags: dict[str, str] = field(default_factory=dict)
+    # of the run, in Markdown
+    description: str | None = None
+    # log every Nth update
+    log_every: int = 1
+    # updates between two measurements of the gradient noise scale
+    noise_every: int = 10
+    # (true | false) log the trained model with its signature
+    log_model: Any = True
+    # paths logged with the model; null: its local modules
+    code: list[str] | None = field(default_factory=list)
+    # (true | false) log MLflow's system metrics
+    system_metrics: Any = True
+    # set by a sweep for its jobs: the run ID of the parent run
+    sweep: str | None = None
+    # set by a sweep for its jobs: the job's name
+    job: str | None = None
+    # set by `--again`: artifacts must lie with the store, or where `trust.allow`
+    # permits
+    confined: bool = False
+    # seconds to wait for an answer of the store, at the start and at the end of a run
+    patience: float = 60.0
+    # what to do if the store does not answer at the start
+    when_unreachable: Unreachable = Unreachable.refuse
 
 
 @dataclass
 class TrustConfig(_SetOnce):
-    allow: list[str] = field(
-        default_factory=list
-    )  # dotted code and places of artifacts that records may name
+    # dotted code and places of artifacts that records may name
+    allow: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -201,8 +222,10 @@ class Config(_SetOnce):
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)
-    seed: int = 0  # seed of the initial weights, the order of the examples, augmentation and noise
-    schema: int = SCHEMA  # version of this schema; do not set it
+    # seed of the initial weights, the order of the examples, augmentation and noise
+    seed: int = 0
+    # version of this schema; do not set it
+    schema: int = SCHEMA
 
 
 def register() -> None:
