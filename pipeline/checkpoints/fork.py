@@ -10,6 +10,7 @@ from pipeline.checkpoints import files
 from pipeline.checkpoints.files import BEST, Checkpoint
 from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError
+from pipeline.config import key_kinds
 from pipeline.config.plain import leaves
 from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
@@ -26,11 +27,6 @@ RUN, UPDATE = (
     "start.run",
     "start.update",
 )  # tags: the run and the update whose checkpoint a run began with
-_RATE = (
-    "optimizer.learning_rate.",
-    "schedule.",
-    "scaling.",
-)  # the keys that a learning rate depends on
 _STAGES: dict[str, Any] = {
     SCHEDULE: None,
     "accumulation.scale_rate": True,
@@ -180,9 +176,13 @@ def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     scaled = spec.config.scaling.rule != Rule.none or any(
         values[SCHEDULE] == SEESAW for values in both
     )
-    keys = (*_RATE, *(f"{key}." for key in _STAGES if scaled))
+    stages = tuple(f"{key}." for key in _STAGES if scaled)
     then, now = (
-        {key: leaf for key, leaf in values.items() if f"{key}.".startswith(keys)}
+        {
+            key: leaf
+            for key, leaf in values.items()
+            if key_kinds.facts_of(key).sets_rate or f"{key}.".startswith(stages)
+        }
         for values in both
     )
     size = past.start["segment"]["cut"]["effective_batch_size"]

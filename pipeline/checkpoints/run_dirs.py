@@ -93,5 +93,5 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     """Return the resolved config that the run in `run_dir` began with; a `ConfigError` says that it cannot be read."""
     with refused(key, "must have a config.yaml that can be read", str(run_dir)):
         return dict(
-            former_names.renamed(recorded.read(run_dir / "config.yaml", CONFIG))
+            former_names.migrated(recorded.read(run_dir / "config.yaml", CONFIG))
         )

@@ -17,7 +17,8 @@ from pipeline.checkpoints.run_dirs import quoted, recorded_config
 from pipeline.cli.resume import complete
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, say
-from pipeline.config import compose
+from pipeline.config import compose, key_kinds
+from pipeline.config.sizes import HORIZONS
 from pipeline.sweep import again
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
 from pipeline.tracking.journal_file import Past
@@ -30,12 +31,13 @@ _NEVER = 2**31 - 1  # only the last update is evaluated
 _BRANCH: dict[str, dict[str, Any]] = {  # what all branches do otherwise than their run
     "accumulation": {"factor": None, "seesaw_max": None, "scale_rate": True},
     "training": {
-        **dict.fromkeys(("epochs", "updates", "resume")),
+        **dict.fromkeys((*HORIZONS, "resume")),
         "callbacks": {},
         "keep_best": {},
     },
     "tracking": {
-        **dict.fromkeys(("sweep", "job", "run_name")),
+        **key_kinds.outside_a_sweep(),
+        "run_name": None,
         "log_model": False,
         "log_every": 1,
     },
@@ -82,7 +84,7 @@ def critical(arguments: Sequence[str]) -> int:
         f"training.examples={seen + examples}",
     ]
     given.append(
-        f"accumulation.schedule.{len(stages) - 1}.effective_batch_size={','.join(map(str, sizes))}"
+        f"accumulation.batch_schedule.{len(stages) - 1}.effective_batch_size={','.join(map(str, sizes))}"
     )
     command = ["critical", options.run, f"--examples={examples}"]
     # Jobs on other machines find it too. A `TemporaryDirectory` would be removed by a forked process that ends.
@@ -186,7 +188,7 @@ def _branch(
     new["accumulation"] |= {
         "effective_batch_size": stages[0][1],
         "micro_batch_size": micro,
-        "schedule": schedule,
+        "batch_schedule": schedule,
     }
     new["training"]["evaluate_every"] = _NEVER
     new["schedule"] = {

@@ -10,6 +10,7 @@ __all__ = [
     "memory_budget",
     "nvidia",
     "recorded",
+    "rounding",
     "secrets",
     "signals",
 ]

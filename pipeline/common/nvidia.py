@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from pipeline.common import imports
+from pipeline.common import imports, rounding
 from pipeline.common.errors import ConfigError, say
 
 LOCKED = "PIPELINE_GPUS"  # environment variable: the GPUs that this process, or the one that started it, has locked
@@ -135,8 +135,10 @@ def computes_in_tf32() -> bool:
 
 def unit_roundoff(dtypes: Iterable[str]) -> float:
     """Return the largest unit roundoff of the floating-point ones of `dtypes`, as this process computes in them."""
-    bits = {"float64": 53, "float32": 11 if computes_in_tf32() else 24, "float16": 11}
-    return max(
-        (2.0 ** -bits.get(dtype, 8) for dtype in dtypes if "float" in dtype),
-        default=0.0,
-    )
+    in_tf32 = computes_in_tf32()
+    largest = 0.0
+    for dtype in dtypes:
+        if "float" in dtype:
+            of_dtype = rounding.of_dtype(dtype, in_tf32=in_tf32)
+            largest = max(largest, of_dtype.unit_roundoff)
+    return largest

@@ -38,7 +38,7 @@ def check(spec: RunSpec) -> None:
         spec.resolved["accumulation"],
     )
     effective, reference = cut.effective_batch_size, config.scaling.reference_batch_size
-    noise, over = config.tracking.noise_every, config.training.loss_over.name
+    noise, over = config.accumulation.noise_scale_every, config.training.loss_over.name
     for key, rule, received, holds in (
         ("scaling.warmup", "be 0", config.scaling.warmup, config.scaling.warmup == 0),
         (
@@ -48,10 +48,10 @@ def check(spec: RunSpec) -> None:
             spec.resolved["schedule"].get("clock") != "examples",
         ),
         (
-            "accumulation.schedule",
+            "accumulation.batch_schedule",
             "be null",
-            given.get("schedule"),
-            given.get("schedule") is None,
+            given.get("batch_schedule"),
+            given.get("batch_schedule") is None,
         ),
         (MICRO, "be a number", given["micro_batch_size"], not spec.searches),
         (
@@ -66,7 +66,7 @@ def check(spec: RunSpec) -> None:
             effective,
             effective >= reference,
         ),
-        ("tracking.noise_every", "be 1", noise, noise == 1),
+        ("accumulation.noise_scale_every", "be 1", noise, noise == 1),
         ("training.loss_over", "be example", over, over == "example"),
         (
             f"training.{horizon.unit}",

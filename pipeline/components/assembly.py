@@ -94,7 +94,7 @@ class Parts:
                 self.model.optimizer,
                 self.plan.micro_batch_size,
             ),
-            noise_every=config.tracking.noise_every
+            noise_every=config.accumulation.noise_scale_every
             if several and not over_batch
             else 0,
             same_noise=self.spec.same_noise and "auto",  # `assemble` refuses

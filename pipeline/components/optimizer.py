@@ -90,7 +90,7 @@ def build(
 
 def stages(spec: RunSpec, examples: int) -> list[Asked]:
     """Return the stages of the effective batch; those of `seesaw` follow from the schedule and the `examples`."""
-    schedule = spec.config.accumulation.schedule
+    schedule = spec.config.accumulation.batch_schedule
     if schedule != SEESAW:
         return asked(schedule)
     most, horizon = (

@@ -27,7 +27,7 @@ def check(spec: RunSpec) -> None:
         spec.config.accumulation,
         ("none", "linear", "sqrt", "surge"),
     )
-    if asked.schedule is None or not asked.scale_rate or scale.rule == Rule.none:
+    if asked.batch_schedule is None or not asked.scale_rate or scale.rule == Rule.none:
         return
     rule = f"with {SCHEDULE}, which the rate alone can follow; or set accumulation.scale_rate=false"
     if scale.rule.name not in choices:
@@ -68,7 +68,7 @@ def rates(
     )
     scaled, by_root = (
         [scaling.rate_factor(scale, size) for size in sizes],
-        asked.schedule == SEESAW,
+        asked.batch_schedule == SEESAW,
     )
     factors = [factor / scaled[0] if asked.scale_rate else 1.0 for factor in scaled]
     factors = [math.sqrt(size / sizes[0]) for size in sizes] if by_root else factors

@@ -10,6 +10,7 @@ __all__ = [
     "compose",
     "former_names",
     "hydra_errors",
+    "key_kinds",
     "metric_names",
     "objective_nodes",
 ]

@@ -33,10 +33,11 @@ from pipeline.common.errors import (
     say,
 )
 from pipeline.common.secrets import mask
-from pipeline.config import former_names, hydra_errors, schema
+from pipeline.config import former_names, hydra_errors, key_kinds, schema
 from pipeline.config.hydra_internals import get_args_parser
 
 Task = Callable[[DictConfig, list[str], Path], float]
+_SET_BY_A_SWEEP = key_kinds.keys_where(lambda facts: facts.set_by_a_sweep)
 _HOME = re.compile(
     "^([^=]+=(sqlite:///)?)~(?=/)"
 )  # a shell leaves KEY=~/… as it is, and Hydra has no ~ in a value
@@ -226,7 +227,6 @@ def run(
 
     Raise a RunError if one run failed after it was created; its traceback is in its run directory.
     """
-    schema.register()
     raised: list[Exception] = []
 
     def job(config: DictConfig) -> Any:
@@ -257,6 +257,10 @@ def run(
         return None
 
     options, flags, folders = _read(arguments)
+    # What only a sweep sets is not shown, unless the command line names it.
+    named = {text.lstrip("+~").partition("=")[0] for text in options.overrides}
+    shows = options.help or options.cfg or options.info
+    schema.register(shown=bool(shows) and named.isdisjoint(_SET_BY_A_SWEEP))
     with hydra_errors.as_config_error(options.overrides, folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
     overrides = _by_environment(parsed) if options.multirun else options.overrides
@@ -322,7 +326,7 @@ def _with_traceback_kept(error: Exception) -> Exception:
 
 
 def as_text(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides as Hydra reads them: `~/` expanded, and quotes around the start of a run such as 12e4."""
+    """Return the overrides as Hydra reads them: `~/` expanded, the start of a run such as 12e4 quoted, current keys."""
 
     def quoted(found: re.Match[str]) -> str:
         values = map(str.strip, found[2].split(","))
@@ -331,7 +335,10 @@ def as_text(overrides: Sequence[str]) -> list[str]:
         )
 
     return [
-        _TEXT.sub(quoted, _HOME.sub(rf"\1{Path.home()}", text)) for text in overrides
+        former_names.current_override(
+            _TEXT.sub(quoted, _HOME.sub(rf"\1{Path.home()}", text))
+        )
+        for text in overrides
     ]
 
 

@@ -16,6 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 
 from pipeline.common.errors import ConfigError, first_line
+from pipeline.config import former_names
 from pipeline.config.objective_nodes import NAMED
 
 # What `compile` and `fit` take as lists.
@@ -186,6 +187,9 @@ def _of_key(
             for sibling in error.parent_node
             if parent or sibling != "hydra"
         ]
+        if key in former_names.KEYS:
+            now = former_names.KEYS[key]
+            return ConfigError(key, f"must be written as {now}, its name now{origin}")
         if not parent:
             siblings = sorted({*siblings, *groups(folders)})
         return ConfigError(

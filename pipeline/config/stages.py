@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from pipeline.common.errors import ConfigError
 
 EFFECTIVE, SCHEDULE, SEESAW_MAX = (
-    f"accumulation.{key}" for key in ("effective_batch_size", "schedule", "seesaw_max")
+    f"accumulation.{key}"
+    for key in ("effective_batch_size", "batch_schedule", "seesaw_max")
 )
 CLOCK, SEESAW = "schedule.clock", "seesaw"
 UNITS = ("updates", "examples", "epochs")
@@ -72,7 +73,7 @@ class Slice(NamedTuple):
 
 
 def asked(schedule: Any) -> list[Asked]:
-    """Return the stages of `accumulation.schedule`; none where it is null or follows from the learning rate."""
+    """Return the stages of `accumulation.batch_schedule`; none where it is null or follows from the learning rate."""
     if schedule is None or schedule == SEESAW:
         return []
     if not isinstance(schedule, list) or not schedule:
@@ -126,9 +127,11 @@ def _is_count(value: Any) -> bool:
 
 def largest(accumulation: Mapping[str, Any], first: int) -> int:
     """Return the most examples of an update, where the `first` stage has so many; of `seesaw` the most it may reach."""
-    if accumulation["schedule"] == SEESAW:
+    if accumulation["batch_schedule"] == SEESAW:
         return first << max(1, accumulation["seesaw_max"] // first).bit_length() - 1
-    return max([first, *(stage.size for stage in asked(accumulation["schedule"]))])
+    return max(
+        [first, *(stage.size for stage in asked(accumulation["batch_schedule"]))]
+    )
 
 
 def resolved(
@@ -137,7 +140,7 @@ def resolved(
     """Return the keys that a batch-size schedule sets; refuse what does not go with it or with the horizon's `unit`."""
     accumulation, clock = config["accumulation"], config["schedule"].get("clock")
     schedule, most, batched = (
-        accumulation["schedule"],
+        accumulation["batch_schedule"],
         accumulation["seesaw_max"],
         config["dataset"].get("batched"),
     )

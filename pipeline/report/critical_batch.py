@@ -333,7 +333,7 @@ def branch_findings(sweep: Comparison) -> Iterable[Finding]:
             f"{{start:{{updates:{after}}},effective_batch_size:{size}}}"
             for after, size in stages
         )
-        line = f"'accumulation.schedule=[{texts}]' scaling.rule=sqrt "
+        line = f"'accumulation.batch_schedule=[{texts}]' scaling.rule=sqrt "
         line += f"scaling.reference_batch_size={int(job.params['scaling.reference_batch_size'])}"
         pays = found.critical > min(found.losses)
         said = (

@@ -9,6 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common import rounding
+from pipeline.common.rounding import IN_TF32, TF32
+from pipeline.config import key_kinds
+from pipeline.config.schema import Kind
 from pipeline.report import statistics
 from pipeline.report.comparison import Comparison
 from pipeline.report.job_results import NO_RUN, Curve, JobResult, grouped, pooled
@@ -17,29 +21,8 @@ from pipeline.report.statistics import Scale, Spread, count, joined, number
 EQUAL = 1e-6  # relative difference below which float32 results count as equal
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 LOSS, PRECISION = "train/loss", "hardware.precision"
-# The relative differences of losses that rounding explains: at the first update, where both jobs have the same weights
-# and training has not amplified it yet, and the largest of all. For comparison, the machine epsilon of float64 is
-# 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
-ROUNDING = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
-ROUNDING |= {"mixed_float16": (1e-2, 5e-3), "mixed_bfloat16": (1e-1, 5e-2)}
-# Params that may differ within a trajectory: how a batch is cut, where it runs, what is logged when.
-_CUT = {
-    f"{group}.{key}"
-    for group in ("accumulation", "derived")
-    for key in ("factor", "micro_batch_size")
-}
-_CUT |= {
-    "accumulation.effective_batch_size",
-    "derived.replicas",
-    "hardware.replicas",
-    "hardware.workers",
-}
-_FREE = (
-    "tracking.",
-    "hardware.",
-    "training.evaluate_every",
-    "training.checkpoint_every",
-)
+# The effective batch stands in a param of its own, and evaluations change no update.
+_OF_NO_UPDATE = ("accumulation.effective_batch_size", "training.evaluate_every")
 
 
 @dataclass(frozen=True)
@@ -115,7 +98,7 @@ def partings(sweep: Comparison) -> list[Parting]:
                     Parting(
                         base,
                         other,
-                        base.params.get(PRECISION, "float32"),
+                        _precision(base, other),
                         Curve(steps, differences),
                     )
                 )
@@ -126,15 +109,35 @@ def _trajectory(job: JobResult) -> tuple | None:
     if job.batch is None or LOSS not in job.curves:
         return None
     kept = {
-        key: value
-        for key, value in job.params.items()
-        if not key.startswith(_FREE) and key not in _CUT
+        key: value for key, value in job.params.items() if _decides_the_updates(key)
     }
     kept |= {
         "derived.effective_batch_size": str(job.batch),
         PRECISION: job.params.get(PRECISION, "float32"),
     }
     return tuple(sorted(kept.items()))
+
+
+def _decides_the_updates(key: str) -> bool:
+    """Return whether jobs that differ in a param train different trajectories."""
+    if key in key_kinds.DERIVED_CUT or key in _OF_NO_UPDATE:
+        return False
+    return key_kinds.kind_of(key) == Kind.TRAINING
+
+
+def _precision(base: JobResult, other: JobResult) -> str:
+    """Return the precision whose rounding may set two jobs apart."""
+    precisions = {base.params.get(PRECISION, "float32")}
+    if IN_TF32 in base.tags or IN_TF32 in other.tags:
+        precisions.add(TF32)
+    return rounding.coarsest(precisions)
+
+
+def _is_rounding(pair: Parting) -> bool:
+    """Return whether rounding explains the difference at each update."""
+    bounds = rounding.BY_PRECISION[pair.precision]
+    updates = zip(pair.curve.steps, pair.curve.values, strict=True)
+    return all(value <= bounds.bound(int(step)) for step, value in updates)
 
 
 def same_trajectory(sweep: Comparison) -> list[Finding]:
@@ -155,7 +158,7 @@ def same_trajectory(sweep: Comparison) -> list[Finding]:
 
 
 def _parting(pairs: list[Parting], precision: str) -> Finding:
-    at_first, at_most = ROUNDING.get(precision, ROUNDING["float32"])
+    at_first = rounding.BY_PRECISION[precision].first
     worst = max(pairs, key=lambda pair: pair.curve.values.max())
     steps, differences = worst.curve.steps, worst.curve.values
     first, largest = (
@@ -171,7 +174,7 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         level: min((int(of[0]) for of in found if of.size), default=None)
         for level, found in beyond.items()
     }
-    parted = [pair for pair in pairs if pair.curve.values.max() > at_most]
+    parted = [pair for pair in pairs if not _is_rounding(pair)]
     early = [
         pair
         for pair in parted
@@ -198,8 +201,11 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         for base, other in params
         for key in base | other
         if base.get(key) != other.get(key)
-    } - _CUT
-    if shown := sorted(key for key in differing if not key.startswith("tracking.")):
+    } - {*key_kinds.DERIVED_CUT, "accumulation.effective_batch_size"}
+    shown_kinds = (Kind.TRAINING, Kind.NUMERICS)
+    if shown := sorted(
+        key for key in differing if key_kinds.kind_of(key) in shown_kinds
+    ):
         subject += f" (but for {joined(shown)})"
     who = f"{worst.base.name} and {worst.other.name}"
     if not parted:

@@ -180,7 +180,8 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
         return JobResult(name)
     info, tags = run.info, run.data.tags
     params = {
-        key: former_names.current(value) for key, value in run.data.params.items()
+        former_names.current_key(key): former_names.current(value)
+        for key, value in run.data.params.items()
     }
     metrics = [
         key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))

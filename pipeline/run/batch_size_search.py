@@ -25,8 +25,10 @@ from pipeline.common import disk_cache, imports, memory_budget, nvidia
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.memory_budget import MARGIN
 from pipeline.common.secrets import mask
+from pipeline.config import key_kinds
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
+from pipeline.config.schema import Kind
 from pipeline.config.sizes import MICRO
 from pipeline.tracking import provenance
 
@@ -45,11 +47,6 @@ COLUMNS = (
 TABLE = "micro_batch_sizes.json"
 _ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}  # of the cache
 TAG = "micro_batch_size.found"
-PLACING = (
-    "parallel_jobs",
-    "gpus_per_job",
-    "jobs_per_gpu",
-)  # keys of `hardware` that change no try
 
 
 def search(spec: RunSpec) -> tuple[RunSpec, dict[str, Any]]:
@@ -212,10 +209,19 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
         for key, value in given["optimizer"].items()
         if isinstance(value, int | float)
     }
-    hardware = {
-        key: value for key, value in given["hardware"].items() if key not in PLACING
-    }
-    training = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
+    # A trial depends on the memory and the GPUs of the machine too, but not on what the
+    # run opens.
+    hardware = {}
+    for name, value in given["hardware"].items():
+        facts = key_kinds.facts_of(f"hardware.{name}")
+        if facts.kind not in (Kind.PLACE, Kind.LOG) and not facts.of_one_call:
+            hardware[name] = value
+    # The objective is what a resumed run may not change of the training.
+    training = [
+        name
+        for name in given["training"]
+        if key_kinds.facts_of(f"training.{name}").fixed
+    ]
     surroundings = provenance.environment(Path())
     machine = ("python", "processor", "processors", "driver", "package", "packages")
     return {
@@ -231,7 +237,7 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
         },
         "optimizer": {**given["optimizer"], **numbers},
         "training": {key: given["training"][key] for key in training},
-        "noise_every": given["tracking"]["noise_every"],
+        "noise_scale_every": given["accumulation"]["noise_scale_every"],
         "machine": {key: surroundings[key] for key in machine},
         "code": _own_code(
             [value for key, value in leaves(given).items() if key.endswith("_target_")]

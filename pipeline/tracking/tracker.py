@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from pipeline.common import nvidia, rounding
 from pipeline.common.errors import say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
-from pipeline.config import plain
+from pipeline.config import key_kinds, plain
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
+from pipeline.config.schema import Precision
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
@@ -114,6 +116,7 @@ class Tracker:
                 "config.hash": config_hash,
                 **place,
                 **staged,
+                **_tf32_tag(spec, gpus),
                 **tags,
             },
             "system_metrics": tracking.system_metrics,
@@ -294,6 +297,14 @@ class Tracker:
         self.journal.write({"artifact": name})
 
 
+def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:
+    """Return the tag of a run in float32 that computes in TF32; without it, it does not."""
+    in_float32 = spec.config.hardware.precision == Precision.float32
+    if gpus and in_float32 and nvidia.computes_in_tf32():
+        return {rounding.IN_TF32: "true"}
+    return {}
+
+
 def _name(overrides: Sequence[str], dataset: str) -> str:
     """Return the experiment, or dataset, and what was overridden, as `text rate=0.1 seed=2`; empty if nothing was."""
     given = [
@@ -303,7 +314,7 @@ def _name(overrides: Sequence[str], dataset: str) -> str:
     of_run = [
         (key, value)
         for key, value in given
-        if not f"{key}.".startswith(("hydra", *provenance.PLACE))
+        if not key.startswith("hydra") and key_kinds.decides_what_runs(key)
     ]
     experiment = dict(of_run).get("experiment", dataset)
     changed = [

@@ -22,7 +22,7 @@ from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
 from tests.running import Store, pipeline
 
-RULE = ("scaling=adascale", "tracking.noise_every=1", "training.updates=100")
+RULE = ("scaling=adascale", "accumulation.noise_scale_every=1", "training.updates=100")
 
 
 def gain_of(
@@ -243,8 +243,8 @@ def test_the_plan_ends_with_the_scale_invariant_updates_and_seldom_looks():
         ),
         (
             (256, 2, None),
-            ("tracking.noise_every=10",),
-            "tracking.noise_every must be 1 for scaling.rule=adascale. Rec",
+            ("accumulation.noise_scale_every=10",),
+            "accumulation.noise_scale_every must be 1 for scaling.rule=adascale. Rec",
         ),
         (
             (256, 2, None),

@@ -25,7 +25,7 @@ ADAM = (
     "optimizer.learning_rate=0.01",
     "scaling.reference_batch_size=64",
 )
-STAGES = "accumulation.schedule=[{start:{updates:0},effective_batch_size:32},{start:{updates:3},effective_batch_size:128}]"  # noqa: E501
+STAGES = "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:32},{start:{updates:3},effective_batch_size:128}]"  # noqa: E501
 
 
 def built(*given, examples=EXAMPLES):
@@ -84,7 +84,7 @@ def test_other_arguments_of_an_optimizer_do_not_follow():
             "accumulation.scale_rate=false",
         )
     with pytest.raises(
-        ConfigError, match=r"^scaling\.ema must be false with accumulation\.schedule"
+        ConfigError, match=r"^scaling\.ema must be false with accumulation\.batch_schedule"
     ):
         built("scaling=linear", "scaling.ema=true", "+optimizer.use_ema=true", STAGES)
 
@@ -162,7 +162,7 @@ def test_the_clock_is_that_of_the_plan_at_hundreds_of_thousands_of_updates():
 
 
 SEESAW = (
-    "accumulation.schedule=seesaw",
+    "accumulation.batch_schedule=seesaw",
     "accumulation.effective_batch_size=10",
     "accumulation.micro_batch_size=5",
 )
@@ -229,7 +229,7 @@ def test_seesaw_on_steps():
     [
         (
             ["schedule=constant"],
-            r"schedule must fall to half of its peak, and rise no more, with accumulation.schedule",
+            r"schedule must fall to half of its peak, and rise no more, with accumulation.batch_schedule",
         ),
         (
             [

@@ -216,7 +216,7 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
     assert list(found) == ["jobs", "critical", "schedule", "noise_scale"]
     assert found["critical"].figures["critical"] == 128
     assert found["schedule"].figures["schedule"] == (
-        "'accumulation.schedule=[{start:{updates:0},effective_batch_size:32},"
+        "'accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:32},"
         "{start:{updates:400},effective_batch_size:128}]' scaling.rule=sqrt scaling.reference_batch_size=32"
     )
     assert found["noise_scale"].text.startswith("40 examples. Merrill et al. 2025")

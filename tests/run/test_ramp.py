@@ -27,7 +27,7 @@ from tests.shared import place_store
 # 1437 examples: 16 · 32 + 9 · 100 + 25; 14 · 100 + 37; 5 · 256 + 157.
 STAGES = ((0, 32), (16, 100), (41, 256))
 RAMP = (
-    "accumulation.schedule=[{start:{updates:0},effective_batch_size:32},"
+    "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:32},"
     "{start:{examples:500},effective_batch_size:100},{start:{epochs:2},effective_batch_size:256}]"
 )
 SIZES = [32] * 16 + [100] * 9 + [25] + [100] * 14 + [37] + [256] * 5 + [157]
@@ -217,7 +217,7 @@ def test_a_rerun_is_equal_and_so_is_a_fork_inside_of_the_ramp(ramp):
         status=2,
     ).stderr
     assert (
-        "accumulation.schedule.2.effective_batch_size must be that of the run, 256. Received: 128."
+        "accumulation.batch_schedule.2.effective_batch_size must be that of the run, 256. Received: 128."
         in said
     )
 
@@ -292,7 +292,7 @@ def test_verify_shows_the_largest_stage(tmp_path):
 @pytest.mark.slow
 def test_a_longer_horizon_that_moves_a_stage_of_seesaw_is_refused(tmp_path):
     seesaw = (
-        "accumulation.schedule=seesaw",
+        "accumulation.batch_schedule=seesaw",
         "accumulation.effective_batch_size=32",
         "accumulation.micro_batch_size=8",
     )
@@ -312,5 +312,5 @@ def test_a_longer_horizon_that_moves_a_stage_of_seesaw_is_refused(tmp_path):
     )
     longer = (*short, "accumulation.seesaw_max=128", "training.epochs=6")
     said = pipeline(*longer, cwd=tmp_path, status=2).stderr
-    assert "accumulation.schedule must give the batches of the run again" in said
+    assert "accumulation.batch_schedule must give the batches of the run again" in said
     assert "a longer horizon moves the stages of seesaw" in said
