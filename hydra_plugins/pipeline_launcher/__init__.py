@@ -8,7 +8,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
-from pipeline.config import compose
+from pipeline.config import session
 from pipeline.sweep import launcher, local, search, slurm
 
 _BASES = (
@@ -34,7 +34,7 @@ class Names(SearchPathPlugin):
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if (folder := compose.session().config_dir) is not None:
+        if (folder := session.session().config_dir) is not None:
             search_path.append("command-line", f"file://{Path(folder).absolute()}")
         here = {
             "_target_": f"{__name__}.LocalLauncher",

@@ -19,6 +19,7 @@ from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, say
 from pipeline.config import compose, key_kinds
 from pipeline.config.sizes import HORIZONS
+from pipeline.launch import record
 from pipeline.sweep import again
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
 from pipeline.tracking.journal_file import Past
@@ -90,7 +91,7 @@ def critical(arguments: Sequence[str]) -> int:
     # Jobs on other machines find it too. A `TemporaryDirectory` would be removed by a forked process that ends.
     folder = tempfile.mkdtemp(dir=source, prefix=".critical-")
     try:
-        file = compose.recorded_file(
+        file = record.recorded_file(
             _branch(config, past, start, stages), Path(folder), CRITICAL
         )
         if options.again is not None:

@@ -7,7 +7,8 @@ from pipeline.checkpoints.run_dirs import find, quoted, recorded_config
 from pipeline.cli.train import run_one
 from pipeline.common import secrets
 from pipeline.common.errors import ConfigError, Parser
-from pipeline.config import compose, plain
+from pipeline.config import plain
+from pipeline.launch import record
 from pipeline.tracking.journal_file import Past
 
 
@@ -41,7 +42,7 @@ def resume(arguments: Sequence[str]) -> int:
             "must set nothing of Hydra: a run goes on in its own directory",
             sorted(named),
         )
-    compose.run_recorded(
+    record.run_recorded(
         config,
         [*overrides, f"hydra.run.dir={quoted(run_dir)}"],
         partial(run_one, resume=True),

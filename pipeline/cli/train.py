@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 
 from pipeline.common import nvidia, secrets
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
-from pipeline.config import allow_list, compose, former_names
+from pipeline.config import allow_list, compose, former_names, session
+from pipeline.launch import hydra_job
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import ForeignStore, sync_command
@@ -87,17 +88,17 @@ def train_composed(arguments: Sequence[str], again: Callable[[str], list[str]]) 
     confined = ["tracking.confined=true"] * any(
         text.lstrip("+").startswith("tracking.sweep=") for text in arguments
     )
-    session = compose.Session()
+    current = session.Session()
     try:
-        compose.run(
-            partial(compose.in_run_dir, run_one), [*arguments, *confined], session
+        hydra_job.run(
+            partial(hydra_job.in_run_dir, run_one), [*arguments, *confined], current
         )
     except BaseException as error:
         _close(
-            session.sweep, again, "FAILED" if isinstance(error, Exception) else "KILLED"
+            current.sweep, again, "FAILED" if isinstance(error, Exception) else "KILLED"
         )
         raise
-    return _close(session.sweep, again)
+    return _close(current.sweep, again)
 
 
 def _close(

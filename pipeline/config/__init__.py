@@ -13,5 +13,11 @@ __all__ = [
     "key_kinds",
     "metric_names",
     "objective_nodes",
+    "plain",
+    "plan",
+    "resolve",
+    "schema",
+    "session",
+    "sizes",
+    "stages",
 ]
-__all__ += ["plain", "plan", "resolve", "schema", "sizes", "stages"]

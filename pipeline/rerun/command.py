@@ -26,6 +26,7 @@ from pipeline.config import (
 )
 from pipeline.config.plain import leaves, plain
 from pipeline.config.resolve import resolve
+from pipeline.launch import record
 from pipeline.rerun import agreement, recorded_run
 from pipeline.rerun.request import Request, parsed
 from pipeline.tracking import provenance
@@ -250,7 +251,7 @@ class Rerun:
             run_ids.append(run_id)
             return loss
 
-        compose.run_recorded(
+        record.run_recorded(
             config,
             self.request.for_hydra(self.gate.run_dir),
             task,
