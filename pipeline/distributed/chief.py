@@ -18,7 +18,7 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, RunError, say
-from pipeline.config import cluster, compose
+from pipeline.config import cluster, session
 from pipeline.config.resolve import RunSpec
 from pipeline.distributed import rendezvous, worker
 from pipeline.trust import gate
@@ -34,7 +34,7 @@ class Chief(AbstractContextManager["Chief"]):
     """The chief's hold of the other workers of a run; a run with a single one has nothing to do here."""
 
     def __init__(self, spec: RunSpec):
-        self._session, self._secret, self._server = compose.session(), b"", None
+        self._session, self._secret, self._server = session.session(), b"", None
         if spec.workers is not None:
             own = secrets.token_hex(32).encode() if spec.workers.started else None
             self._secret = own or cluster.secret(

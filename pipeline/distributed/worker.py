@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoints import files, fork
 from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, described, say
-from pipeline.config import cluster, compose, resolve
+from pipeline.config import cluster, resolve, session
 from pipeline.distributed import rendezvous
 from pipeline.trust import gate
 
@@ -67,7 +67,7 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
         if refuses and not (workers.started or client.told):
             say(f"pipeline: {error}")
         sys.stderr.flush()
-        compose.session().remove_empty_folders()
+        session.session().remove_empty_folders()
         os._exit(2 if refuses else 1)
     client.wait()
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, say, say_id
 from pipeline.common.secrets import mask
-from pipeline.config import allow_list, compose, plain
+from pipeline.config import allow_list, plain, session
 from pipeline.sweep import again, files
 from pipeline.tracking.foreign_store import (
     LONGEST_TAG,
@@ -207,7 +207,7 @@ def begin(
     else:
         sweep = _create(config, name, len(names), varied)
     say_id(sweep.run_id)
-    compose.session().sweep = sweep
+    session.session().sweep = sweep
 
     sweep.varied = list(varied)
     sweep.metrics = [str(metric) for metric in config.training.metrics]
