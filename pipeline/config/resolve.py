@@ -189,7 +189,7 @@ def resolve(
         )  # as it comes out of the environment
     validate.check_values(composed)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
-    workers = cluster.resolve(composed.hardware.workers, environment)
+    workers = cluster.workers_of_run(composed.hardware.workers, environment)
     composed.hardware.workers = 1 if workers is None else len(workers.addresses)
     horizon = sizes.horizon_of(composed.training, named)
     composed.training.update(

@@ -193,7 +193,7 @@ class Chief(AbstractContextManager["Chief"]):
 
 def tell_workers(hardware: DictConfig, error: ConfigError) -> bool:
     """Tell workers that run elsewhere of a refusal; return whether the chief prints the error."""
-    found = cluster.resolve(hardware.workers, os.environ)
+    found = cluster.workers_of_run(hardware.workers, os.environ)
     if found is None or found.started:
         return False
     secret = cluster.secret(hardware.secret_file, os.environ)

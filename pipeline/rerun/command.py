@@ -35,6 +35,8 @@ from pipeline.trust.artifact_locations import confined, is_inside
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict, texts
 
 DIFFERENT = 3  # exit status
+# A limit of memory names no place of a machine: the recorded one holds in a rerun.
+_LIMITS = ("hardware.memory", "hardware.gpu_memory")
 # Overrides of these groups also apply to the user's own config.
 _OWN = re.compile(rf"[+~]*({'|'.join(key_kinds.groups_apart())})[.=]")
 
@@ -205,7 +207,7 @@ class Rerun:
         ours = {}
         for key in key_kinds.keys_of(schema.Kind.MACHINE):
             group, _, name = key.partition(".")
-            if group == "hardware":
+            if group == "hardware" and key not in _LIMITS:
                 ours[name] = self.own.hardware[name]
         config["hardware"] = (config.get("hardware") or {}) | ours
         if (config.get("start") or {}).get(
