@@ -50,8 +50,8 @@ CONFIG = {
     "train scaling=adascale": "scaling=adascale was removed in version 0.2.0: use scaling=linear, scaling=sqrt or "
     "another rule.",
     "train scaling.rule=adascale": "scaling.rule=adascale was removed in version 0.2.0: use scaling=linear, …",
-    "train accumulation.schedule=seesaw": "accumulation.batch_schedule=seesaw was removed in version 0.2.0: use a list of "
-    "stages, with schedule.clock=examples.",
+    "train accumulation.schedule=seesaw": "accumulation.batch_schedule=seesaw was removed in version 0.2.0: use a list "
+    "of stages, with schedule.clock=examples.",
     "train +accumulation.seesaw_max=512": "accumulation.seesaw_max was removed in version 0.2.0: give each stage of "
     "the effective batch its size.",
     "train accumulation.scale_rate=false": "accumulation.scale_rate was removed in version 0.2.0: the scaling rule "
