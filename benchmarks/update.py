@@ -26,7 +26,8 @@ from benchmarks import models
 from benchmarks.figures import Figure, ratios
 from benchmarks.turns import alternate, repeats
 from benchmarks.workloads import LARGE, examples, sizes
-from pipeline.accumulation import Update, fused_adam, transposed_gradients, wide_layers
+from pipeline.accumulation import Update, fused_adam
+from pipeline.accumulation.internals import transposed_gradients, wide_layers
 from pipeline.config.schema import TrackingConfig
 
 MANY = 32  # the factor that is compared with 1 at the same micro-batch

@@ -20,9 +20,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import (
+from pipeline.accumulation import Update
+from pipeline.accumulation.internals import (
     MODEL_CHECKPOINT_KEEPS,
-    Update,
     global_seed,
     layers_of,
     unknown_to_keras,

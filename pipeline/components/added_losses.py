@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline import accumulation
+from pipeline.accumulation import internals
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import Added
 
@@ -20,8 +20,8 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
 
     Nothing is computed for a model that has added nothing in its last call.
     """
-    count = int(accumulation.examples_in(x))
-    if not accumulation.added_losses(model) or count < 2:
+    count = int(internals.examples_in(x))
+    if not internals.added_losses(model) or count < 2:
         return []
     cuts = [(0, count), (0, count - count // 3 - 1), (count - count // 3 - 1, count)]
     found = list[Amounts]()
@@ -29,14 +29,14 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
         values = [(variable, variable.value) for variable in model.trainable_variables]
         policies = [
             (layer, "dtype_policy", _Float64("float32"))
-            for layer in (model, *accumulation.layers_of(model))
+            for layer in (model, *internals.layers_of(model))
         ]
         with (
-            accumulation.replaced(policies),
+            internals.replaced(policies),
             keras.StatelessScope(values, collect_losses=True),
         ):
             for start, stop in cuts:
-                model(accumulation.slice_of(x, start, stop), training=False)
+                model(internals.slice_of(x, start, stop), training=False)
                 found.append(amounts(model, stop - start))
     except Exception:  # it computes in its own precision alone
         return []
@@ -65,11 +65,11 @@ def amounts(model: keras.Model, count: int) -> Amounts:
     """Return what each layer has itself added in the last call, of `count` examples."""
     found, seen = Amounts(), set[int]()
     for layer in (
-        *reversed(accumulation.layers_of(model)),
+        *reversed(internals.layers_of(model)),
         model,
     ):  # a layer comes after those inside of it
         own = [
-            value for value in accumulation.added_losses(layer) if id(value) not in seen
+            value for value in internals.added_losses(layer) if id(value) not in seen
         ]
         seen |= set(map(id, own))
         sums = [0.0, 0.0]

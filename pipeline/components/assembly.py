@@ -12,6 +12,7 @@ import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline import accumulation
+from pipeline.accumulation import internals
 from pipeline.common.errors import ConfigError, refused
 from pipeline.components import (
     adascale,
@@ -147,7 +148,7 @@ class Parts:
     def tags(self) -> dict[str, str]:
         """Return the tags of a run about the layers that depend on how an effective batch is cut, and its scaling."""
         state, noise = (
-            accumulation.batch_dependent_layers(self.model, self.forward),
+            internals.batch_dependent_layers(self.model, self.forward),
             self.forward.cut_dependent_noise,
         )
         layers = {
@@ -165,14 +166,14 @@ class Parts:
             return []
         asked, held = (
             self.spec.config.accumulation,
-            accumulation.normalising_layers(self.model),
+            internals.normalising_layers(self.model),
         )
         when = (
             "once an update"
             if asked.moving_statistics.name == "effective"
             else "with every micro-batch"
         )
-        moved = accumulation.batch_dependent_layers(self.model, self.forward, held)
+        moved = internals.batch_dependent_layers(self.model, self.forward, held)
         noise = self.forward.cut_dependent_noise if asked.same_noise == "auto" else []
         layers = {
             f"normalised by each micro-batch, moving statistics {when}": [
@@ -189,14 +190,14 @@ class Parts:
         """Return every replica's copy of the variables that a forward pass in training assigns."""
         seen, seed = (
             self.forward.assigned,
-            accumulation.global_seed(),
+            internals.global_seed(),
         )  # made by the first draw from it, as in a trace
         of_keras = [
             variable.value for variable in (*seen, *([] if seed is None else [seed]))
         ]
         found = [
             *of_keras,
-            *(variable for _, variable in accumulation.unknown_to_keras(self.model)),
+            *(variable for _, variable in internals.unknown_to_keras(self.model)),
         ]
         return [
             copy
@@ -206,7 +207,7 @@ class Parts:
 
     def tokens(self) -> Callable[[Any], tf.Tensor] | None:
         """Return what counts the tokens of an effective batch; None if there are none, or workers see theirs alone."""
-        pad, layers = self.spec.dataset.get("pad"), accumulation.layers_of(self.model)
+        pad, layers = self.spec.dataset.get("pad"), internals.layers_of(self.model)
         masked = any(getattr(layer, "mask_zero", False) for layer in layers)
         if masked and self.reader is not None:
             return None
@@ -217,9 +218,9 @@ class Parts:
         )
 
     @cached_property  # one trace: a layer may draw while it is traced
-    def forward(self) -> accumulation.Forward:
+    def forward(self) -> internals.Forward:
         """Return what a forward pass in training draws and assigns."""
-        return accumulation.trace_forward(self.model, self.inputs, self.spec.same_noise)
+        return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def example(self) -> Any:
         """Return the inputs as NumPy arrays; raise a TypeError for those that have no signature."""
@@ -311,10 +312,10 @@ def assemble(
         spec.config.training.keep_best,
         goal.evaluation,
         data,
-        list(accumulation.by_name(network, outputs)),
+        list(internals.by_name(network, outputs)),
     )
     with tf.device("CPU:0"):
-        inputs = accumulation.slice_of(first[0], 0, 4)
+        inputs = internals.slice_of(first[0], 0, 4)
     parts = Parts(
         spec,
         used,
@@ -337,7 +338,7 @@ def assemble(
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
         raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
     for rule, received in (
-        accumulation.not_supported(network, parts.forward)
+        internals.not_supported(network, parts.forward)
         if goal.training.over_batch
         else ()
     ):
@@ -386,7 +387,7 @@ def _of_stream(spec: RunSpec, data: Data) -> tuple[Stream, RunSpec, Plan]:
         spec.config.accumulation.micro_batch_size,
         spec.batching.factor,
     )
-    first = int(accumulation.examples_in(loader.first))
+    first = int(internals.examples_in(loader.first))
     stream, cut = (
         Stream(loader, factor),
         sizes.Batching(first * factor, asked or first, factor),
@@ -415,7 +416,7 @@ def _batches(
 
 def _best(
     keep: KeepBestConfig | None,
-    goal: accumulation.Objective,
+    goal: internals.Objective,
     data: Data,
     outputs: list[str],
 ) -> Best | None:
@@ -429,7 +430,7 @@ def _best(
         )
     losses = [
         name
-        for name, loss in accumulation.spread(goal.loss, outputs, to_all=True).items()
+        for name, loss in internals.spread(goal.loss, outputs, to_all=True).items()
         if loss is not None
     ]
     of_outputs = [f"{name}_loss" for name in losses] if len(losses) > 1 else []

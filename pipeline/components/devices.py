@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import load_cuda_libraries
+from pipeline.accumulation.internals import load_cuda_libraries
 from pipeline.common import imports, memory_budget, nvidia
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import DictConfig
 
-from pipeline.accumulation import unsupported
+from pipeline.accumulation.internals import unsupported
 from pipeline.common.errors import ConfigError
 from pipeline.dataset.splits import Data
 from pipeline.trust import instantiate

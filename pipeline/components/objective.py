@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipeline import accumulation
-from pipeline.accumulation import Losses, Metrics, by_name
+from pipeline.accumulation import internals
+from pipeline.accumulation.internals import Losses, Metrics, by_name
 from pipeline.checkpoints import snapshot
 from pipeline.common.errors import ConfigError, refused
 from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
@@ -20,9 +20,9 @@ from pipeline.trust import instantiate
 class Objective:
     """What is minimised and what is measured; what is of several outputs stands under the name of the output."""
 
-    training: accumulation.Objective
+    training: internals.Objective
     evaluation: (
-        accumulation.Objective
+        internals.Objective
     )  # the same, with metrics that have a state of their own
     callbacks: dict[
         str, keras.callbacks.Callback
@@ -73,9 +73,7 @@ def build(training: DictConfig) -> Objective:
     groups = [
         {group: _metrics(training, group) for group in METRIC_GROUPS} for _ in range(2)
     ]
-    goal, evaluated = (
-        accumulation.Objective(**(losses | metrics)) for metrics in groups
-    )
+    goal, evaluated = (internals.Objective(**(losses | metrics)) for metrics in groups)
     return Objective(
         goal,
         evaluated,

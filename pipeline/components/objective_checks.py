@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline import accumulation
+from pipeline.accumulation import internals
 from pipeline.common.errors import ConfigError, refused
 from pipeline.components.objective import Objective
 from pipeline.config.metric_names import UPDATE_METRICS, is_name
@@ -41,7 +41,7 @@ def check(
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
     shapes = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
-    example = _Example(y, sample_weight, accumulation.by_name(model, outputs), shapes)
+    example = _Example(y, sample_weight, internals.by_name(model, outputs), shapes)
     _check_loss(goal, model, data, example, padded)
     classes = data.classes or _classes(goal.loss, *example.outputs.values())
     for label in spec.config.training.class_weight or {}:
@@ -52,7 +52,7 @@ def check(
                 label,
             )
     labels = (
-        {} if y is None else accumulation.labels_by_name(goal.loss, y, example.outputs)
+        {} if y is None else internals.labels_by_name(goal.loss, y, example.outputs)
     )
     for group in METRIC_GROUPS:
         _check_metrics(goal, group, labels, example)
@@ -70,7 +70,7 @@ def check(
 
 
 def _check_loss(
-    goal: accumulation.Objective,
+    goal: internals.Objective,
     model: keras.Model,
     data: Data,
     example: _Example,
@@ -92,7 +92,7 @@ def _check_loss(
     reached += [
         logits
         for output in reached
-        if (logits := accumulation.logits_of(output)) is not None
+        if (logits := internals.logits_of(output)) is not None
     ]
     with tf.GradientTape() as tape:
         tape.watch(reached)
@@ -106,20 +106,20 @@ def _check_loss(
 
 
 def _sum_of_losses(
-    objective: accumulation.Objective, data: Data, example: _Example, padded: bool
+    objective: internals.Objective, data: Data, example: _Example, padded: bool
 ) -> tf.Tensor:
     loss, outputs = objective.loss, example.outputs
     if example.y is None:
         raise ConfigError("training.loss", "must be null: the dataset has no labels")
     names = ", ".join(each.name for each in tf.nest.flatten(loss) if each is not None)
     with refused("training.loss", example.shapes, names):
-        found = accumulation.Objective(loss).terms(
+        found = internals.Objective(loss).terms(
             example.y, outputs, example.sample_weight
         )
     with refused(
         "training.loss_weights", "must fit the outputs", objective.loss_weights
     ):
-        accumulation.spread(objective.loss_weights, list(outputs))
+        internals.spread(objective.loss_weights, list(outputs))
     total = tf.zeros((), tf.float64)
     for term in found:
         key = (
@@ -129,16 +129,11 @@ def _sum_of_losses(
         )
         several = tf.is_tensor(term.sample_weight) and term.sample_weight.shape.rank > 1
         averages = term.loss.reduction in ("mean", "sum_over_batch_size")
-        if (
-            padded
-            and several
-            and averages
-            and accumulation.mask_of(term.output) is None
-        ):
+        if padded and several and averages and internals.mask_of(term.output) is None:
             rule = "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask"
             rule += ": this one divides by the padding as well"
             raise ConfigError(f"{key}.reduction", rule, term.loss.reduction)
-        if accumulation.couples_examples(term.loss) and not objective.over_batch:
+        if internals.couples_examples(term.loss) and not objective.over_batch:
             rule = f"must be effective_batch: {term.loss.name} is a loss of several examples at once"
             raise ConfigError("training.loss_over", rule, objective.loss_over)
         with refused(key, example.shapes, term.loss.name):
@@ -157,12 +152,12 @@ def _sum_of_losses(
                 None,
                 objective.over_batch,
             )
-            total += tf.cast(accumulation.weighted_sum(*arguments).total, tf.float64)
-            _trace(accumulation.weighted_sum, *arguments)
+            total += tf.cast(internals.weighted_sum(*arguments).total, tf.float64)
+            _trace(internals.weighted_sum, *arguments)
     return total
 
 
-def _classes(loss: accumulation.Losses, output: Any, *others: Any) -> int | None:
+def _classes(loss: internals.Losses, output: Any, *others: Any) -> int | None:
     """Return the number of classes of a cross-entropy, if there is one output; None if that is not known."""
     if others or not isinstance(loss, _CROSS_ENTROPIES):
         return None
@@ -174,7 +169,7 @@ def _classes(loss: accumulation.Losses, output: Any, *others: Any) -> int | None
 
 
 def _check_metrics(
-    goal: accumulation.Objective, group: str, labels: dict[str, Any], example: _Example
+    goal: internals.Objective, group: str, labels: dict[str, Any], example: _Example
 ) -> None:
     given: Any = getattr(goal, group)
     by_output = isinstance(given, Mapping)
@@ -183,7 +178,7 @@ def _check_metrics(
         (output, metric) for output, listed in by_name.items() for metric in listed
     ):
         single: dict[str, Any] = {group: {output: [metric]} if by_output else [metric]}
-        alone = accumulation.Objective(goal.loss, **single)
+        alone = internals.Objective(goal.loss, **single)
         where = (
             f"training.{group}.{output}.{metric.name}"
             if by_output
@@ -205,7 +200,7 @@ def _check_metrics(
 
 
 def _check_names(
-    goal: accumulation.Objective,
+    goal: internals.Objective,
     outputs: list[str],
     layer_metrics: list[keras.metrics.Metric],
 ) -> None:

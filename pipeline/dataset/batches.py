@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline.accumulation import Share, slice_of
+from pipeline.accumulation.internals import Share, slice_of
 from pipeline.common.errors import ConfigError
 from pipeline.config.stages import ALL, Slice
 from pipeline.dataset import cache

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipeline.accumulation import Batches, Share
+from pipeline.accumulation.internals import Batches, Share
 
 AHEAD = 2  # effective batches: tuned by itself, tf.data kept 3 GB of batches of 6 MB
 

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import Batches, examples_in, parts_of
+from pipeline.accumulation.internals import Batches, examples_in, parts_of
 from pipeline.common.errors import ConfigError
 from pipeline.config.plan import ENDLESS, Window
 

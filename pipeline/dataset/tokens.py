@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipeline.accumulation import Share, parts_of
+from pipeline.accumulation.internals import Share, parts_of
 
 
 def counter(

@@ -26,7 +26,7 @@ with imports.without_chatter():
     import keras
     import tensorflow as tf
 
-    from pipeline.accumulation import layers_of
+    from pipeline.accumulation.internals import layers_of
     from pipeline.components import assembly, devices, fitting  # noqa: F401  what a run has loaded
     from pipeline.dataset import longest_batch
     from pipeline.training.evaluator import Evaluator

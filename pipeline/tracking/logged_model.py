@@ -19,7 +19,7 @@ import tensorflow as tf
 from mlflow.models import ModelSignature, infer_signature
 from mlflow.types import TensorSpec
 
-from pipeline.accumulation import by_name, layers_of, slice_specs
+from pipeline.accumulation.internals import by_name, layers_of, slice_specs
 from pipeline.common import imports, nvidia
 
 # Run in another folder and without the user's path, as by someone who loads the model from the store.

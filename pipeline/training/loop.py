@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import Update, shapes_compiled
+from pipeline.accumulation import Update
+from pipeline.accumulation.internals import shapes_compiled
 from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Fork

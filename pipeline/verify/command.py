@@ -127,7 +127,7 @@ def compare(parts: Parts, *_: Any) -> None:
 
 def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
     """Return the largest effective batch, the first, and a tail; and a batch of the validation split, if any."""
-    from pipeline import accumulation
+    from pipeline.accumulation import internals
     from pipeline.verify import engine
 
     plan, found = parts.plan, list(parts.effective_batches().take(2))
@@ -135,7 +135,7 @@ def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
         count := engine.examples(found[0])
     ):  # else it is one
         size = plan.examples % plan.batching.effective_batch_size or count
-        tail = accumulation.slice_of(tail, 0, min(size, max(count - 1, 1)))
+        tail = internals.slice_of(tail, 0, min(size, max(count - 1, 1)))
     largest = max(
         (stage for stage in plan.all_stages if stage.after < plan.updates),
         key=lambda stage: stage.size,

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline import accumulation
-from pipeline.accumulation import Evaluation, GradientSums, Update
+from pipeline.accumulation import Evaluation, GradientSums, Update, internals
 from pipeline.common import nvidia
 
 _array = keras.ops.convert_to_numpy
@@ -87,9 +86,9 @@ def compare(
         for v in [*update.model.variables, *update.optimizer.variables]
         if id(v) not in measured
     ]
-    state += [variable for _, variable in accumulation.unknown_to_keras(update.model)]
+    state += [variable for _, variable in internals.unknown_to_keras(update.model)]
     specs = map(
-        accumulation.slice_specs, batches
+        internals.slice_specs, batches
     )  # which may be padded to different lengths
     of_all = tf.nest.map_structure(
         lambda a, *more: a and a.most_specific_common_supertype(more), *specs
@@ -148,7 +147,7 @@ def perturbed(model: keras.Model) -> Iterator[None]:
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
     """Evaluate `batch` once as a whole by Keras and once in micro-batches; compare loss and metrics."""
-    parts = accumulation.parts_of(batch)
+    parts = internals.parts_of(batch)
     _reset_metrics(evaluation)
     whole = tf.function(
         lambda: _by_keras(evaluation, *parts, training=False), autograph=False
@@ -167,7 +166,7 @@ def unit(update: Update | Evaluation) -> float:
     """Return the unit roundoff of the lowest precision of any layer or loss."""
     names = {
         "float64",
-        *(layer.compute_dtype for layer in accumulation.layers_of(update.model)),
+        *(layer.compute_dtype for layer in internals.layers_of(update.model)),
     }
     names |= {
         loss.dtype
@@ -179,18 +178,18 @@ def unit(update: Update | Evaluation) -> float:
 
 def examples(batch: Any) -> int:
     """Return the number of examples in a batch."""
-    return int(accumulation.examples_in(batch))
+    return int(internals.examples_in(batch))
 
 
 def _traced(update: Update, specs: Any) -> _Traced:
     model, variables = update.model, update.model.trainable_variables
 
     def by_keras(batch: Any) -> tuple[dict[str, Any], list[Any]]:
-        x, *others = accumulation.parts_of(batch)
-        noisy = accumulation.noisy_layers(model, x) if update.same_noise else []
+        x, *others = internals.parts_of(batch)
+        noisy = internals.noisy_layers(model, x) if update.same_noise else []
         with tf.GradientTape() as tape:
-            with accumulation.drawn(
-                noisy, accumulation.keys_of(noisy), 0, accumulation.examples_in(x)
+            with internals.drawn(
+                noisy, internals.keys_of(noisy), 0, internals.examples_in(x)
             ):
                 results = _by_keras(update, x, *others, training=True)
             scaled = update.optimizer.scale_loss(results["loss"])
@@ -247,7 +246,7 @@ def _by_keras(
         {} if y is None else of.model.compute_metrics(x, y, outputs, sample_weight)
     )
     masked = any(
-        accumulation.mask_of(output) is not None for output in tf.nest.flatten(outputs)
+        internals.mask_of(output) is not None for output in tf.nest.flatten(outputs)
     )
     means = (
         keras.metrics.MeanMetricWrapper
@@ -266,11 +265,11 @@ def _as_outputs(
     update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any
 ) -> tuple[Any, Any]:
     """Return labels and sample weights in the structure of the outputs; None for an output without, as in Keras."""
-    names = list(accumulation.by_name(update.model, outputs))
+    names = list(internals.by_name(update.model, outputs))
     if len(names) < 2 or y is None:
         return y, sample_weight
-    labels = accumulation.labels_by_name(update.objective.loss, y, names)
-    weights = accumulation.spread(sample_weight, names, to_all=True)
+    labels = internals.labels_by_name(update.objective.loss, y, names)
+    weights = internals.spread(sample_weight, names, to_all=True)
     in_order = ([given.get(name) for name in names] for given in (labels, weights))
     packed, packed_weights = (
         keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order
@@ -304,7 +303,7 @@ def _untrained(model: keras.Model) -> list[Any]:
     """Return the variables that forward passes alone change, without those of metrics and without seeds."""
     found = [
         *model.non_trainable_weights,
-        *(variable for _, variable in accumulation.unknown_to_keras(model)),
+        *(variable for _, variable in internals.unknown_to_keras(model)),
     ]
     return [
         variable
@@ -315,7 +314,7 @@ def _untrained(model: keras.Model) -> list[Any]:
 
 def _largest_term(traced: _Traced, batch: Any) -> float:
     """Return the largest element of the gradient of one example: in the sum over a batch they may cancel."""
-    sums = traced.sums(accumulation.slice_of(batch, 0, 1))
+    sums = traced.sums(internals.slice_of(batch, 0, 1))
     return max(_most(array) for array in _arrays(sums.gradients()) if array is not None)
 
 
@@ -330,9 +329,7 @@ def _gamma(update: Update | Evaluation, batch: Any) -> float:
         int(np.prod(variable.shape)) for variable in update.model.trainable_variables
     )
     leaves = [
-        leaf
-        for leaf in tf.nest.flatten(accumulation.parts_of(batch))
-        if leaf is not None
+        leaf for leaf in tf.nest.flatten(internals.parts_of(batch)) if leaf is not None
     ]
     dense = [
         leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf

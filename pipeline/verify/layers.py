@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import (
+from pipeline.accumulation.internals import (
     Objective,
     by_name,
     calling,

@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation import Objective, Update
+from pipeline.accumulation import Update
+from pipeline.accumulation.internals import Objective
 from tests.accumulation.matrix_workers import weights_after
 
 FEATURES, CLASSES, TOKENS, WORDS = 6, 3, 5, 12

@@ -78,7 +78,7 @@ def _serve(index: int, ports: list[int]) -> None:
     import keras
     import tensorflow as tf
 
-    from pipeline.accumulation import Share
+    from pipeline.accumulation.internals import Share
     from tests.accumulation import matrix, test_reductions
 
     cluster = tf.train.ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in ports]})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipeline.accumulation import weighted_sum
+from pipeline.accumulation.internals import weighted_sum
 from pipeline.accumulation.noise_scale import NoiseScale
 from pipeline.accumulation.update import Update
 from tests.parameters import mostly_slow

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation import Evaluation, Objective, Update, accumulate_gradients
+from pipeline.accumulation import Evaluation, Update, accumulate_gradients
+from pipeline.accumulation.internals import Objective
 from tests.parameters import mostly_slow
 
 EXACT = 1e-12  # of float64: some 10 operations of 1e-16 for each of 10 examples

@@ -11,9 +11,11 @@ from keras import layers, losses
 from pipeline.accumulation import (
     AccumulatingModel,
     Evaluation,
-    Objective,
     Update,
     accumulate_gradients,
+)
+from pipeline.accumulation.internals import (
+    Objective,
     drawn,
     examples_in,
     keys_of,

@@ -233,7 +233,7 @@ def result(model: keras.Model, loss: float) -> Trained:
 def trained(
     row: Row, model: keras.Model, step: Callable[[tuple], Any], traced: bool = True
 ) -> Trained:
-    spec = accumulation.slice_specs(next(batches(row)))
+    spec = internals.slice_specs(next(batches(row)))
     step = (
         tf.function(step, input_signature=[spec], autograph=False) if traced else step
     )
@@ -261,19 +261,19 @@ def by_keras(row: Row, size: int | None = None) -> tuple[Trained, Trained]:
     model, optimizer = at_start(row)
     model.compile(optimizer, **goal_of(row))
     noisy, variables = (
-        accumulation.noisy_layers(model, next(batches(row))[0]),
+        internals.noisy_layers(model, next(batches(row))[0]),
         model.trainable_variables,
     )
     before = result(model, 0.0)
 
     def step(batch: tuple) -> tf.Tensor:
-        count, of = accumulation.examples_in(batch), accumulation.slice_of
+        count, of = internals.examples_in(batch), internals.slice_of
         parts = (
             [of(batch, start, start + size) for start in range(0, int(count), size)]
             if size
             else [batch]
         )
-        drawing = accumulation.drawn(noisy, accumulation.keys_of(noisy), 0, count)
+        drawing = internals.drawn(noisy, internals.keys_of(noisy), 0, count)
         with drawing, tf.GradientTape() as tape:
             value = tf.add_n([loss_of(model, part) for part in parts]) / len(parts)
             scaled = optimizer.scale_loss(value)
@@ -298,7 +298,7 @@ def by_an_update(row: Row, strategy: tf.distribute.Strategy) -> Trained:
         model, optimizer = at_start(row)
     by: dict[str, Any] = {"strategy": strategy, "same_noise": row.noise != "quiet"}
     update = accumulation.Update(
-        model, accumulation.Objective(**goal_of(row)), optimizer, MICRO, **by
+        model, internals.Objective(**goal_of(row)), optimizer, MICRO, **by
     )
     return trained(row, model, lambda batch: update(batch)["loss"])
 
@@ -333,7 +333,7 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
         )
         with accumulation.fused_adam(optimizer):
             optimizer.apply(sums.gradients(), model.trainable_variables)
-        accumulation.assign_moving_statistics(model, sums.moves)
+        internals.assign_moving_statistics(model, sums.moves)
         return sums.mean_loss()
 
     return trained(row, model, step)
@@ -350,7 +350,7 @@ def by_fit(row: Row, strategy: tf.distribute.Strategy) -> Trained:
         row.inputs == "ragged"
     ):  # else, under a strategy, Keras sees a dense batch when it builds the loss
         loss_of(accumulating, next(batches(row)), training=False)
-    specs = accumulation.slice_specs(next(batches(row)))
+    specs = internals.slice_specs(next(batches(row)))
     data = tf.data.Dataset.from_generator(lambda: batches(row), output_signature=specs)
     # So many: else TensorFlow, also in a plain `fit`, finds the end in one step more, in which a seed may move.
     return result(

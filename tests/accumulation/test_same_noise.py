@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update, drawn, keys_of, noisy_layers, trace_forward
+from pipeline.accumulation import Update
+from pipeline.accumulation.internals import drawn, keys_of, noisy_layers, trace_forward
 from pipeline.accumulation.same_noise import Key
 from tests.parameters import mostly_slow
 

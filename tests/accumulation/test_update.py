@@ -14,7 +14,8 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline import accumulation
-from pipeline.accumulation import Evaluation, Objective, Update, accumulate_gradients
+from pipeline.accumulation import Evaluation, Update, accumulate_gradients
+from pipeline.accumulation.internals import Objective
 from pipeline.components import optimizer as optimizers
 from pipeline.config.compose import composed
 from pipeline.config.resolve import resolve

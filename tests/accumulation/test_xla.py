@@ -9,13 +9,8 @@ import tensorflow as tf
 from keras import layers
 from tensorflow.python.framework.config import disable_op_determinism
 
-from pipeline.accumulation import (
-    AccumulatingModel,
-    Evaluation,
-    Update,
-    compiled_by_xla,
-    shapes_compiled,
-)
+from pipeline.accumulation import AccumulatingModel, Evaluation, Update
+from pipeline.accumulation.internals import compiled_by_xla, shapes_compiled
 from tests.parameters import mostly_slow
 
 # As in test_update.py: an update in float64 is equal to 1e-15 in any order of its sums.

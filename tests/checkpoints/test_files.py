@@ -19,7 +19,8 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import OmegaConf
 
-from pipeline.accumulation import Evaluation, Objective, Update
+from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation.internals import Objective
 from pipeline.checkpoints import files as checkpoint
 from pipeline.checkpoints import snapshot as state
 from pipeline.checkpoints.files import Checkpoints

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import OmegaConf
 
-from pipeline.accumulation import (
+from pipeline.accumulation.internals import (
     batch_dependent_layers,
     normalising_layers,
     trace_forward,

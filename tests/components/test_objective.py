@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from pipeline.accumulation import couples_examples
+from pipeline.accumulation.internals import couples_examples
 from pipeline.components import objective
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipeline.accumulation import Batches, Update, accumulate_gradients
+from pipeline.accumulation import Update, accumulate_gradients
+from pipeline.accumulation.internals import Batches
 from pipeline.common.errors import ConfigError, DataError
 from pipeline.config import sizes
 from pipeline.config.plan import UNCUT, stream_plan

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from omegaconf import OmegaConf
 
-from pipeline.accumulation import Share
+from pipeline.accumulation.internals import Share
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
 from pipeline.config.plan import Plan, plan_of

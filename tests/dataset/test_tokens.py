@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipeline.accumulation import Share
+from pipeline.accumulation.internals import Share
 from pipeline.dataset import tokens
 from pipeline.dataset.batches import in_order
 

@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Evaluation, Update, trace_forward
+from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation.internals import trace_forward
 from pipeline.common.errors import OutOfMemoryError
 from pipeline.training.evaluator import Evaluator
 from pipeline.training.oom_retry import OomRetry

@@ -15,14 +15,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import (
-    Objective,
-    Update,
-    evaluation,
-    gradient_sums,
-    loss_sums,
-    update,
-)
+from pipeline.accumulation import Update, evaluation, gradient_sums, loss_sums
+from pipeline.accumulation import accumulate as update
+from pipeline.accumulation.internals import Objective
 from tests import refused
 
 TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))

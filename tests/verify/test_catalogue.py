@@ -16,7 +16,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Objective, Update
+from pipeline.accumulation import Update
+from pipeline.accumulation.internals import Objective
 from pipeline.verify import engine
 from tests.parameters import mostly_slow
 

@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from pipeline.accumulation import Objective, Update
+from pipeline.accumulation import Update
+from pipeline.accumulation.internals import Objective
 from pipeline.verify import engine
 from pipeline.verify.layers import culprit, without_noise
 from tests.parameters import mostly_slow
