@@ -28,7 +28,7 @@ from benchmarks.turns import alternate, repeats
 from benchmarks.workloads import LARGE, examples, sizes
 from pipeline.accumulation import Update, fused_adam
 from pipeline.accumulation.internals import transposed_gradients, wide_layers
-from pipeline.config.schema import TrackingConfig
+from pipeline.config.schema import AccumulationConfig
 
 MANY = 32  # the factor that is compared with 1 at the same micro-batch
 
@@ -67,7 +67,7 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
         )
     figures[-1].at_least = 0.95  # of the strict one
     shown = {part: effective / best[part] for part in ("update", "with noise")}
-    every = TrackingConfig.noise_every
+    every = AccumulationConfig.noise_scale_every
     over = [
         1 + (ratio - 1) / every
         for ratio in ratios(times["with noise"], times["update"])

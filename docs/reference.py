@@ -19,6 +19,7 @@ from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 from sphinx.application import Sphinx
 
+from pipeline.config import key_kinds
 from pipeline.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +127,7 @@ def _rows(kind: Any, prefix: str, defaults: dict[str, Any]) -> Iterator[Row]:
         )
         if nested is not None and prefix:
             yield from _rows(nested, f"{key}.", defaults.get(field.name) or {})
-        elif nested is None:
+        elif nested is None and not key_kinds.facts_of(key).set_by_a_sweep:
             typed, text = re.fullmatch(
                 r"(?:\((.*?)\) )?(.*)", comments.get(field.name, ""), re.DOTALL
             ).groups()  # type: ignore[union-attr]
@@ -142,7 +143,8 @@ def _comments(kind: type) -> dict[str, str]:
     """Return the comment of each field, from its own line or from those above it."""
     found: dict[str, str] = {}
     above: list[str] = []
-    for line in getsource(kind).splitlines():
+    sources = [getsource(base) for base in kind.__mro__ if is_dataclass(base)]
+    for line in "\n".join(sources).splitlines():
         if match := re.match(r"    (\w+): [^#]*(?:# (.*))?$", line):
             found[match[1]] = match[2] or " ".join(above)
         above = (

@@ -17,6 +17,7 @@ ROOMS = (
         "__main__",
         "cli",
         "rerun",
+        "launch",
         "verify",
         "sweep",
         "report",

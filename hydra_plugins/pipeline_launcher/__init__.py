@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
-from pipeline.config import compose
+from pipeline.config import session
 from pipeline.sweep import launcher, local, search, slurm
 
 _MINUTES_OF_A_DAY = 24 * 60
@@ -43,7 +43,7 @@ class Names(SearchPathPlugin):
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        config_dir = compose.session().config_dir
+        config_dir = session.session().config_dir
         if config_dir is not None:
             search_path.append("command-line", f"file://{Path(config_dir).absolute()}")
 

@@ -144,18 +144,18 @@ class Kernel:
     hold_statistics: bool = False
     jit_compile: bool = False
 
-    def tensors(self) -> list[tf.Variable]:
+    def tf_variables(self) -> list[tf.Variable]:
         """Return TensorFlow's variables to differentiate by."""
         variables = self.variables
         if variables is None:
             assert self.model is not None
             variables = self.model.trainable_variables
-        tensors = []
+        tf_variables = []
         for variable in variables:
             if isinstance(variable, keras.Variable):
                 variable = variable.value
-            tensors.append(variable)
-        return tensors
+            tf_variables.append(variable)
+        return tf_variables
 
 
 class BatchContext(NamedTuple):
@@ -200,7 +200,7 @@ def accumulate_share(
     model = kernel.model
     noisy: list[keras.Layer] = []
     wide: list[keras.layers.Dense] = []
-    held: list[keras.layers.BatchNormalization] = []
+    normalizing: list[keras.layers.BatchNormalization] = []
     if model is not None:
         for rule, received in unsupported(model):
             raise ValueError(f"model {rule}. Received: {received}")
@@ -209,9 +209,9 @@ def accumulate_share(
         if not kernel.jit_compile:
             wide = wide_layers(model, kernel.micro_batch_size)
         if kernel.hold_statistics:
-            held = normalising_layers(model)
+            normalizing = normalising_layers(model)
     keys = [Key.from_seed(seed) for seed in context.noise_keys]  # for all micro-batches
-    variables = kernel.tensors()
+    variables = kernel.tf_variables()
 
     def micro_step(
         start: tf.Tensor, x: Nest, labels: Nest, sample_weight: Nest
@@ -223,7 +223,7 @@ def accumulate_share(
                 drawn(noisy, keys, place + start, examples, kernel.jit_compile),
                 transposed_gradients(wide),
                 without_cudnn(model, kernel.jit_compile),
-                observed(held) as moves,
+                observed(normalizing) as moves,
             ):
                 outputs, losses = _forward(
                     kernel, (x, y, sample_weight), context.totals

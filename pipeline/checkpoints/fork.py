@@ -10,6 +10,7 @@ from pipeline.checkpoints import files
 from pipeline.checkpoints.files import BEST, Checkpoint
 from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError
+from pipeline.config import key_kinds
 from pipeline.config.plain import leaves
 from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
@@ -25,12 +26,6 @@ if TYPE_CHECKING:  # importing these takes seconds
 # Tags: the run and the update whose checkpoint a run began with.
 RUN = "start.run"
 UPDATE = "start.update"
-# The keys that a learning rate depends on.
-_RATE = (
-    "optimizer.learning_rate.",
-    "schedule.",
-    "scaling.",
-)
 
 
 @dataclass
@@ -208,18 +203,23 @@ def named(
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     """Return whether the learning rate differs from that of the run in `past`."""
-    keys: tuple[str, ...] = _RATE
     scaled = spec.config.scaling.rule != Rule.none
     if scaled:
-        # The rate follows the stages, and the effective batch.
-        keys = (*_RATE, f"{SCHEDULE}.")
+        # The rate follows the effective batch, and its stages.
         size = past.start["segment"]["cut"]["effective_batch_size"]
         if size != spec.batching.effective_batch_size:
             return True
-    return _rate_values(recorded, keys) != _rate_values(spec.recorded, keys)
+    then = _rate_values(recorded, with_stages=scaled)
+    return then != _rate_values(spec.recorded, with_stages=scaled)
 
 
-def _rate_values(config: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+def _rate_values(config: Any, *, with_stages: bool) -> dict[str, Any]:
+    """Return the values that a learning rate depends on, by their dotted keys."""
     # Records of before there were stages lack their keys.
     values = {CLOCK: "updates", SCHEDULE: None, **leaves(config)}
-    return {key: leaf for key, leaf in values.items() if f"{key}.".startswith(keys)}
+    rate_values = {}
+    for key, value in values.items():
+        is_stage = f"{key}.".startswith(f"{SCHEDULE}.")
+        if key_kinds.facts_of(key).sets_rate or (with_stages and is_stage):
+            rate_values[key] = value
+    return rate_values

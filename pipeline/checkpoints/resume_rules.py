@@ -18,6 +18,7 @@ from pipeline.checkpoints.run_dirs import recorded_config
 from pipeline.common.errors import ConfigError, refused
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
+from pipeline.config import key_kinds
 from pipeline.config.plain import leaves, plain
 from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
@@ -31,31 +32,6 @@ if TYPE_CHECKING:  # importing these takes seconds
     import keras
 
     from pipeline.accumulation import Update
-
-# A change of these makes it another run. The effective batch, which follows from several
-# keys, is checked by its size.
-_SAME = (
-    *(
-        "dataset.",
-        "model.",
-        "optimizer.",
-        "schedule.",
-        "scaling.",
-        "seed.",
-        "schema.",
-        "start.",
-        "hardware.precision.",
-    ),
-    *(
-        "training.loss.",
-        "training.loss_weights.",
-        "training.class_weight.",
-        "training.metrics.",
-    ),
-    *("training.weighted_metrics.", "training.added_losses.", "training.loss_over."),
-    "accumulation.schedule.",
-)
-_FREE = (*provenance.PLACE, "hardware.memory.")
 
 
 @dataclass(frozen=True)
@@ -288,9 +264,10 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     for key in [*values_then, *new_keys]:
         then = values_then.get(key, defaults.get(key))
         now = values_now.get(key)
-        if then == now or f"{key}.".startswith(_FREE):
+        facts = key_kinds.facts_of(key)
+        if then == now or facts.kind in key_kinds.WHERE_AND_HOW:
             continue
-        if f"{key}.".startswith(_SAME):
+        if facts.fixed:
             raise ConfigError(key, f"must be that of the run, {then!r}", now)
         lines.append(f"{key} {now} (was {then})")
     return lines

@@ -119,7 +119,7 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     """
     with refused(key, "must have a config.yaml that can be read", str(run_dir)):
         config = recorded.read(run_dir / "config.yaml", CONFIG)
-        return dict(former_names.renamed(config))
+        return dict(former_names.migrated(config))
 
 
 def _is_same(folder: Path, other: Path | None) -> bool:

@@ -19,7 +19,8 @@ from pipeline.checkpoints.run_dirs import quoted, recorded_config
 from pipeline.cli.resume import complete, overridden_keys
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, say
-from pipeline.config import compose
+from pipeline.config import compose, key_kinds
+from pipeline.launch import record
 from pipeline.sweep import again
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
 from pipeline.tracking.journal_file import Past
@@ -40,8 +41,7 @@ _BRANCH: dict[str, dict[str, Any]] = {
         "keep_best": {},
     },
     "tracking": {
-        "sweep": None,
-        "job": None,
+        **key_kinds.outside_a_sweep(),
         "run_name": None,
         "log_model": False,
         "log_every": 1,
@@ -86,7 +86,7 @@ def critical(arguments: Sequence[str]) -> int:
     branch_overrides = [
         f"start.run={quoted(f'{run_dir}@{start.update}')}",
         f"training.examples={examples_before + examples}",
-        f"accumulation.schedule.{last}.effective_batch_size={swept}",
+        f"accumulation.batch_schedule.{last}.effective_batch_size={swept}",
     ]
 
     def command_again(run_id: str) -> list[str]:
@@ -98,7 +98,7 @@ def critical(arguments: Sequence[str]) -> int:
     folder = tempfile.mkdtemp(dir=run_dir, prefix=".critical-")
     try:
         branch = _branch_config(config, past, start, stages)
-        file = compose.recorded_file(branch, Path(folder), CRITICAL)
+        file = record.recorded_file(branch, Path(folder), CRITICAL)
         if options.again is not None:
             sweep_id = _interrupted_sweep(options, file, overrides, branch_overrides)
             branch_overrides.append(f"tracking.sweep={sweep_id}")
@@ -249,7 +249,7 @@ def _branch_config(
     branch["accumulation"] |= {
         "effective_batch_size": sizes[0],
         "micro_batch_size": past.start["segment"]["cut"]["micro_batch_size"],
-        "schedule": schedule,
+        "batch_schedule": schedule,
     }
     branch["training"]["evaluate_every"] = _NEVER
     rate = start.meta["values"]["recorder"]["last"]["learning_rate"]

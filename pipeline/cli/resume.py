@@ -8,7 +8,8 @@ from pipeline.checkpoints.run_dirs import find, quoted, recorded_config
 from pipeline.cli.train import run_one
 from pipeline.common import secrets
 from pipeline.common.errors import ConfigError, Parser
-from pipeline.config import compose, plain
+from pipeline.config import plain
+from pipeline.launch import record
 from pipeline.tracking.journal_file import Past
 
 
@@ -37,7 +38,7 @@ def resume(arguments: Sequence[str]) -> int:
     if any(key.startswith("hydra.") for key in keys):
         rule = "must set nothing of Hydra: a run goes on in its own directory"
         raise ConfigError("arguments", rule, sorted(keys))
-    compose.run_recorded(
+    record.run_recorded(
         config,
         [*overrides, f"hydra.run.dir={quoted(run_dir)}"],
         partial(run_one, resume=True),

@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 
 from pipeline.common import nvidia, secrets
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
-from pipeline.config import allow_list, compose, former_names
+from pipeline.config import allow_list, compose, former_names, session
+from pipeline.launch import hydra_job
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import ForeignStore, sync_command
@@ -125,14 +126,14 @@ def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int
     if any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments):
         # A reopened sweep reads from its store, which is not trusted.
         arguments.append("tracking.confined=true")
-    session = compose.Session()
+    current = session.Session()
     try:
-        compose.run(partial(compose.in_run_dir, run_one), arguments, session)
+        hydra_job.run(partial(hydra_job.in_run_dir, run_one), arguments, current)
     except BaseException as error:
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
-        _close(session.sweep, command_again, status)
+        _close(current.sweep, command_again, status)
         raise
-    return _close(session.sweep, command_again)
+    return _close(current.sweep, command_again)
 
 
 def _close(

@@ -11,6 +11,7 @@ __all__ = [
     "memory_budget",
     "nvidia",
     "recorded",
+    "rounding",
     "secrets",
     "signals",
 ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from pipeline.common import imports
+from pipeline.common import imports, rounding
 from pipeline.common.errors import ConfigError, say
 
 # Environment variable: the GPUs that this process, or the one that started it, locked.
@@ -29,10 +29,6 @@ _COUNT_GPUS = (
     "print(len(tf.config.list_physical_devices('GPU')))"
 )
 _AMPERE = (8, 0)  # compute capability
-# Bits of the significand, the hidden one included. TF32 and bfloat16 have others.
-_SIGNIFICAND_BITS = {"float64": 53, "float32": 24, "float16": 11}
-_TF32_BITS = 11
-_BFLOAT16_BITS = 8
 
 
 class TensorFlowGpus(NamedTuple):
@@ -187,12 +183,10 @@ def unit_roundoff(dtypes: Iterable[str]) -> float:
 
     It is 2⁻ᵖ for p bits of the significand, as this process computes in that dtype.
     """
-    roundoff = 0.0
+    in_tf32 = computes_in_tf32()
+    largest = 0.0
     for dtype in dtypes:
-        if "float" not in dtype:
-            continue
-        bits = _SIGNIFICAND_BITS.get(dtype, _BFLOAT16_BITS)
-        if dtype == "float32" and computes_in_tf32():
-            bits = _TF32_BITS
-        roundoff = max(roundoff, 2.0**-bits)
-    return roundoff
+        if "float" in dtype:
+            of_dtype = rounding.of_dtype(dtype, in_tf32=in_tf32)
+            largest = max(largest, of_dtype.unit_roundoff)
+    return largest

@@ -86,7 +86,7 @@ class Parts:
         # The noise scale compares micro-batches, each with a gradient of its own.
         noise_every = 0
         if cut.factor * cut.replicas > 1 and not training.over_batch:
-            noise_every = config.tracking.noise_every
+            noise_every = config.accumulation.noise_scale_every
         # `assemble` has rejected layers that `true` does not allow.
         same_noise = "auto" if self.spec.same_noise else False
         return accumulation.Update(
@@ -278,7 +278,7 @@ class _Planned:
 def _planned(spec: RunSpec, data: Data) -> _Planned:
     if data.loaders:
         return _planned_stream(spec, data)
-    batch_schedule = stages.asked(spec.config.accumulation.schedule)
+    batch_schedule = stages.asked(spec.config.accumulation.batch_schedule)
     plan = plan_of(spec.batching, data.examples, spec.horizon, batch_schedule)
     return _Planned(spec, plan, None)
 

@@ -35,7 +35,7 @@ class StagedSchedule:
 def check(spec: RunSpec) -> None:
     """Raise a ConfigError if a stage would change more than the learning rate."""
     scale = spec.config.scaling
-    if spec.config.accumulation.schedule is None or scale.rule == Rule.none:
+    if spec.config.accumulation.batch_schedule is None or scale.rule == Rule.none:
         return
     why = f"with {SCHEDULE}, which the rate alone can follow"
     if scale.rule.name not in _OF_THE_RATE_ALONE:

@@ -10,7 +10,14 @@ __all__ = [
     "compose",
     "former_names",
     "hydra_errors",
+    "key_kinds",
     "metric_names",
     "objective_nodes",
+    "plain",
+    "plan",
+    "resolve",
+    "schema",
+    "session",
+    "sizes",
+    "stages",
 ]
-__all__ += ["plain", "plan", "resolve", "schema", "sizes", "stages"]

@@ -1,8 +1,10 @@
-"""The workers of a run: how many there are, where each listens, and which one this process is.
+"""The workers of a run: how many, where each listens, and which one this process is.
 
-TF_CONFIG ─────────────┐
-the step of a Slurm job ┼─► Cluster: an address for each worker, and this one's index; worker 0 is the chief
-hardware.workers=N ────┘    (which starts the others, on this machine)
+TF_CONFIG ──────────────┐
+the step of a Slurm job ┼─► Cluster: an address for each worker, and this one's index
+hardware.workers=N ─────┘
+
+Worker 0 is the chief. With `hardware.workers=N` it starts the others, on its machine.
 """
 
 import ipaddress
@@ -14,6 +16,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,29 +25,35 @@ from pipeline.common.errors import ConfigError, refused
 
 KEY = "hardware.workers"
 SECRET_FILE = "hardware.secret_file"
-SECRET = (
-    "PIPELINE_SECRET"  # environment variable: what all workers of a run have to know
-)
+# Environment variable: what all workers of a run have to know.
+SECRET = "PIPELINE_SECRET"
 SHORTEST_SECRET = 16  # bytes
-_TF_CONFIG = 'JSON such as {"cluster": {"worker": ["host:port", "host:port"]}, "task": {"type": "worker", "index": 0}}'
-_PORTS = range(
-    20000, 32000
-)  # of Slurm's chiefs: below those that Linux gives to whoever asks for any
+_TF_CONFIG = (
+    'JSON such as {"cluster": {"worker": ["host:port", "host:port"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
+# Of Slurm's chiefs: below the ports that Linux gives to whoever asks for any.
+_PORTS = range(20000, 32000)
 _MOST_HERE = 256  # workers on this machine
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """All workers of a run, and which one this process is."""
+    """All workers of a run, and which one this process is.
 
-    addresses: tuple[
-        str, ...
-    ]  # `host:port` of each worker's TensorFlow; for port 0 it takes a free one, and says so
-    index: int = 0  # of this worker; 0 is the chief, which logs and writes checkpoints
-    started: bool = (
-        False  # whether the chief starts the other workers itself, on its machine
-    )
-    rendezvous: str = ""  # `host:port` where the chief waits for the others; empty: its own of `addresses`
+    Attributes:
+        addresses: `host:port` of each worker's TensorFlow; for port 0 it takes a free
+            one, and reports it.
+        index: of this worker; 0 is the chief, which logs and writes checkpoints.
+        started: whether the chief starts the other workers itself, on its machine.
+        rendezvous: `host:port` where the chief waits for the others; if empty, its own
+            address.
+    """
+
+    addresses: tuple[str, ...]
+    index: int = 0
+    started: bool = False
+    rendezvous: str = ""
 
     @property
     def is_chief(self) -> bool:
@@ -57,6 +66,7 @@ class Cluster:
 
     @property
     def on_machine(self) -> int:
+        """Return the number of workers on this machine."""
         return self._hosts.count(self._hosts[self.index])
 
     @property
@@ -64,28 +74,42 @@ class Cluster:
         return [address.rpartition(":")[0] for address in self.addresses]
 
 
-def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | None:
-    """Return the workers of a run, on whose number `workers` and the environment agree; None for a single one."""
+def workers_of_run(
+    workers: int | None, environment: Mapping[str, str]
+) -> Cluster | None:
+    """Return the workers of a run; None for a single one.
+
+    Raise a `ConfigError` if the environment names another number of them.
+
+    Args:
+        workers: the value of `hardware.workers`; None reads the environment.
+        environment: the variables of this process.
+    """
     if workers is not None and workers < 1:
-        raise ConfigError(
-            KEY, "must be at least 1, or null for what TF_CONFIG or Slurm says", workers
-        )
+        rule = "must be at least 1, or null for what TF_CONFIG or Slurm says"
+        raise ConfigError(KEY, rule, workers)
     if workers == 1:
         return None
-    found = None
-    if text := environment.get("TF_CONFIG"):
-        found = _of_tf_config(text)
+
+    tf_config = environment.get("TF_CONFIG")
+    named = None
+    if tf_config:
+        named = _of_tf_config(tf_config)
     elif is_named(environment) and "SLURM_PROCID" in environment:
-        found = _of_slurm(environment)
-    if found is not None:
-        if workers not in (None, len(found.addresses)):
-            where = "TF_CONFIG" if text else "the step of this Slurm job"
-            raise ConfigError(
-                KEY, f"must be null, or the {len(found.addresses)} of {where}", workers
-            )
-        return found if len(found.addresses) > 1 else None
+        named = _of_slurm(environment)
+
+    if named is not None:
+        count = len(named.addresses)
+        if workers not in (None, count):
+            where = "TF_CONFIG" if tf_config else "the step of this Slurm job"
+            raise ConfigError(KEY, f"must be null, or the {count} of {where}", workers)
+        return named if count > 1 else None
+
     if workers is None:
-        rule = "must be a number where neither TF_CONFIG nor a step of a Slurm job (srun) says which workers there are"
+        rule = (
+            "must be a number where neither TF_CONFIG nor a step of a Slurm job (srun) "
+            "says which workers there are"
+        )
         raise ConfigError(KEY, rule, None)
     if workers > _MOST_HERE:
         raise ConfigError(KEY, f"must be at most {_MOST_HERE} on one machine", workers)
@@ -93,116 +117,137 @@ def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | No
 
 
 def is_named(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment names the workers, so that this process starts none."""
-    return (
-        bool(environment.get("TF_CONFIG"))
-        or int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
-    )
+    """Return whether the environment names the workers, so that this one starts none."""
+    if environment.get("TF_CONFIG"):
+        return True
+    return int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
 
 
 def check_open_ports(allowed: bool) -> None:
-    """Refuse several workers on a machine that others reach, unless the user has `allowed` TensorFlow's open ports."""
-    if not allowed and (reached := reachable()):
-        rule = f"must be true for several workers: TensorFlow opens a port of each on {', '.join(reached[:5])} without "
-        rule += "a password, and whoever reaches it can read and write your files. hardware=multi_worker sets it, for "
-        raise ConfigError(
-            "hardware.open_ports",
-            f"{rule}a private network; a namespace without one needs none",
-            False,
+    """Reject several workers on a machine that others reach.
+
+    Args:
+        allowed: whether the user has allowed TensorFlow's open ports.
+    """
+    if allowed:
+        return
+    addresses = reachable()
+    if addresses:
+        rule = (
+            "must be true for several workers: TensorFlow opens a port of each on "
+            f"{', '.join(addresses[:5])} without a password, and whoever reaches it can "
+            "read and write your files. hardware=multi_worker sets it, for a private "
+            "network; a namespace without one needs none"
         )
+        raise ConfigError("hardware.open_ports", rule, False)
 
 
 def reachable() -> list[str]:
-    """Return the addresses of this machine, or of its network namespace, that are not of the loopback."""
-    of_interfaces = (
-        each for interface in psutil.net_if_addrs().values() for each in interface
-    )
-    found = (
-        each.address
-        for each in of_interfaces
-        if each.family in (socket.AF_INET, socket.AF_INET6)
-    )
-    return [
-        address
-        for address in found
-        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    ]
+    """Return the addresses of this machine that are not of the loopback.
+
+    In a network namespace they are those of the namespace.
+    """
+    addresses = []
+    for interface in psutil.net_if_addrs().values():
+        for entry in interface:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            address = entry.address
+            if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+                addresses.append(address)
+    return addresses
 
 
 def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
-    """Return what all workers of a run have to know: from the environment, else from a `file`; empty without either."""
-    if (text := environment.get(SECRET)) is not None:
+    """Return what all workers of a run have to know; empty if it is not configured.
+
+    It comes from the environment, else from a file.
+    """
+    text = environment.get(SECRET)
+    if text is not None:
         if len(text) < SHORTEST_SECRET:
-            raise ConfigError(
-                SECRET, f"must have at least {SHORTEST_SECRET} characters"
-            )
+            rule = f"must have at least {SHORTEST_SECRET} characters"
+            raise ConfigError(SECRET, rule)
         return text.encode(errors="surrogateescape")
     if file is None:
         return b""
+
+    content = b""
     with refused(SECRET_FILE, "must be a file that can be read", file):
         mode = os.stat(file).st_mode
-        found = Path(file).read_bytes().strip() if stat.S_ISREG(mode) else b""
-    if mode & 0o077 or len(found) < SHORTEST_SECRET:
-        raise ConfigError(
-            SECRET_FILE,
-            f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters",
-            file,
-        )
-    return found
+        if stat.S_ISREG(mode):
+            content = Path(file).read_bytes().strip()
+    if mode & 0o077 or len(content) < SHORTEST_SECRET:
+        rule = f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters"
+        raise ConfigError(SECRET_FILE, rule, file)
+    return content
 
 
 def _of_tf_config(text: str) -> Cluster:
+    """Return the cluster that TF_CONFIG describes."""
     try:
-        given = json.loads(text)
-        jobs, task = given["cluster"], given["task"]
-        order = [job for job in ("chief", "worker") if job in jobs]
-        addresses = tuple(str(address) for job in order for address in jobs[job])
-        index = sum(len(jobs[job]) for job in order[: order.index(task["type"])]) + int(
-            task["index"]
-        )
-        ports = [re.fullmatch(r".+:(\d{1,5})", address) for address in addresses]
-        valid = all(
-            port and 0 < int(port[1]) < 2**16 for port in ports
-        ) and 0 <= index < len(addresses)
+        cluster = _read_tf_config(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError):
-        valid = False
-    if not valid:
+        cluster = None
+    if cluster is None:
         raise ConfigError("TF_CONFIG", f"must be {_TF_CONFIG}", text)
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(
-            "TF_CONFIG", "must give each worker an address of its own", list(addresses)
-        )
-    return Cluster(addresses, index)
+    if len(set(cluster.addresses)) < len(cluster.addresses):
+        rule = "must give each worker an address of its own"
+        raise ConfigError("TF_CONFIG", rule, list(cluster.addresses))
+    return cluster
+
+
+def _read_tf_config(content: Any) -> Cluster | None:
+    """Return the cluster that TF_CONFIG describes; None if a number is out of range."""
+    jobs = content["cluster"]
+    task = content["task"]
+    addresses: list[str] = []
+    first_of_job = {}
+    for job in ("chief", "worker"):
+        if job in jobs:
+            first_of_job[job] = len(addresses)
+            addresses += [str(address) for address in jobs[job]]
+
+    index = first_of_job[task["type"]] + int(task["index"])
+    if not 0 <= index < len(addresses):
+        return None
+    for address in addresses:
+        port = re.fullmatch(r".+:(\d{1,5})", address)
+        if port is None or not 0 < int(port[1]) < 2**16:
+            return None
+    return Cluster(tuple(addresses), index)
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Cluster:
-    """Return the tasks of a Slurm step in the order of their ranks; the chief's port follows from job and step."""
-    nodes, tasks = (
-        environment["SLURM_STEP_NODELIST"],
-        environment["SLURM_STEP_TASKS_PER_NODE"],
-    )
-    if (names := imports.said("scontrol", "show", "hostnames", nodes)) is None:
+    """Return the tasks of a Slurm step in the order of their ranks."""
+    nodes = environment["SLURM_STEP_NODELIST"]
+    names = imports.said("scontrol", "show", "hostnames", nodes)
+    if names is None:
         rule = "must be read by `scontrol show hostnames`, which has failed here"
         raise ConfigError("SLURM_STEP_NODELIST", rule, nodes)
-    repeated = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    counts = [int(count) for count, times in repeated for _ in range(int(times or 1))]
-    hosts = [
-        host
-        for host, count in zip(names.split(), counts, strict=True)
-        for _ in range(count)
-    ]
-    number, node = int(environment["SLURM_PROCID"]), environment.get("SLURMD_NODENAME")
-    if node not in (None, hosts[number]):
-        rule = f"must be {hosts[number]}: the tasks have to be in blocks, srun --distribution=block"
-        raise ConfigError("SLURMD_NODENAME", rule, node)
-    # Jobs with other numbers may share a node; TensorFlow's ports are chosen on each.
-    port = _PORTS[
-        (
-            int(environment["SLURM_JOB_ID"])
-            + 1009 * int(environment.get("SLURM_STEP_ID") or 0)
+
+    # `2(x3),1` are two tasks on each of three nodes, and one on the next.
+    tasks = environment["SLURM_STEP_TASKS_PER_NODE"]
+    counts: list[int] = []
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(repeats or 1)
+    hosts: list[str] = []
+    for host, count in zip(names.split(), counts, strict=True):
+        hosts += [host] * count
+
+    rank = int(environment["SLURM_PROCID"])
+    node = environment.get("SLURMD_NODENAME")
+    if node not in (None, hosts[rank]):
+        rule = (
+            f"must be {hosts[rank]}: the tasks have to be in blocks, "
+            "srun --distribution=block"
         )
-        % len(_PORTS)
-    ]
-    return Cluster(
-        tuple(f"{host}:0" for host in hosts), number, rendezvous=f"{hosts[0]}:{port}"
-    )
+        raise ConfigError("SLURMD_NODENAME", rule, node)
+
+    # The chief's port follows from job and step, as jobs with other numbers may share a
+    # node. TensorFlow's ports are chosen on each node.
+    job = int(environment["SLURM_JOB_ID"])
+    step = int(environment.get("SLURM_STEP_ID") or 0)
+    port = _PORTS[(job + 1009 * step) % len(_PORTS)]
+    addresses = tuple(f"{host}:0" for host in hosts)
+    return Cluster(addresses, rank, rendezvous=f"{hosts[0]}:{port}")

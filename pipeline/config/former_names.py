@@ -1,21 +1,23 @@
-"""Names in configs and records of earlier versions: what is renamed, and what is removed.
+"""Names of earlier versions, in configs and in records: what is renamed, what is removed.
 
-A dotted name is replaced by the current one: `pipeline.model.mlp` by `pipeline.components.model.mlp`. A removed key, or
-a removed value of a key, is rejected in one line that says what to use instead. In a record, a removed key with its
-default, which had no effect, is left out.
+Two tables have what is renamed: dotted names of code, such as `pipeline.model.mlp`, and
+keys of the config, such as `tracking.noise_every`. Two more have what is removed. A
+removed key, or a removed value of a key, is rejected in one line that says what to use
+instead. In a record, a removed key with its default, which had no effect, is left out.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.plain import mapped
+from pipeline.config import plain, schema
 
-MODULES = {  # of `pipeline`; `pipeline.dataset` is a room, whose door has what it had
+# Modules of `pipeline`. The package `pipeline.dataset` still has the names that it had.
+MODULES = {
     "augmentation": "dataset.augmentation",
     "compose": "config.compose",
     "datasets": "dataset.builtin",
@@ -23,27 +25,48 @@ MODULES = {  # of `pipeline`; `pipeline.dataset` is a room, whose door has what 
     "model": "components.model",
     "optimizer": "components.optimizer",
 }
-_FREE_TEXT = (
-    "tracking",
-    "start",
-)  # a run may be called as it likes, also `pipeline.model.v2`
+KEYS = {
+    "accumulation.schedule": "accumulation.batch_schedule",
+    "tracking.noise_every": "accumulation.noise_scale_every",
+}
+# The schema up to which records have the former keys, and need nothing else.
+_LAST_WITH_FORMER_KEYS = 2
+# A run may be called as it likes, such as `pipeline.model.v2`.
+_FREE_TEXT = ("tracking", "start")
+_FORMER_MODULE = re.compile(rf"pipeline\.({'|'.join(MODULES)})((?:\.\w+)*)", re.ASCII)
+_FORMER_KEY = "|".join(re.escape(key) for key in KEYS)
+_BEFORE_KEY = r"\A([+~]{0,2}(?:hydra\.sweeper\.params\.[+~]{0,2})?)"
+_OVERRIDE = re.compile(rf"{_BEFORE_KEY}({_FORMER_KEY})(?=[.=]|\Z)")
+_REFERENCE = re.compile(rf"(\$\{{)({_FORMER_KEY})(?=[.}}])")
 
 
 @dataclass(frozen=True)
 class RemovedKey:
-    """A key of the config that earlier versions had."""
+    """A key of the config that earlier versions had.
 
-    version: str  # the first one without the key
-    default: Any  # had no effect
-    default_text: str  # the same in an override
+    Attributes:
+        version: The first one without the key.
+        default: The value that had no effect.
+        default_text: The same in an override.
+        instead: What to use.
+    """
+
+    version: str
+    default: Any
+    default_text: str
     instead: str
 
 
 @dataclass(frozen=True)
 class RemovedValue:
-    """A value of a key of the config, or an option of a group, that earlier versions had."""
+    """A value of a key, or an option of a group, that earlier versions had.
 
-    version: str  # the first one without the value
+    Attributes:
+        version: The first one without the value.
+        instead: What to use.
+    """
+
+    version: str
     instead: str
 
 
@@ -59,36 +82,72 @@ REMOVED_KEYS = {
         "0.2.0", None, "null", "give each stage of the effective batch its size"
     ),
 }
+# By the current name of the key.
 REMOVED_VALUES = {
-    ("accumulation.schedule", "seesaw"): RemovedValue(
+    ("accumulation.batch_schedule", "seesaw"): RemovedValue(
         "0.2.0", "use a list of stages, with schedule.clock=examples"
     ),
     ("scaling", "adascale"): RemovedValue("0.2.0", _OTHER_RULE),
     ("scaling.rule", "adascale"): RemovedValue("0.2.0", _OTHER_RULE),
 }
-_FORMER = re.compile(rf"pipeline\.({'|'.join(MODULES)})((?:\.\w+)*)", re.ASCII)
 
 
 def current(name: str) -> str:
-    """Return a dotted name as it is now; any other text as it is."""
-    found = _FORMER.fullmatch(name)
-    return f"pipeline.{MODULES[found[1]]}{found[2]}" if found else name
+    """Return a dotted name of code as it is now; any other text as it is."""
+    match = _FORMER_MODULE.fullmatch(name)
+    if match is None:
+        return name
+    return f"pipeline.{MODULES[match[1]]}{match[2]}"
+
+
+def current_key(key: str) -> str:
+    """Return a key of the config, or a name below one, as it is called now."""
+    return current_override(key)
+
+
+def current_override(text: str) -> str:
+    """Return an override of Hydra's grammar with the current name of its key."""
+    return _OVERRIDE.sub(lambda match: match[1] + KEYS[match[2]], text)
+
+
+def current_links(links: Mapping[str, str]) -> dict[str, str]:
+    """Return the recorded links between keys with the current names of the keys."""
+    return {current_key(key): _current_link(link) for key, link in links.items()}
 
 
 def renamed(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a plain config with current names for former ones, and without removed keys.
+    """Return a copy of a plain config with current names, and without removed keys.
 
     Raises:
-        ConfigError: a removed key has another value than its default, or a value was removed.
+        ConfigError: A removed key has another value than its default, or a value was
+            removed.
     """
-    return {
-        key: value if key in _FREE_TEXT else mapped(value, current)
-        for key, value in _without_removed(config).items()
-    }
+    config = _without_removed(_with_current_keys(config))
+    by_group = {}
+    for group, value in config.items():
+        if group in _FREE_TEXT:
+            by_group[group] = value
+        else:
+            by_group[group] = plain.mapped(value, current)
+    return by_group
+
+
+def migrated(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded config as one of this version, if nothing but names changed.
+
+    A record of an older schema keeps its version: whoever reads it decides.
+    """
+    config = renamed(record)
+    if config.get("schema") == _LAST_WITH_FORMER_KEYS:
+        config["schema"] = schema.SCHEMA
+    return config
 
 
 def removal(key: str, value: Any = None) -> ConfigError | None:
-    """Return the error for a removed key, or for a removed value of a key; None if this version has both."""
+    """Return the error for a removed key, or for a removed value of a key.
+
+    None if this version has both.
+    """
     removed: RemovedKey | RemovedValue
     if key in REMOVED_KEYS:
         removed = REMOVED_KEYS[key]
@@ -98,20 +157,20 @@ def removal(key: str, value: Any = None) -> ConfigError | None:
         subject = f"{key}={value}"
     else:
         return None
-    return ConfigError(
-        subject, f"was removed in version {removed.version}: {removed.instead}"
-    )
+    rule = f"was removed in version {removed.version}: {removed.instead}"
+    return ConfigError(subject, rule)
 
 
 def without_removed(overrides: Sequence[str]) -> list[str]:
     """Return recorded overrides without those that set a removed key to its default.
 
     Raises:
-        ConfigError: a removed key has another value, or a value was removed, which may be one of several in a sweep.
+        ConfigError: A removed key has another value, or a value was removed, which may
+            be one of several in a sweep.
     """
     kept = []
     for override in overrides:
-        key, _, text = override.lstrip("+").partition("=")
+        key, _, text = current_override(override).lstrip("+").partition("=")
         removed = REMOVED_KEYS.get(key)
         if removed is not None and text == removed.default_text:
             continue
@@ -123,8 +182,45 @@ def without_removed(overrides: Sequence[str]) -> list[str]:
     return kept
 
 
+def rename(config: DictConfig) -> None:
+    """Replace former names among the values of a composed config, in place."""
+    before: Any = OmegaConf.to_container(config, resolve=False)
+    changed = {}
+    for group, value in renamed(before).items():
+        if value != before[group]:
+            changed[group] = value
+    config.merge_with(changed)
+
+
+def _current_link(link: str) -> str:
+    return _REFERENCE.sub(lambda match: match[1] + KEYS[match[2]], link)
+
+
+def _with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a plain config, in which a value stands under its current key.
+
+    A value that already stands there wins.
+    """
+    config = dict(config)
+    for former, key in KEYS.items():
+        group, _, name = former.partition(".")
+        if not isinstance(config.get(group), dict) or name not in config[group]:
+            continue
+        config[group] = dict(config[group])
+        value = config[group].pop(name)
+        new_group, _, new_name = key.partition(".")
+        section = config.get(new_group) or {}
+        if isinstance(section, dict):
+            config[new_group] = {new_name: value, **section}
+    return config
+
+
 def _without_removed(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a plain config without removed keys; raise a ConfigError for a removed value."""
+    """Return a copy of a plain config without removed keys.
+
+    Raises:
+        ConfigError: A removed key has an effect, or a value was removed.
+    """
     for key, _ in REMOVED_VALUES:
         error = removal(key, _value_at(config, key))
         if error is not None:
@@ -152,11 +248,3 @@ def _value_at(config: Any, key: str) -> Any:
             return None
         config = config.get(name)
     return config
-
-
-def rename(config: DictConfig) -> None:
-    """Replace former names among the values of a composed config, in place."""
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    config.merge_with(
-        {key: value for key, value in renamed(plain).items() if value != plain[key]}
-    )

@@ -190,6 +190,9 @@ def _of_key(
             for sibling in error.parent_node
             if parent or sibling != "hydra"
         ]
+        if key in former_names.KEYS:
+            now = former_names.KEYS[key]
+            return ConfigError(key, f"must be written as {now}, its name now{origin}")
         if not parent:
             siblings = sorted({*siblings, *groups(folders)})
         return ConfigError(

@@ -14,6 +14,9 @@ SHORT = {
     "effective_batch_size": "batch",
     "micro_batch_size": "micro",
     "learning_rate": "rate",
+    # Their former names, since a sweep finds its jobs again by their names.
+    "batch_schedule": "schedule",
+    "noise_scale_every": "noise_every",
 }  # keys in names
 
 

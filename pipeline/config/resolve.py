@@ -21,30 +21,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import cluster, plain, sizes, stages, validate
+from pipeline.config import cluster, key_kinds, plain, sizes, stages, validate
 from pipeline.config.cluster import Cluster
 from pipeline.config.hydra_errors import as_config_error
 from pipeline.config.schema import Config, Device, LossOver, Rule
 from pipeline.config.sizes import Batching, Horizon
-
-# What each of several workers has from its own config, as it is the machine's or a secret.
-OWN = (
-    *(
-        "tracking",
-        "trust",
-        "start",
-        "training.resume",
-        "dataset.data_dir",
-        "dataset.download",
-        "hardware.memory",
-    ),
-    *(
-        "hardware.gpu",
-        "hardware.gpu_memory",
-        "hardware.open_ports",
-        "hardware.secret_file",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -102,7 +83,7 @@ class RunSpec:
 
     def at_largest(self) -> RunSpec:
         """Return the spec of a run whose every effective batch is as large as the largest of this one."""
-        if self.resolved["accumulation"]["schedule"] is None:
+        if self.resolved["accumulation"]["batch_schedule"] is None:
             return self
         unscaled = {
             "scaling.rule": "none",
@@ -164,8 +145,10 @@ class RunSpec:
     def shared_text(self) -> str:
         """Return the spec as text for the other workers, without secrets and without what is a machine's own."""
         shared = self.recorded
-        for section, _, name in (key.rpartition(".") for key in OWN):
-            (shared[section] if section else shared).pop(name, None)
+        for key in key_kinds.keys_where(lambda facts: facts.each_workers_own):
+            group, _, name = key.partition(".")
+            shared[group] = {**shared[group]}
+            shared[group].pop(name, None)
         return str(yaml.safe_dump(shared, sort_keys=False))
 
     def adopting(self, text: str) -> RunSpec:
@@ -206,7 +189,7 @@ def resolve(
         )  # as it comes out of the environment
     validate.check_values(composed)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
-    workers = cluster.resolve(composed.hardware.workers, environment)
+    workers = cluster.workers_of_run(composed.hardware.workers, environment)
     composed.hardware.workers = 1 if workers is None else len(workers.addresses)
     horizon = sizes.horizon_of(composed.training, named)
     composed.training.update(
@@ -267,7 +250,7 @@ def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
 
 
 def comparable(spec: RunSpec) -> dict[str, Any]:
-    """Return the values that all workers must have in common, by their dotted keys: as asked, without their `OWN`."""
+    """Return the values that all workers must have in common, by their dotted keys: without each worker's own."""
     return {
         key: value
         for key, value in plain.leaves(plain.mapped(spec.asked, mask)).items()
@@ -319,7 +302,7 @@ def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
 
 
 def _is_own(key: str) -> bool:
-    return any(f"{key}.".startswith(f"{own}.") for own in OWN)
+    return key_kinds.facts_of(key).each_workers_own
 
 
 def _with_secrets(given: Any, own: Any) -> Any:

@@ -1,7 +1,9 @@
-"""The typed schema of a run: every key with its type, and as its default what runs did before there was the key.
+"""The typed schema of a run: every key with its type, its kind and its legacy default.
 
-Hydra composes a config by these classes, and `RunSpec.config` is made of instances of them. The comment of a field, on
-its line or above it, is its line in the config reference (docs/reference.py).
+Hydra composes a config by these classes, and `RunSpec.config` is made of instances of
+them. The default of a field is what a run did before there was the key, since an old
+record lacks it. The defaults of new runs stand in `conf/`, and may differ. The comment
+above a field is its line in the config reference (docs/reference.py).
 """
 
 from dataclasses import FrozenInstanceError, dataclass, field
@@ -25,11 +27,80 @@ Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_fl
 Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
 LossOver = Enum("LossOver", ["example", "effective_batch"])
-SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
+# The version of the config. `former_names.migrated` and `pipeline.rerun.recorded_run`
+# treat what older records hold.
+SCHEMA = 3
+
+
+class Kind(Enum):
+    """What a key decides. A run is the same run if its first three kinds are equal."""
+
+    TRAINING = "training"  # what is computed: another value gives other results
+    CUT = "cut"  # how an effective batch is cut into micro-batches and over replicas
+    NUMERICS = "numerics"  # the precision and the kernels it is computed in
+    PLACE = "place"  # how and when the run is carried out
+    LOG = "log"  # what is logged, under which names
+    MACHINE = "machine"  # what belongs to one machine, or is a secret
+
+
+@dataclass(frozen=True)
+class KeyFacts:
+    """What the program has to know of a key; `pipeline.config.key_kinds` looks it up.
+
+    Attributes:
+        kind: what the key decides.
+        fixed: a resumed run must have the value that the run began with. By default
+            so for keys of the training.
+        each_workers_own: each of several workers keeps its own value, and does not get
+            the chief's. By default so for keys of the log and of a machine.
+        of_one_call: it says where one call of the command reads and writes, or what it
+            opens, so it is never taken from the record of a sweep.
+        set_by_a_sweep: only a sweep sets it, for its jobs; no help text shows it.
+        same_data: another value changes where the data are or how they are read, but
+            not which data they are.
+        sets_rate: the learning rate depends on it.
+    """
+
+    kind: Kind
+    fixed: bool
+    each_workers_own: bool
+    of_one_call: bool = False
+    set_by_a_sweep: bool = False
+    same_data: bool = False
+    sets_rate: bool = False
+
+
+def facts(
+    kind: Kind,
+    *,
+    fixed: bool | None = None,
+    each_workers_own: bool | None = None,
+    **others: bool,
+) -> KeyFacts:
+    """Return the facts of a key: those of its kind, unless they are named."""
+    if fixed is None:
+        fixed = kind == Kind.TRAINING
+    if each_workers_own is None:
+        each_workers_own = kind in (Kind.LOG, Kind.MACHINE)
+    return KeyFacts(kind, fixed, each_workers_own, **others)
+
+
+def about(
+    kind: Kind, *, exceptions: dict[str, KeyFacts] | None = None, **named: bool
+) -> dict[str, Any]:
+    """Return the metadata of the field of a key.
+
+    Args:
+        kind: what the key decides.
+        exceptions: the facts of keys below it that are of another kind, by name. A free
+            group, whose keys are the arguments of its `_target_`, is of one kind else.
+        named: the facts of the key that differ from those of its kind.
+    """
+    return {"facts": facts(kind, **named), "exceptions": exceptions or {}}
 
 
 class _SetOnce:
-    """Frozen once it is made. With `dataclass(frozen=True)` OmegaConf would compose read-only nodes."""
+    """Frozen once it is made. OmegaConf would make a frozen dataclass read-only nodes."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
@@ -41,180 +112,250 @@ class _SetOnce:
 class ScalingConfig(_SetOnce):
     # how the learning rate and the optimizer's other arguments follow the effective
     # batch
-    rule: Rule = Rule.none
+    rule: Rule = field(default=Rule.none, metadata=about(Kind.TRAINING, sets_rate=True))
     # the effective batch size that `optimizer.learning_rate` is for
-    reference_batch_size: int = 128
+    reference_batch_size: int = field(
+        default=128, metadata=about(Kind.TRAINING, sets_rate=True)
+    )
     # (int | share) updates until the scaled rate is reached, or a share of the horizon
     # such as `5%`
-    warmup: Any = 0
+    warmup: Any = field(default=0, metadata=about(Kind.TRAINING, sets_rate=True))
     # (sqrt | null) of `half_life` and `timescale`: the rate × √κ too; null: it is kept
-    rate: Any = None
+    rate: Any = field(default=None, metadata=about(Kind.TRAINING, sets_rate=True))
     # of `surge`: the batch of the largest rate, not the gradient noise scale
-    peak_batch_size: int | None = None
+    peak_batch_size: int | None = field(
+        default=None, metadata=about(Kind.TRAINING, sets_rate=True)
+    )
     # (true | false) the optimizer's weight averaging follows too: its momentum to the
     # power of κ
-    ema: Any = False
+    ema: Any = field(default=False, metadata=about(Kind.TRAINING, sets_rate=True))
 
 
 @dataclass
 class AccumulationConfig(_SetOnce):
+    """The effective batch, and how it is cut.
+
+    `effective_batch_size` is not fixed, as a resumed run is checked by the size that
+    follows from all of the keys. Records that lack `same_noise` or `moving_statistics`
+    mean another default than a new run has, and still go on.
+    """
+
     # examples per optimizer update, over all replicas
-    effective_batch_size: int | None = None
+    effective_batch_size: int | None = field(
+        default=None, metadata=about(Kind.TRAINING, fixed=False)
+    )
     # micro-batches per update on each replica
-    factor: int | None = None
-    # (int | auto | auto_fastest | null) examples per forward and backward on one
-    # replica
-    micro_batch_size: Any = None
+    factor: int | None = field(default=None, metadata=about(Kind.CUT))
+    # (int | auto | auto_fastest | null) examples per forward and backward on one replica
+    micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
     # (true | false | auto) noise that does not depend on the cut; auto: of layers that
     # can
-    same_noise: Any = False
+    same_noise: Any = field(default=False, metadata=about(Kind.TRAINING, fixed=False))
     # (stages | null) effective batches of other sizes later; see docs/accumulation.md
-    schedule: Any = None
+    batch_schedule: Any = field(default=None, metadata=about(Kind.TRAINING))
     # BatchNormalization's move once per update or per micro-batch
-    moving_statistics: Statistics = Statistics.micro
+    moving_statistics: Statistics = field(
+        default=Statistics.micro, metadata=about(Kind.TRAINING, fixed=False)
+    )
+    # updates between two measurements of the gradient noise scale
+    noise_scale_every: int = field(default=10, metadata=about(Kind.NUMERICS))
 
 
 @dataclass
 class KeepBestConfig(_SetOnce):
-    # a metric of the validation split, such as `val/loss`; null keeps no best
-    # checkpoint
-    metric: str | None = None
+    # a metric of the validation split, such as `val/loss`; null keeps no best checkpoint
+    metric: str | None = field(default=None, metadata=about(Kind.TRAINING, fixed=False))
     # whether the smallest or the largest value is best
-    mode: Mode | None = None
+    mode: Mode | None = field(default=None, metadata=about(Kind.TRAINING, fixed=False))
 
 
 @dataclass
 class TrainingConfig(_SetOnce):
     # the horizon in epochs; exactly one of `epochs`, `updates` and `examples` is set
-    epochs: int | None = None
+    epochs: int | None = field(default=None, metadata=about(Kind.TRAINING, fixed=False))
     # the horizon in updates
-    updates: int | None = None
+    updates: int | None = field(
+        default=None, metadata=about(Kind.TRAINING, fixed=False)
+    )
     # the horizon in examples
-    examples: int | None = None
+    examples: int | None = field(
+        default=None, metadata=about(Kind.TRAINING, fixed=False)
+    )
     # (int | epoch) updates from one evaluation to the next
-    evaluate_every: Any = "epoch"
+    evaluate_every: Any = field(
+        default="epoch", metadata=about(Kind.TRAINING, fixed=False)
+    )
     # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
-    checkpoint_every: Any = None
-    # (node | mapping | list | null) minimized; one, or one per output; set by
-    # `objective`
-    loss: Any = MISSING
+    checkpoint_every: Any = field(default=None, metadata=about(Kind.PLACE))
+    # (node | mapping | list | null) minimized; one, or one per output; set by `objective`
+    loss: Any = field(default=MISSING, metadata=about(Kind.TRAINING))
     # (mapping | list | null) a number for each output
-    loss_weights: Any = None
+    loss_weights: Any = field(default=None, metadata=about(Kind.TRAINING))
     # what a scalar that a layer adds to the loss is of what its examples add
-    added_losses: Added = Added.mean
+    added_losses: Added = field(default=Added.mean, metadata=about(Kind.TRAINING))
     # what a loss needs at once; effective_batch: a second forward pass
-    loss_over: LossOver = LossOver.example
+    loss_over: LossOver = field(default=LossOver.example, metadata=about(Kind.TRAINING))
     # (mapping | null) class: weight of its examples; 1 for a class that is not listed
-    class_weight: Any = None
+    class_weight: Any = field(default=None, metadata=about(Kind.TRAINING))
     # name: node, or output: {name: node}; set by `objective`
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.TRAINING))
     # the same, with the sample weights applied
-    weighted_metrics: dict[str, Any] = field(default_factory=dict)
+    weighted_metrics: dict[str, Any] = field(
+        default_factory=dict, metadata=about(Kind.TRAINING)
+    )
     # name: node of a Keras callback; a batch is an update
-    callbacks: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(
+        default_factory=dict, metadata=about(Kind.TRAINING, fixed=False)
+    )
     # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
-    resume: Resume | None = None
+    resume: Resume | None = field(default=None, metadata=about(Kind.MACHINE))
     keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
 
 
 @dataclass
 class StartConfig(_SetOnce):
+    """The checkpoint that a run begins with; its directory is a path of one machine."""
+
     # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a
     # run ID
-    run: str | None = None
+    run: str | None = field(
+        default=None, metadata=about(Kind.TRAINING, each_workers_own=True)
+    )
     # (true | false) true: load only the model's weights and count updates from 0
-    weights_only: Any = False
+    weights_only: Any = field(
+        default=False, metadata=about(Kind.TRAINING, each_workers_own=True)
+    )
 
 
 @dataclass
 class HardwareConfig(_SetOnce):
     # `auto` uses a GPU if there is one
-    device: Device = Device.auto
+    device: Device = field(default=Device.auto, metadata=about(Kind.NUMERICS))
     # GPUs to use, or logical CPU devices if there is no GPU
-    replicas: int = 1
+    replicas: int = field(default=1, metadata=about(Kind.CUT))
     # processes that train this run; null reads `TF_CONFIG` or the Slurm step
-    workers: int | None = 1
+    workers: int | None = field(default=1, metadata=about(Kind.CUT))
     # several workers may open TensorFlow's ports, without password, to other machines
-    open_ports: bool = False
+    open_ports: bool = field(
+        default=False, metadata=about(Kind.MACHINE, of_one_call=True)
+    )
     # every worker has it, of mode 0600; `PIPELINE_SECRET` outranks it; never recorded
-    secret_file: str | None = None
+    secret_file: str | None = field(
+        default=None, metadata=about(Kind.MACHINE, of_one_call=True)
+    )
     # mixed precision keeps the variables in float32
-    precision: Precision = Precision.float32
+    precision: Precision = field(
+        default=Precision.float32, metadata=about(Kind.NUMERICS, fixed=True)
+    )
     # jobs of a sweep at once on this machine; null: one per GPU, or one
-    parallel_jobs: int | None = None
+    parallel_jobs: int | None = field(default=None, metadata=about(Kind.PLACE))
     # GPUs for each job of a sweep
-    gpus_per_job: int = 1
+    gpus_per_job: int = field(default=1, metadata=about(Kind.PLACE))
     # jobs of a sweep on each GPU at once; give each its share with `gpu_memory`
-    jobs_per_gpu: int = 1
+    jobs_per_gpu: int = field(default=1, metadata=about(Kind.PLACE))
     # (int | list | null) the GPUs of a run that is no job, counted from 0; null: the
     # first ones
-    gpu: Any = None
-    # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as
-    # it needs
-    gpu_memory: Any = None
+    gpu: Any = field(default=None, metadata=about(Kind.MACHINE))
+    # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as it
+    # needs
+    gpu_memory: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is
     # available
-    memory: Any = None
-    # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
-    # Keras' `fit` does
-    xla: Any = False
+    memory: Any = field(default=None, metadata=about(Kind.MACHINE))
+    # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as Keras'
+    # `fit` does
+    xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see
     # docs/exact.md
-    tf32: Any = True
+    tf32: Any = field(default=True, metadata=about(Kind.NUMERICS))
     # (true | false) two runs on the same machine are bit-identical
-    deterministic: Any = False
-    # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the
-    # 10th on
-    profile: Any = None
+    deterministic: Any = field(default=False, metadata=about(Kind.NUMERICS))
+    # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the 10th
+    # on
+    profile: Any = field(default=None, metadata=about(Kind.LOG))
 
 
 @dataclass
-class TrackingConfig(_SetOnce):
+class ShownTrackingConfig(_SetOnce):
+    """The keys of `tracking` that users set."""
+
     # MLflow tracking URI: SQLite, another SQL database, or an HTTP server
-    uri: str = MISSING
+    uri: str = field(default=MISSING, metadata=about(Kind.MACHINE, of_one_call=True))
     # name of the MLflow experiment
-    experiment: str = MISSING
+    experiment: str = field(default=MISSING, metadata=about(Kind.LOG))
     # null: composed of the experiment or the dataset and of what was overridden
-    run_name: str | None = None
+    run_name: str | None = field(default=None, metadata=about(Kind.LOG))
     # name: text; of the run, whose own tags come first
-    tags: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict, metadata=about(Kind.LOG))
     # of the run, in Markdown
-    description: str | None = None
+    description: str | None = field(default=None, metadata=about(Kind.LOG))
     # log every Nth update
-    log_every: int = 1
-    # updates between two measurements of the gradient noise scale
-    noise_every: int = 10
+    log_every: int = field(default=1, metadata=about(Kind.LOG))
     # (true | false) log the trained model with its signature
-    log_model: Any = True
+    log_model: Any = field(default=True, metadata=about(Kind.LOG))
     # paths logged with the model; null: its local modules
-    code: list[str] | None = field(default_factory=list)
+    code: list[str] | None = field(default_factory=list, metadata=about(Kind.LOG))
     # (true | false) log MLflow's system metrics
-    system_metrics: Any = True
-    # set by a sweep for its jobs: the run ID of the parent run
-    sweep: str | None = None
-    # set by a sweep for its jobs: the job's name
-    job: str | None = None
-    # set by `--again`: artifacts must lie with the store, or where `trust.allow`
-    # permits
-    confined: bool = False
+    system_metrics: Any = field(default=True, metadata=about(Kind.LOG))
     # seconds to wait for an answer of the store, at the start and at the end of a run
-    patience: float = 60.0
+    patience: float = field(default=60.0, metadata=about(Kind.LOG))
     # what to do if the store does not answer at the start
-    when_unreachable: Unreachable = Unreachable.refuse
+    when_unreachable: Unreachable = field(
+        default=Unreachable.refuse, metadata=about(Kind.LOG)
+    )
+
+
+@dataclass
+class TrackingConfig(ShownTrackingConfig):
+    """The keys of `tracking`, with those that only a sweep sets for its jobs."""
+
+    # the run ID of the parent run
+    sweep: str | None = field(
+        default=None, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
+    )
+    # the job's name
+    job: str | None = field(
+        default=None, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
+    )
+    # set by `--again`: artifacts must lie with the store, or where `trust.allow` permits
+    confined: bool = field(
+        default=False, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
+    )
 
 
 @dataclass
 class TrustConfig(_SetOnce):
     # dotted code and places of artifacts that records may name
-    allow: list[str] = field(default_factory=list)
+    allow: list[str] = field(default_factory=list, metadata=about(Kind.MACHINE))
+
+
+# Keys of `dataset` that every dataset has; the others are arguments of its `_target_`.
+# What is kept in memory, and how it is streamed, decides the order of the examples.
+_DATASET_KEYS = {
+    "data_dir": facts(Kind.MACHINE, same_data=True),
+    "download": facts(Kind.MACHINE, same_data=True),
+    "checksum": facts(Kind.PLACE, same_data=True),
+    "in_memory": facts(Kind.TRAINING, same_data=True),
+    "shuffle_buffer": facts(Kind.TRAINING, same_data=True),
+    "shuffle_files": facts(Kind.TRAINING, same_data=True),
+    "augment": facts(Kind.TRAINING, same_data=True),
+    "pad": facts(Kind.TRAINING, same_data=True),
+}
+_OPTIMIZER_KEYS = {"learning_rate": facts(Kind.TRAINING, sets_rate=True)}
 
 
 @dataclass
 class Config(_SetOnce):
-    dataset: Any = MISSING
-    model: Any = MISSING
-    optimizer: Any = MISSING
-    schedule: Any = MISSING
+    dataset: Any = field(
+        default=MISSING, metadata=about(Kind.TRAINING, exceptions=_DATASET_KEYS)
+    )
+    model: Any = field(default=MISSING, metadata=about(Kind.TRAINING))
+    optimizer: Any = field(
+        default=MISSING, metadata=about(Kind.TRAINING, exceptions=_OPTIMIZER_KEYS)
+    )
+    schedule: Any = field(
+        default=MISSING, metadata=about(Kind.TRAINING, sets_rate=True)
+    )
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -223,19 +364,36 @@ class Config(_SetOnce):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)
     # seed of the initial weights, the order of the examples, augmentation and noise
-    seed: int = 0
+    seed: int = field(default=0, metadata=about(Kind.TRAINING))
     # version of this schema; do not set it
-    schema: int = SCHEMA
+    schema: int = field(default=SCHEMA, metadata=about(Kind.TRAINING))
 
 
-def register() -> None:
-    """Make the schema and the resolvers known to Hydra. Safe to call again."""
-    ConfigStore.instance().store(name="schema", node=Config)
+@dataclass
+class ShownConfig(Config):
+    """The config as help texts and `--cfg` show it."""
+
+    tracking: ShownTrackingConfig = field(  # type: ignore[assignment]
+        default_factory=ShownTrackingConfig
+    )
+
+
+def register(*, shown: bool = False) -> None:
+    """Make the schema and the resolvers known to Hydra. It is safe to call it again.
+
+    Args:
+        shown: whether Hydra only shows the config, without the keys that a sweep sets.
+    """
+    node = ShownConfig if shown else Config
+    ConfigStore.instance().store(name="schema", node=node)
     OmegaConf.register_new_resolver("times", _times, replace=True)
 
 
 def _times(a: Any, b: Any) -> int | float:
-    """Return the product of two numbers; text times a number, or digits without end, would fill the memory."""
+    """Return the product a × b of two numbers.
+
+    Text times a number, or an integer of any length, would fill the memory.
+    """
     for factor in (a, b):
         integer = isinstance(factor, int) and not isinstance(factor, bool)
         if not (isinstance(factor, float) or (integer and abs(factor) < 2**63)):

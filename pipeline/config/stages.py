@@ -9,7 +9,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import former_names
 
 EFFECTIVE = "accumulation.effective_batch_size"
-SCHEDULE = "accumulation.schedule"
+SCHEDULE = "accumulation.batch_schedule"
 CLOCK = "schedule.clock"
 UNITS = ("updates", "examples", "epochs")
 STAGES = "accumulation.stages"  # the tag of a run with its stages as JSON: [[updates before, effective batch size], …]
@@ -72,7 +72,7 @@ class Slice(NamedTuple):
 
 
 def asked(schedule: Any) -> list[Asked]:
-    """Return the stages of `accumulation.schedule`; none if it is null."""
+    """Return the stages of `accumulation.batch_schedule`; none if it is null."""
     if schedule is None:
         return []
     removed = former_names.removal(SCHEDULE, schedule)
@@ -127,7 +127,9 @@ def _is_count(value: Any) -> bool:
 
 def largest(accumulation: Mapping[str, Any], first: int) -> int:
     """Return the most examples of an update, where the `first` stage has so many."""
-    return max([first, *(stage.size for stage in asked(accumulation["schedule"]))])
+    return max(
+        [first, *(stage.size for stage in asked(accumulation["batch_schedule"]))]
+    )
 
 
 def resolved(
@@ -135,7 +137,7 @@ def resolved(
 ) -> dict[str, Any]:
     """Return the keys that a batch-size schedule sets; refuse what does not go with it."""
     accumulation, clock = config["accumulation"], config["schedule"].get("clock")
-    schedule = accumulation["schedule"]
+    schedule = accumulation["batch_schedule"]
     batched = config["dataset"].get("batched")
     by_batches = "with dataset.batched=true"
     stages, given = (

@@ -108,7 +108,7 @@ _CHECKS: dict[str, Check] = {
         ("optimizer.learning_rate", "schedule.decay_rate", "tracking.patience"),
         _POSITIVE,
     ),
-    **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
+    **dict.fromkeys(("tracking.log_every", "accumulation.noise_scale_every"), _COUNT),
     **dict.fromkeys(
         (
             "hardware.gpus_per_job",

@@ -1,7 +1,7 @@
-"""Several workers that train one run: they meet, agree on the config, and notice which worker is lost.
+"""Several workers that train one run: they meet, agree, and notice who is lost.
 
-In: the spec of a run, with the addresses of its workers. Out: every worker has the chief's spec. The training itself
-is TensorFlow's.
+In: the spec of a run, with the addresses of its workers. Out: every worker has the
+chief's spec. The training itself is TensorFlow's.
 """
 
 __all__ = ["chief", "worker"]

@@ -1,7 +1,8 @@
-"""Connections between processes: one line of JSON is one message, in either direction at any time.
+"""Connections between processes: a message is one line of JSON, either way, anytime.
 
-A message can be sealed: it then proves that its sender knows a secret, which is not sent, and that it answers the
-challenge of this connection, so that nobody can send it again.
+A message can be sealed. It then proves that its sender knows a secret, which is not
+sent, and that it answers the challenge of this connection, so that nobody can send it
+again.
 """
 
 import hmac
@@ -17,13 +18,22 @@ LONGEST = 2**24  # bytes of a message
 
 
 class JsonSocket:
-    """A connection whose messages are lines of JSON of at most `longest` bytes."""
+    """A connection whose messages are lines of JSON of at most `longest` bytes.
+
+    Attributes:
+        socket: the connection.
+        longest: limit of a message in bytes.
+        heard: when the other side last sent something, by `time.monotonic`.
+    """
 
     def __init__(self, connection: socket.socket, longest: int = LONGEST):
-        self.socket, self._rest, self.longest = connection, b"", longest
-        self.heard = time.monotonic()  # when the other side has sent something
+        self.socket = connection
+        self.longest = longest
+        self.heard = time.monotonic()
+        self._unread = b""
 
     def write(self, message: Mapping[str, Any]) -> None:
+        """Send a message. If the other side is gone, the next `read` tells."""
         try:
             self.socket.settimeout(5.0)
             self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -32,43 +42,57 @@ class JsonSocket:
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def read(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Return the next message; None if the other side is gone, sends something else, or is silent for `seconds`."""
-        while b"\n" not in self._rest:
-            if not self._more(seconds):
+        """Return the next message.
+
+        None if the other side is gone, sends something else, or is silent for
+        `seconds`.
+        """
+        while b"\n" not in self._unread:
+            if not self._receive(seconds):
                 return None
-        text, _, self._rest = self._rest.partition(b"\n")
+        text, _, self._unread = self._unread.partition(b"\n")
         return _parsed(text)
 
     def received(self) -> list[dict[str, Any]] | None:
-        """Return the messages that are there; None if the other side is gone, or sends something else."""
-        if (
-            b"\n" not in self._rest
-            and readable([self.socket], 0.0)
-            and not self._more(1.0)
-        ):
-            return None
-        *texts, self._rest = self._rest.split(b"\n")
-        messages = [_parsed(text) for text in texts]
-        return (
-            None
-            if None in messages
-            else [message for message in messages if message is not None]
-        )
+        """Return the messages that have arrived.
 
-    def _more(self, seconds: float | None) -> bool:
+        None if the other side is gone, or sends something else.
+        """
+        if b"\n" not in self._unread and readable([self.socket], 0.0):
+            if not self._receive(1.0):
+                return None
+        *texts, self._unread = self._unread.split(b"\n")
+        messages = []
+        for text in texts:
+            message = _parsed(text)
+            if message is None:
+                return None
+            messages.append(message)
+        return messages
+
+    def _receive(self, seconds: float | None) -> bool:
+        """Read what arrives within `seconds`; return whether the connection is good."""
         try:
             self.socket.settimeout(seconds)
-            more = self.socket.recv(65536)
+            content = self.socket.recv(65536)
         except OSError:
             return False
-        self._rest, self.heard = self._rest + more, time.monotonic()
-        return bool(more) and len(self._rest) <= self.longest
+        self._unread += content
+        self.heard = time.monotonic()
+        return bool(content) and len(self._unread) <= self.longest
 
 
 def sealed(
     message: Mapping[str, Any], secret: bytes, sender: str, challenge: str
 ) -> dict[str, str]:
-    """Return `message` with the proof that a `sender` who knows the `secret` answers the `challenge` with it."""
+    """Return `message` with a proof that its sender knows the secret.
+
+    Args:
+        message: what is sent.
+        secret: what both sides know.
+        sender: role of the sender, so that its own messages cannot be sent back to it.
+        challenge: the text of the other side that this message answers.
+    """
     text = json.dumps(message)
     return {"sealed": text, "proof": _proof(text, secret, sender, challenge)}
 
@@ -76,20 +100,29 @@ def sealed(
 def unsealed(
     message: Mapping[str, Any], secret: bytes, sender: str, challenge: str
 ) -> dict[str, Any] | None:
-    """Return what was `sealed`; None if it is malformed, or its sender does not know the secret."""
-    text, proof = (str(message.get(name)) for name in ("sealed", "proof"))
-    expected = _proof(text, secret, sender, challenge)
-    return (
-        _parsed(text)
-        if hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
-        else None
-    )
+    """Return the message that was `sealed`.
+
+    None if it is malformed, or if its sender does not know the secret.
+    """
+    text = str(message.get("sealed"))
+    proof = str(message.get("proof")).encode(errors="replace")
+    expected = _proof(text, secret, sender, challenge).encode()
+    if not hmac.compare_digest(proof, expected):
+        return None
+    return _parsed(text)
+
+
+def readable(sockets: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
+    """Return the sockets that can be read, or are closed, within `seconds`."""
+    try:
+        return wait(sockets, seconds)  # type: ignore[return-value]
+    except ValueError:  # one was closed, perhaps meanwhile
+        return [connection for connection in sockets if connection.fileno() < 0]
 
 
 def _proof(text: str, secret: bytes, sender: str, challenge: str) -> str:
-    return hmac.digest(
-        secret, f"{sender} {challenge} {text}".encode(errors="replace"), "sha256"
-    ).hex()
+    content = f"{sender} {challenge} {text}".encode(errors="replace")
+    return hmac.digest(secret, content, "sha256").hex()
 
 
 def _parsed(text: str | bytes) -> dict[str, Any] | None:
@@ -97,12 +130,6 @@ def _parsed(text: str | bytes) -> dict[str, Any] | None:
         message = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return message if isinstance(message, dict) else None
-
-
-def readable(sockets: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
-    """Return the sockets that have something to read, or are closed, within `seconds`."""
-    try:
-        return wait(sockets, seconds)  # type: ignore[return-value]
-    except ValueError:  # one was closed, perhaps meanwhile
-        return [each for each in sockets if each.fileno() < 0]
+    if not isinstance(message, dict):
+        return None
+    return message

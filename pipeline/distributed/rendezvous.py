@@ -1,10 +1,12 @@
-"""The workers of a run meet before they join in TensorFlow, whose errors would come late and be long.
+"""The workers of a run meet before TensorFlow joins them: its errors are late and long.
 
-    each worker ─ its config and versions, or why it refuses ─► chief ─ the spec and the start, or a refusal ─► each
+    each worker ─ its config and versions, or why it rejects its config ─► chief
+    chief ─ the spec and the start, or why it rejects the config ─► each worker
 
-Each side proves to the other that it knows the run's secret (`cluster.secret`). The connections, to the chief's own
-address, stay open to the end of the run. Over them a worker reports why it fails and notices that the chief is gone.
-Heartbeats carry the number of all-reduces that a worker was ready for: the lowest one names the straggler.
+Each side proves to the other that it knows the run's secret (`cluster.secret`). The
+connections, to the chief's own address, stay open to the end of the run. Over them a
+worker reports why it fails and notices that the chief is gone. Heartbeats carry the
+number of all-reduces for which a worker was ready: the lowest names the straggler.
 """
 
 import importlib.metadata
@@ -24,288 +26,371 @@ from pipeline import __version__
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster
 from pipeline.config.resolve import RunSpec, comparable
-from pipeline.distributed.door import Door, Visitor, hold
 from pipeline.distributed.json_socket import JsonSocket, sealed, unsealed
+from pipeline.distributed.listener import Listener, WorkerConnection, reserve_port
 from pipeline.distributed.straggler import (
     LONGEST,
     SILENCE,
-    Count,
-    Lost,
-    exchange_heartbeats,
+    CountReductions,
+    Heartbeats,
+    LostWorker,
+    OnLost,
 )
 
-PATIENCE = (
-    300.0  # seconds for all workers to come: a cluster starts them one after the other
-)
-REFUSING = 10.0  # seconds for which a chief that refuses its config waits for workers to tell them
-FINISHED = (
-    60.0  # the same if its run has finished: they import TensorFlow before they come
-)
+# Seconds for all workers to come: a cluster starts them one after the other.
+PATIENCE = 300.0
+# Seconds for which a chief that rejects its config waits for workers, to tell them.
+REJECTING = 10.0
+# The same if its run has finished: workers import TensorFlow before they come.
+FINISHED = 60.0
 
 
 def statement(spec: RunSpec) -> dict[str, Any]:
-    """Return what all workers must have in common: the config without what is a machine's own, and the versions."""
-    packages = ("tensorflow", "keras", "numpy", "tensorflow-datasets", "scikit-learn")
-    versions = {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-    return {
-        "config": comparable(spec),
-        "versions": {**versions, "pipeline": __version__},
-    }
+    """Return what all workers must have in common.
+
+    That is the versions, and the config without what belongs to one machine.
+    """
+    versions = {"python": platform.python_version()}
+    for name in ("tensorflow", "keras", "numpy", "tensorflow-datasets", "scikit-learn"):
+        versions[name] = importlib.metadata.version(name)
+    versions["pipeline"] = __version__
+    return {"config": comparable(spec), "versions": versions}
 
 
 class Server:
-    """The chief's side of the connections; a `ConfigError` says that its port is taken."""
+    """The chief's side of the connections.
+
+    Attributes:
+        cluster: the workers of the run.
+        address: `host:port` where the chief waits for them.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
 
     def __init__(self, cluster: Cluster, secret: bytes):
-        self.cluster, self._secret, self._closed = cluster, secret, False
-        self._door = Door(
-            cluster.rendezvous or cluster.addresses[0], len(cluster.addresses), secret
-        )
-        self.address = self._door.address
-        self._port: socket.socket | None = None  # kept for TensorFlow
-        self._arrived: dict[int, Visitor] = {}
-        self._lost: dict[int, dict[str, Any]] = {}  # what each said last
+        self.cluster = cluster
+        self._secret = secret
+        address = cluster.rendezvous or cluster.addresses[0]
+        self._listener = Listener(address, len(cluster.addresses), secret)
+        self.address = self._listener.address
+        self._reserved_port: socket.socket | None = None  # for TensorFlow
+        self._workers: dict[int, WorkerConnection] = {}
+        self._lost: dict[int, LostWorker] = {}
+        self._closed = False
 
     def gather(
         self,
-        own: Mapping[str, Any],
+        chief_statement: Mapping[str, Any],
         answer: Mapping[str, Any],
         check: Callable[[], None],
     ) -> Cluster:
-        """Wait for all workers, while `check` may raise; send them the `answer`, if all state what the chief states.
+        """Wait for all workers and send them the `answer`.
 
-        Return the cluster with its ports.
+        Args:
+            chief_statement: what every worker has to state, see `statement`.
+            answer: the message to all workers. The addresses are added to it.
+            check: called while the chief waits; it may raise.
+
+        Returns:
+            The cluster with the ports of TensorFlow.
+
+        Raises:
+            ConfigError: a worker is missing, rejects its config, or states something
+                else. All workers are told.
         """
+
+        def check_statement(worker: WorkerConnection) -> None:
+            _check_statement(worker.greeting, chief_statement)
+
         try:
-            self._wait(
-                time.monotonic() + PATIENCE,
-                check,
-                lambda worker: _compare(worker.greeting, own),
-            )
+            self._wait(time.monotonic() + PATIENCE, check, check_statement)
         except ConfigError as error:
             self.dismiss(error)
             raise
         finally:
-            self._door.close()  # its port may be TensorFlow's from now on
-        self._port = hold("worker 0", self.cluster.addresses[0])
-        ports = {
-            0: self._port.getsockname()[1],
-            **{n: each.greeting["port"] for n, each in self._arrived.items()},
-        }
-        addresses = tuple(
-            f"{at.rpartition(':')[0]}:{ports[n]}"
-            for n, at in enumerate(self.cluster.addresses)
-        )
+            self._listener.close()  # its port may be TensorFlow's from now on
+        self._reserved_port = reserve_port("worker 0", self.cluster.addresses[0])
+
+        addresses = self._addresses(self._reserved_port.getsockname()[1])
         self._tell({"answer": {**answer, "addresses": addresses}})
         return replace(self.cluster, addresses=addresses)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell all workers, also those that come soon, that the chief refuses; without an error, that all is done."""
+        """Tell all workers, also those that come soon, that there is nothing to do.
+
+        With an `error` the chief rejects the config, without one the run has finished.
+        """
         if not self._closed:
+            message: dict[str, Any] = {"finished": True}
+            patience = FINISHED
+            if error is not None:
+                message = {"refused": str(error)}
+                patience = REJECTING
             with suppress(ConfigError, OSError):
                 self._wait(
-                    time.monotonic() + (FINISHED if error is None else REFUSING),
-                    lambda: None,
-                    lambda _: None,
+                    time.monotonic() + patience,
+                    check=lambda: None,
+                    check_statement=lambda worker: None,
                 )
-            self._tell({"finished": True} if error is None else {"refused": str(error)})
+            self._tell(message)
         self.close()
 
-    def watch(self, reductions: Count, lost: Lost) -> None:
-        """Watch all workers from now on, in a thread, which calls `lost` for one that is gone or a straggler."""
+    def watch(self, reductions: CountReductions, on_lost: OnLost) -> None:
+        """Watch all workers from now on, in a thread.
 
-        def noted(index: int, last: dict[str, Any]) -> None:
+        It calls `on_lost` for a worker that is gone or a straggler.
+        """
+
+        def note_lost(worker: LostWorker) -> None:
             if not self._closed:
-                self._lost[index] = last
-                lost(index, last)
+                self._lost[worker.index] = worker
+                on_lost(worker)
 
-        arguments = (dict(self._arrived), 0, reductions, noted)
-        threading.Thread(
-            target=exchange_heartbeats, args=arguments, daemon=True
-        ).start()
+        heartbeats = Heartbeats(dict(self._workers), 0, reductions, note_lost)
+        threading.Thread(target=heartbeats.exchange, daemon=True).start()
 
-    def lost(self, patience: float = 3.0) -> tuple[int, dict[str, Any]]:
-        """Return the first worker that is silent or gone, and what it said last; 0 if none is within `patience`."""
+    def lost(self, patience: float = 3.0) -> LostWorker | None:
+        """Return the first worker that is silent or gone.
+
+        None if there is no such worker within `patience`, in seconds.
+        """
         until = time.monotonic() + patience
         while True:
             now = time.monotonic()
-            silent = (
-                n for n, each in self._arrived.items() if now - each.heard > SILENCE
-            )
-            # The others lose a silent one too, and end before it does.
-            if first := next((n for n in silent if n not in self._lost), 0):
-                return first, {}
+            # A silent worker comes first: the others lose it too, and end before it is
+            # noticed to be gone.
+            for index, worker in self._workers.items():
+                if now - worker.heard > SILENCE and index not in self._lost:
+                    return LostWorker(index)
             if self._lost or now > until:
-                return next(iter(self._lost.items()), (0, {}))
-            time.sleep(0.05)  # the thread reads
+                return next(iter(self._lost.values()), None)
+            time.sleep(0.05)  # the thread reads meanwhile
 
     def close(self) -> None:
+        """Close all connections; the workers end then."""
         self._closed = True
-        self._door.close()
-        if self._port is not None:
-            self._port.close()
-        for each in self._arrived.values():
-            each.socket.close()
+        self._listener.close()
+        if self._reserved_port is not None:
+            self._reserved_port.close()
+        for worker in self._workers.values():
+            worker.socket.close()
 
     def _wait(
         self,
         until: float,
         check: Callable[[], None],
-        compare: Callable[[Visitor], None],
+        check_statement: Callable[[WorkerConnection], None],
     ) -> None:
-        addresses = self.cluster.addresses
-        while len(self._arrived) + 1 < len(addresses):
+        """Wait for all workers to arrive; a `ConfigError` names the missing ones."""
+        while len(self._workers) + 1 < len(self.cluster.addresses):
             check()
             if time.monotonic() >= until:
-                missing = [
-                    f"{n} at {at}"
-                    for n, at in enumerate(addresses)
-                    if n not in {0, *self._arrived}
-                ]
                 rule = "must all be started, at about one time, with one secret"
-                raise ConfigError(KEY, rule, f"no {', '.join(missing)}")
-            for worker in self._door.arrivals(0.5):
+                raise ConfigError(KEY, rule, f"no {', '.join(self._missing())}")
+            for worker in self._listener.arrivals(0.5):
                 index = worker.greeting["index"]
-                if (
-                    index in self._arrived
-                    and self._arrived[index].received() is not None
-                ):
-                    worker.tell(
-                        {"refused": f"another worker {index} is there already"},
-                        self._secret,
-                    )
+                if self._is_connected(index):
+                    text = f"another worker {index} is there already"
+                    worker.tell({"refused": text}, self._secret)
                     worker.socket.close()
                 else:
-                    self._arrived[index] = worker
-                    compare(worker)
+                    self._workers[index] = worker
+                    check_statement(worker)
+
+    def _is_connected(self, index: int) -> bool:
+        worker = self._workers.get(index)
+        return worker is not None and worker.received() is not None
+
+    def _missing(self) -> list[str]:
+        missing = []
+        for index, address in enumerate(self.cluster.addresses):
+            if index != 0 and index not in self._workers:
+                missing.append(f"{index} at {address}")
+        return missing
+
+    def _addresses(self, chief_port: int) -> tuple[str, ...]:
+        """Return the addresses of all workers, with the ports that they reserved."""
+        addresses = []
+        for index, address in enumerate(self.cluster.addresses):
+            host = address.rpartition(":")[0]
+            port = chief_port
+            if index != 0:
+                port = self._workers[index].greeting["port"]
+            addresses.append(f"{host}:{port}")
+        return tuple(addresses)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for each in self._arrived.values():
-            each.tell(message, self._secret)
+        for worker in self._workers.values():
+            worker.tell(message, self._secret)
 
 
 class Client:
-    """The side of a worker other than the chief."""
+    """The side of a worker other than the chief.
+
+    Attributes:
+        cluster: the workers of the run.
+        told: whether the chief knows why this worker, or another one, does not take
+            part.
+    """
 
     def __init__(self, cluster: Cluster, secret: bytes):
-        self.cluster, self._secret = cluster, secret
-        self.told = (
-            False  # whether the chief knows why this worker, or another one, refuses
-        )
-        self._port: socket.socket | None = None  # kept for TensorFlow
+        self.cluster = cluster
+        self.told = False
+        self._secret = secret
+        self._reserved_port: socket.socket | None = None  # for TensorFlow
         self._connection: JsonSocket | None = None
         self._done = False
 
     def join(
-        self, own: Mapping[str, Any], patience: float = PATIENCE
+        self, worker_statement: Mapping[str, Any], patience: float = PATIENCE
     ) -> dict[str, Any] | None:
-        """Send this worker's `own` statement, and return the chief's answer; None if the run has finished."""
-        try:
-            self._port = hold(
-                f"worker {self.cluster.index}",
-                self.cluster.addresses[self.cluster.index],
-            )
-            own = {"port": self._port.getsockname()[1], **own}
-        except ConfigError as error:
-            own = {"refused": str(error)}
-        challenge, until = secrets.token_hex(16), time.monotonic() + patience
+        """Send this worker's statement, and return the chief's answer.
+
+        Args:
+            worker_statement: see `statement`; or `refused`, a reason.
+            patience: seconds for the chief to answer.
+
+        Returns:
+            The answer; None if the run has finished.
+
+        Raises:
+            ConfigError: a worker or the chief rejects the config, the chief does not
+                answer, or it knows another secret.
+        """
+        challenge = secrets.token_hex(16)
+        until = time.monotonic() + patience
+        greeting = {
+            **self._with_port(worker_statement),
+            "index": self.cluster.index,
+            "challenge": challenge,
+        }
         chief = self.cluster.rendezvous or self.cluster.addresses[0]
-        host, _, port = chief.rpartition(":")
         while time.monotonic() < until:
             with suppress(OSError):  # the chief does not listen yet
-                connection = JsonSocket(
-                    socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
-                )
-                if (
-                    asked := connection.read()
-                ) is not None:  # it may search for a micro-batch size first
-                    greeting = {
-                        **own,
-                        "index": self.cluster.index,
-                        "challenge": challenge,
-                    }
-                    connection.write(
-                        sealed(
-                            greeting,
-                            self._secret,
-                            "worker",
-                            str(asked.get("challenge")),
-                        )
-                    )
-                    if (said := connection.read()) is not None:
-                        answer = self._answer(
-                            unsealed(said, self._secret, "chief", challenge)
-                        )
-                        self._connection = connection
-                        return answer
+                connection = _connect(chief)
+                reply = self._greet(connection, greeting)
+                if reply is not None:
+                    message = unsealed(reply, self._secret, "chief", challenge)
+                    answer = self._answer(message)
+                    self._connection = connection
+                    return answer
             time.sleep(0.2)
         raise ConfigError(KEY, "must include a chief that answers", chief)
 
-    def _answer(self, said: dict[str, Any] | None) -> dict[str, Any] | None:
-        match said:
+    def reject(self, error: ConfigError) -> bool:
+        """Tell the chief that this worker rejects its config.
+
+        Return whether the chief knows.
+        """
+        with suppress(ConfigError):
+            self.join({"refused": str(error)}, REJECTING)
+        return self.told
+
+    def watch(self, reductions: CountReductions) -> None:
+        """Watch the chief from now on, in a thread.
+
+        This process ends when the chief is gone or the straggler.
+        """
+        assert self._connection is not None
+
+        def end(chief: LostWorker) -> None:
+            # The main thread waits in TensorFlow, and cannot be woken.
+            if chief.rejected is not None:
+                os._exit(2)
+            if not self._done:
+                os._exit(1)
+            os._exit(0)
+
+        heartbeats = Heartbeats(
+            {0: self._connection},
+            1,
+            reductions,
+            end,
+            waits=lambda: not self._done,
+        )
+        threading.Thread(target=heartbeats.exchange, daemon=True).start()
+
+    def fail(self, reason: Mapping[str, str]) -> None:
+        """Tell the chief why this worker ends: `failed` or `refused`, with a reason."""
+        if self._connection is not None:
+            self._connection.write(reason)
+            self.told = True
+
+    def wait(self) -> None:
+        """Wait until the chief has closed the run and ended, and with it this process.
+
+        The thread of `watch` ends this process.
+        """
+        self._done = True
+        sys.stderr.flush()
+        # TensorFlow may still report that it misses the chief.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        threading.Event().wait()
+
+    def _with_port(self, worker_statement: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the statement with the port that is reserved for TensorFlow."""
+        index = self.cluster.index
+        try:
+            self._reserved_port = reserve_port(
+                f"worker {index}", self.cluster.addresses[index]
+            )
+        except ConfigError as error:
+            return {"refused": str(error)}
+        return {"port": self._reserved_port.getsockname()[1], **worker_statement}
+
+    def _greet(
+        self, connection: JsonSocket, greeting: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Answer the chief's challenge and return its reply; None without one."""
+        # The chief may first search for a micro-batch size.
+        message = connection.read()
+        if message is None:
+            return None
+        challenge = str(message.get("challenge"))
+        connection.write(sealed(greeting, self._secret, "worker", challenge))
+        return connection.read()
+
+    def _answer(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
+        match message:
             case {"answer": dict(answer)}:
                 return answer
             case {"finished": _}:
                 return None
-            case {"refused": str(why)}:
+            case {"refused": str(reason)}:
                 self.told = True
-                raise ConfigError(KEY, f"must all take part; refused: {why[:LONGEST]}")
+                rule = f"must all take part; refused: {reason[:LONGEST]}"
+                raise ConfigError(KEY, rule)
         where = "in PIPELINE_SECRET or in hardware.secret_file"
-        raise ConfigError(
-            KEY, f"must all know one secret, {where}; the chief knows another, or none"
-        )
-
-    def refuse(self, error: ConfigError) -> bool:
-        """Tell the chief that this worker refuses its config; return whether the chief knows."""
-        with suppress(ConfigError):
-            self.join({"refused": str(error)}, REFUSING)
-        return self.told
-
-    def watch(self, reductions: Count) -> None:
-        """Watch the chief from now on, in a thread: this process ends when the chief is gone, or the straggler."""
-        assert self._connection is not None
-
-        def lost(_: int, last: dict[str, Any]) -> None:
-            os._exit(
-                2 if "refused" in last else int(not self._done)
-            )  # the main thread waits, and cannot be woken
-
-        arguments = ({0: self._connection}, 1, reductions, lost, lambda: not self._done)
-        threading.Thread(
-            target=exchange_heartbeats, args=arguments, daemon=True
-        ).start()
-
-    def fail(self, why: Mapping[str, str]) -> None:
-        """Tell the chief why this worker has `failed`, or `refused`."""
-        if self._connection is not None:
-            self._connection.write(why)
-            self.told = True
-
-    def wait(self) -> None:
-        """Wait until the chief has closed the run and ended, and with it this process."""
-        self._done = True
-        sys.stderr.flush()
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 2
-        )  # TensorFlow may still report that it misses the chief
-        threading.Event().wait()
+        rule = f"must all know one secret, {where}; the chief knows another, or none"
+        raise ConfigError(KEY, rule)
 
 
-def _compare(said: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    if "refused" in said:
-        raise ConfigError(
-            f"worker {said['index']}",
-            f"refuses: {said['refused'][:LONGEST].rstrip('.')}",
-        )
-    for what in ("versions", "config"):
-        here, there = own[what], said[what]
-        for key in here | there:
-            if repr(here.get(key)) != repr(
-                there.get(key)
-            ):  # NaN is not equal to itself
-                value = repr(there.get(key))[:LONGEST]
-                rule = f"must be the same for all workers, and is {value} on worker {said['index']}"
-                raise ConfigError(key[:LONGEST], rule, here.get(key))
+def _connect(address: str) -> JsonSocket:
+    host, _, port = address.rpartition(":")
+    return JsonSocket(
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
+    )
+
+
+def _check_statement(
+    greeting: Mapping[str, Any], chief_statement: Mapping[str, Any]
+) -> None:
+    """Raise a `ConfigError` if a worker states something else than the chief."""
+    index = greeting["index"]
+    if "refused" in greeting:
+        reason = greeting["refused"][:LONGEST].rstrip(".")
+        raise ConfigError(f"worker {index}", f"refuses: {reason}")
+    for part in ("versions", "config"):
+        chief_values = chief_statement[part]
+        worker_values = greeting[part]
+        for key in chief_values | worker_values:
+            # Compared as text, since NaN is not equal to itself.
+            chief_text = repr(chief_values.get(key))
+            worker_text = repr(worker_values.get(key))
+            if chief_text != worker_text:
+                rule = (
+                    "must be the same for all workers, and is "
+                    f"{worker_text[:LONGEST]} on worker {index}"
+                )
+                raise ConfigError(key[:LONGEST], rule, chief_values.get(key))

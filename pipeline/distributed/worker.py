@@ -1,6 +1,8 @@
-"""A worker other than the chief: it computes as the chief does, which alone logs, writes checkpoints and prints.
+"""A worker other than the chief.
 
-The chief starts `python -m pipeline.distributed.worker`, which reads a line of JSON with the cluster and the spec.
+It computes as the chief does. Only the chief logs, writes checkpoints and prints. The
+chief starts `python -m pipeline.distributed.worker`, which reads a line of JSON with
+the cluster and the spec.
 """
 
 import json
@@ -8,16 +10,16 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.checkpoints import files, fork
 from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, described, say
-from pipeline.config import cluster, compose, resolve
+from pipeline.config import cluster, resolve, session
 from pipeline.distributed import rendezvous
 from pipeline.trust import gate
 
@@ -28,48 +30,83 @@ TRAIN = "pipeline.distributed.worker.train"
 
 
 def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
-    """Work for the chief to the end of the run, given this worker's own `spec`.
+    """Work for the chief to the end of the run.
 
-    `task` names a function of the parts of the run, its directory, and the checkpoint that it starts from. A worker
-    that refuses ends this process with status 2, one that fails with 1: the others notice at once.
+    A worker that rejects its config ends this process with status 2, one that fails
+    with status 1; the others notice at once.
+
+    Args:
+        spec: this worker's own spec.
+        task: dotted name of a function of the parts of the run, its directory, and the
+            checkpoint that it starts from.
     """
-    workers = spec.workers
-    assert workers is not None
+    assert spec.workers is not None
     secrets.remember(spec.config.tracking.uri)
-    client = rendezvous.Client(
-        workers, cluster.secret(spec.config.hardware.secret_file, os.environ)
-    )
+    secret = cluster.secret(spec.config.hardware.secret_file, os.environ)
+    client = rendezvous.Client(spec.workers, secret)
     try:
-        with imports.without_chatter():
-            from pipeline.components import assembly
-        answer = client.join(rendezvous.statement(spec))
-        if answer is None:
-            return
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)  # the chief ends the run
-        spec = replace(
-            spec.adopting(answer["spec"]),
-            workers=replace(workers, addresses=tuple(answer["addresses"])),
-        )
-        counted: list[Any] = []  # the variable in which all-reduces are counted
-        client.watch(lambda: counted[0] if counted else 0)
-        start = _from_json(answer["start"])
-        parts = assembly.assemble(spec, None, 0 if start is None else start.update)
-        counted.append(parts.devices.reductions_ready)
-        resolve_name(task)(parts, Path(answer["run_dir"]), start)
+        finished = _run_task(spec, task, client)
     except BaseException as error:
-        refuses = isinstance(error, ConfigError)
-        if workers.started or not refuses:
-            say(*secrets.mask(traceback.format_exc()).splitlines())
-        client.fail(
-            {"refused": str(error)} if refuses else {"failed": described(error)}
-        )
-        if refuses and not (workers.started or client.told):
-            say(f"pipeline: {error}")
-        sys.stderr.flush()
-        compose.session().remove_empty_folders()
-        os._exit(2 if refuses else 1)
-    client.wait()
+        _end_with(error, client, started=spec.workers.started)
+    if not finished:
+        client.wait()
+
+
+def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bool:
+    """Join the chief and run the task; return whether the run had finished before."""
+    assert spec.workers is not None
+    with imports.without_chatter():
+        from pipeline.components import assembly
+    answer = client.join(rendezvous.statement(spec))
+    if answer is None:
+        return True
+
+    # The chief ends the run.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    workers = replace(spec.workers, addresses=tuple(answer["addresses"]))
+    spec = replace(spec.adopting(answer["spec"]), workers=workers)
+
+    # The variable that counts all-reduces, once the devices are set up.
+    reductions_ready: list[Any] = []
+
+    def count_reductions() -> Any:
+        if not reductions_ready:
+            return 0
+        return reductions_ready[0]
+
+    client.watch(count_reductions)
+    start = _start_from_json(answer["start"])
+    first_update = 0
+    if start is not None:
+        first_update = start.update
+    parts = assembly.assemble(spec, None, first_update)
+    reductions_ready.append(parts.devices.reductions_ready)
+    resolve_name(task)(parts, Path(answer["run_dir"]), start)
+    return False
+
+
+def _end_with(
+    error: BaseException, client: rendezvous.Client, started: bool
+) -> NoReturn:
+    """Tell the chief of the error, and end this process.
+
+    If the chief has `started` this worker, what it prints is a log.
+    """
+    rejects = isinstance(error, ConfigError)
+    if started or not rejects:
+        say(*secrets.mask(traceback.format_exc()).splitlines())
+    if rejects:
+        client.fail({"refused": str(error)})
+    else:
+        client.fail({"failed": described(error)})
+    if rejects and not (started or client.told):
+        say(f"pipeline: {error}")
+    sys.stderr.flush()
+    session.session().remove_empty_folders()
+    if rejects:
+        os._exit(2)
+    os._exit(1)
 
 
 def train(
@@ -81,40 +118,47 @@ def train(
     update = parts.update()
     if isinstance(start, fork.Fork):
         start.check(update, parts.plan)
-    fitting.fit(
-        parts,
-        update,
-        fitting.recorder(parts),
-        fitting.checkpoints(parts, run_dir, writes=False),
-        start,
-    )
+    recorder = fitting.recorder(parts)
+    checkpoints = fitting.checkpoints(parts, run_dir, writes=False)
+    fitting.fit(parts, update, recorder, checkpoints, start)
 
 
-def _from_json(said: dict[str, Any] | None) -> files.Checkpoint | fork.Fork | None:
-    if said is None:
+def _start_from_json(
+    message: dict[str, Any] | None,
+) -> files.Checkpoint | fork.Fork | None:
+    """Return the start of the run from the form that `chief` sends."""
+    if message is None:
         return None
-    there = files.at(Path(said["folder"]), said["update"])
-    if said["fork"] is None:
-        return there
-    run_id, run_dir, *options = said["fork"]
-    return fork.Fork(run_id, Path(run_dir), there, *options)
+    checkpoint = files.at(Path(message["folder"]), message["update"])
+    if message["fork"] is None:
+        return checkpoint
+    run_id, run_dir, weights_only, own_rate = message["fork"]
+    return fork.Fork(run_id, Path(run_dir), checkpoint, weights_only, own_rate)
+
+
+def _gate_of(passed: dict[str, Any] | None) -> AbstractContextManager[Any]:
+    """Return the chief's gate, to be in force here; nothing if it has none."""
+    if not passed:
+        return nullcontext()
+    paths = {}
+    for name in ("run_dir", "data_dir"):
+        if passed.get(name):
+            paths[name] = Path(passed[name])
+    return gate.strict(gate.Gate(**{**passed, **paths}))
 
 
 def main() -> None:
+    """Run the task that the chief writes to standard input."""
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
-    given = json.loads(sys.stdin.readline())
-    own = cluster.Cluster(
-        tuple(given["addresses"]),
-        given["index"],
+    message = json.loads(sys.stdin.readline())
+    workers = cluster.Cluster(
+        tuple(message["addresses"]),
+        message["index"],
         started=True,
-        rendezvous=given["rendezvous"],
+        rendezvous=message["rendezvous"],
     )
-    passed = given["gate"] or {}
-    places = {
-        name: Path(passed[name]) for name in ("run_dir", "data_dir") if passed.get(name)
-    }
-    with gate.strict(gate.Gate(**passed | places)) if passed else nullcontext():
-        run(resolve.from_text(given["spec"], own), given["task"])
+    with _gate_of(message["gate"]):
+        run(resolve.from_text(message["spec"], workers), message["task"])
 
 
 if __name__ == "__main__":

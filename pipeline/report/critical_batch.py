@@ -322,7 +322,7 @@ def _schedule(sweep: Comparison, critical: int) -> str | None:
     except (KeyError, TypeError, ValueError):
         return None
     return (
-        f"'accumulation.schedule=[{','.join(stages)}]' scaling.rule=sqrt "
+        f"'accumulation.batch_schedule=[{','.join(stages)}]' scaling.rule=sqrt "
         f"scaling.reference_batch_size={reference}"
     )
 

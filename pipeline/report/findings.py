@@ -11,6 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common import rounding
+from pipeline.common.rounding import IN_TF32, TF32
+from pipeline.config import key_kinds
+from pipeline.config.schema import Kind
 from pipeline.report import statistics
 from pipeline.report.comparison import Comparison
 from pipeline.report.job_results import (
@@ -25,30 +29,8 @@ from pipeline.report.statistics import count, joined, number
 
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 PRECISION = "hardware.precision"
-# The relative differences of losses that rounding explains: at the first update,
-# where both jobs have the same weights and training has not amplified it yet, and the
-# largest of all. For comparison, the machine epsilon of float64 is 2.2e-16, of float32
-# 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
-ROUNDING = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
-ROUNDING |= {"mixed_float16": (1e-2, 5e-3), "mixed_bfloat16": (1e-1, 5e-2)}
-# Params that may differ within a trajectory: how a batch is cut, where it runs, what
-# is logged when.
-_CUT = {
-    "accumulation.effective_batch_size",
-    "accumulation.factor",
-    "accumulation.micro_batch_size",
-    "derived.factor",
-    "derived.micro_batch_size",
-    "derived.replicas",
-    "hardware.replicas",
-    "hardware.workers",
-}
-_FREE = (
-    "tracking.",
-    "hardware.",
-    "training.evaluate_every",
-    "training.checkpoint_every",
-)
+# The effective batch stands in a param of its own, and evaluations change no update.
+_OF_NO_UPDATE = ("accumulation.effective_batch_size", "training.evaluate_every")
 
 # Tags of a run that list its layers whose output depends on the micro-batch.
 _LAYER_TAGS = ("model.batch_dependent_layers", "model.cut_dependent_noise")
@@ -138,7 +120,7 @@ class TrajectoryPair:
     Attributes:
         base: the job with the smallest factor.
         other: the other job.
-        precision: the precision of both.
+        precision: the one whose rounding may set them apart, by `rounding`.
         curve: the relative difference of their training losses, at each update that
             both logged.
     """
@@ -170,7 +152,7 @@ def trajectory_pairs(sweep: Comparison) -> list[TrajectoryPair]:
         for other in others:
             curve = _difference(base.curves[LOSS], other.curves[LOSS])
             if curve.steps.size:
-                precision = base.params.get(PRECISION, "float32")
+                precision = _precision(base, other)
                 pairs.append(TrajectoryPair(base, other, precision, curve))
     return pairs
 
@@ -192,11 +174,36 @@ def _trajectory(job: JobResult) -> tuple | None:
         return None
     settings = {}
     for key, value in job.params.items():
-        if not key.startswith(_FREE) and key not in _CUT:
+        if _decides_the_updates(key):
             settings[key] = value
     settings["derived.effective_batch_size"] = str(job.batch)
     settings[PRECISION] = job.params.get(PRECISION, "float32")
     return tuple(sorted(settings.items()))
+
+
+def _decides_the_updates(key: str) -> bool:
+    """Return whether jobs that differ in a param train different trajectories."""
+    if key in key_kinds.DERIVED_CUT or key in _OF_NO_UPDATE:
+        return False
+    return key_kinds.kind_of(key) == Kind.TRAINING
+
+
+def _precision(base: JobResult, other: JobResult) -> str:
+    """Return the precision whose rounding may set two jobs apart."""
+    precisions = {base.params.get(PRECISION, "float32")}
+    if IN_TF32 in base.tags or IN_TF32 in other.tags:
+        precisions.add(TF32)
+    return rounding.coarsest(precisions)
+
+
+def _is_rounding(pair: TrajectoryPair) -> bool:
+    """Return whether rounding explains the difference at each update."""
+    bounds = rounding.BY_PRECISION[pair.precision]
+    for update, difference in zip(pair.curve.steps, pair.curve.values, strict=True):
+        # A difference that is not a number is explained by nothing.
+        if not difference <= bounds.bound(int(update)):
+            return False
+    return True
 
 
 def same_trajectory(sweep: Comparison) -> list[SweepFinding]:
@@ -257,8 +264,7 @@ class PairDifferences:
     @property
     def parted(self) -> list[TrajectoryPair]:
         """Return the pairs that do not agree to floating point."""
-        _, largest_by_rounding = self._rounding
-        return [pair for pair in self.pairs if pair.largest > largest_by_rounding]
+        return [pair for pair in self.pairs if not _is_rounding(pair)]
 
     @property
     def more_than_rounding(self) -> list[TrajectoryPair]:
@@ -266,16 +272,12 @@ class PairDifferences:
 
         At the first update training has amplified nothing yet.
         """
-        first_by_rounding, _ = self._rounding
+        first_by_rounding = rounding.BY_PRECISION[self.precision].first
         return [
             pair
             for pair in self.parted
             if pair.curve.steps[0] == 1 and pair.first > first_by_rounding
         ]
-
-    @property
-    def _rounding(self) -> tuple[float, float]:
-        return ROUNDING.get(self.precision, ROUNDING["float32"])
 
     def figures(self) -> dict[str, Any]:
         parted = self.parted
@@ -363,7 +365,11 @@ def _compared_jobs(pairs: list[TrajectoryPair]) -> str:
         for key in pair.base.params | pair.other.params:
             if pair.base.params.get(key) != pair.other.params.get(key):
                 differing.add(key)
-    shown = [key for key in sorted(differing - _CUT) if not key.startswith("tracking.")]
+    differing -= {*key_kinds.DERIVED_CUT, "accumulation.effective_batch_size"}
+    shown = []
+    for key in sorted(differing):
+        if key_kinds.kind_of(key) in (Kind.TRAINING, Kind.NUMERICS):
+            shown.append(key)
     if shown:
         subject += f" (but for {joined(shown)})"
     return subject

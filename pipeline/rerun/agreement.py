@@ -5,25 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pipeline.common import rounding
+from pipeline.common.rounding import TF32
 from pipeline.config import metric_names
+from pipeline.config.key_kinds import DERIVED_CUT
 from pipeline.config.plan import HALVED
 
-# Precision → relative difference that counts as rounding: at the first update, where both runs have the same weights,
-# and the maximum. In between it doubles with every update, since training amplifies rounding: SGD(0.1, momentum 0.9) in
-# float32 carried 1e-7 to 0.2 in 20 updates. The bounds are choices, not a theorem: in float64, 120 updates stay below
-# 1e-13; in float32 AdamW stays below 1e-5, while with a large momentum the runs diverge and count as different.
-# TF32 rounds both factors of a product to 10 bits, as float16 has them: each by up to 2^-11, so a product by 1e-3, and
-# ten layers in a row by 1e-2 if all errors add up. Sums and everything else stay in float32.
-TF32 = "float32, in TF32"
-ROUNDING = {
-    "float64": (1e-12, 1e-9),
-    "float32": (1e-5, 1e-3),
-    TF32: (1e-2, 1e-2),
-    "mixed_float16": (1e-2, 1e-2),
-    "mixed_bfloat16": (1e-1, 1e-1),
-}
 EXAMPLES = 2  # by which a count of examples may differ, if there are more than these
-CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
 
 History = Mapping[str, Mapping[int, float]]  # value by step, by metric
 
@@ -150,9 +138,9 @@ def of_runs(
     precisions = {params.get("hardware.precision") for params in (then, now)} | (
         {TF32} if in_tf32 else set()
     )
-    precision = max(precisions & {*ROUNDING}, key=[*ROUNDING].index, default="float32")
+    precision = rounding.coarsest(precisions)
     same = old.data.tags.get(HALVED) == new.data.tags.get(HALVED) and all(
-        then.get(key) == now.get(key) for key in CUT
+        then.get(key) == now.get(key) for key in DERIVED_CUT
     )
     last = max((step for points in before.values() for step in points), default=0)
     until = math.inf if old.info.status == "FINISHED" else last
@@ -209,12 +197,8 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
     metric = metric_names.of(point.metric)
     if metric.counted or point.old is None or point.new is None:
         return False
-    first, most = ROUNDING[precision]
-    # 60 doublings exceed every bound; 2 to the power of a million would overflow.
-    if (
-        point.relative
-        <= min(most, first * 2.0 ** min(point.step - 1, 60)) * metric.rounding
-    ):
+    bound = rounding.BY_PRECISION[precision].bound(point.step) * metric.rounding
+    if point.relative <= bound:
         return True
     # A share of the examples, such as the accuracy, changes by at least one of them.
     if not metric.share or examples is None or not EXAMPLES < examples < math.inf:

@@ -20,11 +20,13 @@ from pipeline.config import (
     compose,
     former_names,
     hydra_errors,
+    key_kinds,
     schema,
     sizes,
 )
 from pipeline.config.plain import leaves, plain
 from pipeline.config.resolve import resolve
+from pipeline.launch import record
 from pipeline.rerun import agreement, recorded_run
 from pipeline.rerun.request import Request, parsed
 from pipeline.tracking import provenance
@@ -33,26 +35,17 @@ from pipeline.trust.artifact_locations import confined, is_inside
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict, texts
 
 DIFFERENT = 3  # exit status
-# Keys that change where the data are or how they are read, but not which data they are.
-_SAME_DATA = re.compile(
-    r"dataset\.(data_dir|download|in_memory|shuffle_(buffer|files)|checksum|augment|pad)(\.|$)"
-)
-_OWN = (
-    "tracking.",
-    "tracking=",
-    "trust.",
-)  # such overrides also apply to the user's own config
+# A limit of memory names no place of a machine: the recorded one holds in a rerun.
+_LIMITS = ("hardware.memory", "hardware.gpu_memory")
+# Overrides of these groups also apply to the user's own config.
+_OWN = re.compile(rf"[+~]*({'|'.join(key_kinds.groups_apart())})[.=]")
 
 
 def rerun(arguments: Sequence[str]) -> int:
     """Run a recorded run again and compare the two."""
     request = parsed(arguments, rerun.__doc__)
     # Only the user's own config says where the store is and what is trusted, never the record.
-    overrides = [
-        override
-        for override in request.overrides
-        if override.lstrip("+~").startswith(_OWN)
-    ]
+    overrides = [override for override in request.overrides if _OWN.match(override)]
     own = compose.composed([*request.own, *overrides])
     own.trust.allow = [*own.trust.allow, *map(former_names.current, request.allow)]
     store = ForeignStore.open(own.tracking.uri, own.trust.allow)
@@ -201,8 +194,7 @@ class Rerun:
         config.pop("trust", None)
         name = printable(f"rerun of {self.recorded.run.info.run_name}")
         here = {
-            "sweep": None,
-            "job": None,
+            **key_kinds.outside_a_sweep(),
             "uri": self.own.tracking.uri,
             "experiment": experiment,
             "run_name": name,
@@ -212,9 +204,11 @@ class Rerun:
             "schema": schema.SCHEMA,
             "tracking": (config.get("tracking") or {}) | here,
         }
-        ours = {
-            key: self.own.hardware[key] for key in ("open_ports", "secret_file", "gpu")
-        }
+        ours = {}
+        for key in key_kinds.keys_of(schema.Kind.MACHINE):
+            group, _, name = key.partition(".")
+            if group == "hardware" and key not in _LIMITS:
+                ours[name] = self.own.hardware[name]
         config["hardware"] = (config.get("hardware") or {}) | ours
         if (config.get("start") or {}).get(
             "run"
@@ -259,7 +253,7 @@ class Rerun:
             run_ids.append(run_id)
             return loss
 
-        compose.run_recorded(
+        record.run_recorded(
             config,
             self.request.for_hydra(self.gate.run_dir),
             task,
@@ -279,7 +273,8 @@ class Rerun:
                 provenance.check_dataset(self.recorded.dataset, now, self.run_id)
         except ConfigError as error:
             if not any(
-                f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key)
+                f"{key}.".startswith("dataset.")
+                and not key_kinds.facts_of(key).same_data
                 for key in self.request.values
             ):
                 raise

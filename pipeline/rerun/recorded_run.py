@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.common import recorded
 from pipeline.common.errors import ConfigError, first_line, say
-from pipeline.config import former_names, plain, schema
+from pipeline.config import former_names, key_kinds, plain, schema
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
@@ -30,11 +30,8 @@ _FORMS = {  # of the files of a record
     "dataset.json": provenance.DATASET,
     "links.json": {str: str},
 }
-_PLACE = {
-    "tracking",
-    "trust",
-    "hydra",
-}  # no link may refer to these: the store's URI may hold a password
+# No link may refer to these: the store's URI may hold a password.
+_NOT_LINKED = {"hydra", *key_kinds.groups_apart()}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 LARGEST = 16 * 2**20  # bytes of one file of a record
 
@@ -71,9 +68,8 @@ class RecordedRun:
         if not self.config.get("schema"):
             return True
         try:
-            return provenance.config_hash(self.config, self.run_dir) == str(
-                self.run.data.tags.get("config.hash")
-            )
+            tag = str(self.run.data.tags.get("config.hash"))
+            return provenance.has_hash(self.config, self.run_dir, tag)
         except TypeError:  # keys that JSON does not allow; the gate refuses them
             return False
 
@@ -85,13 +81,13 @@ class RecordedRun:
             is_inside = before.startswith("/") and f"{text}/".startswith(f"{before}/")
             return f"{run_dir.absolute()}{text[len(before) :]}" if is_inside else text
 
-        return former_names.renamed(plain.mapped(self.config, move))
+        return former_names.migrated(plain.mapped(self.config, move))
 
     def check_schema(self) -> None:
         """Check that the record's schema is known, and say if it is an older one, which would be migrated here.
 
         From 0 to 2 nothing has to change, since the defaults of new keys do what older code did. Before 2, only the
-        last validation of a run with `use_ema` used the averaged weights.
+        last validation of a run with `use_ema` used the averaged weights. From 2 to 3 two keys were renamed.
         """
         version, run_id = self.config.get("schema", 0), self.run.info.run_id
         if type(version) is not int or not 0 <= version <= schema.SCHEMA:
@@ -108,7 +104,8 @@ class RecordedRun:
             say(
                 f"the record of {run_id} is of schema {version}: brought to schema {schema.SCHEMA}"
             )
-            if (self.config.get("optimizer") or {}).get("use_ema"):
+            averages = (self.config.get("optimizer") or {}).get("use_ema")
+            if version < 2 and averages:
                 say(
                     "  differs: val/…: all are of the averaged weights now, then only the last one was"
                 )
@@ -143,6 +140,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
             "RUN_ID", "must be a run that recorded its config (config.yaml)", run_id
         )
     gate.check_size(found["config.yaml"])
+    found["links.json"] = former_names.current_links(found.get("links.json", {}))
     return RecordedRun(run, *(found.get(name, {}) for name in _FORMS))
 
 
@@ -162,7 +160,7 @@ def relinked(
     names = {
         key: of
         for key, of in names.items()
-        if not _PLACE & {name.split(".")[0] for name in (key, *of)}
+        if not _NOT_LINKED & {name.split(".")[0] for name in (key, *of)}
     }
     followed = set(changed)
     while more := {

@@ -11,14 +11,7 @@ from hydra.core.override_parser.types import Override
 
 from pipeline.checkpoints.run_dirs import quoted
 from pipeline.common.errors import Parser
-from pipeline.config import compose, hydra_errors
-
-_PLACE = (
-    "dataset.data_dir=",
-    "hydra",
-    "tracking",
-    "trust.",
-)  # overrides that do not change the run
+from pipeline.config import compose, hydra_errors, key_kinds
 
 
 class Request(Namespace):
@@ -33,11 +26,12 @@ class Request(Namespace):
 
     @property
     def changing(self) -> list[str]:  # the run, not where it runs
-        return [
-            override
-            for override in self.overrides
-            if not override.lstrip("+~").startswith(_PLACE)
-        ]
+        changing = []
+        for override in self.overrides:
+            key = override.lstrip("+~").partition("=")[0]
+            if not key.startswith("hydra") and key_kinds.decides_what_runs(key):
+                changing.append(override)
+        return changing
 
     @property
     def folders(self) -> list[str]:  # with config groups, the package's first

@@ -28,8 +28,10 @@ from pipeline.common import disk_cache, imports, memory_budget, nvidia
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.memory_budget import MARGIN
 from pipeline.common.secrets import mask
+from pipeline.config import key_kinds
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
+from pipeline.config.schema import Kind
 from pipeline.config.sizes import MICRO, Batching
 from pipeline.tracking import provenance
 
@@ -53,11 +55,6 @@ TABLE = "micro_batch_sizes.json"
 TAG = "micro_batch_size.found"
 # The form of an entry of the cache, and of the fields of `Found`.
 _ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}
-PLACING = (
-    "parallel_jobs",
-    "gpus_per_job",
-    "jobs_per_gpu",
-)  # keys of `hardware` that change no try
 
 # Takes a micro-batch size and whether its updates are timed; returns the answer of
 # `pipeline.run.batch_size_trial`.
@@ -334,15 +331,22 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, int | float):
             optimizer[key] = bool(value)
     hardware: dict[str, Any] = {}
+    # A trial depends on the memory and the GPUs of the machine, too, but not on what the
+    # run opens.
     for key, value in config["hardware"].items():
-        if key not in PLACING:
+        facts = key_kinds.facts_of(f"hardware.{key}")
+        if facts.kind not in (Kind.PLACE, Kind.LOG) and not facts.of_one_call:
             hardware[key] = value
     environment = provenance.environment(Path())
     hardware["gpus"] = []
     if config["hardware"]["device"] != "cpu":
         hardware["gpus"] = _gpus(environment["gpus"])
 
-    training = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
+    # The objective is what a resumed run may not change of the training.
+    training = {}
+    for key, value in config["training"].items():
+        if key_kinds.facts_of(f"training.{key}").fixed:
+            training[key] = value
     machine = ("python", "processor", "processors", "driver", "package", "packages")
     targets = []
     for key, value in leaves(config).items():
@@ -356,8 +360,8 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
         "model": config["model"],
         "hardware": hardware,
         "optimizer": optimizer,
-        "training": {key: config["training"][key] for key in training},
-        "noise_every": config["tracking"]["noise_every"],
+        "training": training,
+        "noise_scale_every": config["accumulation"]["noise_scale_every"],
         "machine": {key: environment[key] for key in machine},
         "code": _code_hash(targets),
     }

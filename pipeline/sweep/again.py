@@ -17,13 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import allow_list, former_names, plain
+from pipeline.config import allow_list, former_names, key_kinds, plain
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
 # Where one call of the command reads and writes, and what it opens; not part of the sweep.
 _LOCATIONS = (
-    *("tracking", "tracking.uri", "tracking.sweep", "tracking.confined"),
+    "tracking",
+    *key_kinds.keys_where(lambda facts: facts.of_one_call),
     *(
         "hydra.sweep.dir",
         "hydra.sweep.subdir",
@@ -31,7 +32,6 @@ _LOCATIONS = (
         "hydra.mode",
         "hydra.searchpath",
     ),
-    *("hardware.open_ports", "hardware.secret_file"),
 )
 _LOCAL = ("local", "submitit_local")
 _CHOICES = {

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, say, say_id
 from pipeline.common.secrets import mask
-from pipeline.config import allow_list, compose, plain
+from pipeline.config import allow_list, plain, session
 from pipeline.sweep import again, files
 from pipeline.tracking.foreign_store import (
     LONGEST_TAG,
@@ -51,13 +51,13 @@ class ParentRun(SweepRecord):
     name: str = ""  # of the sweep file, or `multirun`
     places: tuple[str, ...] = ()  # where artifacts may be, besides the store
     names: list[str] = field(default_factory=list)  # of all planned jobs, in order
-    # Config keys in which the jobs differ, and metrics that they measure beside the
-    # loss.
+    # Config keys in which the jobs differ.
     varied: list[str] = field(default_factory=list)
+    # Metrics that the jobs measure beside the loss.
     metrics: list[str] = field(default_factory=list)
-    # By the job's name: why it returned no loss, and when its process ended, in seconds
-    # of a monotonic clock.
+    # Why a job returned no loss, by its name.
     lost: dict[str, str] = field(default_factory=dict)
+    # When a job's process ended, by its name, in seconds of a monotonic clock.
     ended: dict[str, float] = field(default_factory=dict)
     folder: str = ""  # of the sweep
     patience: float = 60.0  # of a job's shipper with the store, in seconds
@@ -207,7 +207,7 @@ def begin(
     else:
         sweep = _create(config, name, len(names), varied)
     say_id(sweep.run_id)
-    compose.session().sweep = sweep
+    session.session().sweep = sweep
 
     sweep.varied = list(varied)
     sweep.metrics = [str(metric) for metric in config.training.metrics]

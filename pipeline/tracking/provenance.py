@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import __version__
 from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError
-from pipeline.config import compose, plain, resolve
+from pipeline.config import compose, key_kinds, plain, resolve
 from pipeline.dataset.checksums import Files
 
 if TYPE_CHECKING:
@@ -40,29 +40,6 @@ MACHINE = (
     "cudnn",
     "lock_file",
     "lock",
-)
-# Keys that say where and how a run is made, and not which run it is.
-PLACE = (
-    *(
-        "dataset.data_dir.",
-        "dataset.download.",
-        "dataset.checksum.",
-        "tracking.",
-        "trust.",
-        "training.resume.",
-    ),
-    *(
-        "training.checkpoint_every.",
-        "hardware.parallel_jobs.",
-        "hardware.gpus_per_job.",
-        "hardware.jobs_per_gpu.",
-    ),
-    *(
-        "hardware.gpu.",
-        "hardware.gpu_memory.",
-        "hardware.open_ports.",
-        "hardware.secret_file.",
-    ),
 )
 # The form of dataset.json.
 DATASET = {
@@ -84,17 +61,34 @@ NAMED = (
 )
 
 
-def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
-    """Return the SHA-256 of a config without secrets.
+HASH_VERSION = "v2:"  # begins a hash; one of version 1 begins with its first digit
 
-    Runs with the same training share it, in any `run_dir`.
+
+def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
+    """Return a hash of what a config runs; runs that differ in place and log share it.
+
+    It covers the keys of the training, the cut and the numerics. A key that the schema
+    lacks counts as one of the training, so a key of these kinds may be renamed or
+    removed, but no key may change its kind without a new version of the hash.
+
+    Args:
+        resolved: the plain config, without secrets, as it is recorded.
+        run_dir: the run directory, whose path is left out of the hash.
+    """
+    covered = key_kinds.restricted(resolved, key_kinds.WHAT_RUNS)
+    return HASH_VERSION + _sha256_of_config(covered, run_dir)
+
+
+def config_hash_1(resolved: Mapping[str, Any], run_dir: str | None) -> str:
+    """Return the hash of version 1, by which records of schema 1 and 2 are checked.
+
+    It stays as it was, over the config as it was recorded, under its former names.
     """
     same = {
         key: value
         for key, value in resolved.items()
         if key not in ("tracking", "trust")
     }
-    # How a run may be interrupted does not change its result; the data have a record of their own.
     free = {"training": ("resume", "checkpoint_every"), "dataset": ("data_dir",)}
     free["hardware"] = ("open_ports", "secret_file", "gpu", "jobs_per_gpu")
     for group, left_out in free.items():
@@ -102,7 +96,18 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
             same[group] = {
                 key: value for key, value in same[group].items() if key not in left_out
             }
-    text = json.dumps(same, sort_keys=True, default=str)
+    return _sha256_of_config(same, run_dir)
+
+
+def has_hash(resolved: Mapping[str, Any], run_dir: str | None, recorded: str) -> bool:
+    """Return whether a recorded config has the recorded hash, of either version."""
+    if recorded.startswith(HASH_VERSION):
+        return config_hash(resolved, run_dir) == recorded
+    return config_hash_1(resolved, run_dir) == recorded
+
+
+def _sha256_of_config(config: Mapping[str, Any], run_dir: str | None) -> str:
+    text = json.dumps(config, sort_keys=True, default=str)
     if run_dir:
         text = text.replace(run_dir, "RUN_DIR")
     return hashlib.sha256(text.encode()).hexdigest()

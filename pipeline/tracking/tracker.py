@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from pipeline.common import nvidia, rounding
 from pipeline.common.errors import say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
-from pipeline.config import plain
+from pipeline.config import key_kinds, plain
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
+from pipeline.config.schema import Precision
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
@@ -98,7 +100,7 @@ class Tracker:
             "experiment": recorded["tracking"]["experiment"],
             "name": name or f"{data.name} {model.name}",
             "params": self._params(recorded, model),
-            "tags": self._tags(spec, recorded) | tags,
+            "tags": self._tags(spec, recorded) | _tf32_tag(spec, gpus) | tags,
             "system_metrics": tracking.system_metrics,
             "gpus": list(gpus),
             "segment": provenance.segment(after, spec),
@@ -329,6 +331,14 @@ class Tracker:
             self.journal.write(line)
 
 
+def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:
+    """Return the tag of a run in float32 that computes in TF32."""
+    in_float32 = spec.config.hardware.precision == Precision.float32
+    if gpus and in_float32 and nvidia.computes_in_tf32():
+        return {rounding.IN_TF32: "true"}
+    return {}
+
+
 def _name_by_overrides(overrides: Sequence[str], dataset: str) -> str:
     """Return a run's name by its overrides, such as `text rate=0.1 seed=2`.
 
@@ -338,7 +348,7 @@ def _name_by_overrides(overrides: Sequence[str], dataset: str) -> str:
     pairs = []
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if not f"{key}.".startswith(("hydra", *provenance.PLACE)):
+        if not key.startswith("hydra") and key_kinds.decides_what_runs(key):
             pairs.append((key, value))
     if not pairs:
         return ""

@@ -30,7 +30,7 @@ ADAM = (
     "scaling.reference_batch_size=64",
 )
 STAGES = (
-    "accumulation.schedule=[{start:{updates:0},effective_batch_size:32},"
+    "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:32},"
     "{start:{updates:3},effective_batch_size:128}]"
 )
 
@@ -46,7 +46,7 @@ class Built:
 
 def built(*overrides: str) -> Built:
     spec = resolved(overrides)
-    batch_schedule = asked(spec.config.accumulation.schedule)
+    batch_schedule = asked(spec.config.accumulation.batch_schedule)
     plan = plan_of(spec.batching, EXAMPLES, spec.horizon, batch_schedule)
 
     made, scaling = optimizer.build(spec, plan.updates, plan)
@@ -90,7 +90,8 @@ def test_other_arguments_of_an_optimizer_do_not_follow():
         with pytest.raises(ConfigError, match=message):
             built("optimizer=adamw", f"scaling={rule}", STAGES)
     with pytest.raises(
-        ConfigError, match=r"^scaling\.ema must be false with accumulation\.schedule"
+        ConfigError,
+        match=r"^scaling\.ema must be false with accumulation\.batch_schedule",
     ):
         built("scaling=linear", "scaling.ema=true", "+optimizer.use_ema=true", STAGES)
 

@@ -50,8 +50,8 @@ CONFIG = {
     "train scaling=adascale": "scaling=adascale was removed in version 0.2.0: use scaling=linear, scaling=sqrt or "
     "another rule.",
     "train scaling.rule=adascale": "scaling.rule=adascale was removed in version 0.2.0: use scaling=linear, …",
-    "train accumulation.schedule=seesaw": "accumulation.schedule=seesaw was removed in version 0.2.0: use a list of "
-    "stages, with schedule.clock=examples.",
+    "train accumulation.schedule=seesaw": "accumulation.batch_schedule=seesaw was removed in version 0.2.0: use a list "
+    "of stages, with schedule.clock=examples.",
     "train +accumulation.seesaw_max=512": "accumulation.seesaw_max was removed in version 0.2.0: give each stage of "
     "the effective batch its size.",
     "train accumulation.scale_rate=false": "accumulation.scale_rate was removed in version 0.2.0: the scaling rule "
@@ -284,7 +284,7 @@ CONFIG = {
     "ui --port many": "--port must be from 1 to 65535. Received: 'many'.",
     "ui tracking.ur=x": "tracking.ur must be a key of tracking. Received: 'ur'. Choices: uri, … Did you mean 'uri'?",
     # what belongs to a store and its records
-    "train schema=1": "schema must be 2, the one of this program. Received: 1.",
+    "train schema=1": "schema must be 3, the one of this program. Received: 1.",
     "train tracking.sweep=nope": "tracking.sweep must be left out of a single run: it is of a multirun. "
     "Received: 'nope'.",
     "train 'trust.allow=[a b]'": "trust.allow must list dotted names, such as mypkg.models, and places, such as "

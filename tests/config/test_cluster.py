@@ -40,7 +40,7 @@ def tf_config(jobs, kind="worker", index=0):
 
 
 def found(workers, environment):
-    team = cluster.resolve(workers, environment)
+    team = cluster.workers_of_run(workers, environment)
     return (1 if team is None else len(team.addresses)), team
 
 

@@ -199,7 +199,7 @@ def test_a_former_name_that_the_user_allows_is_allowed(tmp_path):
 
 REMOVED = {
     "scaling.rule=adascale": {"scaling": {"rule": "adascale"}},
-    "accumulation.schedule=seesaw": {"accumulation": {"schedule": "seesaw"}},
+    "accumulation.batch_schedule=seesaw": {"accumulation": {"schedule": "seesaw"}},
     "accumulation.seesaw_max": {"accumulation": {"seesaw_max": 512}},
     "accumulation.scale_rate": {"accumulation": {"scale_rate": False}},
 }
@@ -258,6 +258,102 @@ def test_a_recorded_sweep_goes_on_without_the_defaults_of_removed_keys():
     tags = {"sweep.overrides": json.dumps(recorded)}
     own = compose.composed([])
     assert trusted_overrides(tags, [], own) == ["accumulation.factor=2"]
+
+
+# --- keys ---
+
+OVERRIDES = {
+    "tracking.noise_every=3": "accumulation.noise_scale_every=3",
+    "++tracking.noise_every=3": "++accumulation.noise_scale_every=3",
+    "accumulation.schedule=null": "accumulation.batch_schedule=null",
+    "accumulation.schedule.1.effective_batch_size=8": (
+        "accumulation.batch_schedule.1.effective_batch_size=8"
+    ),
+    "hydra.sweeper.params.tracking.noise_every=1,2": (
+        "hydra.sweeper.params.accumulation.noise_scale_every=1,2"
+    ),
+}
+
+
+@pytest.mark.parametrize("former", OVERRIDES)
+def test_an_override_of_a_former_key_is_one_of_the_current_key(former):
+    assert former_names.current_override(former) == OVERRIDES[former]
+    assert compose.as_text([former]) == [OVERRIDES[former]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "accumulation.schedule_of_mine=1",
+        "tracking.run_name=tracking.noise_every",
+        "model.tracking.noise_every=1",
+        "schedule=cosine",
+    ],
+)
+def test_any_other_override_stays_as_it_is(text):
+    assert former_names.current_override(text) == text
+
+
+def test_a_config_composes_with_former_keys_on_the_command_line():
+    stages = "[{start:{updates:0},effective_batch_size:32}]"
+    config = composed("tracking.noise_every=3", f"accumulation.schedule={stages}")
+    assert config["accumulation"]["noise_scale_every"] == 3
+    assert config["accumulation"]["batch_schedule"] == [
+        {"start": {"updates": 0}, "effective_batch_size": 32}
+    ]
+    assert "noise_every" not in config["tracking"]
+
+
+def test_a_file_with_a_former_key_is_rejected_with_the_current_one(tmp_path):
+    experiment = tmp_path / "experiment"
+    experiment.mkdir()
+    (experiment / "mine.yaml").write_text(
+        "# @package _global_\ntracking: {noise_every: 3}\n"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^tracking\.noise_every must be written as accumulation\.noise_scale_every",
+    ):
+        compose.composed(["--config-dir", str(tmp_path), "experiment=mine"])
+
+
+def test_a_record_of_schema_2_has_current_keys():
+    record = {
+        "accumulation": {"factor": 4, "schedule": None},
+        "tracking": {"noise_every": 3, "log_every": 1},
+        "schema": 2,
+    }
+    before = deepcopy(record)
+    assert former_names.migrated(record) == {
+        "accumulation": {"factor": 4, "batch_schedule": None, "noise_scale_every": 3},
+        "tracking": {"log_every": 1},
+        "schema": 3,
+    }
+    assert record == before  # a copy
+    assert former_names.migrated({**record, "schema": 1})["schema"] == 1
+
+
+def test_a_current_key_outranks_a_former_one():
+    record = {
+        "accumulation": {"noise_scale_every": 5},
+        "tracking": {"noise_every": 3},
+    }
+    assert former_names.renamed(record)["accumulation"] == {"noise_scale_every": 5}
+
+
+def test_links_name_current_keys():
+    links = {
+        "model.every": "${tracking.noise_every}",
+        "accumulation.schedule.1.effective_batch_size": "${times:${seed}, ${model.x}}",
+        "model.x": "${times:${accumulation.schedule.0.effective_batch_size}, 2}",
+    }
+    assert former_names.current_links(links) == {
+        "model.every": "${accumulation.noise_scale_every}",
+        "accumulation.batch_schedule.1.effective_batch_size": (
+            "${times:${seed}, ${model.x}}"
+        ),
+        "model.x": "${times:${accumulation.batch_schedule.0.effective_batch_size}, 2}",
+    }
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from pipeline.config.resolve import from_text, resolve
 from pipeline.config.stages import Asked
 
 RAMP = (
-    "accumulation.schedule=[{start:{updates:0},effective_batch_size:32},"
+    "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:32},"
     "{start:{updates:400},effective_batch_size:100},{start:{epochs:12},effective_batch_size:256}]"
 )
 
@@ -243,7 +243,7 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
     tried = from_text(spec.at_largest().to_text())
     assert (
         tried.batching.effective_batch_size,
-        tried.config.accumulation.schedule,
+        tried.config.accumulation.batch_schedule,
     ) == (256, None)
     found = spec.with_micro_batch(200)
     assert (
@@ -257,48 +257,49 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
     ("given", "message"),
     [
         (
-            ["accumulation.schedule=fast"],
-            "accumulation.schedule must be null or a list of stages",
+            ["accumulation.batch_schedule=fast"],
+            "accumulation.batch_schedule must be null or a list of stages",
         ),
         (
-            ["accumulation.schedule=[]"],
-            "accumulation.schedule must be null or a list of stages",
+            ["accumulation.batch_schedule=[]"],
+            "accumulation.batch_schedule must be null or a list of stages",
         ),
         (
-            ["accumulation.schedule=[32]"],
-            "accumulation.schedule[0] must be as {start: {updates: 400}, effective",
+            ["accumulation.batch_schedule=[32]"],
+            "accumulation.batch_schedule[0] must be as {start: {updates: 400}, effective",
         ),
         (
             [RAMP.replace("epochs", "days")],
-            "accumulation.schedule[2].start must be in a known unit. Received: 'days'.",
+            "accumulation.batch_schedule[2].start must be in a known unit. Received: 'days'.",
         ),
         (
             [RAMP.replace("epochs:12", "epochs:12,updates:3")],
-            "accumulation.schedule[2] must be as {start: {updates",
+            "accumulation.batch_schedule[2] must be as {start: {updates",
         ),
         (
             [RAMP.replace("updates:0", "updates:1")],
-            "accumulation.schedule[0].start.updates must be 0, as the run",
+            "accumulation.batch_schedule[0].start.updates must be 0, as the run",
         ),
         (
             [RAMP.replace("400", "4.5")],
-            "accumulation.schedule[1].start.updates must be a number of at least 0, whole",
+            "accumulation.batch_schedule[1].start.updates must be a number of at least 0, whole",
         ),
         (
             [RAMP.replace("400", "0")],
-            "accumulation.schedule[1].start.updates must rise from stage to stage",
+            "accumulation.batch_schedule[1].start.updates must rise from stage to stage",
         ),
         (
             [RAMP.replace("epochs:12", "updates:400")],
-            "accumulation.schedule[2].start.updates must rise from stage",
+            "accumulation.batch_schedule[2].start.updates must rise from stage",
         ),
         (
             [RAMP.replace("256", "0")],
-            "accumulation.schedule[2].effective_batch_size must be at least 1. Received: 0.",
+            "accumulation.batch_schedule[2].effective_batch_size must be at least 1. Received: 0.",
         ),
         (
             [RAMP.replace(":32", ":1"), "hardware.replicas=2"],
-            "accumulation.schedule[0].effective_batch_size must be at least the number of replicas, 2. Received: 1.",
+            "accumulation.batch_schedule[0].effective_batch_size must be at least the "
+            "number of replicas, 2. Received: 1.",
         ),
         (
             [RAMP, "accumulation.effective_batch_size=64"],
@@ -310,7 +311,7 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             [RAMP, "dataset.batched=true"],
-            "accumulation.schedule must be null with dataset.batched=true",
+            "accumulation.batch_schedule must be null with dataset.batched=true",
         ),
         (
             ["schedule.clock=examples", "dataset.batched=true"],
@@ -334,8 +335,8 @@ def test_what_cannot_be_is_refused_in_one_line(given, message):
     [
         (
             [Asked("updates", 0, 32), Asked("updates", 3, 101)],
-            "accumulation.schedule[1].effective_batch_size must be at most the 100 examples of the training split. "
-            "Received: 101.",
+            "accumulation.batch_schedule[1].effective_batch_size must be at most the 100 "
+            "examples of the training split. Received: 101.",
         ),
         (  # both in the first update
             [
@@ -343,8 +344,8 @@ def test_what_cannot_be_is_refused_in_one_line(given, message):
                 Asked("examples", 5, 50),
                 Asked("epochs", 0.2, 60),
             ],
-            "accumulation.schedule[2].start.epochs must be later than update 2, with which the stage before begins. "
-            "Received: 0.2.",
+            "accumulation.batch_schedule[2].start.epochs must be later than update 2, with "
+            "which the stage before begins. Received: 0.2.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What of the data is kept in memory, and what is streamed and how: `dataset.in_memory=auto`."""
+"""Which data is kept in memory and which is streamed: `dataset.in_memory=auto`."""
 
 from __future__ import annotations
 
@@ -26,62 +26,65 @@ def split(**parts: object) -> Data:
 
 
 def settled(data: Data, **node: object) -> tuple[dict, str]:
-    made = OmegaConf.create({**AUTO, **node})
-    decided, said = cache.resolve(made, data)
-    return {**AUTO, **node, **decided}, said
+    """Return the keys of the group after the decision, and the line for the user."""
+    keys = {**AUTO, **node}
+    decided, line = cache.resolve(OmegaConf.create(keys), data)
+    return {**keys, **decided}, line
 
 
 def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
     assert 0 < cache.limit() <= psutil.virtual_memory().total
-    data = split(
-        x=np.zeros((1000, 100), np.float32), y=np.zeros(1000, np.int64)
-    )  # 408 bytes each
+    # 408 bytes each
+    data = split(x=np.zeros((1000, 100), np.float32), y=np.zeros(1000, np.int64))
     assert settled(data) == (
         {"in_memory": True, "shuffle_buffer": None},
         "398 KiB of training examples are kept in memory",
     )
     monkeypatch.setattr(cache, "limit", lambda: 4 * 408_000 - 4)
     monkeypatch.setattr(cache, "BUFFER", 408 * 50)
-    node, said = settled(data)
+    node, line = settled(data)
     assert node == {"in_memory": False, "shuffle_buffer": 50}
     assert re.fullmatch(
-        r"398 KiB .* are streamed, as a quarter of the memory is 398 KiB; .* buffer of 50 examples",
-        said,
+        r"398 KiB .* are streamed, as a quarter of the memory is 398 KiB; "
+        r".* buffer of 50 examples",
+        line,
     )
     assert settled(data, shuffle_buffer=7)[0] == {
         "in_memory": False,
         "shuffle_buffer": 7,
     }
-    for given in (True, False):  # whatever its size
-        assert settled(data, in_memory=given) == (
-            {"in_memory": given, "shuffle_buffer": None},
-            "",
-        )
+    for in_memory in (True, False):  # whatever its size
+        node = {"in_memory": in_memory, "shuffle_buffer": None}
+        assert settled(data, in_memory=in_memory) == (node, "")
 
 
 def test_a_validation_split_that_is_kept_is_read_once(monkeypatch):
-    """It is kept with the training split if it fits in 1/32 of the memory: here 20 examples of 12 bytes."""
+    """It is kept with the training split if it fits in 1/32 of the memory.
+
+    Here it has 20 examples of 12 bytes.
+    """
     read = []
 
     def examples():
         read.append(1)
-        yield from ((float(number), number % 3) for number in range(20))
+        for number in range(20):
+            yield float(number), number % 3
 
-    spec = tf.TensorSpec((), tf.float32), tf.TensorSpec((), tf.int64)
+    spec = (tf.TensorSpec((), tf.float32), tf.TensorSpec((), tf.int64))
     validation = tf.data.Dataset.from_generator(examples, output_signature=spec)
     data = Data(
         validation, validation.apply(tf.data.experimental.assert_cardinality(20))
     )
-    given = [*data.validation.as_numpy_iterator()]
+    expected = [*data.validation.as_numpy_iterator()]
     for size, kept in ((32 * 240 - 1, False), (32 * 240, True)):
         monkeypatch.setattr(cache, "limit", lambda size=size: size)
         read.clear()
         assert cache.keeps_validation(OmegaConf.create({}), data) is kept
         evaluated = batches.evaluated(data, "validation", 8, None, None, kept)
         for _ in range(3):
-            passed = [*evaluated.unbatch().as_numpy_iterator()]
-            assert passed == given
-        assert len(read) == (1 if kept else 3)
+            assert [*evaluated.unbatch().as_numpy_iterator()] == expected
+        passes = 1 if kept else 3
+        assert len(read) == passes
     assert not cache.keeps_validation(OmegaConf.create({"in_memory": False}), data)
 
 
@@ -89,19 +92,22 @@ def test_examples_of_unequal_length_are_measured():
     texts = tf.data.Dataset.from_tensor_slices(["a" * 10, "b" * 30] * 40).map(
         lambda text: (text, tf.strings.length(text))
     )
-    assert settled(Data(texts, None))[1].startswith(
-        f"{80 * 24 / 1024:.0f} KiB of training examples"
-    )  # 20 and an int32
+    _, line = settled(Data(texts, None))
+    # 20 bytes and an int32 each
+    assert line.startswith(f"{80 * 24 / 1024:.0f} KiB of training examples")
 
 
 @pytest.mark.slow
 def test_the_peak_of_a_run_is_not_that_of_the_process_that_started_it():
     """As that of a notebook may be: Linux passes `ru_maxrss` on."""
-    held = np.ones(2**30 + 2**29, np.uint8)
-    shown = "print(devices.peak_memory(devices.Devices(None, False, '')))"
-    here = [sys.executable, "-c", f"from pipeline.components import devices; {shown}"]
-    peak = int(subprocess.run(here, capture_output=True, text=True, check=True).stdout)
-    assert 2**26 < peak < held.size
+    array = np.ones(2**30 + 2**29, np.uint8)
+    program = (
+        "from pipeline.components import devices; "
+        "print(devices.peak_memory(devices.Devices(None, False, '')))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 2**26 < int(done.stdout) < array.size
 
 
 class Sorted(tfds.core.GeneratorBasedBuilder):
@@ -116,9 +122,10 @@ class Sorted(tfds.core.GeneratorBasedBuilder):
                 "label": tfds.features.ClassLabel(num_classes=10),
             }
         )
+        # Otherwise TFDS would mix the examples.
         return tfds.core.DatasetInfo(
             builder=self, features=features, disable_shuffling=True
-        )  # or TFDS would mix them
+        )
 
     def _split_generators(self, dl_manager):
         return {"train": self._generate_examples()}
@@ -154,15 +161,12 @@ def streamed(
     data: Data, size: int = 50, *, seed: int = 0, **node: object
 ) -> list[list[int]]:
     """The numbers of each of two epochs, in their order."""
-    made = OmegaConf.create(
-        {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 100, **node}
-    )
-    settings = {"seed": seed, "slices": [Slice(size, 2)]}
-    numbers = [
-        int(x)
-        for batch in batches.effective_batches(made, data, **settings)
-        for x in batch[0]
-    ]
+    keys = {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 100, **node}
+    numbers = []
+    for x, _ in batches.effective_batches(
+        OmegaConf.create(keys), data, [Slice(size, 2)], seed
+    ):
+        numbers += x.numpy().astype(int).tolist()
     return [numbers[:1000], numbers[1000:]]
 
 
@@ -185,17 +189,14 @@ def test_files_that_are_sorted_by_class_are_mixed(files):
 def test_a_buffer_that_sees_one_class_is_told_of(files):
     data = load(files)
 
-    def said(**node: object) -> str:
-        return batches.one_class(
-            OmegaConf.create({"in_memory": False, "shuffle_files": False, **node}),
-            data,
-            0,
-        )
+    def warning(**node: object) -> str:
+        keys = {"in_memory": False, "shuffle_files": False, **node}
+        return batches.one_class(OmegaConf.create(keys), data, 0)
 
-    assert said(shuffle_buffer=60).startswith(
+    assert warning(shuffle_buffer=60).startswith(
         "the first 60 examples that are streamed are all of class "
     )
-    assert said(shuffle_buffer=60, shuffle_files=True) == ""
-    assert said(shuffle_buffer=500) == ""
-    assert said(shuffle_buffer=None) == ""  # all of them
-    assert said(in_memory=True) == ""
+    assert warning(shuffle_buffer=60, shuffle_files=True) == ""
+    assert warning(shuffle_buffer=500) == ""
+    assert warning(shuffle_buffer=None) == ""  # all of them
+    assert warning(in_memory=True) == ""

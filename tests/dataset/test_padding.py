@@ -1,4 +1,4 @@
-"""Examples of unequal length: padded to the longest of their effective batch, and left out of what is computed."""
+"""Examples of unequal length are padded in their effective batch, and masked."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pipeline.config.stages import Slice
 from pipeline.dataset import Data
 from pipeline.dataset import batches as batching
 
-TOKENS, WIDTH = 12, 4
+TOKENS = 12
+WIDTH = 4
 LENGTHS = (3, 1, 7, 2, 5, 4, 6, 2, 9)
 PAD = {"pad": {"multiple": 4, "value": 0}}
 
 
 def texts(first: int = 1) -> Data:
     numbers = np.random.default_rng(0)
-    rows = [
-        numbers.integers(first, TOKENS, length + 1).astype("int32")
-        for length in LENGTHS
-    ]
+    rows = []
+    for length in LENGTHS:
+        rows.append(numbers.integers(first, TOKENS, length + 1).astype("int32"))
     spec = tf.TensorSpec([None], tf.int32)
     split = tf.data.Dataset.from_generator(
         lambda: ((row[:-1], row[1:]) for row in rows), output_signature=(spec, spec)
@@ -33,50 +33,39 @@ def texts(first: int = 1) -> Data:
 
 
 def batches(size: int, data: Data | None = None, **node: object) -> list:
-    settings = {"seed": 0, "slices": [Slice(size, 1)]}
-    return list(
-        batching.effective_batches(
-            OmegaConf.create({**PAD, **node}), data or texts(), **settings
-        )
-    )
+    if data is None:
+        data = texts()
+    node = OmegaConf.create({**PAD, **node})
+    return list(batching.effective_batches(node, data, [Slice(size, 1)], seed=0))
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_batch_is_as_long_as_its_longest_example_needs(in_memory):
-    ragged = batches(4, in_memory=in_memory, pad=None)
-    for (x, y, weights), (whole_x, whole_y) in zip(
-        batches(4, in_memory=in_memory), ragged, strict=True
-    ):
-        lengths = whole_x.row_lengths().numpy()
-        assert (
-            x.shape
-            == y.shape
-            == weights.shape
-            == (len(lengths), -(-max(lengths) // 4) * 4)
-        )
-        assert (
-            weights.numpy().tolist()
-            == (np.arange(x.shape[1]) < lengths[:, None]).tolist()
-        )
-        for padded, whole in ((x, whole_x), (y, whole_y)):
-            kept = [
-                row[:length].tolist()
-                for row, length in zip(padded.numpy(), lengths, strict=True)
-            ]
-            assert kept == whole.to_list()
-            assert not (padded.numpy() * (weights.numpy() == 0)).any()
+    padded_batches = batches(4, in_memory=in_memory)
+    ragged_batches = batches(4, in_memory=in_memory, pad=None)
+    for padded_batch, ragged_batch in zip(padded_batches, ragged_batches, strict=True):
+        x, y, weights = padded_batch
+        lengths = ragged_batch[0].row_lengths().numpy()
+        shape = (len(lengths), -(-max(lengths) // 4) * 4)
+        assert x.shape == y.shape == weights.shape == shape
+        mask = np.arange(x.shape[1]) < lengths[:, None]
+        assert weights.numpy().tolist() == mask.tolist()
+        for padded, ragged in zip((x, y), ragged_batch, strict=True):
+            rows = zip(padded.numpy(), lengths, strict=True)
+            kept = [row[:length].tolist() for row, length in rows]
+            assert kept == ragged.to_list()
+            assert not padded.numpy()[~mask].any()
 
 
 @pytest.mark.slow
 def test_weights_of_examples_and_of_elements_are_spread_and_padded():
-    given = tf.data.Dataset.from_tensor_slices(
-        np.arange(1, len(LENGTHS) + 1, dtype="float32")
-    )
-    weighted = tf.data.Dataset.zip(texts().train, given).map(lambda xy, w: (*xy, w))
+    weights_of_examples = np.arange(1, len(LENGTHS) + 1, dtype="float32")
+    weighted = tf.data.Dataset.zip(
+        texts().train, tf.data.Dataset.from_tensor_slices(weights_of_examples)
+    ).map(lambda example, weight: (*example, weight))
     ((_, y, weights),) = batches(len(LENGTHS), Data(weighted, None))
-    assert sorted(weights.numpy().sum(1)) == sorted(
-        w * n for w, n in zip(range(1, 10), LENGTHS, strict=True)
-    )
+    expected = weights_of_examples * np.array(LENGTHS)
+    assert sorted(weights.numpy().sum(1)) == sorted(expected)
     elements = texts().train.map(lambda x, y: (x, y, tf.cast(y, tf.float32)))
     ((_, y, weights),) = batches(len(LENGTHS), Data(elements, None))
     assert (weights.numpy() == y.numpy()).all()
@@ -141,50 +130,54 @@ def step(
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction=reduction
     )
-    results = tf.function(
-        Update(made, loss, optimizer, micro_batch_size), autograph=False
-    )(batch)
+    update = Update(made, loss, optimizer, micro_batch_size)
+    results = tf.function(update, autograph=False)(batch)
     return made.get_weights(), {name: float(value) for name, value in results.items()}
 
 
-def deviation(ones: list, others: list) -> float:
-    return max(
-        float(np.abs(one - other).max())
-        for one, other in zip(ones, others, strict=True)
-    )
+def deviation(weights: list, others: list) -> float:
+    """Return the greatest absolute difference of two models' weights."""
+    pairs = zip(weights, others, strict=True)
+    return max(float(np.abs(weight - other).max()) for weight, other in pairs)
 
 
 def test_what_is_padded_changes_nothing_but_the_shape(float64):
-    """Against each text alone, unpadded, summed by hand; the mean of the texts' means is something else."""
+    """Against each text alone, unpadded, summed by hand.
+
+    The mean of the texts' means is something else.
+    """
     (batch,) = batches(len(LENGTHS))
     made = model()
     with tf.GradientTape() as tape:
-        alone = [
-            keras.losses.sparse_categorical_crossentropy(
-                y[None], made(x[None], training=True), from_logits=True
+        losses_of_texts = []
+        for x, y in texts().train:
+            logits = made(x[None], training=True)
+            losses_of_texts.append(
+                keras.losses.sparse_categorical_crossentropy(
+                    y[None], logits, from_logits=True
+                )
             )
-            for x, y in texts().train
-        ]
-        mean = tf.add_n([tf.reduce_sum(values) for values in alone]) / sum(LENGTHS)
-    gradients = tape.gradient(
-        mean, [variable.value for variable in made.trainable_variables]
-    )
-    expected = [
-        w - 0.5 * tf.convert_to_tensor(g).numpy()
-        for w, g in zip(made.get_weights(), gradients, strict=True)
-    ]
+        sums = [tf.reduce_sum(losses) for losses in losses_of_texts]
+        mean = tf.add_n(sums) / sum(LENGTHS)
+    variables = [variable.value for variable in made.trainable_variables]
+    gradients = tape.gradient(mean, variables)
+    expected = []
+    for weight, gradient in zip(made.get_weights(), gradients, strict=True):
+        expected.append(weight - 0.5 * tf.convert_to_tensor(gradient).numpy())
     for micro_batch_size in (9, 2):
         weights, results = step(batch, micro_batch_size)
         assert deviation(weights, expected) < 1e-12
         assert abs(results["loss"] - float(mean)) < 1e-12
-    of_means = float(tf.reduce_mean([tf.reduce_mean(values) for values in alone]))
-    assert abs(of_means - float(mean)) > 1e-3
+    means = [tf.reduce_mean(losses) for losses in losses_of_texts]
+    mean_of_means = float(tf.reduce_mean(means))
+    assert abs(mean_of_means - float(mean)) > 1e-3
     # Keras' default divides by the padding as well.
     assert step(batch, 2, "sum_over_batch_size")[1]["loss"] < 0.7 * float(mean)
 
 
 @pytest.mark.slow
 def test_more_padding_changes_nothing(float64):
-    (batch,), (longer,) = batches(9), batches(9, pad={"multiple": 32, "value": 0})
+    (batch,) = batches(9)
+    (longer,) = batches(9, pad={"multiple": 32, "value": 0})
     assert longer[0].shape[1] == 32
     assert deviation(step(batch, 4)[0], step(longer, 4)[0]) < 1e-12

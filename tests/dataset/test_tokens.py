@@ -1,4 +1,4 @@
-"""Tokens are the positions of sequences that are no padding, of the whole effective batch."""
+"""Tokens are positions of sequences without padding, over the effective batch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def ragged(dtype, frame=()):
         for length in LENGTHS:
             yield np.ones((length, *frame), dtype), 0
 
-    spec = tf.TensorSpec((None, *frame), dtype), tf.TensorSpec((), tf.int32)
-    made = tf.data.Dataset.from_generator(examples, output_signature=spec)
-    return made.apply(tf.data.experimental.assert_cardinality(len(LENGTHS)))
+    spec = (tf.TensorSpec((None, *frame), dtype), tf.TensorSpec((), tf.int32))
+    split = tf.data.Dataset.from_generator(examples, output_signature=spec)
+    return split.apply(tf.data.experimental.assert_cardinality(len(LENGTHS)))
 
 
-def count(examples, pad=None, **given):
-    value = None if pad is None else pad["value"]
-    counter = tokens.counter(examples.element_spec[0], value, **given)
-    return (
-        None
-        if counter is None
-        else int(
-            tf.function(counter)(next(iter(in_order(examples, len(LENGTHS), pad))))
-        )
-    )
+def count(examples, pad=None, masked=False):
+    """Return the tokens of one batch of all examples; None if there are none."""
+    padding = None
+    if pad is not None:
+        padding = pad["value"]
+    counter = tokens.counter(examples.element_spec[0], padding, masked)
+    if counter is None:
+        return None
+    batch = next(iter(in_order(examples, len(LENGTHS), pad)))
+    return int(tf.function(counter)(batch))
 
 
 @pytest.mark.parametrize("pad", [None, {"multiple": 8, "value": 0}])
@@ -79,8 +79,6 @@ def test_images_of_unequal_size_have_none():
 def test_every_worker_counts_those_of_all():
     batch = tf.zeros((10, 7), tf.int32), tf.zeros(10)
     counter = tokens.counter(tf.TensorSpec((7,), tf.int32))
-    assert [int(counter(Share.of(batch, first, 1, 3))) for first in range(3)] == [
-        70,
-        70,
-        70,
-    ]
+    for first_replica in range(3):
+        share = Share.of(batch, first_replica, 1, 3)
+        assert int(counter(share)) == 70

@@ -15,9 +15,10 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import Cluster
-from pipeline.distributed import door, rendezvous, straggler
-from pipeline.distributed.door import hold
+from pipeline.distributed import listener, rendezvous, straggler
 from pipeline.distributed.json_socket import JsonSocket, sealed
+from pipeline.distributed.listener import reserve_port
+from pipeline.distributed.straggler import LostWorker
 
 SECRET = b"known to the workers"
 OWN = {"config": {"seed": 0}, "versions": {"python": "3"}}
@@ -135,7 +136,7 @@ def test_a_stranger_does_no_harm(said, closes):
 
 def test_many_who_are_silent_or_slow_starve_no_worker(monkeypatch):
     """None of them has to answer before the worker would give up."""
-    monkeypatch.setattr(door, "ANSWERING", 600.0)
+    monkeypatch.setattr(listener, "ANSWERING", 600.0)
     with chief() as (server, gathered):
         strangers = [connected(server) for _ in range(200)]
         for stranger in strangers[100:]:
@@ -203,12 +204,15 @@ def test_what_a_worker_says_is_cut():
 @pytest.mark.parametrize(
     ("says", "expected"),
     [
-        (None, (0, {})),
-        (b"", (1, {})),
-        (b'{"failed": "' + b"x" * 500 + b'"}\n', (1, {"failed": "x" * 300})),
-        (b'{"reductions": "many"}\n', (1, {})),
-        (b"nonsense\n", (1, {})),
-        ("silent", (1, {})),
+        (None, None),
+        (b"", LostWorker(1)),
+        (
+            b'{"failed": "' + b"x" * 500 + b'"}\n',
+            LostWorker(1, failed="x" * 300),
+        ),
+        (b'{"reductions": "many"}\n', LostWorker(1)),
+        (b"nonsense\n", LostWorker(1)),
+        ("silent", LostWorker(1)),
     ],
 )
 def test_which_worker_is_lost(says, expected, monkeypatch):
@@ -236,7 +240,7 @@ def test_which_worker_is_lost(says, expected, monkeypatch):
 
 def test_a_port_is_kept_for_tensorflow():
     """Who asks the system for any port never gets it; who asks for the number, as TensorFlow does, does."""
-    with hold("worker 1", "127.0.0.1:0") as kept:
+    with reserve_port("worker 1", "127.0.0.1:0") as kept:
         port = kept.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
@@ -246,4 +250,4 @@ def test_a_port_is_kept_for_tensorflow():
             ConfigError, match="worker 1 must have an address of its own that is free"
         )
         with socket.create_server(("0.0.0.0", port)), taken:
-            hold("worker 1", f"127.0.0.1:{port}")
+            reserve_port("worker 1", f"127.0.0.1:{port}")

@@ -262,7 +262,7 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
     assert list(by_topic) == ["jobs", "critical", "schedule", "noise_scale"]
     assert by_topic["critical"].figures["critical"] == 128
     assert by_topic["schedule"].figures["schedule"] == (
-        "'accumulation.schedule=[{start:{updates:0},effective_batch_size:32},"
+        "'accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:32},"
         "{start:{updates:400},effective_batch_size:128}]' scaling.rule=sqrt "
         "scaling.reference_batch_size=32"
     )

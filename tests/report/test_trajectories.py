@@ -36,6 +36,28 @@ def test_float32_trajectories_part_where_they_were_made_to(store):
     assert "amplified that 84281 times" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("tags", "agree"), [({}, False), ({"float32.in_tf32": "true"}, True)]
+)
+def test_the_bounds_of_tf32_apply_where_a_job_computed_in_it(store, tags, agree):
+    made = Made(store, ["factor=1", "factor=2"])
+    loss = 2 * 0.9 ** np.arange(10)
+    made.job("factor=1", {"train/loss": loss})
+    made.job("factor=2", {"train/loss": loss * 1.003}, factor=2, tags=tags)
+    finding = finding_of(made)
+    assert finding.figures["agree"] is agree
+    assert finding.text.startswith("In float32 with TF32, ") is agree
+
+
+def test_the_bound_of_rounding_doubles_with_each_update(store):
+    made = Made(store, ["factor=1", "factor=2"])
+    loss = 2 * 0.9 ** np.arange(5)
+    differences = np.array([0.9e-5, 1.9e-5, 3.9e-5, 7.9e-5, 15e-5])
+    made.job("factor=1", {"train/loss": loss})
+    made.job("factor=2", {"train/loss": loss * (1 - differences)}, factor=2)
+    assert finding_of(made).figures["agree"]
+
+
 def test_what_differs_at_the_first_update_is_not_called_rounding(store):
     made = Made(store, ["factor=1", "factor=2"])
     layers = {"model.batch_dependent_layers": "batch_normalization"}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeline.common import rounding
 from pipeline.rerun import agreement
 
+EXACT = Path(__file__).parents[2] / "docs" / "exact.md"
 NAN, INF = math.nan, math.inf
 
 
@@ -262,3 +265,29 @@ def test_the_page_draws_both_runs_and_what_differs():
     assert (apart["data"][0]["x"], apart["data"][0]["y"]) == ([3], [pytest.approx(0.2)])
     assert "<h1>old &amp; new</h1>" in page
     assert 'class="plotly-graph-div"' not in agreement.page({}, {}, "nothing", "")
+
+
+def test_the_documentation_shows_the_bounds_of_rounding():
+    in_docs = {}
+    for line in EXACT.read_text(encoding="utf-8").splitlines():
+        match = re.fullmatch(r"\| (.+) \| (\d+) \| (\S+) \| (\S+) \|", line)
+        if match:
+            precision = match[1].partition(",")[0]
+            in_docs[precision] = rounding.Rounding(
+                int(match[2]), float(match[3]), float(match[4])
+            )
+    assert in_docs == rounding.BY_PRECISION
+
+
+def test_the_unit_roundoff_of_a_dtype_is_that_of_its_precision():
+    cases = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+    for dtype, bits in cases.items():
+        assert rounding.of_dtype(dtype, in_tf32=False).unit_roundoff == 2.0**-bits
+    assert rounding.of_dtype("float32", in_tf32=True).unit_roundoff == 2.0**-11
+    assert rounding.of_dtype("float64", in_tf32=True).unit_roundoff == 2.0**-53
+
+
+def test_the_coarsest_precision_bounds_the_comparison_of_two_runs():
+    assert rounding.coarsest({"float64", "float32"}) == "float32"
+    assert rounding.coarsest({"float32", rounding.TF32}) == rounding.TF32
+    assert rounding.coarsest({None}) == "float32"

@@ -401,7 +401,7 @@ def test_a_record_of_an_older_schema_runs_again(made_wider, again_wider):
     _, answers, old = again_wider
     answer = answers["old"]
     assert answer["status"] == 0, answer["err"]
-    assert f"the record of {old} is of schema 0: brought to schema 2" in answer["err"]
+    assert f"the record of {old} is of schema 0: brought to schema 3" in answer["err"]
     assert "without train/gradient_noise_scale" in answer["err"]
     (new,) = reruns(store, old)
     assert (

@@ -27,7 +27,7 @@ from tests.shared import place_store
 # 1437 examples: 16 · 32 + 9 · 100 + 25; 14 · 100 + 37; 5 · 256 + 157.
 STAGES = ((0, 32), (16, 100), (41, 256))
 RAMP = (
-    "accumulation.schedule=[{start:{updates:0},effective_batch_size:32},"
+    "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:32},"
     "{start:{examples:500},effective_batch_size:100},{start:{epochs:2},effective_batch_size:256}]"
 )
 SIZES = [32] * 16 + [100] * 9 + [25] + [100] * 14 + [37] + [256] * 5 + [157]
@@ -217,7 +217,7 @@ def test_a_rerun_is_equal_and_so_is_a_fork_inside_of_the_ramp(ramp):
         status=2,
     ).stderr
     assert (
-        "accumulation.schedule.2.effective_batch_size must be that of the run, 256. Received: 128."
+        "accumulation.batch_schedule.2.effective_batch_size must be that of the run, 256. Received: 128."
         in said
     )
 

@@ -142,7 +142,8 @@ def test_params_tags_inputs_and_artifacts(main_job):
         512 * 128 + 128
     ) + (128 * 10 + 10)
     assert run.data.tags["model.batch_dependent_layers"] == "none"
-    assert len(run.data.tags["config.hash"]) == 64
+    version, _, digest = run.data.tags["config.hash"].partition(":")
+    assert (version, len(digest)) == ("v2", 64)
     contexts = {
         entry.tags[0].value: entry.dataset for entry in run.inputs.dataset_inputs
     }

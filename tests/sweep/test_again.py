@@ -1,4 +1,7 @@
-"""`--again`: what of a sweep's record is taken, by whom, and what is left RUNNING by processes that are gone."""
+"""`--again`: what is taken of a sweep's record, and what is closed first.
+
+Processes that are gone may have left runs RUNNING.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,9 @@ OWN = {"dataset": {"data_dir": None}, "trust": {"allow": ["tests"]}}
 PLAN = "hydra.launcher._target_=hydra_plugins.planned.Planned"
 
 
-def replay(*recorded: str, given: tuple[str, ...] = ()) -> list[str]:
-    return again.trusted_overrides(
-        {"sweep.overrides": json.dumps(recorded)}, given, OmegaConf.create(OWN)
-    )
+def replay(*recorded: str, command_line: tuple[str, ...] = ()) -> list[str]:
+    tags = {"sweep.overrides": json.dumps(recorded)}
+    return again.trusted_overrides(tags, command_line, OmegaConf.create(OWN))
 
 
 HARMLESS = [
@@ -62,15 +64,15 @@ def test_parameters_of_slurm_are_left_out_where_the_rest_runs_on_this_machine():
         "hydra.launcher.partition=gpu",
         "hydra.launcher.timeout_min=600",
     ]
-    given = ("hydra/launcher=local",)
-    assert replay(*recorded, given=given) == [
+    command_line = ("hydra/launcher=local",)
+    assert replay(*recorded, command_line=command_line) == [
         "hydra/launcher=submitit_slurm",
         "hydra.launcher.timeout_min=600",
     ]
     assert replay("hydra/launcher=submitit_local", "hydra.launcher.mem_gb=8") == [
         "hydra/launcher=submitit_local"
     ]
-    assert replay(*recorded, given=("hydra/launcher=basic",)) == [
+    assert replay(*recorded, command_line=("hydra/launcher=basic",)) == [
         "hydra/launcher=submitit_slurm"
     ]
 
@@ -136,12 +138,11 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_could_must_be_given_again(text):
-    with pytest.raises(
-        ConfigError,
-        match="the sweep's overrides come from the store, and this one must be given again",
-    ):
+    rule = "come from the store, and this one must be given again"
+    with pytest.raises(ConfigError, match=f"the sweep's overrides {rule}"):
         replay("training.epochs=1", text)
-    assert replay("training.epochs=1", text, given=(text,)) == ["training.epochs=1"]
+    repeated = replay("training.epochs=1", text, command_line=(text,))
+    assert repeated == ["training.epochs=1"]
 
 
 @pytest.mark.parametrize(
@@ -162,14 +163,8 @@ def test_what_takes_all_memory_to_read_is_refused(text):
 def test_a_hostile_record_runs_nothing(tmp_path):
     store = synthetic.store(tmp_path)
     made = Made(store, ["seed=0"], name="seeds")
-    made.tag(
-        made.run_id,
-        **{
-            "sweep.overrides": json.dumps(
-                [text for text in HOSTILE if "evil" in text][:1]
-            )
-        },
-    )
+    evil = [text for text in HOSTILE if "evil" in text]
+    made.tag(made.run_id, **{"sweep.overrides": json.dumps(evil[:1])})
     made.end("FAILED")
     done = pipeline("sweep", "seeds", "--again", made.run_id, cwd=tmp_path, status=2)
     assert "hydra.callbacks.evil must be of your own config" in done.stderr
@@ -195,7 +190,10 @@ def test_where_the_first_call_worked_is_not_recorded():
 
 @pytest.fixture
 def left(tmp_path):
-    """A sweep whose parent and second job are RUNNING; gives it with the last sign of life of each."""
+    """Make a sweep whose parent and second job are RUNNING.
+
+    The function takes the time of the last sign of life of each.
+    """
 
     def make(parent: float, job: float) -> tuple[Made, str]:
         made = Made(synthetic.store(tmp_path), ["seed=0", "seed=1"], ["seed"], "seeds")
@@ -211,8 +209,12 @@ def left(tmp_path):
     "which", [pytest.param("parent", marks=pytest.mark.slow), "job"]
 )
 def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
-    now, before = time.time(), time.time() - 10 * GONE
-    made, run = left(*((now, before) if which == "parent" else (before, now)))
+    now = time.time()
+    long_ago = now - 10 * GONE
+    if which == "parent":
+        made, run = left(parent=now, job=long_ago)
+    else:
+        made, run = left(parent=long_ago, job=now)
     done = pipeline("sweep", "seeds", "--again", made.run_id, cwd=tmp_path, status=2)
     assert "SWEEP must have ended" in done.stderr
     assert len(done.stderr.splitlines()) == 1

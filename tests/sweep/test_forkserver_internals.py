@@ -1,4 +1,4 @@
-"""What pipeline/sweep/forkserver_internals.py uses of Python still is what it was read as."""
+"""What pipeline/sweep/forkserver_internals.py uses of Python is as it was read."""
 
 from __future__ import annotations
 

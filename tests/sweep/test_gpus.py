@@ -43,34 +43,26 @@ def test_each_job_has_gpus_of_its_own_or_shares_them_as_asked(
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch):
-    with pytest.raises(
-        ConfigError,
-        match=r"gpus_per_job must be at most the 1 GPUs of this machine. Received: 2",
-    ):
+    error = r"gpus_per_job must be at most the 1 GPUs of this machine. Received: 2"
+    with pytest.raises(ConfigError, match=error):
         slots(monkeypatch, "4", {"gpus_per_job": 2})
 
 
 def test_a_job_gets_the_gpus_that_tensorflow_lists(monkeypatch, capsys):
-    """A driver alone trains nothing: otherwise four jobs would compete for this machine's processors."""
+    """A driver alone trains nothing: four jobs would compete for the processors."""
     monkeypatch.setattr(nvidia, "gpus_of_driver", lambda: 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert slots(monkeypatch, "0,1,2,3", {}, (3, [])) == [["0"], ["1"], ["2"]]
     assert slots(monkeypatch, "0,1,2,3", {}, (0, ["libcudart.so.12"])) == [[]]
-    assert (
-        "jobs run on the CPU: TensorFlow's CUDA libraries are not installed: see requ"
-        in capsys.readouterr().err
-    )
+    reason = "TensorFlow's CUDA libraries are not installed: see requ"
+    assert f"jobs run on the CPU: {reason}" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    with pytest.raises(
-        ConfigError,
-        match=r"uses none of 4 GPUs, and could not open libcusolver\.so\.11",
-    ):
+    error = r"uses none of 4 GPUs, and could not open libcusolver\.so\.11"
+    with pytest.raises(ConfigError, match=error):
         slots(monkeypatch, "0,1,2,3", {}, (0, ["libcusolver.so.11"]))
 
 
-def test_which_gpus_a_sweep_has_is_not_said_by_the_key_of_a_run(monkeypatch):
-    with pytest.raises(
-        ConfigError,
-        match=r"hardware\.gpu must be null in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1",
-    ):
+def test_a_sweep_rejects_the_key_that_names_the_gpu_of_a_run(monkeypatch):
+    rule = r"must be null in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1"
+    with pytest.raises(ConfigError, match=rf"hardware\.gpu {rule}"):
         slots(monkeypatch, "0,1", {"gpu": 1})

@@ -1,4 +1,7 @@
-"""A sweep whose own process is killed anywhere: jobs that run go on, and the rest runs when it is taken up again."""
+"""A sweep whose own process is killed anywhere.
+
+Jobs that run go on, and the rest runs with `--again`.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +51,11 @@ def test_a_sweep_whose_parent_is_killed(tmp_path, undisturbed, seed):
     )
     status = process.wait(300)
     print(plan, status)
-    assert status == (-signal.SIGKILL if plan.killed else 0)
-    assert (
-        "Traceback" not in process.communicate(timeout=300)[1]
-    )  # with the jobs that go on
-    wait(lambda: not [each for each in psutil.process_iter() if is_in(each, tmp_path)])
+    expected = -signal.SIGKILL if plan.killed else 0
+    assert status == expected
+    printed = process.communicate(timeout=300)[1]  # also by the jobs that go on
+    assert "Traceback" not in printed
+    wait(lambda: not any(is_in(other, tmp_path) for other in psutil.process_iter()))
     again = []
     for parent in parents(tmp_path):
         again = [f"tracking.sweep={parent.info.run_id}"]
@@ -69,7 +72,7 @@ def parents(folder):
 
 
 def left_in(folder):
-    """Return the metrics of each job, which has finished once, in a sweep that has finished."""
+    """Return the metrics of each job; the sweep and its jobs have to be finished."""
     store = Store(folder)
     assert [run.info.status for run in parents(folder)] == ["FINISHED"]
     jobs = store.trained()

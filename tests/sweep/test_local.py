@@ -1,4 +1,7 @@
-"""Jobs on this machine: forked from a process that has TensorFlow, and yet processes of their own."""
+"""Jobs on this machine: forked from a process that has TensorFlow.
+
+And yet they are processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Noting(keras.callbacks.Callback):
             "parent": " ".join(here.parent().cmdline()),
             "alone": os.getsid(0) == here.pid,
             "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-            "interruptible": signal.getsignal(signal.SIGINT) == signal.default_int_handler,
+            "interrupt": signal.getsignal(signal.SIGINT) == signal.default_int_handler,
             "stdin": os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev,
             "colour": os.environ.get("COLOUR"),
             "safe": os.environ.get("PYTHONSAFEPATH"),
@@ -57,25 +60,25 @@ class Noting(keras.callbacks.Callback):
 
 
 def test_a_forked_job_trains_to_the_bits_of_a_run_by_hand(tmp_path):
-    for way, more in {"hand": [], "forked": ["-m", "hydra.sweep.dir=jobs"]}.items():
-        pipeline(
-            "train", *TINY, "seed=1", f"tracking.experiment={way}", *more, cwd=tmp_path
-        )
     store = Store(tmp_path)
-    by_hand, forked = (
-        store.histories(store.trained(way)[0], "train/", "val/")
-        for way in ("hand", "forked")
-    )
+    run = ("train", *TINY, "seed=1")
+    pipeline(*run, "tracking.experiment=hand", cwd=tmp_path)
+    as_job = ("-m", "hydra.sweep.dir=jobs")
+    pipeline(*run, "tracking.experiment=forked", *as_job, cwd=tmp_path)
+    by_hand = store.histories(store.trained("hand")[0], "train/", "val/")
+    forked = store.histories(store.trained("forked")[0], "train/", "val/")
     assert forked == by_hand
 
 
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory):
-    """Two jobs: by hand, forked two at once, and as new processes; what each printed, and the store."""
+    """Run two jobs by hand, forked two at once, and as new processes.
+
+    Returns what each printed, and the store.
+    """
     folder = tmp_path_factory.mktemp("ways")
-    own = (
-        folder / "own"
-    )  # before this project on the path, and with a name that is also here
+    # It is before this project on the path, and has a name that is also here.
+    own = folder / "own"
     (own / "benchmarks").mkdir(parents=True)
     (own / "benchmarks" / "__init__.py").write_text(MINE)
     path = os.pathsep.join([str(own), environment()["PYTHONPATH"]])
@@ -83,9 +86,8 @@ def ways(tmp_path_factory):
     printed = {}
     for seed in (1, 2):
         run = (*TINY, noting, f"seed={seed}", "tracking.experiment=hand")
-        done = pipeline(
-            "train", *run, cwd=folder, warm=seed > 1, PYTHONPATH=path
-        )  # a forked one is none by hand
+        # A warm one is forked, and so is none by hand.
+        done = pipeline("train", *run, cwd=folder, warm=seed > 1, PYTHONPATH=path)
         printed["hand", seed] = done.stdout + done.stderr
     for way, more in {"forked": [], "new": ["+hydra.job.env_set.COLOUR=green"]}.items():
         more = [
@@ -136,29 +138,26 @@ def test_a_job_is_a_process_as_one_by_hand_is(ways):
             job = noted(printed[way, seed])
             assert job["alone"]
             assert job["stdin"]
-            assert {key for key in job if job[key] != by_hand[key]} <= {
-                "parent",
-                "alone",
-                "stdin",
-                "colour",
-            }
+            other = {key for key in job if job[key] != by_hand[key]}
+            assert other <= {"parent", "alone", "stdin", "colour"}
 
 
 @pytest.mark.slow
 def test_a_job_trains_to_the_same_bits(ways):
     _, store = ways
-    hand = {
-        run.data.params["seed"]: store.histories(run, "train/", "val/")
-        for run in store.trained("hand")
-    }
-    assert set(hand) == {"1", "2"}
-    assert hand["1"] != hand["2"]
+
+    def curves_by_seed(way):
+        curves = {}
+        for run in store.trained(way):
+            seed = run.data.params["seed"]
+            curves[seed] = store.histories(run, "train/", "val/")
+        return curves
+
+    by_hand = curves_by_seed("hand")
+    assert set(by_hand) == {"1", "2"}
+    assert by_hand["1"] != by_hand["2"]
     for way in ("forked", "new"):
-        runs = {
-            run.data.params["seed"]: store.histories(run, "train/", "val/")
-            for run in store.trained(way)
-        }
-        assert runs == hand, way
+        assert curves_by_seed(way) == by_hand, way
 
 
 @pytest.mark.slow
@@ -183,32 +182,41 @@ if __name__ == "__main__":
 """
 
 
+SHOW = ["train", "--cfg", "job"]
+ALONE = ["train", *TINY]
+SWEEP = ["train", "-m", *TINY, "seed=0,1"]
+
+
 @pytest.mark.parametrize(
-    ("file", "more"),
+    ("file", "commands", "runs"),
     [
-        ("pipeline.py", None),
-        pytest.param("pipeline.py", (), marks=pytest.mark.soak),
+        pytest.param("pipeline.py", [SHOW], 0, id="file, shown"),
         pytest.param(
-            "pipeline/__init__.py", ("+hydra.job.env_set.A=b",), marks=pytest.mark.soak
+            "pipeline.py", [SWEEP], 2, marks=pytest.mark.soak, id="file, swept"
+        ),
+        pytest.param(
+            "pipeline/__init__.py",
+            [ALONE, [*SWEEP, "+hydra.job.env_set.A=b"]],
+            3,
+            marks=pytest.mark.soak,
+            id="folder, alone and swept",
         ),
     ],
 )
-def test_files_of_the_users_folder_are_not_taken_for_libraries(tmp_path, file, more):
-    """By the installed command: with `python -m pipeline` Python itself takes the user's file."""
+def test_files_of_the_users_folder_are_not_taken_for_libraries(
+    tmp_path, file, commands, runs
+):
+    """The command is the installed one.
+
+    With `python -m pipeline`, Python itself takes the user's file.
+    """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "pipeline").write_text(INSTALLED)  # as pip writes it
     folder = tmp_path / "mine"
     for name in (file, "random.py", "socket.py", "numpy.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("raise RuntimeError('this is the file of the user')")
-    alone, sweep = ["train", *TINY], ["train", "-m", *TINY, "seed=0,1", *(more or ())]
-    for arguments in (
-        [["train", "--cfg", "job"]]
-        if more is None
-        else [alone, sweep]
-        if more
-        else [sweep]
-    ):
+    for arguments in commands:
         command = [sys.executable, str(tmp_path / "bin" / "pipeline"), *arguments]
         done = subprocess.run(
             command, cwd=folder, env=environment(), capture_output=True, text=True
@@ -216,32 +224,24 @@ def test_files_of_the_users_folder_are_not_taken_for_libraries(tmp_path, file, m
         logs = [log.read_text() for log in folder.rglob("job.log")]
         assert done.returncode == 0, (done.stderr, logs)
         assert "file of the user" not in "".join([done.stderr, *logs])
-    if more is None:
-        return
-    assert [run.info.status for run in Store(folder).trained()] == ["FINISHED"] * (
-        3 if more else 2
-    )
+    if runs:
+        statuses = [run.info.status for run in Store(folder).trained()]
+        assert statuses == ["FINISHED"] * runs
 
 
 # How a job ends
 
 
-METHODS = [
-    "spawn",
-    *(
-        [pytest.param("forkserver", marks=pytest.mark.slow)]
-        if sys.platform == "linux"
-        else []
-    ),
-]
+METHODS = ["spawn"]
+if sys.platform == "linux":
+    METHODS.append(pytest.param("forkserver", marks=pytest.mark.slow))
 
 
 def started(
     folder, function, *arguments, limit=1, methods=("spawn",)
 ) -> local.LocalJob:
-    job = local.LocalJob(
-        jobs.Call(function, arguments), [], folder / "job.log", limit, list(methods)
-    )
+    call = jobs.Call(function, arguments)
+    job = local.LocalJob(call, [], folder / "job.log", limit, list(methods))
     job.start()
     return job
 
@@ -254,16 +254,15 @@ def ended(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_one_that_raises_exits_or_dies_says_so(tmp_path, method):
-    said = {}
+    endings = {}
     for function in (jobs.raising, jobs.exiting, jobs.dying):
-        ending = ended(
-            started(tmp_path / function.__name__, function, methods=[method])
-        )
-        said[function] = ending.how, ending.reason
+        folder = tmp_path / function.__name__
+        ending = ended(started(folder, function, methods=[method]))
+        endings[function] = (ending.how, ending.reason)
         assert ending.loss == float("inf")
-    assert said[jobs.raising] == ("failed", "ValueError: the job is cursed")
-    assert said[jobs.exiting] == ("ended with status 7", "ended with status 7")
-    assert said[jobs.dying] == ("killed by SIGKILL", "killed by SIGKILL: so long")
+    assert endings[jobs.raising] == ("failed", "ValueError: the job is cursed")
+    assert endings[jobs.exiting] == ("ended with status 7", "ended with status 7")
+    assert endings[jobs.dying] == ("killed by SIGKILL", "killed by SIGKILL: so long")
     assert "Traceback" in (tmp_path / "raising" / "job.log").read_text()
 
 
@@ -289,11 +288,13 @@ def test_one_that_takes_too_long_is_ended(tmp_path, function, monkeypatch):
 @pytest.mark.slow
 def test_one_whose_sweep_goes_away_before_it_is_told_what_to_do_ends(tmp_path):
     script = (
-        "import os, signal, cloudpickle; from pathlib import Path; from pipeline.sweep import local\n"
-        "from tests import jobs\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background job ignores
+        "import os, signal, cloudpickle; from pathlib import Path\n"
+        "from pipeline.sweep import local; from tests import jobs\n"
+        # A shell's background job ignores this signal.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "cloudpickle.dumps = lambda call: os.kill(os.getpid(), signal.SIGINT)\n"
-        "job = local.LocalJob(jobs.Call(jobs.lasting, (Path('pid'),)), [], Path('job.log'), 1, ['spawn'])\n"
+        "call = jobs.Call(jobs.lasting, (Path('pid'),))\n"
+        "job = local.LocalJob(call, [], Path('job.log'), 1, ['spawn'])\n"
         "try:\n"
         "    job.start()\n"
         "except KeyboardInterrupt:\n"
@@ -320,15 +321,17 @@ def test_a_job_outlives_the_process_that_it_is_forked_from(tmp_path):
     wait(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     psutil.Process(int((tmp_path / "pid").read_text())).parent().kill()
     assert ended(job).loss == 3.0
-    assert (
-        ended(started(tmp_path, jobs.pid, methods=["forkserver"])).how == "finished"
-    )  # from another one
+    forked_from_another = started(tmp_path, jobs.pid, methods=["forkserver"])
+    assert ended(forked_from_another).how == "finished"
 
 
 @pytest.mark.slow
 @ON_LINUX
 def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
-    """As a library would that starts CUDA when it is imported: no fork of such a process can use the GPU."""
+    """A library that starts CUDA when it is imported would open one.
+
+    No fork of such a process can use the GPU.
+    """
     (tmp_path / "opening.py").write_text(
         "import os; from pipeline.sweep import gpus\n"
         f"gpus.DEVICES = ({str(tmp_path / 'device')!r},)\n"
@@ -336,11 +339,13 @@ def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
         "import pipeline.sweep.warm"
     )
     script = (
-        "import multiprocessing, os; from pathlib import Path; from pipeline.sweep import local\n"
-        "from tests import jobs\n"
-        "multiprocessing.get_context('forkserver').set_forkserver_preload(['opening'])\n"
+        "import multiprocessing, os; from pathlib import Path\n"
+        "from pipeline.sweep import local; from tests import jobs\n"
+        "context = multiprocessing.get_context('forkserver')\n"
+        "context.set_forkserver_preload(['opening'])\n"
         "methods = ['forkserver', 'spawn']\n"
-        "job = local.LocalJob(jobs.Call(jobs.parent), [], Path('job.log'), 1, methods)\n"
+        "call = jobs.Call(jobs.parent)\n"
+        "job = local.LocalJob(call, [], Path('job.log'), 1, methods)\n"
         "job.start()\n"
         "while job.ending() is None: pass\n"
         "print(job.ending().loss == os.getpid(), methods)"
@@ -364,11 +369,13 @@ def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_job_ends_with_its_sweep_also_if_that_is_killed(tmp_path, method):
     script = (
-        "import os, signal; from pathlib import Path; from pipeline.sweep import local\n"
-        "from tests import jobs; import time\n"
-        f"job = local.LocalJob(jobs.Call(jobs.lasting, (Path('pid'),)), [], Path('job.log'), 1, [{method!r}])\n"
+        "import os, signal, time; from pathlib import Path\n"
+        "from pipeline.sweep import local; from tests import jobs\n"
+        "pid = Path('pid')\n"
+        "call = jobs.Call(jobs.lasting, (pid,))\n"
+        f"job = local.LocalJob(call, [], Path('job.log'), 1, [{method!r}])\n"
         "job.start()\n"
-        "while not (Path('pid').exists() and Path('pid').read_text()): time.sleep(0.05)\n"
+        "while not (pid.exists() and pid.read_text()): time.sleep(0.05)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run(
@@ -378,21 +385,24 @@ def test_a_job_ends_with_its_sweep_also_if_that_is_killed(tmp_path, method):
 
 
 def test_an_interrupted_job_may_wait_for_its_store(monkeypatch):
-    """For as long as its run's patience allows; then it is killed."""
-    launcher, now = local.LocalLauncher(1), [0.0]
+    """It may wait for as long as its run's patience allows; then it is killed."""
+    launcher = local.LocalLauncher(1)
     launcher.config = OmegaConf.create({"tracking": {"patience": 300}})
-    monkeypatch.setattr("pipeline.sweep.launcher.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        launcher, "_ask_to_end", lambda running, late: asked.append((now[0], late))
-    )
-    asked: list[tuple[float, bool]] = []
+    now = [0.0]
+    requests: list[tuple[float, bool]] = []  # when, and whether it was late
+
+    def ask_to_end(running, late):
+        requests.append((now[0], late))
 
     class Waiting:
         def ending(self):
             now[0] += 100
-            return Ending("killed") if asked[-1][1] else None
+            _, late = requests[-1]
+            return Ending("killed") if late else None
 
+    monkeypatch.setattr("pipeline.sweep.launcher.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(launcher, "_ask_to_end", ask_to_end)
     monkeypatch.setattr(launcher, "_wait", lambda: None)
     launcher.sweep = SimpleNamespace(ended={}, lost={})
     launcher._stop([Slot([], job=Waiting())])
-    assert [at for at, late in asked if late] == [400]
+    assert [seconds for seconds, late in requests if late] == [400]

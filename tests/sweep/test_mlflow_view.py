@@ -1,11 +1,13 @@
-"""What a person sees who follows the link of a sweep: MLflow's own UI, in Chromium, on a store with other runs in it.
+"""What a person sees who follows the link of a sweep.
 
-The pictures are kept in the folder PIPELINE_TEST_ARTIFACTS, else in `tests/artifacts`.
+It is MLflow's own UI, in Chromium, on a store with other runs in it. The pictures are
+kept in the folder PIPELINE_TEST_ARTIFACTS, else in `tests/artifacts`.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import zlib
@@ -31,30 +33,38 @@ from tests.browser import PREFERENCES, picture, server, window
 ARTIFACTS = Path(
     os.environ.get("PIPELINE_TEST_ARTIFACTS", Path(__file__).parents[1] / "artifacts")
 )
-FACTORS, SEEDS, MICRO = (1, 4, 16), (0, 1), 8
-EXAMPLES = 6400  # that each job of the first sweep sees: 800 updates of 8 to 50 of 128
+FACTORS = (1, 4, 16)
+SEEDS = (0, 1)
+MICRO = 8
+# Each job of the first sweep sees as many: 800 updates of 8, to 50 of 128.
+EXAMPLES = 6400
 EVALUATIONS = 5
 OPTIMIZERS = ("sgd", "adamw")
 
 # A browser that was never told whether its user trains models or builds agents.
 NEW = 'localStorage.removeItem("mlflow.workflowType_v1")'
-# The chart at a place on the page: its title, the title of its x axis, and its lines by the ID of a run or group.
+# The chart at a place on the page: its title, the title of its x axis, and its lines by
+# the ID of a run or group.
 CHART = """
-const card = document.querySelectorAll('[data-testid="experiment-view-compare-runs-card"]')[arguments[0]];
+const cardId = '[data-testid="experiment-view-compare-runs-card"]';
+const card = document.querySelectorAll(cardId)[arguments[0]];
 const plot = card && card.querySelector('.js-plotly-plot');
 if (!plot || !plot.data || !plot.querySelector('.trace')) return null;
 const lines = plot.data.filter(trace => trace.uuid && !trace.fill);
+const drawn = [...plot.querySelectorAll('.scatterlayer .trace .js-line')];
+const points = line => ({x: [...line.x], y: [...line.y]});
 return {
   title: card.innerText.split('\\n')[0],
   axis: plot.layout.xaxis.title.text,
-  drawn: [...plot.querySelectorAll('.scatterlayer .trace .js-line')].map(line => line.style.stroke),
-  lines: Object.fromEntries(lines.map(line => [line.uuid, {x: [...line.x], y: [...line.y]}])),
+  drawn: drawn.map(line => line.style.stroke),
+  lines: Object.fromEntries(lines.map(line => [line.uuid, points(line)])),
 }"""
 ROWS = """
 const rows = [...document.querySelectorAll('.ag-pinned-left-cols-container .ag-row')];
 rows.sort((a, b) => a.getAttribute('row-index') - b.getAttribute('row-index'));
 const aside = /^#|^(Hide|Unhide|Pin|Unpin) (group|run)$|ago$/;
-return rows.map(row => row.innerText.split('\\n').filter(text => text && !aside.test(text)).join(' '))"""
+const texts = row => row.innerText.split('\\n').filter(text => text);
+return rows.map(row => texts(row).filter(text => !aside.test(text)).join(' '))"""
 
 
 @dataclass
@@ -98,17 +108,13 @@ class Shown:
         return rows
 
     def chart(self, place: int, lines: int) -> dict[str, Any]:
-        """The chart there, once it has as many lines as are asked for."""
+        """Return the chart there, once it has this number of lines."""
 
         def complete() -> Any:
             chart = self.chrome.execute_script(CHART, place)
-            return (
-                chart
-                if chart
-                and len(chart["drawn"]) >= lines
-                and len(chart["lines"]) == lines
-                else None
-            )
+            if not chart or len(chart["lines"]) != lines:
+                return None
+            return chart if len(chart["drawn"]) >= lines else None
 
         chart: dict[str, Any] = self.wait(
             complete, f"chart {place} has no {lines} lines"
@@ -118,67 +124,83 @@ class Shown:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """The store alone, with short curves: neither a server nor a browser."""
+    """Make the store alone, with short curves: neither a server nor a browser."""
     return made(tmp_path_factory.mktemp("stored"), EXAMPLES // 10)
 
 
 def made(folder: Path, examples: int) -> Shown:
-    """Return a store in `folder` whose first sweep has jobs that see `examples` examples each."""
+    """Return a store whose first sweep has jobs that see `examples` examples each."""
     store = synthetic.store(folder)
-    names = [f"factor={factor} seed={seed}" for factor in FACTORS for seed in SEEDS]
-    factors = synthetic.Made(
-        store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch"
-    )
-    losses = {}
-    for factor in FACTORS:
-        for seed in SEEDS:
-            batch = MICRO * factor
-            seen = batch * np.arange(1, examples // batch + 1)
-            loss = losses[factor, seed] = (
-                2 * np.exp(-seen / 3000) + 0.1 * seed + 0.05 * np.log2(factor)
-            )
-            # Not on any step that is a round part of the whole: most of them fall out of a thinned-out `train/` row.
-            at = [
-                max(1, int(step))
-                for step in np.linspace(0.19, 0.99, EVALUATIONS) * len(seen)
-            ]
-            curves: dict[str, Any] = {
-                "train/loss": loss,
-                "val/loss": {step: loss[step - 1] for step in at},
-            }
-            curves["val/accuracy"] = {step: 1 - loss[step - 1] / 3 for step in at}
-            curves["val/examples_seen"] = {step: seen[step - 1] for step in at}
-            if factor > 1:
-                curves["train/gradient_noise_scale"] = 100 + seen / 100
-            factors.job(
-                f"factor={factor} seed={seed}",
-                curves,
-                factor=factor,
-                batch=batch,
-                seed=seed,
-            )
-    factors.end()
-    names = [
-        f"optimizer={name} factor={factor}" for name in OPTIMIZERS for factor in FACTORS
-    ]
-    optimizers = synthetic.Made(
-        store, names, ["optimizer", "accumulation.factor"], "optimizer_by_factor"
-    )
-    for name in names:
-        curves = {"train/loss": 2 * 0.99 ** np.arange(20) + len(name) / 100}
-        # Both are SGD: no param in which the optimizers differ, only the names of the jobs.
-        optimizers.job(
-            name,
-            curves,
-            factor=int(name.split("=")[-1]),
-            params={"optimizer._target_": "keras.SGD"},
-        )
-    optimizers.end()
+    factors, losses = sweep_over_factors(store, examples)
+    optimizers = sweep_over_optimizers(store)
     client = store.client()
     lone = client.create_run(factors.experiment_id, run_name="lone").info.run_id
     client.log_metric(lone, "train/loss", 1.0, step=1)
     client.set_terminated(lone)
     return Shown(store, factors, optimizers, losses)
+
+
+def sweep_over_factors(
+    store: Store, examples: int
+) -> tuple[synthetic.Made, dict[tuple[int, int], np.ndarray]]:
+    """Return a sweep over factor and seed, and the losses of each of its jobs."""
+    settings = list(itertools.product(FACTORS, SEEDS))
+    sweep = synthetic.Made(
+        store,
+        [f"factor={factor} seed={seed}" for factor, seed in settings],
+        ["accumulation.factor", "seed"],
+        "factor_at_fixed_micro_batch",
+    )
+    losses = {}
+    for factor, seed in settings:
+        batch = MICRO * factor
+        seen = batch * np.arange(1, examples // batch + 1)
+        loss = 2 * np.exp(-seen / 3000) + 0.1 * seed + 0.05 * np.log2(factor)
+        losses[factor, seed] = loss
+        sweep.job(
+            f"factor={factor} seed={seed}",
+            curves_of(loss, seen, factor),
+            factor=factor,
+            batch=batch,
+            seed=seed,
+        )
+    sweep.end()
+    return sweep, losses
+
+
+def curves_of(loss: np.ndarray, seen: np.ndarray, factor: int) -> dict[str, Any]:
+    """Return the metrics of a job from its loss and its examples seen."""
+    curves: dict[str, Any] = {
+        "train/loss": loss,
+        "val/loss": {},
+        "val/accuracy": {},
+        "val/examples_seen": {},
+    }
+    # Evaluations are at no round part of the run: most of these steps fall out of a
+    # thinned-out `train/` row.
+    for share in np.linspace(0.19, 0.99, EVALUATIONS):
+        step = max(1, int(share * len(seen)))
+        curves["val/loss"][step] = loss[step - 1]
+        curves["val/accuracy"][step] = 1 - loss[step - 1] / 3
+        curves["val/examples_seen"][step] = seen[step - 1]
+    if factor > 1:
+        curves["train/gradient_noise_scale"] = 100 + seen / 100
+    return curves
+
+
+def sweep_over_optimizers(store: Store) -> synthetic.Made:
+    settings = list(itertools.product(OPTIMIZERS, FACTORS))
+    names = [f"optimizer={name} factor={factor}" for name, factor in settings]
+    sweep = synthetic.Made(
+        store, names, ["optimizer", "accumulation.factor"], "optimizer_by_factor"
+    )
+    for name, (_, factor) in zip(names, settings, strict=True):
+        curves = {"train/loss": 2 * 0.99 ** np.arange(20) + len(name) / 100}
+        # Both are SGD: the optimizers differ in no param, only in the jobs' names.
+        params = {"optimizer._target_": "keras.SGD"}
+        sweep.job(name, curves, factor=factor, params=params)
+    sweep.end()
+    return sweep
 
 
 @pytest.fixture(scope="module")
@@ -204,10 +226,8 @@ class Page:
 @pytest.fixture(scope="module")
 def page(shown: Shown) -> Page:
     shown.open(shown.fragment(shown.factors))
-    loss, validation = (
-        shown.chart(0, lines=len(FACTORS)),
-        shown.chart(1, lines=len(FACTORS)),
-    )
+    loss = shown.chart(0, lines=len(FACTORS))
+    validation = shown.chart(1, lines=len(FACTORS))
     picture(shown.chrome, ARTIFACTS / "sweep.png")
     return Page(shown.rows(), loss, validation, _pages(shown))
 
@@ -215,18 +235,15 @@ def page(shown: Shown) -> Page:
 def test_the_link_opens_the_sweep_and_nothing_else(page: Page) -> None:
     expected = []
     for factor in FACTORS:
-        expected += [
-            f"Group: {factor} {len(SEEDS)}",
-            *(f"factor={factor} seed={seed}" for seed in SEEDS),
-        ]
+        expected.append(f"Group: {factor} {len(SEEDS)}")
+        for seed in SEEDS:
+            expected.append(f"factor={factor} seed={seed}")
     assert page.rows == expected
 
 
 def test_seeds_are_averaged_along_examples_seen(shown: Shown, page: Page) -> None:
-    assert (page.loss["title"], page.loss["axis"]) == (
-        "train/loss",
-        "train/examples_seen",
-    )
+    assert page.loss["title"] == "train/loss"
+    assert page.loss["axis"] == "train/examples_seen"
     for factor in FACTORS:
         line = page.loss["lines"][f"param.derived.factor.{factor}"]
         batch = MICRO * factor
@@ -238,13 +255,10 @@ def test_seeds_are_averaged_along_examples_seen(shown: Shown, page: Page) -> Non
 
 
 def test_every_evaluation_is_drawn_however_long_the_run(page: Page) -> None:
-    assert (page.validation["title"], page.validation["axis"]) == (
-        "val/loss",
-        "val/examples_seen",
-    )
-    assert [len(line["x"]) for line in page.validation["lines"].values()] == [
-        EVALUATIONS
-    ] * len(FACTORS)
+    assert page.validation["title"] == "val/loss"
+    assert page.validation["axis"] == "val/examples_seen"
+    points = [len(line["x"]) for line in page.validation["lines"].values()]
+    assert points == [EVALUATIONS] * len(FACTORS)
 
 
 def test_a_new_browser_opens_the_link_in_training_mode(page: Page) -> None:
@@ -253,25 +267,22 @@ def test_a_new_browser_opens_the_link_in_training_mode(page: Page) -> None:
 
 
 def test_without_repetitions_each_job_is_a_curve_of_its_colour(shown: Shown) -> None:
-    names = {
-        run.info.run_name: run.info.run_id for run in _children(shown, shown.optimizers)
-    }
-    mlflow_view.color(shown.store.client(), names)
+    ids = _ids_by_name(shown, shown.optimizers)
+    mlflow_view.color(shown.store.client(), ids)
     shown.open(shown.fragment(shown.optimizers))
 
-    chart = shown.chart(0, lines=len(names))
+    chart = shown.chart(0, lines=len(ids))
 
     assert (chart["title"], chart["axis"]) == ("train/loss", "train/examples_seen")
-    assert set(chart["lines"]) == set(names.values())
-    assert len(set(chart["drawn"])) == len(names)
-    assert (
-        shown.rows() == shown.optimizers.names
-    )  # in the order in which they were planned
+    assert set(chart["lines"]) == set(ids.values())
+    assert len(set(chart["drawn"])) == len(ids)
+    # They are in the order in which they were planned.
+    assert shown.rows() == shown.optimizers.names
     picture(shown.chrome, ARTIFACTS / "optimizers.png")
 
 
 def test_parent_and_children_fold_and_unfold(shown: Shown) -> None:
-    fragment = f"#/experiments/{shown.factors.experiment_id}/runs?workflowType=machine_learning"
+    fragment = _list_of_runs(shown)
     folded = ["lone", "sweep factor_at_fixed_micro_batch", "sweep optimizer_by_factor"]
     shown.open(fragment)
     shown.wait(lambda: _names(shown) == folded, "the list is not folded")
@@ -287,9 +298,7 @@ def test_parent_and_children_fold_and_unfold(shown: Shown) -> None:
 
 
 def test_the_jobs_of_a_sweep_are_selected_and_compared(shown: Shown) -> None:
-    shown.open(
-        f"#/experiments/{shown.factors.experiment_id}/runs?workflowType=machine_learning"
-    )
+    shown.open(_list_of_runs(shown))
     shown.wait(
         lambda: "sweep factor_at_fixed_micro_batch" in shown.rows(), "no list of runs"
     )
@@ -326,7 +335,7 @@ def test_where_the_view_is_not_understood_the_plain_page_opens(
     tag = mlflow_view.TAG + shown.factors.run_id
     shown.store.client().set_experiment_tag(shown.factors.experiment_id, tag, state)
 
-    # The UI then forgets what the link said of the mode: this user has chosen it before.
+    # The UI then forgets the mode of the link: this user has chosen it before.
     added = shown.chrome.execute_cdp_cmd(
         "Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES}
     )
@@ -342,9 +351,8 @@ def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
     results = [["job", "val/loss"], *([name, "0.5"] for name in sweep.names)]
     text = mlflow_view.description(sweep.planned, shown.fragment(sweep), results)
     shown.store.client().set_tag(sweep.run_id, "mlflow.note.content", text)
-    shown.open(
-        f"#/experiments/{sweep.experiment_id}/runs/{sweep.run_id}?workflowType=machine_learning"
-    )
+    page = f"#/experiments/{sweep.experiment_id}/runs/{sweep.run_id}"
+    shown.open(f"{page}?workflowType=machine_learning")
     find = shown.chrome.find_elements
     (link,) = shown.wait(
         lambda: find(By.LINK_TEXT, "Compare the runs of this sweep"), "no link"
@@ -371,16 +379,10 @@ def test_the_view_of_a_sweep_is_saved_once(stored: Shown) -> None:
     view = json.loads(tags[mlflow_view.TAG + stored.factors.run_id])
     packed = view["state"].removeprefix("deflate;")
     assert view["name"] == f"factor_at_fixed_micro_batch {stored.factors.run_id[:6]}"
-    assert json.loads(zlib.decompress(base64.b64decode(packed)))["searchFilter"] == (
-        f"tags.sweep = '{stored.factors.run_id}'"
-    )
-    assert (
-        sum(
-            key.startswith(mlflow_view.TAG) and stored.factors.run_id in key
-            for key in tags
-        )
-        == 1
-    )
+    state = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert state["searchFilter"] == f"tags.sweep = '{stored.factors.run_id}'"
+    views = [key for key in tags if key.startswith(mlflow_view.TAG)]
+    assert len([key for key in views if stored.factors.run_id in key]) == 1
 
 
 def test_an_mlflow_that_was_not_tried_gets_the_plain_page(
@@ -405,10 +407,9 @@ def test_the_link_names_the_server_and_no_password(uri: str, start: str) -> None
 
 
 def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
-    rows = [
-        ["job", "val/loss"],
-        *([f"factor={number} | x", str(number)] for number in range(1000)),
-    ]
+    rows = [["job", "val/loss"]]
+    for number in range(1000):
+        rows.append([f"factor={number} | x", str(number)])
 
     sweep = ParentRun(
         "sqlite:///none.db", "2" * 32, "1", "many", varied=["accumulation.factor"]
@@ -423,18 +424,11 @@ def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
 
 
 def test_jobs_that_differ_by_the_seed_share_a_colour(stored: Shown) -> None:
-    mlflow_view.color(
-        stored.store.client(),
-        {
-            run.info.run_name: run.info.run_id
-            for run in _children(stored, stored.factors)
-        },
-    )
+    mlflow_view.color(stored.store.client(), _ids_by_name(stored, stored.factors))
 
-    colors = {
-        run.info.run_name: run.data.tags["mlflow.runColor"]
-        for run in _children(stored, stored.factors)
-    }
+    colors = {}
+    for run in _children(stored, stored.factors):
+        colors[run.info.run_name] = run.data.tags["mlflow.runColor"]
     for factor in FACTORS:
         assert len({colors[f"factor={factor} seed={seed}"] for seed in SEEDS}) == 1
     assert len(set(colors.values())) == len(FACTORS)
@@ -446,6 +440,15 @@ def _children(shown: Shown, sweep: synthetic.Made) -> list:
             [sweep.experiment_id], f"tags.sweep = '{sweep.run_id}'"
         )
     )
+
+
+def _ids_by_name(shown: Shown, sweep: synthetic.Made) -> dict[str, str]:
+    return {run.info.run_name: run.info.run_id for run in _children(shown, sweep)}
+
+
+def _list_of_runs(shown: Shown) -> str:
+    experiment_id = shown.factors.experiment_id
+    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
 
 
 def _names(shown: Shown) -> list[str]:
@@ -463,7 +466,7 @@ def _row(name: str) -> str:
 
 
 def _pages(shown: Shown) -> set[str]:
-    """What the navigation of an experiment offers."""
+    """Return the pages that the navigation of an experiment offers."""
     links = shown.chrome.find_elements(
         By.CSS_SELECTOR, "a[href*='/experiments/'], nav a, aside a"
     )

@@ -1,7 +1,7 @@
-"""The same sweep on a real Slurm: one controller and one node on this machine, on 127.0.0.1 alone.
+"""The same sweep on a real Slurm, with one controller and one node on 127.0.0.1.
 
-It runs where Debian's packages `slurmctld`, `slurmd` and `slurm-client` are installed, the user is root, and no Slurm
-runs yet: two on one machine disturb each other.
+It runs where Debian's packages `slurmctld`, `slurmd` and `slurm-client` are installed,
+the user is root, and no Slurm runs yet: two on one machine disturb each other.
 """
 
 from __future__ import annotations
@@ -57,20 +57,21 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
 PACKAGES = ("slurmctld", "slurmd", "slurm-client")
-MODES = "+training.callbacks.trouble={_target_:mine.Trouble,mode:none},{_target_:mine.Trouble,mode:kill}"
+MODES = (
+    "+training.callbacks.trouble="
+    "{_target_:mine.Trouble,mode:none},{_target_:mine.Trouble,mode:kill}"
+)
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """Starts Slurm; gives the variables of the environment that make its commands find it."""
+    """Start Slurm; give the environment variables by which its commands find it."""
     programs.need(*NEEDED)
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     if os.geteuid() != 0:
         programs.give_up("Slurm's daemons want to be started by root", *PACKAGES)
-    if {process.info["name"] for process in psutil.process_iter(["name"])} & {
-        "slurmctld",
-        "slurmd",
-    }:
+    names = {process.info["name"] for process in psutil.process_iter(["name"])}
+    if names & {"slurmctld", "slurmd"}:
         programs.give_up("a Slurm runs on this machine already", *PACKAGES)
     folder = tmp_path_factory.mktemp("slurm")
     host = socket.gethostname().split(".")[0]
@@ -98,15 +99,13 @@ def slurm(tmp_path_factory):
     try:
         until = time.monotonic() + 60
         while "idle" not in _ask(environment, "sinfo", "--noheader", "--format=%T"):
-            if time.monotonic() > until or any(
-                daemon.poll() is not None for daemon in daemons
-            ):
-                said = [
-                    log.read_text().strip().splitlines()[-1:]
-                    for log in sorted(folder.glob("*.log"))
-                ]
+            ended = [daemon for daemon in daemons if daemon.poll() is not None]
+            if ended or time.monotonic() > until:
+                ends = []
+                for log in sorted(folder.glob("*.log")):
+                    ends.append(log.read_text().strip().splitlines()[-1:])
                 programs.give_up(
-                    f"Slurm does not run on this machine, its logs end in {said}",
+                    f"Slurm does not run on this machine, its logs end in {ends}",
                     *PACKAGES,
                 )
             time.sleep(0.2)
@@ -120,8 +119,11 @@ def slurm(tmp_path_factory):
 
 
 def test_a_sweep_leaves_the_same_runs_on_slurm_as_on_this_machine(tmp_path, slurm):
-    """One job finishes and one is killed, which a cluster without a database does not tell submitit."""
-    found = {}
+    """One job finishes and one is killed.
+
+    A cluster without a database does not tell submitit of that.
+    """
+    jobs_by_launcher = {}
     for launcher, variables in (("submitit_local", {}), ("submitit_slurm", slurm)):
         folder = tmp_path / launcher
         folder.mkdir()
@@ -138,14 +140,13 @@ def test_a_sweep_leaves_the_same_runs_on_slurm_as_on_this_machine(tmp_path, slur
         parent, children = parent_and_children(store)
         assert parent.info.status == "FAILED"
         assert set(table(done.stderr).values()) == {"FINISHED", "KILLED"}, done.stderr
-        found[launcher] = {
+        jobs_by_launcher[launcher] = {
             name: (run, store.history(run, "train/loss"))
             for name, (run,) in children.items()
         }
-        wait(
-            lambda folder=folder: processes_in(folder) == [], 30
-        )  # Slurm ends what a job leaves behind a little later
-    local, cluster = found.values()
+        # Slurm ends what a job leaves behind a little later.
+        wait(lambda folder=folder: processes_in(folder) == [], 30)
+    local, cluster = jobs_by_launcher.values()
     assert set(local) == set(cluster)
     for name, (run, losses) in local.items():
         assert cluster[name][0].info.status == run.info.status
@@ -172,13 +173,12 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(tmp_path, slurm):
         cwd=tmp_path,
         **slurm,
     )
-    wait(
-        lambda: [
-            f
-            for f in tmp_path.glob("jobs/*/journal.jsonl")
-            if f.read_text().count("train/loss") > 20
-        ]
-    )
+
+    def a_job_trains():
+        journals = tmp_path.glob("jobs/*/journal.jsonl")
+        return any(file.read_text().count("train/loss") > 20 for file in journals)
+
+    wait(a_job_trains)
     os.killpg(process.pid, signal.SIGINT)
     printed = process.communicate(timeout=120)[1]
     assert process.returncode == 130, printed
@@ -192,10 +192,9 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(tmp_path, slurm):
 
 
 def test_a_job_that_slurm_takes_away_is_requeued_and_goes_on(tmp_path, slurm):
-    """With the signal by which submitit is warned of a time limit or of a more important job."""
-    (tmp_path / "mine.py").write_text(
-        MINE
-    )  # the job has minutes left when the signal comes, however long that takes
+    """Submitit gets the warning of a time limit or of a more important job."""
+    (tmp_path / "mine.py").write_text(MINE)
+    # The job has minutes left when the signal comes, however long that takes.
     slow = "+training.callbacks.trouble={_target_: mine.Trouble, mode: slow}"
     sweep = (
         "train",
@@ -214,7 +213,8 @@ def test_a_job_that_slurm_takes_away_is_requeued_and_goes_on(tmp_path, slurm):
     wait(lambda: '"end":"KILLED"' in journal.read_text())
     (tmp_path / "healed").touch()
     wait(lambda: _ask(slurm, "squeue", "--noheader", "--format=%t").strip() == "PD")
-    # Slurm holds a requeued job for minutes: a node refuses one started in the second in which it was taken away.
+    # Slurm holds a requeued job for minutes, since a node rejects one that is started
+    # in the second in which it was taken away.
     _ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now+3")
     printed = process.communicate(timeout=500)[1]
     assert process.returncode == 0, printed
@@ -226,14 +226,14 @@ def test_a_job_that_slurm_takes_away_is_requeued_and_goes_on(tmp_path, slurm):
 
 @pytest.mark.soak
 def test_the_batch_script_of_the_examples(tmp_path, slurm):
-    """One run to its end; another one gets SIGTERM, as Slurm sends it before the time limit, and is closed in order."""
+    """One run goes to its end; another one gets SIGTERM, and is closed in order.
+
+    Slurm sends SIGTERM before the time limit.
+    """
     script = str(ROOT / "examples" / "slurm" / "train.sbatch")
     path = os.pathsep.join([str(Path(sys.executable).parent), slurm["PATH"]])
-    sbatch = [
-        "sbatch",
-        "--parsable",
-        "--cpus-per-task=1",
-    ]  # of a machine that may have no more
+    # The machine may have no more than one.
+    sbatch = ["sbatch", "--parsable", "--cpus-per-task=1"]
     with_path = environment(**{**slurm, "PATH": path})
 
     def submit(*arguments: str) -> str:
@@ -259,7 +259,7 @@ def test_the_batch_script_of_the_examples(tmp_path, slurm):
 
 
 def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
-    """Started by `srun`, and as a job of a sweep; the curve is that of one device."""
+    """They are started by `srun`, and as a job of a sweep; the curve is the same."""
     run = (
         *TINY,
         "hardware.precision=float64",
@@ -313,9 +313,8 @@ def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
         store = Store(folder)
         (trained,) = store.trained()
         assert trained.info.status == "FINISHED"
-        assert trained.data.params["derived.replicas"] == (
-            "1" if how == "alone" else "2"
-        )
+        replicas = "1" if how == "alone" else "2"
+        assert trained.data.params["derived.replicas"] == replicas
         curves[how] = store.history(trained, "train/loss")
         assert len(curves[how]) == 15
         assert curves[how] == pytest.approx(curves["alone"], rel=1e-12)

@@ -35,7 +35,8 @@ class Trouble(keras.callbacks.Callback):
         place = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.place = open(f"place {place}".replace("/", "-"), "w")
         if place:
-            fcntl.flock(self.place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another job holds it
+            # Raises where another job holds it.
+            fcntl.flock(self.place, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def on_train_batch_end(self, batch, logs=None):
         if self.mode == "slow":
@@ -47,7 +48,8 @@ class Trouble(keras.callbacks.Callback):
         if self.mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.mode == "memory":
-            limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**28
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + 2**28
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             self.hoard = [bytearray(2**24) for _ in range(100)]
 """
@@ -70,42 +72,53 @@ hydra:
 
 
 def parent_and_children(store: Store) -> tuple[Run, dict[str, list[Run]]]:
-    """The one parent, and its children by the job's name; a child is beneath it in both of MLflow's ways."""
+    """Return the one parent, and its children by the job's name.
+
+    A child is beneath its parent in both of MLflow's ways.
+    """
     runs = store.runs()
     (parent,) = [run for run in runs if "sweep.name" in run.data.tags]
     children: dict[str, list[Run]] = {}
     for run in runs:
         if run is not parent:
-            assert (
-                run.data.tags["sweep"]
-                == run.data.tags["mlflow.parentRunId"]
-                == parent.info.run_id
-            )
-            assert run.info.run_name == run.data.tags["sweep.job"]
-            children.setdefault(run.data.tags["sweep.job"], []).append(run)
+            assert run.data.tags["sweep"] == parent.info.run_id
+            assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+            name = run.data.tags["sweep.job"]
+            assert run.info.run_name == name
+            children.setdefault(name, []).append(run)
     return parent, children
 
 
 def table(printed: str) -> dict[str, str]:
-    """Status by job, as the sweep printed it at its end."""
-    lines = [
-        line.split()
-        for line in printed.splitlines()
-        if line.startswith("  ") and " started" not in line
-    ]
-    return {line[0]: line[1] for line in lines if not line[0].endswith(":")}
+    """Return the status by job, as the sweep printed it at its end."""
+    statuses = {}
+    for line in printed.splitlines():
+        if line.startswith("  ") and " started" not in line:
+            words = line.split()
+            if not words[0].endswith(":"):
+                statuses[words[0]] = words[1]
+    return statuses
 
 
-def gpus(folder: Path, listed: str) -> dict[str, str]:
-    """The environment of a machine on which TensorFlow lists the GPUs that CUDA_VISIBLE_DEVICES shows."""
-    (folder / "asked").mkdir()
-    asked = "if 'list_physical_devices' in sys.orig_argv[-1]"
-    (folder / "asked" / "sitecustomize.py").write_text(
-        f"import os, sys\n{asked}:\n    print(2, flush=True)\n    os._exit(0)\n"
-    )
+GPU_LISTING = """
+import os, sys
+if 'list_physical_devices' in sys.orig_argv[-1]:
+    print(2, flush=True)
+    os._exit(0)
+"""
+
+
+def gpus(folder: Path, visible: str) -> dict[str, str]:
+    """Return the environment of a machine with GPUs.
+
+    TensorFlow lists two of those that CUDA_VISIBLE_DEVICES shows.
+    """
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(GPU_LISTING)
     return {
-        "CUDA_VISIBLE_DEVICES": listed,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "asked")]),
+        "CUDA_VISIBLE_DEVICES": visible,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]),
     }
 
 
@@ -114,7 +127,10 @@ def gpus(folder: Path, listed: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def troubles(tmp_path_factory):
-    """A user's own sweep of five jobs, of which three fail, two at once; then what is missing of it."""
+    """Run a user's own sweep of five jobs, of which three fail, two at once.
+
+    Then run what is missing of it.
+    """
     folder = tmp_path_factory.mktemp("troubles")
     (folder / "mine.py").write_text(MINE)
     (folder / "sweeps").mkdir()
@@ -150,18 +166,17 @@ def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
     assert "ended without a word after update" in printed
     assert "MemoryError" in printed
     assert "Traceback" not in printed
-    for mode, how in {
+    endings = {
         "raise": "failed",
         "kill": "killed by SIGKILL",
         "memory": "failed",
         "one": "finished",
-    }.items():
+    }
+    for mode, how in endings.items():
         assert re.search(rf"^  mode={mode}: {how} after \d+ s$", printed, re.MULTILINE)
     assert parent.info.status == "FAILED"
-    assert (
-        f"pipeline sweep troubles --again {parent.info.run_id} --config-dir 'my conf'\n"
-        in printed
-    )
+    again = f"sweep troubles --again {parent.info.run_id} --config-dir 'my conf'\n"
+    assert f"pipeline {again}" in printed
 
 
 def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
@@ -172,9 +187,9 @@ def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
         finished = [run for run in runs if run.info.status == "FINISHED"]
         assert len(finished) == 1, name
         # One that was killed goes on in its run; one that failed is run anew.
-        assert len(runs) == len(before[name]) + (
-            before[name][0].info.status == "FAILED"
-        )
+        has_failed = before[name][0].info.status == "FAILED"
+        new_runs = 1 if has_failed else 0
+        assert len(runs) == len(before[name]) + new_runs
         assert finished[0].data.metrics["train/examples_seen"] == 1437
 
 
@@ -192,11 +207,13 @@ def test_one_job_at_once_on_each_gpu_that_cuda_is_shown(tmp_path):
         "place 3",
         "place GPU-beef",
     }
-    running, most = 0, 0
+    running = 0
+    most = 0
     for line in printed.splitlines():
-        running += line.endswith(": started") - bool(
-            re.fullmatch(r"  \S+: .+ after \d+ s", line)
-        )
+        if line.endswith(": started"):
+            running += 1
+        if re.fullmatch(r"  \S+: .+ after \d+ s", line):
+            running -= 1
         most = max(running, most)
     assert most == 2
 
@@ -259,9 +276,9 @@ def test_the_parent_says_what_the_sweep_was(troubles):
     assert parent.data.params["sweep"] == "troubles"
     assert parent.data.params["jobs"] == "5"
     assert parent.data.params["varied"] == "training.callbacks.trouble.mode"
-    assert json.loads(parent.data.tags["sweep.jobs"]) == [
-        f"mode={m}" for m in ["raise", "one", "kill", "two", "memory"]
-    ]
+    modes = ["raise", "one", "kill", "two", "memory"]
+    names = [f"mode={mode}" for mode in modes]
+    assert json.loads(parent.data.tags["sweep.jobs"]) == names
 
 
 # Interruptions
@@ -283,10 +300,8 @@ LATER = (
 def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(
     tmp_path, number, to_group, at_once
 ):
-    jobs = (
-        f"seed={','.join(map(str, range(at_once + 1)))}",
-        f"hardware.parallel_jobs={at_once}",
-    )
+    seeds = ",".join(str(seed) for seed in range(at_once + 1))
+    jobs = (f"seed={seeds}", f"hardware.parallel_jobs={at_once}")
     process = start(
         "train",
         "-m",
@@ -296,15 +311,12 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(
         "hydra.sweep.dir=jobs",
         cwd=tmp_path,
     )
-    journals = [
-        tmp_path / "jobs" / str(job) / "journal.jsonl" for job in range(at_once)
-    ]
-    wait(
-        lambda: all(
-            file.exists() and file.read_text().count("train/loss") > 20
-            for file in journals
-        )
-    )
+
+    def trains(job):
+        journal = tmp_path / "jobs" / str(job) / "journal.jsonl"
+        return journal.exists() and journal.read_text().count("train/loss") > 20
+
+    wait(lambda: all(trains(job) for job in range(at_once)))
     if to_group:  # as a terminal does it
         os.killpg(process.pid, number)
     else:
@@ -313,12 +325,10 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(
     assert process.returncode == 130, printed
     parent, children = parent_and_children(Store(tmp_path))
     assert parent.info.status == "KILLED"
-    assert {name: run.info.status for name, (run,) in children.items()} == {
-        f"seed={n}": "KILLED" for n in range(at_once)
-    }
-    assert all(
-        "SIGTERM" in run.data.tags["failure"] for (run,) in children.values()
-    )  # each said so itself
+    assert set(children) == {f"seed={seed}" for seed in range(at_once)}
+    for (run,) in children.values():
+        assert run.info.status == "KILLED"
+        assert "SIGTERM" in run.data.tags["failure"]  # as it wrote itself
     assert f"  seed={at_once}  NOT RUN" in printed
     assert "Traceback" not in printed
     wait(lambda: processes_in(tmp_path) == [], 30)
@@ -336,17 +346,15 @@ def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(
     assert process.stderr is not None
     while "started" not in process.stderr.readline():
         pass
-    time.sleep(
-        seconds
-    )  # the imports, of the job or of what it is forked from, or what follows
+    # The job imports, or what it is forked from does, or it has done so.
+    time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=90)[1]
     assert process.returncode == 130, printed
     parent, children = parent_and_children(Store(tmp_path))
     assert parent.info.status == "KILLED"
-    assert all(
-        run.info.status == "KILLED" for runs in children.values() for run in runs
-    )
+    for runs in children.values():
+        assert {run.info.status for run in runs} == {"KILLED"}
     wait(lambda: processes_in(tmp_path) == [], 30)
     assert "Traceback" not in printed
 
@@ -355,12 +363,16 @@ def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(
 def test_an_interruption_does_not_wait_for_an_import_that_hangs(tmp_path):
     process = start("train", "-m", *TINY, "seed=0,1", cwd=tmp_path, warm=False)
 
-    def of_jobs(child):
-        with contextlib.suppress(psutil.Error):  # another one has ended
-            return "multiprocessing.forkserver" in " ".join(child.cmdline())
+    def forkservers():
+        servers = []
+        for child in psutil.Process(process.pid).children():
+            with contextlib.suppress(psutil.Error):  # another one has ended
+                if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                    servers.append(child)
+        return servers
 
-    wait(lambda: any(map(of_jobs, psutil.Process(process.pid).children())))
-    (server,) = filter(of_jobs, psutil.Process(process.pid).children())
+    wait(forkservers)
+    (server,) = forkservers()
     server.suspend()
     assert process.stderr is not None
     while "started" not in process.stderr.readline():
@@ -397,25 +409,23 @@ def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Command lines of the processes that work in `folder`."""
-    found = []
+    """Return the command lines of the processes that work in `folder`."""
+    commands = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.cwd() == str(folder):
-                found.append(" ".join(process.cmdline()))
-    return found
+                commands.append(" ".join(process.cmdline()))
+    return commands
 
 
 # Searches
 
 
 @pytest.mark.slow
-def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interrupted(
-    tmp_path,
-):
-    """Optuna's choices are the seed's: what finished is not run again, and counts as it did.
+def test_a_search_finds_the_better_rate_and_goes_on_after_an_interruption(tmp_path):
+    """Optuna's choices follow from the seed: a finished job is not run again.
 
-    `--again` needs no override again; one that is given counts more than the recorded one.
+    `--again` needs no override again; a new one replaces the recorded one.
     """
     search = ("sweep", "search_learning_rate")
     first = pipeline(
@@ -441,17 +451,25 @@ def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interr
     assert "best of 3: loss" in more.stderr
 
 
-# Refusals
+# Rejections
 
 
-REFUSED = {
+REJECTED = {
     "sweep seeds seed=0,-1": "seed must be from 0 to 4294967295. Received: -1",
-    "sweep seeds optimizer=adamw,adamwww": "optimizer must be an option of its group. Received: 'adamwww'",
-    "sweep seeds +hydra.launcher.nonsense=1": "hydra.launcher.nonsense must be a parameter of this launcher",
+    "sweep seeds optimizer=adamw,adamwww": (
+        "optimizer must be an option of its group. Received: 'adamwww'"
+    ),
+    "sweep seeds +hydra.launcher.nonsense=1": (
+        "hydra.launcher.nonsense must be a parameter of this launcher"
+    ),
     "sweep seeds hydra.launcher.nodes=2": "hydra.launcher.nodes must be",
-    "sweep seeds hydra.launcher.timeout_min=0": "hydra.launcher.timeout_min must be at least 1",
+    "sweep seeds hydra.launcher.timeout_min=0": (
+        "hydra.launcher.timeout_min must be at least 1"
+    ),
     "sweep seeds hydra.launcher.timeout_min=soon": "hydra.launcher.timeout_min must be",
-    "sweep search_learning_rate hydra.sweeper.at_once=0": "hydra.sweeper.at_once must be at least 1",
+    "sweep search_learning_rate hydra.sweeper.at_once=0": (
+        "hydra.sweeper.at_once must be at least 1"
+    ),
     "sweep sedes": "NAME must name a sweep. Received: 'sedes'",
     "sweep seeds --again never": "tracking.uri must be a store that exists",
     "train -m accumulation.factor=1,0": "accumulation.factor must be",
@@ -460,16 +478,16 @@ REFUSED = {
 
 @pytest.mark.slow
 def test_one_wrong_job_refuses_the_sweep_and_leaves_nothing(tmp_path):
-    for line, answer in one_process({line: line for line in REFUSED}, tmp_path).items():
-        assert answer["status"] == 2, answer
-        assert REFUSED[line] in answer["err"]
-        assert len(answer["err"].splitlines()) == 1
-        assert answer["changed"] == []
+    results = one_process({line: line for line in REJECTED}, tmp_path)
+    for line, result in results.items():
+        assert result["status"] == 2, result
+        assert REJECTED[line] in result["err"]
+        assert len(result["err"].splitlines()) == 1
+        assert result["changed"] == []
 
 
-def test_a_password_in_a_config_file_is_refused_as_the_files_of_a_sweep_would_hold_it(
-    tmp_path,
-):
+def test_a_password_in_a_config_file_is_rejected(tmp_path):
+    """The files of a sweep would hold it."""
     own = tmp_path / "conf" / "tracking" / "mine.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("uri: http://me:Hunter77@127.0.0.1:9\n")
@@ -492,33 +510,29 @@ def test_a_password_in_a_config_file_is_refused_as_the_files_of_a_sweep_would_ho
 
 
 @pytest.mark.slow
-def test_a_sweep_file_is_a_plain_hydra_multirun_and_runs_in_one_process_for_a_debugger(
-    tmp_path,
-):
+def test_a_sweep_file_is_a_hydra_multirun_and_runs_in_one_process(tmp_path):
+    """It runs in one process for a debugger."""
     name = "factor_at_fixed_effective_batch"
     files = ("--config-dir", str(ROOT / "sweeps"), "--config-name", name)
     pipeline(
-        *(
-            "train",
-            "-m",
-            *files,
-            *TINY,
-            "accumulation.factor=1,8",
-            "hydra/launcher=basic",
-            "hydra.sweep.dir=jobs",
-        ),
-        *("hardware.precision=float64",),
+        "train",
+        "-m",
+        *files,
+        *TINY,
+        "accumulation.factor=1,8",
+        "hydra/launcher=basic",
+        "hydra.sweep.dir=jobs",
+        "hardware.precision=float64",
         cwd=tmp_path,
     )
     store = Store(tmp_path)
     parent, children = parent_and_children(store)
     assert parent.info.run_name == f"sweep {name}"
     assert parent.info.status == "FINISHED"
-    losses = [
-        store.history(run, "train/loss")
-        for (run,) in (children["factor=1"], children["factor=8"])
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    losses = {}
+    for name, (run,) in children.items():
+        losses[name] = store.history(run, "train/loss")
+    assert losses["factor=1"] == pytest.approx(losses["factor=8"], rel=1e-12)
     assert not list((tmp_path / "jobs").rglob("job.log"))
 
 
@@ -576,11 +590,14 @@ def test_every_sweep_file_plans_the_jobs_of_its_header(tmp_path, name):
         "hydra.launcher._target_=hydra_plugins.planned.Planned",
         cwd=tmp_path,
     )
-    jobs = [job for line in done.stdout.splitlines() for job in json.loads(line)]
+    jobs = []
+    for line in done.stdout.splitlines():
+        jobs += json.loads(line)
     head = (ROOT / "sweeps" / f"{name}.yaml").read_text()
     assert head.startswith("# Question: ")
     runs = re.search(
-        rf"# Run: +pipeline sweep {name} +(\d+) runs, about \d+ s each on two CPU cores\n# Expect: ",
+        rf"# Run: +pipeline sweep {name} +"
+        r"(\d+) runs, about \d+ s each on two CPU cores\n# Expect: ",
         head,
     )
     assert len(set(jobs)) == len(jobs) == int(runs[1])

@@ -1,4 +1,7 @@
-"""A forked process is to a test what one that was started is: the rest of the suite relies on it."""
+"""A forked process is the same to a test as one that was started.
+
+The rest of the suite relies on it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,19 @@ import pytest
 
 from tests.running import python
 
-ASKED = """
+SCRIPT = """
 import json, os, signal, sys, threading
 loaded = [name for name in ("tensorflow", "mlflow") if name in sys.modules]
 print(json.dumps({
-    "arguments": sys.argv[1:], "folder": os.getcwd(), "colour": os.environ.get("COLOUR"), "path": sys.path[:1],
-    "session": os.getsid(0) == os.getpid(), "threads": len(os.listdir("/proc/self/task")), "input": sys.stdin.read(),
-    "main": __name__, "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "arguments": sys.argv[1:],
+    "folder": os.getcwd(),
+    "colour": os.environ.get("COLOUR"),
+    "path": sys.path[:1],
+    "session": os.getsid(0) == os.getpid(),
+    "threads": len(os.listdir("/proc/self/task")),
+    "input": sys.stdin.read(),
+    "main": __name__,
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     "descriptors": len(os.listdir("/proc/self/fd")),
 }))
 print("complained", loaded, file=sys.stderr)
@@ -26,11 +35,11 @@ sys.exit(3)
 
 
 def test_it_tells_the_same_as_a_new_process(tmp_path):
-    said = []
+    outputs = []
     for warm in (True, False):
         process = python(
             "-c",
-            ASKED,
+            SCRIPT,
             "one",
             cwd=tmp_path,
             warm=warm,
@@ -41,11 +50,10 @@ def test_it_tells_the_same_as_a_new_process(tmp_path):
         assert process.returncode == process.poll() == 3, err
         assert err.startswith("complained")
         assert ("tensorflow" in err) is warm
-        said.append(json.loads(out))
-    forked, started = said
-    forked["path"] = (
-        [""] if forked["path"] == [str(tmp_path)] else forked["path"]
-    )  # which is the same for `-c`
+        outputs.append(json.loads(out))
+    forked, started = outputs
+    if forked["path"] == [str(tmp_path)]:  # the same for `-c`
+        forked["path"] = [""]
     assert forked == started
     assert (forked["threads"], forked["colour"], forked["input"]) == (1, "red", "typed")
 
@@ -65,7 +73,10 @@ def test_a_signal_ends_it_and_is_its_status(tmp_path, number):
 
 
 def test_one_does_not_see_what_another_has_done(tmp_path):
-    change = "import sys, keras; keras.config.set_floatx('float64'); sys.modules['mine'] = keras"
+    change = (
+        "import sys, keras; keras.config.set_floatx('float64'); "
+        "sys.modules['mine'] = keras"
+    )
     ask = "import sys, keras; print(keras.config.floatx(), 'mine' in sys.modules)"
     assert python("-c", change, cwd=tmp_path).wait() == 0
     assert python("-c", ask, cwd=tmp_path).communicate() == ("float32 False\n", "")

@@ -714,7 +714,7 @@ UNREADABLE = {
         + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30)),
         "config.yaml, line 2: an alias is not expected",
     ),
-    "schema": ("config.yaml", "schema: [1]\n", "of schema 0 to 2"),
+    "schema": ("config.yaml", "schema: [1]\n", "of schema 0 to 3"),
     "environment": (
         "environment.json",
         "[]",

@@ -152,7 +152,7 @@ def trained(folder, at, most, *more, status=0, **variables):
 
 
 RAMP = (
-    "accumulation.schedule=[{start:{updates:0},effective_batch_size:64},{start:{updates:9},effective_batch_size:128}]",
+    "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:64},{start:{updates:9},effective_batch_size:128}]",
     "accumulation.effective_batch_size=64",
 )
 

@@ -22,18 +22,28 @@ class Centred(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 def centred(input_shape, classes):
-    layers = [keras.layers.Flatten(), keras.layers.Dense(8), Centred(name="in_the_middle"), keras.layers.Dense(classes)]
-    return keras.Sequential([keras.Input(input_shape), *layers])
+    return keras.Sequential([
+        keras.Input(input_shape),
+        keras.layers.Flatten(),
+        keras.layers.Dense(8),
+        Centred(name="in_the_middle"),
+        keras.layers.Dense(classes),
+    ])
 """
 POOLED = """
 import keras, numpy as np, tensorflow as tf
 
 def volumes(data_dir):
-    return tf.data.Dataset.from_tensor_slices((np.ones((200, 4, 4, 4, 1)), np.zeros(200, int))), None
+    examples = np.ones((200, 4, 4, 4, 1)), np.zeros(200, int)
+    return tf.data.Dataset.from_tensor_slices(examples), None
 
 def pooled(input_shape):
-    layers = [keras.layers.MaxPooling3D(2), keras.layers.Flatten(), keras.layers.Dense(3)]
-    return keras.Sequential([keras.Input(input_shape), *layers])
+    return keras.Sequential([
+        keras.Input(input_shape),
+        keras.layers.MaxPooling3D(2),
+        keras.layers.Flatten(),
+        keras.layers.Dense(3),
+    ])
 """
 
 
@@ -44,43 +54,33 @@ def test_a_layer_that_looks_at_its_batch_is_named(tmp_path):
     (tmp_path / "conf" / "model" / "centred.yaml").write_text(
         "_target_: mine.centred\n"
     )
-    said = pipeline(
+    done = pipeline(
         "verify", "--config-dir", "conf", "model=centred", cwd=tmp_path, status=3
     )
-    assert (
-        "different; at fault is in_the_middle (Centred): its output for an example depends on the other"
-        in said.stdout
-    )
-    assert "DIFFERENT" in said.stdout
-    assert sorted(
-        path.name for path in tmp_path.iterdir() if path.name != "__pycache__"
-    ) == ["conf", "mine.py"]
+    fault = "in_the_middle (Centred): its output for an example depends on the other"
+    assert f"different; at fault is {fault}" in done.stdout
+    assert "DIFFERENT" in done.stdout
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names - {"__pycache__"} == {"conf", "mine.py"}
 
 
 @pytest.mark.slow
 def test_a_certificate_is_logged(tmp_path):
     cut = ("accumulation.effective_batch_size=100", "accumulation.factor=3")
-    said = pipeline(
+    done = pipeline(
         "verify", "model=mlp", "model.dropout=0.5", *cut, "--log", cwd=tmp_path
     )
-    _, verdict, *rows = said.stdout.splitlines()
-    assert (
-        verdict
-        == "an update by 3 micro-batches of 34 and one of the whole batch are equal within rounding"
+    _, verdict, *rows = done.stdout.splitlines()
+    assert verdict == (
+        "an update by 3 micro-batches of 34 and one of the whole batch "
+        "are equal within rounding"
     )
-    of_kinds = [row.split()[0] for row in rows[1:] if "float64" in row]
-    assert sorted(of_kinds) == [
-        "count",
-        "gradient",
-        "loss",
-        "metric",
-        "val/loss",
-        "weights",
-    ]  # one row each
+    kinds = [row.split()[0] for row in rows[1:] if "float64" in row]
+    one_row_each = ["count", "gradient", "loss", "metric", "val/loss", "weights"]
+    assert sorted(kinds) == one_row_each
     assert any(re.match(r"  gradient \S+ \(float32\) ", row) for row in rows)
-    assert (
-        "not compared: the noise of dropout, which every micro-batch draws anew" in rows
-    )
+    quiet = "not compared: the noise of dropout, which every micro-batch draws anew"
+    assert quiet in rows
     run = Store(tmp_path).run()
     assert (run.info.status, run.info.run_name) == ("FINISHED", "verify")
     assert run.data.params["accumulation.factor"] == "3"
@@ -92,9 +92,8 @@ def test_a_certificate_is_logged(tmp_path):
         "metric val/accuracy",
         "loss val/loss",
     ]
-    assert {"loss loss", "gradient dense/kernel", "weights dense/kernel"} < {
-        e["what"] for e in first
-    }
+    compared = {entry["what"] for entry in first}
+    assert {"loss loss", "gradient dense/kernel", "weights dense/kernel"} < compared
 
 
 @pytest.mark.slow
@@ -119,8 +118,8 @@ def test_a_certificate_is_logged(tmp_path):
     ],
 )
 def test_every_experiment_and_example_is_exact(folder, overrides):
-    said = pipeline("verify", *overrides, cwd=folder)
-    assert said.stdout.splitlines()[1].endswith("are equal within rounding")
+    done = pipeline("verify", *overrides, cwd=folder)
+    assert done.stdout.splitlines()[1].endswith("are equal within rounding")
 
 
 TOP = "keras.metrics.SparseTopKCategoricalAccuracy"
@@ -128,20 +127,18 @@ TOP = "keras.metrics.SparseTopKCategoricalAccuracy"
 
 @pytest.mark.slow
 def test_a_metric_that_does_not_run_in_float64_is_left_out_and_named(tmp_path):
-    said = pipeline(
+    done = pipeline(
         "verify",
         "--all",
         "model=mlp",
         f"+training.metrics.top._target_={TOP}",
         cwd=tmp_path,
     )
-    assert (
-        "not compared: training.metrics.top, which does not run in float64\n"
-        in said.stdout
-    )
-    assert "metric accuracy" in said.stdout
-    assert "metric val/accuracy" in said.stdout
-    assert said.stdout.splitlines()[1].endswith("are equal within rounding")
+    left_out = "not compared: training.metrics.top, which does not run in float64\n"
+    assert left_out in done.stdout
+    assert "metric accuracy" in done.stdout
+    assert "metric val/accuracy" in done.stdout
+    assert done.stdout.splitlines()[1].endswith("are equal within rounding")
 
 
 @pytest.mark.slow
@@ -154,28 +151,27 @@ def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
         "~model.l2",
         "model._target_=mine.pooled",
     )
-    said = pipeline(
+    done = pipeline(
         "verify", "model=mlp", *own, "training.epochs=1", cwd=tmp_path, status=2
     )
-    assert said.stderr == (
-        "pipeline: model must run in float64, in which it is verified (InvalidArgumentError: Exception encountered "
-        "when calling MaxPooling3D.call()).\n"
+    assert done.stderr == (
+        "pipeline: model must run in float64, in which it is verified "
+        "(InvalidArgumentError: Exception encountered when calling "
+        "MaxPooling3D.call()).\n"
     )
 
 
 def test_a_wrong_config_is_refused(tmp_path):
-    said = pipeline("verify", "accumulation.factor=0", cwd=tmp_path, status=2)
-    assert (
-        said.stderr
-        == "pipeline: accumulation.factor must be at least 1. Received: 0.\n"
-    )
+    done = pipeline("verify", "accumulation.factor=0", cwd=tmp_path, status=2)
+    error = "pipeline: accumulation.factor must be at least 1. Received: 0.\n"
+    assert done.stderr == error
 
 
 @pytest.mark.slow
 def test_code_of_the_run_that_exits_gives_no_verdict(tmp_path):
     (tmp_path / "mine.py").write_text("def leaving(**given):\n    exit(0)\n")
-    said = pipeline(
+    done = pipeline(
         "verify", "model=mlp", "model._target_=mine.leaving", cwd=tmp_path, status=1
     )
-    assert said.stdout == ""
-    assert "code of the run has called exit(0)" in said.stderr
+    assert done.stdout == ""
+    assert "code of the run has called exit(0)" in done.stderr

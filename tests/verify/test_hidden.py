@@ -1,4 +1,7 @@
-"""Models that break equivalence in a hidden way, which `verify` has to find and name, and models that only look so."""
+"""Models that break equivalence in a hidden way, and models that only look so.
+
+`verify` has to find the first ones, and to name what is at fault.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from tests.parameters import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-E, MICRO = 12, 5  # 5 + 5 + 2
+EXAMPLES = 12  # of an update
+MICRO = 5  # 5 + 5 + 2
 
 
 class Own(layers.Layer):
@@ -27,7 +31,8 @@ class Own(layers.Layer):
 
     def __init__(self, function: Callable, start: float | None = None, name="own"):
         super().__init__(name=name)
-        self.function, self.start = function, start
+        self.function = function
+        self.start = start
 
     def build(self, shape):
         if self.start is not None:
@@ -38,16 +43,15 @@ class Own(layers.Layer):
             )
 
     def call(self, x):
-        made = (
-            self.function(x, self)
-            if self.function.__code__.co_argcount > 1
-            else self.function(x)
-        )
-        return x if made is None else made
+        if self.function.__code__.co_argcount > 1:
+            output = self.function(x, self)
+        else:
+            output = self.function(x)
+        return x if output is None else output
 
 
 class Gated(layers.Layer):
-    """Adds what depends on the batch behind two gates that begin closed: no gradient shows it."""
+    """Adds what depends on the batch behind two closed gates: no gradient shows it."""
 
     def build(self, shape):
         self.gates = [
@@ -75,25 +79,25 @@ class Noisy(layers.Layer):
 
     def __init__(self):
         super().__init__(name="noisy")
-        self.rate, self.seed_generator = 2.0, keras.random.SeedGenerator(1)
+        self.rate = 2.0
+        self.seed_generator = keras.random.SeedGenerator(1)
 
     def call(self, x):
-        return (
-            x
-            + keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seed_generator)
-            / self.rate
-        )
+        shape = ops.shape(x)
+        noise = keras.random.normal(shape, dtype=x.dtype, seed=self.seed_generator)
+        return x + noise / self.rate
 
 
 class Counting(layers.Layer):
     """A TensorFlow variable of its own, which counts calls or examples."""
 
-    def __init__(self, of: Callable):
+    def __init__(self, amount: Callable):
         super().__init__(name="counting")
-        self.of, self.count = of, tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.amount = amount
+        self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def call(self, x):
-        self.count.assign_add(tf.cast(self.of(x), tf.int64))
+        self.count.assign_add(tf.cast(self.amount(x), tf.int64))
         return x
 
 
@@ -107,7 +111,7 @@ class OwnLoss(keras.losses.Loss):
 
 
 class Last(keras.metrics.Metric):
-    """Of the last call alone."""
+    """The mean error of the last call alone."""
 
     def __init__(self):
         super().__init__(name="last")
@@ -121,7 +125,7 @@ class Last(keras.metrics.Metric):
 
 
 def with_gradient(backward):
-    """The identity with a backward pass of its own."""
+    """Return the identity with a backward pass of its own."""
     identity = tf.custom_gradient(lambda x: (tf.identity(x), backward))
     return lambda x: identity(x)
 
@@ -167,7 +171,20 @@ def own(function, start=None):
     return lambda: Own(function, start)
 
 
-# The layer in the middle, or the loss → what is said to be at fault.
+def by_mean_label(y, outputs):
+    return ops.square(outputs[:, 0] - ops.mean(y))
+
+
+def by_largest_error(y, outputs):
+    errors = ops.abs(y - outputs)
+    return errors[:, 0] / (1 + ops.max(errors))
+
+
+def without_optimum(y, outputs):
+    return (outputs * ops.sign(y))[:, 0]
+
+
+# The layer in the middle, or the loss → the fault that is named.
 BREAKING = {
     "centred": (own(centred), f"own (Own): {OTHERS}"),
     "batch normalisation": (
@@ -240,11 +257,11 @@ BREAKING = {
     "counts its calls": (partial(Counting, lambda x: 1), "the state "),
     "scales by its state": (own(scaled_by_state, 1.0), f"own (Own): {OTHERS}"),
     "loss by the mean label": (
-        OwnLoss(lambda y, p: ops.square(p[:, 0] - ops.mean(y))),
+        OwnLoss(by_mean_label),
         f"own_loss (OwnLoss): {LOSS}",
     ),
     "loss by the largest": (
-        OwnLoss(lambda y, p: ops.abs(y - p)[:, 0] / (1 + ops.max(ops.abs(y - p)))),
+        OwnLoss(by_largest_error),
         f"own_loss (OwnLoss): {LOSS}",
     ),
     "Dice over examples": (keras.losses.Dice(axis=(0,)), f"dice (Dice): {LOSS}"),
@@ -266,7 +283,7 @@ ONLY_LOOKING = {
     "straight through": own(straight_through(lambda x: ops.round(x))),
     "scales its gradient": own(with_gradient(lambda upstream: 3 * upstream)),
     "clips its gradient by element": own(
-        with_gradient(lambda u: tf.clip_by_value(u, -1e-3, 1e-3))
+        with_gradient(lambda upstream: tf.clip_by_value(upstream, -1e-3, 1e-3))
     ),
     "dead": lambda: layers.Dense(
         4, "relu", bias_initializer=keras.initializers.Constant(-100.0)
@@ -280,52 +297,62 @@ ONLY_LOOKING = {
     "counts examples": partial(Counting, lambda x: tf.shape(x)[0]),
     "a sum as the loss": keras.losses.MeanSquaredError(reduction="sum"),
     "Dice over outputs": keras.losses.Dice(axis=(1,)),
-    "nothing is left to learn": OwnLoss(lambda y, p: (p * ops.sign(y))[:, 0]),
+    "nothing is left to learn": OwnLoss(without_optimum),
 }
 
 
-def verified(given, added_losses="mean"):
-    """The findings that differ, and what is said to be at fault."""
-    loss, metrics, middle = keras.losses.MeanSquaredError(), [], layers.Identity()
-    if isinstance(given, keras.losses.Loss):
-        loss = given
-    elif given is Last:
+def verified(part, added_losses="mean"):
+    """Return the findings that differ, and the fault that is named.
+
+    `part` is a loss, `Last`, or a function that makes the layer in the middle.
+    """
+    loss = keras.losses.MeanSquaredError()
+    metrics = []
+    middle = layers.Identity()
+    if isinstance(part, keras.losses.Loss):
+        loss = part
+    elif part is Last:
         metrics = [Last()]
     else:
-        middle = given()
+        middle = part()
     model = keras.Sequential(
         [keras.Input((6,)), layers.Dense(4, "tanh"), middle, layers.Dense(1, "sigmoid")]
     )
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     model.compile(optimizer, loss, metrics=metrics)
     optimizer.build(model.trainable_variables)
+    objective = Objective(loss, metrics=metrics, added_losses=added_losses)
+    update = Update(model, objective, optimizer, MICRO)
+
+    # Each input is there twice, with two labels.
     random = np.random.default_rng(0)
-    x = random.normal(size=(E // 2, 6))
-    batch = np.repeat(x, 2, 0), np.tile([[1.0], [-1.0]], (E // 2, 1)) * 0.4
-    update = Update(
-        model,
-        Objective(loss, metrics=metrics, added_losses=added_losses),
-        optimizer,
-        MICRO,
-    )
+    x = random.normal(size=(EXAMPLES // 2, 6))
+    y = np.tile([[1.0], [-1.0]], (EXAMPLES // 2, 1)) * 0.4
+    batch = (np.repeat(x, 2, 0), y)
+
     before = [variable.numpy() for variable in model.variables]
     with without_noise(model):
-        every = engine.compare(update, [batch], other_weights=True)
-        findings = next(
-            filter(
-                None, ([each for each in found if not each.holds] for found in every)
-            ),
-            [],
-        )
-        said = culprit(model, update.objective, batch, MICRO) if findings else ""
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(before, (v.numpy() for v in model.variables), strict=True)
-    )
-    state = next(
-        (f"the state {found.what}" for found in findings if found.kind == "state"), ""
-    )
-    return findings, said or state
+        findings = first_differing(engine.compare(update, [batch], other_weights=True))
+        fault = ""
+        if findings:
+            fault = culprit(model, update.objective, batch, MICRO)
+    for variable, value in zip(model.variables, before, strict=True):
+        assert np.array_equal(variable.numpy(), value)
+
+    if not fault:
+        states = [finding.what for finding in findings if finding.kind == "state"]
+        if states:
+            fault = f"the state {states[0]}"
+    return findings, fault
+
+
+def first_differing(comparisons):
+    """Return the findings that differ of the first comparison that has any."""
+    for findings in comparisons:
+        differing = [finding for finding in findings if not finding.holds]
+        if differing:
+            return differing
+    return []
 
 
 @pytest.mark.parametrize(
@@ -335,10 +362,10 @@ def verified(given, added_losses="mean"):
     ),
 )
 def test_what_breaks_is_found_and_named(name):
-    given, named = BREAKING[name]
-    findings, said = verified(given)
+    part, expected = BREAKING[name]
+    findings, fault = verified(part)
     assert findings
-    assert named in said
+    assert expected in fault
 
 
 @pytest.mark.slow
@@ -353,7 +380,7 @@ def test_what_only_looks_so_is_no_fault(name):
 
 
 @pytest.mark.slow
-def test_a_sum_of_what_layers_add_is_one_where_it_is_said_to_be():
+def test_a_sum_of_what_layers_add_is_no_fault_where_the_config_says_so():
     assert verified(BREAKING["adds a sum"][0], "sum") == ([], "")
 
 
@@ -371,7 +398,5 @@ def test_a_dead_unit_is_no_difference_in_float32(precision):
         random.normal(size=(8, 6)).astype("float32"),
         random.normal(size=(8, 1)).astype("float32"),
     )
-    (found,) = engine.compare(
-        Update(model, keras.losses.MeanSquaredError(), optimizer, 3), [batch]
-    )
-    assert [each for each in found if not each.holds] == []
+    update = Update(model, keras.losses.MeanSquaredError(), optimizer, 3)
+    assert first_differing(engine.compare(update, [batch])) == []

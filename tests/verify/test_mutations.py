@@ -1,4 +1,4 @@
-"""What everyone who accumulates gets wrong, put into the kernel: `verify` finds each, and names what is at fault."""
+"""`verify` finds mistakes that are often made in accumulation, and names the fault."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 QUICK = ["mean_of_means"]
-OTHERS = ["none"] + [
-    mutation.__name__ for mutation in MUTATIONS if mutation.__name__ not in QUICK
-]
+NAMES = ["none", *(mutation.__name__ for mutation in MUTATIONS)]
+OTHERS = [name for name in NAMES if name not in QUICK]
 
 
 @pytest.mark.parametrize(
@@ -37,32 +36,29 @@ def test_the_command_ends_with_3_for_each_mutation_and_with_0_without_one(
     process = python("-m", "tests.verify.mutations", *names, cwd=tmp_path)
     out, err = process.communicate()
     assert process.returncode == 0, err
-    said = json.loads(out)
-    assert {name: answer["status"] for name, answer in said.items()} == {
-        name: 3 * (name != "none") for name in names
-    }
+    results = json.loads(out)
+    assert sorted(results) == sorted(names)
+    for name, result in results.items():
+        if name == "none":
+            status = 0
+            verdict = "equal within rounding"
+        elif "validation" in name:
+            status = 3
+            verdict = "different; at fault is the evaluation"
+        else:
+            status = 3
+            fault = "no layer and no loss, but the update itself"
+            verdict = f"different; at fault is {fault}"
+        assert result["status"] == status
+        sentence = f"micro-batches of 4 and one of the whole batch are {verdict}\n"
+        assert sentence in result["out"].partition("apart")[0]
+        assert result["changed"] == []
+
     for mutation, kinds in MUTATIONS.items():
         if mutation.__name__ in names:
-            found = re.findall(
-                r"^  (\S+) .* DIFFERENT$", said[mutation.__name__]["out"], re.MULTILINE
-            )
-            assert kinds <= set(found)
-    for name, answer in said.items():
-        fault = (
-            "the evaluation"
-            if "validation" in name
-            else "no layer and no loss, but the update itself"
-        )
-        verdict = (
-            f"different; at fault is {fault}"
-            if answer["status"]
-            else "equal within rounding"
-        )
-        assert (
-            f"micro-batches of 4 and one of the whole batch are {verdict}\n"
-            in answer["out"].partition("apart")[0]
-        )
-        assert answer["changed"] == []
+            printed = results[mutation.__name__]["out"]
+            differing = re.findall(r"^  (\S+) .* DIFFERENT$", printed, re.MULTILINE)
+            assert kinds <= set(differing)
 
 
 class Centred(layers.Layer):
@@ -112,7 +108,9 @@ class Shared(keras.losses.Loss):
 def test_what_is_at_fault_is_named(layer, loss, named):
     stack = [keras.Input((6,)), layers.Dense(4, "tanh"), layer(), layers.Dense(1)]
     model = keras.Sequential(stack, name="verified")
-    loss = loss() if loss else keras.losses.MeanSquaredError()
+    if loss is None:
+        loss = keras.losses.MeanSquaredError
+    loss = loss()
     optimizer = keras.optimizers.SGD(0.1)
     model.compile(optimizer, loss)
     optimizer.build(model.trainable_variables)
@@ -124,7 +122,11 @@ def test_what_is_at_fault_is_named(layer, loss, named):
 
 def differing_in(model, loss, optimizer, batch):
     (findings,) = engine.compare(Update(model, loss, optimizer, 4), [batch])
-    return [found for found in findings if not found.holds]
+    return differing(findings)
+
+
+def differing(findings):
+    return [finding for finding in findings if not finding.holds]
 
 
 @pytest.mark.slow
@@ -133,26 +135,18 @@ def test_batches_that_are_padded_to_different_lengths():
     read = layers.GlobalAveragePooling1D()(
         layers.Embedding(9, 4, mask_zero=True)(tokens)
     )
-    model, loss = (
-        keras.Model(tokens, layers.Dense(1)(read)),
-        keras.losses.MeanSquaredError(),
-    )
+    model = keras.Model(tokens, layers.Dense(1)(read))
+    loss = keras.losses.MeanSquaredError()
     model.compile("sgd", loss)
     model.optimizer.build(model.trainable_variables)
     random = np.random.default_rng(0)
-    shapes = (8, 5), (3, 7)
-    batches = [
-        (random.integers(0, 9, shape), random.normal(size=(shape[0], 1)))
-        for shape in shapes
-    ]
-    found = engine.compare(
-        Update(model, loss, model.optimizer, 4), batches, other_weights=True
-    )
-    assert [[each for each in findings if not each.holds] for findings in found] == [
-        [],
-        [],
-        [],
-    ]
+    batches = []
+    for shape in ((8, 5), (3, 7)):
+        x = random.integers(0, 9, shape)
+        batches.append((x, random.normal(size=(shape[0], 1))))
+    update = Update(model, loss, model.optimizer, 4)
+    comparisons = engine.compare(update, batches, other_weights=True)
+    assert [differing(findings) for findings in comparisons] == [[], [], []]
 
 
 @pytest.mark.slow
@@ -166,7 +160,9 @@ def test_weights_of_one_output_alone():
     model.compile("sgd", goal)
     model.optimizer.build(model.trainable_variables)
     random = np.random.default_rng(0)
-    x, first, second = (random.normal(size=(8, of)) for of in (6, 1, 1))
+    x = random.normal(size=(8, 6))
+    first = random.normal(size=(8, 1))
+    second = random.normal(size=(8, 1))
     batch = (
         x,
         {"first": first, "second": second},
@@ -181,9 +177,8 @@ class Scarce(layers.Layer):
     def call(self, x):
         def check(count):
             if count > 5:
-                raise MemoryError(
-                    "no room"
-                )  # which is ResourceExhaustedError to TensorFlow
+                # TensorFlow makes a ResourceExhaustedError of it.
+                raise MemoryError("out of memory")
             return count
 
         with tf.control_dependencies(
@@ -199,32 +194,26 @@ def test_a_batch_that_does_not_fit_is_compared_with_its_examples():
     model.compile("sgd", loss)
     model.optimizer.build(model.trainable_variables)
     random = np.random.default_rng(0)
-    batch = random.normal(size=(12, 6)), random.normal(size=(12, 1))
+    batch = (random.normal(size=(12, 6)), random.normal(size=(12, 1)))
     assert differing_in(model, loss, model.optimizer, batch) == []
 
 
 @pytest.mark.slow
 def test_what_the_optimizer_scales_and_a_loss_in_float32_are_no_fault():
-    """A scaled loss has scaled gradients on both sides; the bound is that of the coarsest precision."""
+    """A scaled loss has scaled gradients on both sides.
+
+    The bound is that of the lowest precision.
+    """
     model = keras.Sequential(
         [keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1)]
     )
-    loss, optimizer = (
-        keras.losses.MeanSquaredError(dtype="float32"),
-        keras.optimizers.SGD(0.1, loss_scale_factor=8.0),
-    )
+    loss = keras.losses.MeanSquaredError(dtype="float32")
+    optimizer = keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
     model.compile(optimizer, loss)
     optimizer.build(model.trainable_variables)
     random = np.random.default_rng(0)
-    assert (
-        differing_in(
-            model,
-            loss,
-            optimizer,
-            (random.normal(size=(12, 6)), random.normal(size=(12, 1))),
-        )
-        == []
-    )
+    batch = (random.normal(size=(12, 6)), random.normal(size=(12, 1)))
+    assert differing_in(model, loss, optimizer, batch) == []
 
 
 @pytest.mark.slow
@@ -238,7 +227,8 @@ def test_noise_is_switched_off_and_on_again():
             layers.Dense(1),
         ]
     )
-    loss, optimizer = keras.losses.MeanSquaredError(), keras.optimizers.SGD(0.1)
+    loss = keras.losses.MeanSquaredError()
+    optimizer = keras.optimizers.SGD(0.1)
     model.compile(optimizer, loss)
     optimizer.build(model.trainable_variables)
     random = np.random.default_rng(0)
@@ -251,6 +241,5 @@ def test_noise_is_switched_off_and_on_again():
     assert culprit(model, loss, batch, 4).endswith(
         "it draws its own noise for every micro-batch"
     )
-    assert all(
-        np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True)
-    )
+    for expected, weight in zip(before, model.get_weights(), strict=True):
+        assert np.array_equal(weight, expected)

@@ -1,0 +1,135 @@
+"""What the keys of a config are, read from the metadata of the schema's fields.
+
+A key is named by its dotted name, such as `hardware.precision`. A name below a key, such
+as `training.metrics.bits`, is what the key is. A name that the schema lacks is of the
+training, as are the arguments of a `_target_` and keys that were removed.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from pipeline.config.schema import Config, KeyFacts, Kind, TrackingConfig, facts
+
+# Two runs that agree in the keys of these kinds are the same run.
+WHAT_RUNS = frozenset([Kind.TRAINING, Kind.CUT, Kind.NUMERICS])
+# The other kinds only say where a run takes place, and how it is logged.
+WHERE_AND_HOW = frozenset(Kind) - WHAT_RUNS
+# Params of a run that follow from the keys of the cut.
+DERIVED_CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
+
+_UNKNOWN = facts(Kind.TRAINING)
+
+
+def facts_of(key: str) -> KeyFacts:
+    """Return the facts of a key, or of the key that a name lies below."""
+    name = key
+    while name:
+        if name in _FACTS:
+            return _FACTS[name]
+        name = name.rpartition(".")[0]
+
+    # A group that may be null, such as `training.keep_best`, is what its keys are.
+    below = set(_facts_below(key))
+    if len(below) == 1:
+        return below.pop()
+    return _UNKNOWN
+
+
+def kind_of(key: str) -> Kind:
+    """Return the kind of a key."""
+    return facts_of(key).kind
+
+
+def decides_what_runs(key: str) -> bool:
+    """Return whether another value of a key, or another choice of a group, is another run."""
+    kinds = {key_facts.kind for key_facts in _facts_below(key)}
+    if not kinds or key in _FACTS:
+        kinds.add(kind_of(key))
+    return not kinds <= WHERE_AND_HOW
+
+
+def keys_of(*kinds: Kind) -> list[str]:
+    """Return the keys of these kinds, in the order of the schema."""
+    return keys_where(lambda key_facts: key_facts.kind in kinds)
+
+
+def keys_where(holds: Callable[[KeyFacts], bool]) -> list[str]:
+    """Return the keys whose facts fulfil a condition, in the order of the schema."""
+    return [key for key, key_facts in _FACTS.items() if holds(key_facts)]
+
+
+def groups_apart() -> list[str]:
+    """Return the groups that only say where a run takes place and how it is logged.
+
+    Their values come from the user's own config, never from a record.
+    """
+    groups = dict.fromkeys(key.partition(".")[0] for key in _FACTS)
+    return [group for group in groups if not decides_what_runs(group)]
+
+
+def outside_a_sweep() -> dict[str, Any]:
+    """Return the keys of `tracking` that a sweep sets, with their values outside of one."""
+    values = {}
+    for key in keys_where(lambda key_facts: key_facts.set_by_a_sweep):
+        name = key.removeprefix("tracking.")
+        values[name] = getattr(TrackingConfig, name)
+    return values
+
+
+def restricted(
+    config: Mapping[Any, Any], kinds: Collection[Kind], prefix: str = ""
+) -> dict[Any, Any]:
+    """Return a plain config with the keys of these kinds alone."""
+    kept: dict[Any, Any] = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and _has_keys_below(key):
+            group = restricted(value, kinds, f"{key}.")
+            if group:
+                kept[name] = group
+        elif kind_of(key) in kinds:
+            kept[name] = value
+    return kept
+
+
+def _facts_below(key: str) -> Iterator[KeyFacts]:
+    for name, key_facts in _FACTS.items():
+        if name.startswith(f"{key}."):
+            yield key_facts
+
+
+def _has_keys_below(key: str) -> bool:
+    return any(name.startswith(f"{key}.") for name in _FACTS)
+
+
+def _facts_by_key(schema: type, prefix: str = "") -> dict[str, KeyFacts]:
+    """Return the facts of all keys of a dataclass by dotted name.
+
+    Raise a TypeError for a field without a kind.
+    """
+    hints = get_type_hints(schema)
+    by_key: dict[str, KeyFacts] = {}
+    for field in fields(schema):
+        key = f"{prefix}{field.name}"
+        group = _dataclass_in(hints[field.name])
+        if group is not None:
+            by_key |= _facts_by_key(group, f"{key}.")
+            continue
+        if "facts" not in field.metadata:
+            raise TypeError(f"{key} has no kind in the schema: see `schema.about`")
+        by_key[key] = field.metadata["facts"]
+        for name, key_facts in field.metadata["exceptions"].items():
+            by_key[f"{key}.{name}"] = key_facts
+    return by_key
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass of a group, also of one that may be null."""
+    for part in (hint, *get_args(hint)):
+        if is_dataclass(part) and isinstance(part, type):
+            return part
+    return None
+
+
+_FACTS = _facts_by_key(Config)

@@ -1,0 +1,188 @@
+"""The port where the chief waits for the workers.
+
+The chief challenges whoever connects. It is a worker if its answer proves that it knows
+the secret of the run.
+"""
+
+import errno
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from pipeline.common.errors import refused
+from pipeline.distributed.json_socket import (
+    LONGEST,
+    JsonSocket,
+    readable,
+    sealed,
+    unsealed,
+)
+
+ANSWERING = 5.0  # seconds for the answer to the challenge
+LONGEST_GREETING = 2**20  # bytes of the answer
+# Connections that have not answered. One more, and the oldest is closed.
+MOST_STRANGERS = 128
+FREE = "must have an address of its own that is free"
+
+
+class WorkerConnection(JsonSocket):
+    """A connection to the chief, from a worker or from a stranger.
+
+    Attributes:
+        challenge: the text that the answer has to prove the secret for.
+        until: when a stranger is closed that has not answered, by `time.monotonic`.
+        greeting: the answer of a worker, with its index, its statement and its own
+            challenge; empty for a stranger.
+    """
+
+    def __init__(self, connection: socket.socket):
+        super().__init__(connection, LONGEST_GREETING)
+        self.challenge = secrets.token_hex(16)
+        self.until = self.heard + ANSWERING
+        self.greeting: dict[str, Any] = {}
+        self.write({"challenge": self.challenge})
+
+    def tell(self, message: dict[str, Any], secret: bytes) -> None:
+        """Send a worker a message with a proof that the chief knows the secret."""
+        self.write(sealed(message, secret, "chief", self.greeting["challenge"]))
+
+
+class Listener:
+    """Listens at an address for the workers of a run.
+
+    Args:
+        address: `host:port`; port 0 takes a free one.
+        count: number of workers of the run, with the chief.
+        secret: the secret of the run.
+
+    Attributes:
+        address: `host:port`, with the port that it listens at.
+
+    Raises:
+        ConfigError: the address is taken.
+    """
+
+    def __init__(self, address: str, count: int, secret: bytes):
+        self._count = count
+        self._secret = secret
+        self._strangers: dict[socket.socket, WorkerConnection] = {}
+        host, _, port = address.rpartition(":")
+        with refused("worker 0", FREE, address):
+            self._server = _create_server(host, int(port))
+        self.address = f"{host}:{self._server.getsockname()[1]}"
+
+    def arrivals(self, seconds: float) -> Iterator[WorkerConnection]:
+        """Yield the workers that answer within `seconds`.
+
+        Nothing waits for a stranger: it is read when it has sent something.
+        """
+        for connection in readable([self._server, *self._strangers], seconds):
+            if connection is self._server:
+                self._accept()
+                continue
+            worker = self._read_greeting(connection)
+            if worker is not None:
+                yield worker
+        self._close_silent_strangers()
+
+    def close(self) -> None:
+        """Close the port and all strangers. Workers stay connected."""
+        self._server.close()
+        for connection in self._strangers:
+            connection.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it is gone again
+            connection, _ = self._server.accept()
+            self._strangers[connection] = WorkerConnection(connection)
+
+    def _read_greeting(self, connection: socket.socket) -> WorkerConnection | None:
+        """Return the stranger at `connection` if its answer shows that it is a worker.
+
+        A wrong answer closes the connection.
+        """
+        messages = self._strangers[connection].received()
+        if messages == []:
+            return None  # it has sent half of its answer
+        stranger = self._strangers.pop(connection)
+        if messages is None:
+            connection.close()
+            return None
+
+        greeting = unsealed(messages[0], self._secret, "worker", stranger.challenge)
+        if greeting is None or not _is_greeting(greeting, self._count):
+            stranger.write({})  # a worker without the secret then reports that
+            connection.close()
+            return None
+        stranger.greeting = greeting
+        stranger.longest = LONGEST
+        return stranger
+
+    def _close_silent_strangers(self) -> None:
+        """Close the strangers whose time is over; if there are none, the surplus."""
+        now = time.monotonic()
+        closed = [
+            connection
+            for connection, stranger in self._strangers.items()
+            if now > stranger.until
+        ]
+        if not closed:
+            closed = list(self._strangers)[:-MOST_STRANGERS]
+        for connection in closed:
+            del self._strangers[connection]
+            connection.close()
+
+
+def _create_server(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # In a container, the host may be a name that only exists outside.
+        return socket.create_server(("", port), family=family)
+
+
+def reserve_port(key: str, address: str) -> socket.socket:
+    """Return a socket that reserves the port of an address for TensorFlow.
+
+    Port 0 takes a free one. The port is reserved until the socket is closed.
+
+    Raises:
+        ConfigError: the port is taken; the message begins with `key`.
+    """
+    with refused(key, FREE, address), ExitStack() as close_on_error:
+        port = int(address.rpartition(":")[2])
+        reserved = close_on_error.enter_context(socket.socket())
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # It does not listen: TensorFlow's server takes a number and no socket, and
+        # listens there itself.
+        reserved.bind(("", port))
+        close_on_error.pop_all()
+    return reserved
+
+
+def _is_greeting(message: dict[str, Any], count: int) -> bool:
+    """Return whether a message is of a worker with an index below `count`."""
+    match message:
+        case {"index": int(index), "challenge": str(), "refused": str()}:
+            return _is_index(index, count)
+        case {
+            "index": int(index),
+            "challenge": str(),
+            "port": int(port),
+            "versions": dict(),
+            "config": dict(),
+        }:
+            return _is_index(index, count) and type(port) is int and 0 < port < 2**16
+    return False
+
+
+def _is_index(index: int, count: int) -> bool:
+    return type(index) is int and 0 < index < count

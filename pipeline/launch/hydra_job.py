@@ -1,0 +1,207 @@
+"""Command line → composed config → job, through Hydra."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline.common.errors import (
+    ConfigError,
+    NotShippedError,
+    RunError,
+    described,
+    printable,
+    say,
+)
+from pipeline.common.secrets import mask
+from pipeline.config import compose, hydra_errors, key_kinds, schema
+from pipeline.config.session import Session, entered
+
+# Called with the config, the overrides of the command line and the run directory;
+# returns the loss.
+Task = Callable[[DictConfig, list[str], Path], float]
+
+_SET_BY_A_SWEEP = key_kinds.keys_where(lambda facts: facts.set_by_a_sweep)
+
+
+def run(
+    task: Callable[[DictConfig], Any],
+    arguments: Sequence[str],
+    current: Session | None = None,
+) -> None:
+    """Run a task on the config that Hydra composes from the arguments.
+
+    Raise a `RunError` if one run failed after it was created; its traceback is in its
+    run directory.
+
+    Args:
+        task: called once, or for each job of a sweep.
+        arguments: the command line, without the verb.
+        current: the session that Hydra's plugins write into.
+    """
+    command_line = compose.read_command_line(arguments)
+    options = command_line.options
+    schema.register(shown=_shows_user_keys(options))
+
+    with hydra_errors.as_config_error(
+        options.overrides, command_line.folders, (Exception,)
+    ):
+        parsed = OverridesParser.create().parse_overrides(options.overrides)
+    overrides = options.overrides
+    if options.multirun:
+        overrides = _by_environment(parsed)
+
+    # The error of a single run is kept by the job, so all others are of the input. A
+    # launcher also raises those of its jobs.
+    errors_of_input: tuple[type[Exception], ...] = (Exception,)
+    if options.multirun and not (options.cfg or options.info):
+        errors_of_input = hydra_errors.COMPOSITION
+
+    job = _Job(task)
+    current = current or Session()
+    main = hydra.main(
+        version_base="1.3", config_path=compose.directory(), config_name="config"
+    )
+    try:
+        with (
+            _command_line_of_hydra([*overrides, *command_line.flags]),
+            entered(current),
+            hydra_errors.as_config_error(
+                overrides, command_line.folders, errors_of_input
+            ),
+            current.checking_folder(),
+        ):
+            main(job)()
+    except ConfigError:
+        if job.error is None:
+            raise
+    except SystemExit as exit:
+        if exit.code not in (0, None):
+            raise SystemExit(2) from None  # Hydra has printed why.
+    finally:
+        current.remove_empty_folders()
+    if job.error is not None:
+        raise job.error
+
+
+def in_run_dir(task: Task, config: DictConfig) -> float:
+    """Call a task with the config, the overrides and the run directory of Hydra."""
+    settings = HydraConfig.get()
+    parent = config.tracking.sweep
+    if parent is not None and settings.mode == RunMode.RUN:
+        rule = "must be left out of a single run: it is of a multirun"
+        raise ConfigError("tracking.sweep", rule, parent)
+    # An override may hold an interpolation, which the config resolves.
+    overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
+    return task(config, overrides, Path(settings.runtime.output_dir))
+
+
+class _Job:
+    """What Hydra calls with each composed config.
+
+    The error of a single run is kept, since Hydra would print a line of its own for it.
+    """
+
+    def __init__(self, task: Callable[[DictConfig], Any]) -> None:
+        self.task = task
+        self.error: Exception | None = None
+
+    def __call__(self, config: DictConfig) -> Any:
+        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        try:
+            compose.prepare(config)
+            return self.task(config)
+        except NotShippedError as error:
+            if in_sweep:
+                say(str(error))
+                return error.loss  # The job has done what it was for.
+            self.error = error
+        except Exception as error:
+            if in_sweep:
+                raise _told_to_the_launcher(error) from None
+            self.error = _with_traceback_kept(error)
+        return None
+
+
+def _shows_user_keys(options: Any) -> bool:
+    """Return whether Hydra only shows the config, without the keys that a sweep sets.
+
+    They are shown if the command line names one.
+    """
+    if not (options.help or options.cfg or options.info):
+        return False
+    named = {text.lstrip("+~").partition("=")[0] for text in options.overrides}
+    return named.isdisjoint(_SET_BY_A_SWEEP)
+
+
+def _by_environment(overrides: Sequence[Override]) -> list[str]:
+    """Return the overrides as texts, with secrets in the environment instead.
+
+    Hydra writes the overrides of a sweep's jobs into files. A swept secret stays.
+    """
+    texts = []
+    for number, override in enumerate(overrides):
+        text = str(override.input_line)
+        if mask(text) != text and not override.is_sweep_override():
+            name = f"PIPELINE_SECRET_{number}"
+            os.environ[name] = str(override.value())
+            text = f"{text.split('=')[0]}=${{oc.env:{name}}}"
+        texts.append(text)
+    return texts
+
+
+@contextmanager
+def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
+    """Let Hydra read these arguments, and raise what it would print."""
+    arguments_before = sys.argv
+    full_error_before = os.environ.get("HYDRA_FULL_ERROR", "0")
+    sys.argv = ["pipeline", *arguments]  # Hydra wants the overrides side by side.
+    # Otherwise Hydra prints an error in many lines and exits with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = arguments_before
+        os.environ["HYDRA_FULL_ERROR"] = full_error_before
+
+
+def _told_to_the_launcher(error: Exception) -> RuntimeError:
+    """Print the traceback of a job; return its error for the launcher.
+
+    The launcher needs words alone, which it reads without importing TensorFlow.
+    """
+    say(*mask(traceback.format_exc()).splitlines())
+    if isinstance(error, ConfigError):
+        return RuntimeError(mask(str(error)))
+    return RuntimeError(mask(described(error)))
+
+
+def _with_traceback_kept(error: Exception) -> Exception:
+    """Write the traceback of a failed run into its run directory, if the disk allows it.
+
+    Return the error that says so in one line; an error of the config stays as it is.
+    """
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if isinstance(error, ConfigError) or not (run_dir / "journal.jsonl").exists():
+        return error
+    file = run_dir / "traceback.log"
+    lines = mask("".join(traceback.format_exception(error))).splitlines()
+    text = "".join(f"{printable(line)}\n" for line in lines)
+    try:
+        file.write_text(text, encoding="utf-8")
+        where = f"traceback in {file}"
+    except OSError as full:
+        where = f"its traceback was not written: {full.strerror}"
+    failure = RunError(f"{described(error)} ({where})")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,57 @@
+"""A recorded config, composed again with overrides."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pipeline.config import compose
+from pipeline.launch import hydra_job
+
+
+def run_recorded(
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    task: hydra_job.Task,
+    folders: Sequence[str] = (),
+) -> None:
+    """Compose a recorded config with overrides, and call a task.
+
+    Args:
+        config: plain, resolved and checked.
+        overrides: in Hydra's grammar.
+        task: called as by `hydra_job.in_run_dir`.
+        folders: the user's own, with config groups.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = recorded_file(config, Path(folder), "record", folders)
+        hydra_job.run(partial(hydra_job.in_run_dir, task), [*file, *overrides])
+
+
+def recorded_file(
+    config: Mapping[str, Any], folder: Path, name: str, folders: Sequence[str] = ()
+) -> list[str]:
+    """Write a recorded config to `folder`; return the arguments that compose it.
+
+    It is composed with the package's settings of Hydra, and with the user's `folders`.
+    """
+    ours = OmegaConf.load(Path(compose.directory()) / "config.yaml")
+    # Hydra's own groups, such as `override hydra/launcher`, are not in a record.
+    of_hydra = []
+    for entry in ours.defaults:
+        if not isinstance(entry, str) and "override" in str(entry):
+            of_hydra.append(entry)
+
+    search_path = [f"file://{folder}" for folder in folders]
+    record = OmegaConf.create(
+        {
+            "defaults": ["schema", "_self_", *of_hydra],
+            **config,
+            "hydra": {**ours.hydra, "searchpath": search_path},
+        }
+    )
+    (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(record), encoding="utf-8")
+    return ["--config-dir", str(folder), "--config-name", name]
