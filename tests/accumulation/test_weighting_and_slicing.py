@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
+from pipeline.accumulation import Update, accumulate_gradients
 from pipeline.accumulation.internals import Objective
-from pipeline.accumulation.update import Update, accumulate_gradients
 from tests.parameters import mostly_slow
 
 # Two orders of the same sum of n doubles differ by up to n · 2⁻⁵³ of Σ|terms|: 1e-13 for the n < 1000 here. The

@@ -1,7 +1,7 @@
-"""Mistakes that are often made in accumulation: each function patches the kernel.
+"""What everyone who accumulates gets wrong, put into the kernel: each function takes a monkeypatch and changes it.
 
-`python -m tests.verify.mutations NAME…` runs `pipeline verify` under each named
-mutation, and without one for `none`. It prints the results of tests/refused.py as JSON.
+`python -m tests.verify.mutations NAME…` runs `pipeline verify` under each that is named, for `none` without any, and
+prints, as JSON, what tests/refused.py says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update, evaluation, gradient_sums, loss_sums, update
+from pipeline.accumulation import Update, evaluation, gradient_sums, loss_sums
+from pipeline.accumulation import accumulate as update
 from pipeline.accumulation.internals import Objective
 from tests import refused
 
@@ -26,30 +27,29 @@ TAIL = tuple(part[:5] for part in BATCH)
 
 
 def examples(data_dir):
-    """Return both batches as training split, and the tail as validation split."""
-    training = [np.concatenate(parts) for parts in zip(BATCH, TAIL, strict=True)]
-    return (
-        tf.data.Dataset.from_tensor_slices(tuple(training)),
-        tf.data.Dataset.from_tensor_slices(TAIL),
+    """The examples of both batches, as a dataset for the command, and the second again for its validation."""
+    both = tuple(map(np.concatenate, zip(BATCH, TAIL, strict=True)))
+    return tf.data.Dataset.from_tensor_slices(both), tf.data.Dataset.from_tensor_slices(
+        TAIL
     )
 
 
 def masked():
-    """Return a model whose outputs have a mask."""
+    hidden = layers.Embedding(7, 4, mask_zero=True)
     return keras.Sequential(
         [
             keras.Input((5,), dtype="int64"),
-            layers.Embedding(7, 4, mask_zero=True),
+            hidden,
             layers.Dense(3, kernel_regularizer="l2"),
         ]
     )
 
 
 def mean_of_means(patch):
-    weighted_sum = loss_sums.weighted_sum
+    whole = loss_sums.weighted_sum
 
     def means(*arguments):
-        total, weight, _, examples = weighted_sum(*arguments)
+        total, weight, _, examples = whole(*arguments)
         return loss_sums.WeightedSum(
             total / weight, tf.ones_like(weight), None, examples
         )
@@ -58,12 +58,13 @@ def mean_of_means(patch):
 
 
 def lost_tail(patch, module=update):
-    sum_over_micro_batches = module.sum_over_micro_batches
+    whole = module.sum_over_micro_batches
 
     def without_tail(step, batch, size, *more):
         stop = module.examples_in(batch) // size * size
-        cut = tf.nest.map_structure(lambda leaf: leaf[:stop], batch)
-        return sum_over_micro_batches(step, cut, size, *more)
+        return whole(
+            step, tf.nest.map_structure(lambda leaf: leaf[:stop], batch), size, *more
+        )
 
     patch.setattr(module, "sum_over_micro_batches", without_tail)
 
@@ -84,26 +85,26 @@ def schedule_by_micro_step(patch):
 
 
 def clip_before_the_sum(patch):
-    gradients_by = update.gradients_by
+    gradients = update.gradients_by
 
     def clipped(*arguments):
-        gradients = []
-        for gradient in gradients_by(*arguments):
-            if tf.is_tensor(gradient):
-                gradient = tf.clip_by_norm(gradient, 0.05)
-            gradients.append(gradient)
-        return tuple(gradients)
+        return tuple(
+            tf.clip_by_norm(g, 0.05) if tf.is_tensor(g) else g
+            for g in gradients(*arguments)
+        )
 
     patch.setattr(update, "gradients_by", clipped)
 
 
 def divide_by_replicas(patch):
     means = gradient_sums.means
-
-    def halves(*arguments):
-        return [loss_sums.divide(mean, tf.constant(2.0)) for mean in means(*arguments)]
-
-    patch.setattr(gradient_sums, "means", halves)
+    patch.setattr(
+        gradient_sums,
+        "means",
+        lambda *given: [
+            loss_sums.divide(each, tf.constant(2.0)) for each in means(*given)
+        ],
+    )
 
 
 def dropped_mask(patch):
@@ -111,36 +112,35 @@ def dropped_mask(patch):
 
 
 def dropped_weights(patch):
-    weighted_sum = loss_sums.weighted_sum
-
-    def unweighted(loss, y, outputs, weight, known):
-        return weighted_sum(loss, y, outputs)
-
-    patch.setattr(loss_sums, "weighted_sum", unweighted)
+    whole = loss_sums.weighted_sum
+    patch.setattr(
+        loss_sums,
+        "weighted_sum",
+        lambda loss, y, outputs, weight, known: whole(loss, y, outputs),
+    )
 
 
 def doubled_regulariser(patch):
-    micro_batch_losses = update.micro_batch_losses
+    whole = update.micro_batch_losses
 
     class Twice:
         def __init__(self, model):
-            self.losses = 2 * model.losses
-            self.trainable_variables = model.trainable_variables
+            self.losses, self.trainable_variables = (
+                2 * model.losses,
+                model.trainable_variables,
+            )
 
-    def doubled(model, *arguments):
-        return micro_batch_losses(Twice(model), *arguments)
-
-    patch.setattr(update, "micro_batch_losses", doubled)
+    patch.setattr(
+        update, "micro_batch_losses", lambda model, *given: whole(Twice(model), *given)
+    )
 
 
 def wrong_labels(patch):
-    update_metrics = Objective.update_metrics
-
-    def by_zeros(objective, y, *more):
-        zeros = tf.nest.map_structure(lambda labels: 0 * labels, y)
-        return update_metrics(objective, zeros, *more)
-
-    patch.setattr(Objective, "update_metrics", by_zeros)
+    whole = Objective.update_metrics
+    zeros = lambda y: tf.nest.map_structure(lambda labels: 0 * labels, y)  # noqa: E731
+    patch.setattr(
+        Objective, "update_metrics", lambda goal, y, *more: whole(goal, zeros(y), *more)
+    )
 
 
 def stale_metric(patch):
@@ -181,24 +181,21 @@ VERIFY = (
     "accumulation.effective_batch_size=12 accumulation.micro_batch_size=4"
 )
 
-
-def main(names):
-    """Run the command under the named mutations, and print the results."""
-    mutations = [mutation for mutation in MUTATIONS if mutation.__name__ in names]
-    results = {}
-    if "none" in names:
-        # Two replicas first: TensorFlow takes devices before its first operation alone.
-        replicas = 2 if divide_by_replicas in mutations else 1
-        results["none"] = refused.run(f"{VERIFY} hardware.replicas={replicas}")
-    for mutation in mutations:
-        line = VERIFY
-        if mutation is divide_by_replicas:
-            line = f"{VERIFY} hardware.replicas=2"
+if __name__ == "__main__":
+    asked = [mutation for mutation in MUTATIONS if mutation.__name__ in sys.argv[1:]]
+    # Two replicas first: TensorFlow takes devices before its first operation alone.
+    said = {}
+    if "none" in sys.argv[1:]:
+        said["none"] = refused.run(
+            f"{VERIFY} hardware.replicas={1 + (divide_by_replicas in asked)}"
+        )
+    for mutation in asked:
         with pytest.MonkeyPatch.context() as patch:
             mutation(patch)
-            results[mutation.__name__] = refused.run(line)
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+            line = (
+                f"{VERIFY} hardware.replicas=2"
+                if mutation is divide_by_replicas
+                else VERIFY
+            )
+            said[mutation.__name__] = refused.run(line)
+    print(json.dumps(said))
