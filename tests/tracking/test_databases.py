@@ -103,7 +103,10 @@ def test_locked_at_the_end(tmp_path, undisturbed):
 def test_gone_in_the_middle(tmp_path, undisturbed, how):
     journal = half_shipped(tmp_path)
     store = tmp_path / "mlruns"
-    store.rename(tmp_path / "elsewhere") if how == "moved" else shutil.rmtree(store)
+    if how == "moved":
+        store.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(store)
     train(journal, HALF + 1, UPDATES)
     assert journal.close("FINISHED") is None
     assert fields(uri_in(tmp_path), "e") == undisturbed
@@ -171,7 +174,8 @@ class Postgres:
 
     def start(self) -> None:
         options = f"-p {self._port} -h 127.0.0.1 -k {self.folder}"
-        data, log = str(self.folder / "data"), str(self.folder / "log")
+        data = str(self.folder / "data")
+        log = str(self.folder / "log")
         self._call("pg_ctl", "-D", data, "-l", log, "-w", "-o", options, "start")
 
     def stop(self) -> None:

@@ -29,7 +29,10 @@ MODEL = "pipeline.components.model.mlp"
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """Of a run directory, a data directory and the prefix `mypkg`; `mypkg2` and `evil` write a file when imported."""
+    """Return a gate with a run directory, a data directory and the prefix `mypkg`.
+
+    `mypkg2` and `evil` write a file when they are imported.
+    """
     for folder in ("run", "data", "elsewhere"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run/link").symlink_to(tmp_path / "elsewhere")
@@ -499,8 +502,9 @@ def test_refused_by_name_and_nothing_ran(key, value, named, gate, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError) as refused:
         check_config(config, gate)
-    said, named = str(refused.value), str(_there(named, tmp_path))
-    assert named in said or repr(named).strip("'") in said
+    message = str(refused.value)
+    named = str(_there(named, tmp_path))
+    assert named in message or repr(named).strip("'") in message
     assert not {"evil", "mypkg2"} & set(sys.modules)
     assert [
         path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts
@@ -629,11 +633,12 @@ PLAIN = ("optimizer", "scaling", "schedule", "training")
 
 
 def options(groups: tuple[str, ...]) -> list[str]:
-    return [
-        f"{group}={file.stem}"
-        for group in groups
-        for file in sorted((ROOT / "conf" / group).glob("*.yaml"))
-    ]
+    """Return an override for each file of some config groups."""
+    overrides = []
+    for group in groups:
+        for file in sorted((ROOT / "conf" / group).glob("*.yaml")):
+            overrides.append(f"{group}={file.stem}")
+    return overrides
 
 
 @pytest.mark.parametrize(
@@ -644,20 +649,17 @@ def options(groups: tuple[str, ...]) -> list[str]:
     ],
 )
 def test_every_ready_config_passes(option, gate):
-    config = recorded(
-        option, *(["dataset.name=mnist:3.0.1"] if option == "dataset=tfds" else [])
-    )
-    check_config(config, gate)
+    overrides = [option]
+    if option == "dataset=tfds":
+        overrides.append("dataset.name=mnist:3.0.1")
+    check_config(recorded(*overrides), gate)
 
 
 def test_every_builder_of_a_ready_config_is_on_the_list_and_exists():
-    named = re.findall(
-        r"_target_: (pipeline\.[\w.]+)",
-        "".join(f.read_text() for f in (ROOT / "conf").rglob("*.yaml")),
-    )
-    assert (
-        set(named) - {"pipeline.config.compose.RunFolders"} <= trusted_names.BUILDERS
-    )  # Hydra's own, of the user's config
+    text = "".join(file.read_text() for file in (ROOT / "conf").rglob("*.yaml"))
+    named = set(re.findall(r"_target_: (pipeline\.[\w.]+)", text))
+    hydras = {"pipeline.config.compose.RunFolders"}  # always from the user's config
+    assert named - hydras <= trusted_names.BUILDERS
     for name in trusted_names.BUILDERS:
         assert callable(
             instantiate.locate(OmegaConf.create({"_target_": name}), "model")
@@ -917,11 +919,10 @@ def test_every_keras_layer_that_reaches_out_is_on_a_list():
     known = set(trusted_names.REJECTED) | set(trusted_names.READERS)
     found = set()
     for name, layer in inspect.getmembers(keras.layers, inspect.isclass):
-        for cls in (
-            layer.__mro__[: layer.__mro__.index(keras.layers.Layer)]
-            if issubclass(layer, keras.Layer)
-            else ()
-        ):
+        if not issubclass(layer, keras.Layer):
+            continue
+        base = layer.__mro__.index(keras.layers.Layer)
+        for cls in layer.__mro__[:base]:
             if _REACHES_OUT.search(inspect.getsource(cls)):
                 found.add(f"keras.layers.{name}")
     assert {
@@ -929,9 +930,8 @@ def test_every_keras_layer_that_reaches_out_is_on_a_list():
         "keras.layers.TFSMLayer",
         "keras.layers.Lambda",
     } <= found
-    assert found - known == {
-        "keras.layers.Masking"
-    }  # from a serialized object only, which no config may hold
+    # Masking does so from a serialized object only, which no config may hold.
+    assert found - known == {"keras.layers.Masking"}
 
 
 def test_every_keras_callback_is_known():
@@ -942,6 +942,6 @@ def test_every_keras_callback_is_known():
         for name, _ in inspect.getmembers(keras.callbacks, inspect.isclass)
     }
     refused = {f"keras.callbacks.{name}" for name in ("Callback", "CallbackList")}
-    assert names == trusted_names.CALLBACKS | trusted_names.WRITERS | refused | {
-        n for n in trusted_names.REJECTED if "callbacks" in n
-    }
+    rejected = {name for name in trusted_names.REJECTED if "callbacks" in name}
+    known = trusted_names.CALLBACKS | trusted_names.WRITERS
+    assert names == known | refused | rejected
