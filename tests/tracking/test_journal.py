@@ -90,7 +90,7 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_store_is_put_in_place_whole(tmp_path):
+def test_a_new_store_is_put_in_place_at_once(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     assert not (tmp_path / "mlruns").exists()  # until a run starts
@@ -174,7 +174,7 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     for thread in both:
         thread.join()
     assert statuses == [0, 0]
-    # There is one run. MLflow keeps a database open, so this process has not looked yet.
+    # MLflow keeps a database open, so this process has not looked before.
     again = Store(tmp_path).run()
     assert points(tmp_path) == ("FINISHED", list(range(1, 30)))
     assert (again.data.params, again.data.tags["mine"]) == ({"a": "1"}, "1")
@@ -216,7 +216,7 @@ def test_a_store_whose_file_is_moved_away_is_made_anew(tmp_path, monkeypatch):
 
 
 def test_what_a_trainer_that_was_killed_has_written_is_closed_as_killed(tmp_path):
-    """Also by sync, when the shipper was killed as well."""
+    """`pipeline sync` closes it when the shipper was killed too."""
     code = f"""
 import os, signal
 from tests.tracking.test_journal import begun, write
@@ -272,7 +272,7 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
 
 
 def test_a_sync_that_fails_keeps_no_lock(tmp_path):
-    """Else the shipper of a run that is resumed in this process would wait for it in vain."""
+    """A run that is resumed in this process has a shipper that needs the lock."""
     from pipeline.tracking.uploader import Uploader
 
     class Away:
@@ -302,11 +302,16 @@ def test_a_wrong_sync_changes_nothing(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / NAME).write_bytes(text)
     expected = {
-        "sync nowhere": "RUN_DIR must be a folder with a journal.jsonl in it. Received: 'nowhere'.",
-        "sync old": "RUN_DIR must have a journal of format 1 (it is of a version before this one). Received: 'old'.",
-        "sync runs/lr=0.1": "RUN_DIR must have a journal of format 1 (it is of a version before this one).",
-        "sync --nonsense": "arguments must be as pipeline sync --help says (unrecognized arguments: --nonsense).",
-        "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of the journal in here, sqlite:",
+        "sync nowhere": "RUN_DIR must be a folder with a journal.jsonl in it. "
+        "Received: 'nowhere'.",
+        "sync old": "RUN_DIR must have a journal of format 1 "
+        "(it is of a version before this one). Received: 'old'.",
+        "sync runs/lr=0.1": "RUN_DIR must have a journal of format 1 "
+        "(it is of a version before this one).",
+        "sync --nonsense": "arguments must be as pipeline sync --help says "
+        "(unrecognized arguments: --nonsense).",
+        "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of "
+        "the journal in here, sqlite:",
     }
     for line, answer in one_process(
         {line: line for line in expected}, tmp_path
@@ -490,21 +495,23 @@ def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
         (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(note))
         crafted(tmp_path / "sweep" / "0" / "run", "sqlite:///nowhere.db")
         shutil.move(tmp_path / "sweep" / "0" / "run" / NAME, tmp_path / "sweep" / "0")
+        rule = "tracking.uri must be that of the journal in"
         lines = {
-            "sync host": f"tracking.uri must be that of the journal in host, {uri}; if that is yours, add ",
-            "sync file": "tracking.uri must be that of the journal in file, sqlite:",
-            "sync query trust.allow=[postgresql://127.0.0.1]": "tracking.uri must be that of the journal in query, pos",
-            "sync host trust.allow=[http://127.0.0.1]": "tracking.uri must be that of the journal in host, http:",
+            "sync host": f"{rule} host, {uri}; if that is yours, add ",
+            "sync file": f"{rule} file, sqlite:",
+            "sync query trust.allow=[postgresql://127.0.0.1]": f"{rule} query, pos",
+            "sync host trust.allow=[http://127.0.0.1]": f"{rule} host, http:",
         }
         answers = one_process({line: line for line in [*lines, "sync sweep"]}, tmp_path)
         for line, said in lines.items():
             assert (answers[line]["status"], answers[line]["changed"]) == (2, [])
             assert answers[line]["err"].splitlines()[-1].startswith(f"pipeline: {said}")
         assert answers["sync sweep"]["status"] == 4
-        assert (
-            f"the sweep is not closed in the store yet: tracking.uri must be that of the sweep in sweep, {uri}"
-            in (answers["sync sweep"]["err"])
+        problem = (
+            "the sweep is not closed in the store yet: "
+            f"tracking.uri must be that of the sweep in sweep, {uri}"
         )
+        assert problem in answers["sync sweep"]["err"]
         evil.settimeout(0)
         with pytest.raises(BlockingIOError):  # nobody has come
             evil.accept()

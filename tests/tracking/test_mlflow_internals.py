@@ -1,4 +1,4 @@
-"""What pipeline/tracking/system_metrics.py uses of MLflow still is what it was read as."""
+"""What pipeline/tracking/system_metrics.py uses of MLflow is still as it was read."""
 
 from __future__ import annotations
 

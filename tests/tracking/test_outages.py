@@ -1,4 +1,7 @@
-"""A store that is away, slow, broken or silent: after `pipeline sync` it has what an undisturbed run leaves in it."""
+"""A store that is away, slow, broken or silent.
+
+After `pipeline sync` it has what an undisturbed run leaves in it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,19 @@ from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from tests.parameters import mostly_slow
 from tests.running import wait
-from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, times, train
+from tests.tracking.shipped import (
+    BUSY,
+    UPDATES,
+    begin,
+    fields,
+    opened,
+    sync,
+    times,
+    train,
+)
 
 HALF = UPDATES // 2
 pytestmark = pytest.mark.usefixtures("impatient_requests", "forked_shippers")
-BUSY = 60  # seconds that this machine may take for what it does at once, such as ending a shipper
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +43,7 @@ def undisturbed(mlflow_server, tmp_path_factory):
 
 @pytest.fixture
 def check_complete(mlflow_server, undisturbed, tmp_path, request):
-    """Return a function that checks the store's one run of this test, by all its fields and times."""
+    """Return a function that checks all fields and times of this test's one run."""
 
     def check():
         assert fields(mlflow_server, request.node.name) == undisturbed
@@ -101,7 +112,10 @@ def test_down_from_the_start_to_the_end(
 def test_away_in_the_middle(
     tmp_path, proxy, check_complete, mlflow_server, request, mode
 ):
-    """For two of the shipper's tries, each longer than MLflow's own: 5 s and twice 4 s."""
+    """The store is away for two tries of the shipper.
+
+    Each is longer than MLflow's own: 5 s and twice 4 s.
+    """
     journal = opened(proxy.address, tmp_path, request.node.name)
     train(journal, 1, HALF)
     wait(lambda: shipped(mlflow_server, request.node.name, HALF), BUSY)
@@ -153,7 +167,10 @@ def test_hanging_at_the_start_is_bounded(tmp_path, proxy, capsys, monkeypatch):
     ],
 )
 def test_a_bad_server(tmp_path, proxy, check_complete, request, mode):
-    """Also while the run is created: a request that was done and not answered leaves no second run."""
+    """The server is bad from before the run is created.
+
+    A request that was done and not answered leaves no second run.
+    """
     proxy.mode = mode
     journal = opened(proxy.address, tmp_path, request.node.name, patience=90.0)
     train(journal, 1, UPDATES)

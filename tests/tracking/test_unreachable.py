@@ -1,4 +1,7 @@
-"""The command while its store is away: what it says, its exit status, and what `pipeline sync` makes of it."""
+"""The command while its store is away.
+
+Tested are its messages, its exit status, and what `pipeline sync` does with its run.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ import pytest
 
 from tests.checkpoints.test_kills import RUN, UPDATES
 from tests.running import pipeline, start, wait
-from tests.tracking.shipped import fields
+from tests.tracking.shipped import BUSY, fields
 
-BUSY = 60  # seconds that this machine may take for what it does at once, such as ending a shipper
 MINE = """
 import pathlib, time
 import keras

@@ -1,7 +1,7 @@
 """The uploader and a store in memory, in which any request fails: nothing is missing.
 
 Real stores fail in test_outages.py and test_databases.py, and processes are killed in
-tests/checkpoints/test_kills.py. Here each single request fails in turn, within a second.
+tests/checkpoints/test_kills.py. Here each single request fails in turn.
 """
 
 from __future__ import annotations

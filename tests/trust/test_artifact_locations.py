@@ -1,4 +1,4 @@
-"""Where a store that is not trusted may keep its artifacts: with itself, and nowhere else."""
+"""A store that is not trusted may keep its artifacts with itself, and nowhere else."""
 
 from __future__ import annotations
 

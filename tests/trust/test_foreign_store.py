@@ -249,7 +249,8 @@ def hostile(tmp_path_factory):
             "report of a host with two faces": f"report {'d' * 6} tracking.uri={theirs}",
             "rest of another host": f"{again} {'e' * 6} tracking.uri={theirs}",
             "rest of a host with two faces": f"{again} {'d' * 6} tracking.uri={theirs}",
-            "a job's sweep of another host": f"train -m seed=0,1 tracking.sweep={'e' * 32} tracking.uri={theirs}",
+            "a job's sweep of another host": "train -m seed=0,1 "
+            f"tracking.sweep={'e' * 32} tracking.uri={theirs}",
             "rerun of another folder": f"rerun {runs[0]} --dry",
             "report of another folder": f"report {sweeps['folder']}",
             "rest of another folder": f"{again} {sweeps['folder']}",
@@ -267,7 +268,8 @@ def hostile(tmp_path_factory):
             "report, start of an ID that no run has": "report 0000",
             "experiment": f"rerun {runs[1]} {QUIET}",
             "own experiment": f"rerun {runs[1]} {QUIET} tracking.experiment=theirs",
-            "confined": f"train model=mlp training.updates=1 tracking.confined=true tracking.experiment=theirs {QUIET}",
+            "confined": "train model=mlp training.updates=1 tracking.confined=true "
+            f"tracking.experiment=theirs {QUIET}",
             "report of a folder that is allowed": f"report {sweeps['folder']} --allow {elsewhere}",
         }
         there = {

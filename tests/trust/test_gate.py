@@ -1,4 +1,4 @@
-"""What a config that came out of a tracking store may do, and above all what it may not."""
+"""What a config out of a tracking store may do, and above all what it may not."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def gate(tmp_path, monkeypatch):
     leave = f"open({str(tmp_path / 'run/ran')!r}, 'w').close()\n"
     (tmp_path / "mypkg").mkdir()
     (tmp_path / "mypkg/__init__.py").write_text(
-        "import functools, os, subprocess\nfrom subprocess import Popen\nfrom keras.utils import get_file\n"
+        "import functools, os, subprocess\nfrom subprocess import Popen\n"
+        "from keras.utils import get_file\n"
         "from keras import Sequential\nbound = functools.partial(os.system, 'true')\n"
     )
     (tmp_path / "mypkg/models.py").write_text(
         "import keras\n\n"
         "class Model(keras.Sequential):\n    pass\n\n"
-        "def build(classes):\n    return Model([keras.layers.Flatten(), keras.layers.Dense(classes)])\n"
+        "def build(classes):\n"
+        "    return Model([keras.layers.Flatten(), keras.layers.Dense(classes)])\n"
     )
     for name in ("mypkg2", "evil"):
         (tmp_path / f"{name}.py").write_text(
@@ -589,7 +591,10 @@ def test_the_gate_closes_again_and_guards_every_thread(gate):
 
 
 def test_a_refusal_imports_no_keras(gate):
-    """A refused name costs no ten seconds, and what names only Keras and this package is read as text."""
+    """A rejected name costs no ten seconds.
+
+    Names in Keras and in this package are read as text.
+    """
     program = (
         "import sys\nfrom pathlib import Path\nfrom pipeline.trust import gate as trust\n"
         "from pipeline.common.errors import ConfigError\n"
@@ -873,7 +878,7 @@ def test_confine(tmp_path, monkeypatch):
 def test_data_below_this_folder_or_given_again_are_the_users_own(
     gate, tmp_path, monkeypatch
 ):
-    """Also a folder or file that an argument of the user's own dataset names, whatever its name."""
+    """It may be a folder or file for any argument of the user's own dataset."""
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     def at(key: str, path: str) -> dict:
@@ -906,9 +911,10 @@ def test_data_below_this_folder_or_given_again_are_the_users_own(
         assert f"{key}={path}" in str(refused.value)
 
 
-# What a class of Keras says of itself in its source where it reads, writes, sends or runs something.
+# What stands in the source of a class that reads, writes, sends or runs something.
 _REACHES_OUT = re.compile(
-    r"gfile|\bopen\(|file_utils|load_model|load_weights|saved_model|pickle|marshal|func_load|requests|urllib|"
+    r"gfile|\bopen\(|file_utils|load_model|load_weights|saved_model|pickle|marshal|"
+    r"func_load|requests|urllib|"
     r"deserialize_keras_object\(mask|jax2tf|import torch"
 )
 
