@@ -79,7 +79,7 @@ def ship(
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether the store may take the model at another try.
+    """Return whether the store may take a request at another try.
 
     It may if it is away, or answers that it is busy.
     """

@@ -481,8 +481,11 @@ class Uploader:
             self.client.set_tag(self.run_id, NOT_LOGGED, self.not_logged[:LONGEST_TAG])
 
     def _reopen_run(self) -> None:
-        with contextlib.suppress(MlflowException):  # it may have no such tag
+        try:
             self.client.delete_tag(self.run_id, "failure")
+        except MlflowException as error:
+            if model_upload.may_pass(error):  # else the run has no such tag
+                raise
         self.client.update_run(self.run_id, "RUNNING")
 
     def _end_run(self, line: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
 
 
 def _is_in_keras(target: str) -> bool:
-    """Return whether a name is public in a namespace of Keras that configs build from."""
+    """Return whether a name is public in a namespace that configs build from."""
     namespace, _, name = target.rpartition(".")
     if namespace in BASES:
         converters = ("get", "serialize", "deserialize")

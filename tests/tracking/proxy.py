@@ -1,4 +1,4 @@
-"""An HTTP proxy before a real MLflow server, that harms what passes as a bad network does."""
+"""An HTTP proxy before a real MLflow server that acts as a bad network does."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ class Proxy:
         server: its address.
 
     Attributes:
-        mode: `up`; `slow`; `failing`, which answers 500 to every third request, in turn before and after the server has
-            done it; `cutting`, which lets the server do every second request and closes the connection; `hanging`.
+        mode: `up`; `slow`; `failing`, which answers 500 to every third request, in turn
+            before and after the server has done it; `cutting`, which lets the server do
+            every second request and closes the connection; `hanging`.
         password: of the user `me`; None for a server that asks for none.
         harmed: requests that did not get the server's answer.
     """
 
     def __init__(self, server: str):
-        self.mode, self.password, self.harmed = "up", None, 0
+        self.mode = "up"
+        self.password = None
+        self.harmed = 0
         self._server = urlsplit(server).netloc
         self._count = itertools.count(1)
         self._closed = threading.Event()
@@ -57,7 +60,8 @@ class Proxy:
                 pass
 
         self._listener = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._listener.daemon_threads, self._listener.block_on_close = True, False
+        self._listener.daemon_threads = True
+        self._listener.block_on_close = False
         self.port = self._listener.server_port
         threading.Thread(
             target=self._listener.serve_forever, args=[0.05], daemon=True
@@ -70,13 +74,27 @@ class Proxy:
             self._listener.server_close()
             self._listener = None
 
+    def harm(self, mode: str) -> None:
+        """Refuse connections if the mode is `down`; else set the mode."""
+        if mode == "down":
+            self.down()
+        else:
+            self.mode = mode
+
+    def heal(self) -> None:
+        """Undo `harm`."""
+        self.mode = "up"
+        if self._listener is None:
+            self.up()
+
     def close(self) -> None:
         self._closed.set()
         self.down()
 
     def _pass_on(self, request: BaseHTTPRequestHandler) -> None:
         body = _body(request)
-        number, mode = next(self._count), self.mode
+        number = next(self._count)
+        mode = self.mode
         if mode == "hanging":
             self.harmed += 1
             self._closed.wait(120)

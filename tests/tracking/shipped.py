@@ -1,4 +1,7 @@
-"""One run for tests of outages: its lines, as a trainer writes them, and all that a store has of it."""
+"""One run for tests of outages.
+
+Its lines are written as by a trainer, and read back from the store.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 
 UPDATES = 400
+# Seconds that a busy machine may take for what is instant, such as ending a shipper.
+BUSY = 60
 FIRST = 1_700_000_000_000  # milliseconds since the epoch, of update 0
 SEGMENT = {"after": 0, "cut": {"effective_batch_size": 8}}
 DATASET = {
@@ -37,7 +42,7 @@ def opened(uri: str, folder: Path, experiment: str, **options: object) -> Journa
 
 
 def begin(journal: Journal, folder: Path) -> dict[str, str]:
-    """Create the run and return what the store calls it, with all that one logs before it trains."""
+    """Create the run, with all that a run logs before it trains; return its IDs."""
     folder.mkdir(exist_ok=True)
     params = {f"key.{number}": str(number) for number in range(120)}
     run = {
@@ -76,7 +81,10 @@ def train(journal: Journal, first: int, last: int) -> None:
 
 
 def fields(uri: str, experiment: str) -> dict[str, object]:
-    """Return what a store has of an experiment's one run, but for what names it and when it was shipped."""
+    """Return all that a store has of an experiment's one run.
+
+    Left out is what differs between two equal runs: its IDs, and the time of shipping.
+    """
     client = MlflowClient(uri)
     (run,) = client.search_runs(
         [client.get_experiment_by_name(experiment).experiment_id], run_view_type=3
@@ -99,8 +107,8 @@ def fields(uri: str, experiment: str) -> dict[str, object]:
             for key, points in histories.items()
         },
         "inputs": [
-            json.loads(json.dumps(each.to_dictionary()))
-            for each in run.inputs.dataset_inputs
+            json.loads(json.dumps(entry.to_dictionary()))
+            for entry in run.inputs.dataset_inputs
         ],
         "artifacts": sorted(
             (file.path, file.file_size)
@@ -119,7 +127,7 @@ def times(uri: str, experiment: str) -> tuple[int, int]:
 
 
 def sync(folder: Path, *arguments: str) -> int:
-    """`pipeline sync` of the run in `folder` or below it, with the store that its journal names."""
+    """Run `pipeline sync` on the run in `folder`, with the store of its journal."""
     from pipeline.__main__ import main
 
     (journal,) = folder.rglob(NAME)

@@ -1,4 +1,7 @@
-"""A store in a database that is locked, moved, deleted, full or restarted: nothing of the run is missing in the end."""
+"""A store in a database that is locked, moved, deleted, full or restarted.
+
+Nothing of the run is missing in the end.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,10 @@ from tests import programs, shared
 from tests.disks import disk, fill, free
 from tests.parameters import mostly_slow
 from tests.running import wait
-from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, train
+from tests.tracking.shipped import BUSY, UPDATES, begin, fields, opened, sync, train
 
 HALF = UPDATES // 2
 pytestmark = pytest.mark.usefixtures("forked_shippers")
-BUSY = 60  # seconds that this machine may take for what it does at once, such as ending a shipper
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,7 @@ def half_shipped(folder):
 
 
 def rows_in(folder):
-    """Count without MLflow, which would keep the file open in this process wherever it goes."""
+    """Count the rows without MLflow, which would keep the file open in this process."""
     with contextlib.closing(
         sqlite3.connect(folder / "mlruns" / "mlflow.db")
     ) as database:
@@ -103,7 +105,10 @@ def test_locked_at_the_end(tmp_path, undisturbed):
 def test_gone_in_the_middle(tmp_path, undisturbed, how):
     journal = half_shipped(tmp_path)
     store = tmp_path / "mlruns"
-    store.rename(tmp_path / "elsewhere") if how == "moved" else shutil.rmtree(store)
+    if how == "moved":
+        store.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(store)
     train(journal, HALF + 1, UPDATES)
     assert journal.close("FINISHED") is None
     assert fields(uri_in(tmp_path), "e") == undisturbed
@@ -134,7 +139,10 @@ def test_full(tmp_path, undisturbed, until):
 
 @pytest.mark.slow
 def test_the_end_of_a_run_whose_journal_finds_no_room(tmp_path, undisturbed, capsys):
-    """The store gets all lines from memory, and keeps its status though the journal has no end."""
+    """The store gets all lines from memory.
+
+    The run keeps its status though the journal has no end.
+    """
     shared.place_store(tmp_path)
     with disk(tmp_path / "run"):
         journal = opened(uri_in(tmp_path), tmp_path / "run", "e")
@@ -152,7 +160,7 @@ def test_the_end_of_a_run_whose_journal_finds_no_room(tmp_path, undisturbed, cap
 
 
 class Postgres:
-    """A PostgreSQL server in `folder`, of Debian's package: on a free port, with a database `mlflow` for everybody."""
+    """A PostgreSQL server of Debian's package on a free port, with its data in `folder`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -171,7 +179,8 @@ class Postgres:
 
     def start(self) -> None:
         options = f"-p {self._port} -h 127.0.0.1 -k {self.folder}"
-        data, log = str(self.folder / "data"), str(self.folder / "log")
+        data = str(self.folder / "data")
+        log = str(self.folder / "log")
         self._call("pg_ctl", "-D", data, "-l", log, "-w", "-o", options, "start")
 
     def stop(self) -> None:

@@ -1,4 +1,7 @@
-"""A journal brings its run to the store once and whole: whoever is killed, stopped or away meanwhile."""
+"""A journal brings its run to the store once and completely.
+
+Meanwhile the trainer, the shipper or the store is killed, stopped or away.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,20 @@ from tests.warm import Python
 
 pytestmark = pytest.mark.usefixtures("forked_shippers")
 RUN = {
-    **{
-        "experiment": "pipeline",
-        "name": "one",
-        "params": {"a": "1"},
-        "tags": {},
-        "system_metrics": False,
-    },
+    "experiment": "pipeline",
+    "name": "one",
+    "params": {"a": "1"},
+    "tags": {},
+    "system_metrics": False,
     "segment": {"after": 0, "cut": {"effective_batch_size": 8}},
 }
 
 
 def begun(folder):
-    """A journal of a run in `folder`, whose store exists; its shipper is this test's to harm."""
+    """Return the journal of a run in `folder`, whose store exists.
+
+    The test may harm its shipper.
+    """
     place_store(folder)
     journal = Journal(f"sqlite:///{folder}/mlruns/mlflow.db", "pipeline")
     journal.ready()
@@ -67,7 +71,10 @@ def points(folder):
 
 
 def synced(folder, *arguments, status=0):
-    """`pipeline sync`, in a process of its own, as Hydra closes what absl logs to; what it said."""
+    """Run `pipeline sync` in a process of its own, and return what it printed.
+
+    Hydra closes the stream to which absl logs.
+    """
     return pipeline("sync", str(folder), *arguments, cwd=folder, status=status).stderr
 
 
@@ -83,7 +90,7 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_store_is_put_in_place_whole(tmp_path):
+def test_a_new_store_is_put_in_place_at_once(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     assert not (tmp_path / "mlruns").exists()  # until a run starts
@@ -153,9 +160,8 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     ):
         journal.write(line)
     write(journal, *range(1, 30))
-    assert (
-        journal.close("FINISHED") is None
-    )  # one artifact that cannot be read is no reason
+    # One artifact that cannot be read is no reason.
+    assert journal.close("FINISHED") is None
     shutil.rmtree(tmp_path / "mlruns")
     place_store(tmp_path)
     statuses = []
@@ -168,9 +174,8 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     for thread in both:
         thread.join()
     assert statuses == [0, 0]
-    again = Store(
-        tmp_path
-    ).run()  # one; MLflow keeps a database open, so this process has not looked before
+    # MLflow keeps a database open, so this process has not looked before.
+    again = Store(tmp_path).run()
     assert points(tmp_path) == ("FINISHED", list(range(1, 30)))
     assert (again.data.params, again.data.tags["mine"]) == ({"a": "1"}, "1")
     assert again.data.tags["not_shipped"] == "nowhere.txt: No such file or directory"
@@ -178,9 +183,8 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
         json.loads(line)["time"] for line in (tmp_path / NAME).read_text().splitlines()
     ]
     assert (again.info.start_time, again.info.end_time) == (times[0], times[-1])
-    assert [
-        file.path for file in Store(tmp_path).client.list_artifacts(again.info.run_id)
-    ] == ["note.txt"]
+    files = Store(tmp_path).client.list_artifacts(again.info.run_id)
+    assert [file.path for file in files] == ["note.txt"]
     assert synced(tmp_path).endswith(
         f"0 points were missing; run {again.info.run_id} is FINISHED\n"
     )
@@ -212,7 +216,7 @@ def test_a_store_whose_file_is_moved_away_is_made_anew(tmp_path, monkeypatch):
 
 
 def test_what_a_trainer_that_was_killed_has_written_is_closed_as_killed(tmp_path):
-    """Also by sync, when the shipper was killed as well."""
+    """`pipeline sync` closes it when the shipper was killed too."""
     code = f"""
 import os, signal
 from tests.tracking.test_journal import begun, write
@@ -261,15 +265,14 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     assert journal.close("FINISHED") == "the store was not asked"
     assert "for pipeline sync" in capsys.readouterr().err
     place_store(tmp_path)
-    synced(
-        tmp_path, f"tracking.uri={uri}", "tracking.patience=1", status=4
-    )  # it still is not there
+    # It still is not there.
+    synced(tmp_path, f"tracking.uri={uri}", "tracking.patience=1", status=4)
     synced(tmp_path, f"tracking.uri=sqlite:///{tmp_path}/mlruns/mlflow.db")
     assert points(tmp_path) == ("FINISHED", list(range(1, 20)))
 
 
 def test_a_sync_that_fails_keeps_no_lock(tmp_path):
-    """Else the shipper of a run that is resumed in this process would wait for it in vain."""
+    """A run that is resumed in this process has a shipper that needs the lock."""
     from pipeline.tracking.uploader import Uploader
 
     class Away:
@@ -284,7 +287,8 @@ def test_a_sync_that_fails_keeps_no_lock(tmp_path):
         os.path.realpath(f"/proc/self/fd/{descriptor}")
         for descriptor in os.listdir("/proc/self/fd")
     ]
-    assert os.path.realpath(path) not in opened  # closing it has released the lock
+    # Closing the file has released the lock.
+    assert os.path.realpath(path) not in opened
 
 
 @pytest.mark.slow
@@ -298,11 +302,16 @@ def test_a_wrong_sync_changes_nothing(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / NAME).write_bytes(text)
     expected = {
-        "sync nowhere": "RUN_DIR must be a folder with a journal.jsonl in it. Received: 'nowhere'.",
-        "sync old": "RUN_DIR must have a journal of format 1 (it is of a version before this one). Received: 'old'.",
-        "sync runs/lr=0.1": "RUN_DIR must have a journal of format 1 (it is of a version before this one).",
-        "sync --nonsense": "arguments must be as pipeline sync --help says (unrecognized arguments: --nonsense).",
-        "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of the journal in here, sqlite:",
+        "sync nowhere": "RUN_DIR must be a folder with a journal.jsonl in it. "
+        "Received: 'nowhere'.",
+        "sync old": "RUN_DIR must have a journal of format 1 "
+        "(it is of a version before this one). Received: 'old'.",
+        "sync runs/lr=0.1": "RUN_DIR must have a journal of format 1 "
+        "(it is of a version before this one).",
+        "sync --nonsense": "arguments must be as pipeline sync --help says "
+        "(unrecognized arguments: --nonsense).",
+        "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of "
+        "the journal in here, sqlite:",
     }
     for line, answer in one_process(
         {line: line for line in expected}, tmp_path
@@ -315,7 +324,8 @@ def test_a_wrong_sync_changes_nothing(tmp_path):
 
 
 def _shipped_journal():
-    crc, found = 0, b""
+    crc = 0
+    text = b""
     for line in (
         {
             "start": {
@@ -329,8 +339,8 @@ def _shipped_journal():
     ):
         body = (json.dumps(line)[1:] + "\n").encode()
         crc = zlib.crc32(body, crc)
-        found += b'{"crc":"%08x",' % crc + body
-    return found
+        text += b'{"crc":"%08x",' % crc + body
+    return text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
@@ -358,9 +368,8 @@ def test_a_run_that_is_not_there_when_it_is_read_again_is_not_shipped(
     write(journal, 1)
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
     journal._writer.close()
-    monkeypatch.setattr(
-        MlflowClient, "set_terminated", lambda *_: None
-    )  # it takes all, and keeps nothing
+    # The store takes everything, and keeps nothing.
+    monkeypatch.setattr(MlflowClient, "set_terminated", lambda *_: None)
     assert sync_run(str(tmp_path), OwnStore(journal.uri), 0.1, named=True) == 4
     assert (
         "the store has the run as RUNNING when it is read again, and not as KILLED"
@@ -371,7 +380,8 @@ def test_a_run_that_is_not_there_when_it_is_read_again_is_not_shipped(
 class Slow:
     """A shipper that says every fifth of a second how many points are left."""
 
-    process, pid = None, 0
+    process = None
+    pid = 0
 
     def __init__(self, opening):
         self.left = 100_005
@@ -426,13 +436,15 @@ def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch)
     journal._writer.write({"end": "FINISHED"})
     monkeypatch.setattr("pipeline.tracking.uploader.RETRY", 0.01)
     monkeypatch.setattr("pipeline.tracking.uploader.POINTS_PER_REQUEST", 20)
-    told, log_batch, tries = [], MlflowClient.log_batch, iter(range(1000))
+    told = []
+    log_batch = MlflowClient.log_batch
+    tries = iter(range(1000))
 
-    def harmed(*arguments, **given):
+    def harmed(*arguments, **options):
         time.sleep(0.02)
         if next(tries) % 2:
             raise ConnectionError("again")
-        log_batch(*arguments, **given)
+        log_batch(*arguments, **options)
 
     monkeypatch.setattr(MlflowClient, "log_batch", harmed)
     uploader = Uploader(
@@ -456,7 +468,8 @@ def crafted(folder, store, **changes):
         {"time": 1, "start": start},
         *({"time": 2, "artifact": name} for name in changes.get("artifacts", ())),
     ]
-    crc, texts = 0, []
+    crc = 0
+    texts = []
     for line in [*lines, {"time": 3, "end": "FINISHED"}]:
         rest = json.dumps(line, separators=(",", ":")).encode()[1:] + b"\n"
         crc = zlib.crc32(rest, crc)
@@ -465,7 +478,10 @@ def crafted(folder, store, **changes):
 
 
 def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
-    """Nothing is sent to the host that a journal or a sweep's note names, and no database is made where it says."""
+    """Nothing is sent to the host that a journal or the note of a sweep names.
+
+    No database is made where they say.
+    """
     with socket.create_server(("127.0.0.1", 0)) as evil:
         uri = f"http://127.0.0.1:{evil.getsockname()[1]}"
         crafted(tmp_path / "host", uri)
@@ -479,21 +495,23 @@ def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
         (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(note))
         crafted(tmp_path / "sweep" / "0" / "run", "sqlite:///nowhere.db")
         shutil.move(tmp_path / "sweep" / "0" / "run" / NAME, tmp_path / "sweep" / "0")
+        rule = "tracking.uri must be that of the journal in"
         lines = {
-            "sync host": f"tracking.uri must be that of the journal in host, {uri}; if that is yours, add ",
-            "sync file": "tracking.uri must be that of the journal in file, sqlite:",
-            "sync query trust.allow=[postgresql://127.0.0.1]": "tracking.uri must be that of the journal in query, pos",
-            "sync host trust.allow=[http://127.0.0.1]": "tracking.uri must be that of the journal in host, http:",
+            "sync host": f"{rule} host, {uri}; if that is yours, add ",
+            "sync file": f"{rule} file, sqlite:",
+            "sync query trust.allow=[postgresql://127.0.0.1]": f"{rule} query, pos",
+            "sync host trust.allow=[http://127.0.0.1]": f"{rule} host, http:",
         }
         answers = one_process({line: line for line in [*lines, "sync sweep"]}, tmp_path)
         for line, said in lines.items():
             assert (answers[line]["status"], answers[line]["changed"]) == (2, [])
             assert answers[line]["err"].splitlines()[-1].startswith(f"pipeline: {said}")
         assert answers["sync sweep"]["status"] == 4
-        assert (
-            f"the sweep is not closed in the store yet: tracking.uri must be that of the sweep in sweep, {uri}"
-            in (answers["sync sweep"]["err"])
+        problem = (
+            "the sweep is not closed in the store yet: "
+            f"tracking.uri must be that of the sweep in sweep, {uri}"
         )
+        assert problem in answers["sync sweep"]["err"]
         evil.settimeout(0)
         with pytest.raises(BlockingIOError):  # nobody has come
             evil.accept()
@@ -533,7 +551,8 @@ def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
     from pipeline.tracking.uploader import Uploader
 
     place_store(tmp_path)
-    uri, secret = f"sqlite:///{tmp_path}/mlruns/mlflow.db", tmp_path / "secret"
+    uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
+    secret = tmp_path / "secret"
     secret.write_text("secret")
     names = [
         "good.txt",
@@ -560,8 +579,7 @@ def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
     ) as uploader:
         uploader.finish(0)
     run = Store(tmp_path).run()
-    assert [
-        file.path for file in Store(tmp_path).client.list_artifacts(run.info.run_id)
-    ] == ["good.txt"]
+    files = Store(tmp_path).client.list_artifacts(run.info.run_id)
+    assert [file.path for file in files] == ["good.txt"]
     assert len(noted) == len(names) - 1
     assert noted[0] == "../secret: it is no file of the run directory itself"

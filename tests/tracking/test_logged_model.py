@@ -1,4 +1,7 @@
-"""The trained model in MLflow: where Keras cannot save it, and how it gets to the store once, whoever ships it."""
+"""The trained model in MLflow.
+
+Keras cannot save every model, and each gets to the store once, whoever ships it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ class Plain(keras.Model):
 
     def __init__(self, inner, function):
         super().__init__()
-        self.inner, self.function = inner, function
+        self.inner = inner
+        self.function = function
 
     def call(self, x):
         return self.inner(self.function(x))
@@ -68,13 +72,16 @@ def test_a_plain_subclassed_model_predicts_the_same_from_the_store(
 def test_a_model_may_predict_what_its_precision_rounds_to(
     tmp_path, monkeypatch, precision, difference, is_same
 ):
-    """As on a GPU, which takes one algorithm here and another there: an H100 was off by more than 1e-3 in bfloat16."""
+    """A GPU takes one algorithm here and another there.
+
+    An H100 was off by more than 1e-3 in bfloat16.
+    """
     loaded = logged_model.predicted
-    monkeypatch.setattr(
-        logged_model,
-        "predicted",
-        lambda *given: [(1 + difference) * each for each in loaded(*given)],
-    )
+
+    def other_algorithm(*arguments):
+        return [(1 + difference) * output for output in loaded(*arguments)]
+
+    monkeypatch.setattr(logged_model, "predicted", other_algorithm)
     x = np.random.default_rng(0).normal(size=(4, 5)).astype("float32")
     model = keras.Sequential(
         [
@@ -83,13 +90,11 @@ def test_a_model_may_predict_what_its_precision_rounds_to(
             layers.Activation("softmax"),
         ]
     )
-    with (
-        nullcontext()
-        if is_same
-        else pytest.raises(
-            ValueError, match="it predicts something else once it is loaded"
-        )
-    ):
+    outcome = nullcontext()
+    if not is_same:
+        problem = "it predicts something else once it is loaded"
+        outcome = pytest.raises(ValueError, match=problem)
+    with outcome:
         logged_model.save(tmp_path / NAME, model, x, [])
     assert (tmp_path / NAME).exists() == is_same
 
@@ -115,11 +120,8 @@ def test_a_model_that_is_shipped_twice_is_one_model_of_its_run(tmp_path, saved, 
     users = client.create_logged_model(info.experiment_id, "users", info.run_id)
     again = tmp_path / "again" / NAME
     shutil.copytree(saved, again)
-    for folder in (
-        saved,
-        again,
-        again,
-    ):  # as by a shipper that died before it removed the folder, and by later ones
+    # As by a shipper that died before it removed the folder, and by later ones.
+    for folder in (saved, again, again):
         model_upload.ship(client, info.experiment_id, info.run_id, folder)
         assert list(folder.parent.glob("*logged_model*")) == []
     models = client.search_logged_models([info.experiment_id])
@@ -165,7 +167,7 @@ def test_two_segments_of_a_run_have_a_model_each(tmp_path, saved, run):
 
 @pytest.mark.slow
 def test_a_long_upload_tells_that_it_goes_on(saved, run, monkeypatch):
-    """Else the trainer takes a store that takes a large model for one that does not answer."""
+    """Otherwise a store that takes a large model seems not to answer."""
     client, info = run
     told = threading.Event()
     monkeypatch.setattr(model_upload, "TOLD", 0.01)

@@ -1,4 +1,4 @@
-"""What pipeline/tracking/system_metrics.py uses of MLflow still is what it was read as."""
+"""What pipeline/tracking/system_metrics.py uses of MLflow is still as it was read."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_the_signatures_are_those_that_were_read():
 
 @pytest.mark.slow
 def test_a_sample_is_of_this_moment(tmp_path):
-    made = store.Store(f"sqlite:///{tmp_path}/mlflow.db")
-    run_id = made.client().create_run(made.experiment("it")).info.run_id
-    sample = system_metrics.system_sampler(made.uri, run_id)
+    new = store.Store(f"sqlite:///{tmp_path}/mlflow.db")
+    run_id = new.client().create_run(new.experiment("it")).info.run_id
+    sample = system_metrics.system_sampler(new.uri, run_id)
     for _ in range(2):
-        found = sample()
-        assert found["cpu_utilization_percentage"] >= 0, WHERE
-        assert found["system_memory_usage_megabytes"] > 0, WHERE
+        values = sample()
+        assert values["cpu_utilization_percentage"] >= 0, WHERE
+        assert values["system_memory_usage_megabytes"] > 0, WHERE
 
 
 class Nvml:
@@ -42,7 +42,7 @@ class Nvml:
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpus", "found"),
+    ("visible", "gpus", "handles"),
     [
         (["0", "1", "2"], [0], [("number", 0)]),  # the run has one of three
         (["2", "3"], [0, 1], [("number", 2), ("number", 3)]),  # a job of a sweep
@@ -51,8 +51,8 @@ class Nvml:
         (["0"], [1], []),  # resumed on a machine with fewer
     ],
 )
-def test_the_gpus_that_are_sampled_are_those_of_the_run(visible, gpus, found):
-    assert system_metrics.gpu_handles(Nvml, visible, gpus) == found
+def test_the_gpus_that_are_sampled_are_those_of_the_run(visible, gpus, handles):
+    assert system_metrics.gpu_handles(Nvml, visible, gpus) == handles
 
 
 def test_mlflow_samples_the_handles_that_it_is_given():

@@ -1,4 +1,7 @@
-"""A store that is away, slow, broken or silent: after `pipeline sync` it has what an undisturbed run leaves in it."""
+"""A store that is away, slow, broken or silent.
+
+After `pipeline sync` it has what an undisturbed run leaves in it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,19 @@ from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from tests.parameters import mostly_slow
 from tests.running import wait
-from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, times, train
+from tests.tracking.shipped import (
+    BUSY,
+    UPDATES,
+    begin,
+    fields,
+    opened,
+    sync,
+    times,
+    train,
+)
 
 HALF = UPDATES // 2
 pytestmark = pytest.mark.usefixtures("impatient_requests", "forked_shippers")
-BUSY = 60  # seconds that this machine may take for what it does at once, such as ending a shipper
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +42,8 @@ def undisturbed(mlflow_server, tmp_path_factory):
 
 
 @pytest.fixture
-def whole(mlflow_server, undisturbed, tmp_path, request):
-    """Return a function that checks the store's one run of this test, by all its fields and times."""
+def check_complete(mlflow_server, undisturbed, tmp_path, request):
+    """Return a function that checks all fields and times of this test's one run."""
 
     def check():
         assert fields(mlflow_server, request.node.name) == undisturbed
@@ -64,7 +75,9 @@ def test_down_at_the_start_is_refused_in_a_line(tmp_path, proxy, capsys):
 
 
 @pytest.mark.slow
-def test_down_at_the_start_and_waited_for(tmp_path, proxy, whole, capsys, request):
+def test_down_at_the_start_and_waited_for(
+    tmp_path, proxy, check_complete, capsys, request
+):
     proxy.down()
     threading.Timer(3, proxy.up).start()
     journal = opened(
@@ -73,10 +86,12 @@ def test_down_at_the_start_and_waited_for(tmp_path, proxy, whole, capsys, reques
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") is None
     assert "refused): waiting for it" in capsys.readouterr().err
-    whole()
+    check_complete()
 
 
-def test_down_from_the_start_to_the_end(tmp_path, proxy, whole, capsys, request):
+def test_down_from_the_start_to_the_end(
+    tmp_path, proxy, check_complete, capsys, request
+):
     proxy.down()
     journal = opened(
         proxy.address, tmp_path, request.node.name, when_unreachable="offline"
@@ -86,32 +101,39 @@ def test_down_from_the_start_to_the_end(tmp_path, proxy, whole, capsys, request)
     assert sync(tmp_path, "tracking.patience=1") == 4
     proxy.up()
     assert sync(tmp_path) == 0
-    whole()
+    check_complete()
     assert sync(tmp_path) == 0
     assert "0 points were missing" in capsys.readouterr().err
-    whole()
+    check_complete()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["down", "hanging"])
-def test_away_in_the_middle(tmp_path, proxy, whole, mlflow_server, request, mode):
-    """For two of the shipper's tries, each longer than MLflow's own: 5 s and twice 4 s."""
+def test_away_in_the_middle(
+    tmp_path, proxy, check_complete, mlflow_server, request, mode
+):
+    """The store is away for two tries of the shipper.
+
+    Each is longer than MLflow's own: 5 s and twice 4 s.
+    """
     journal = opened(proxy.address, tmp_path, request.node.name)
     train(journal, 1, HALF)
     wait(lambda: shipped(mlflow_server, request.node.name, HALF), BUSY)
-    proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
+    proxy.harm(mode)
     train(journal, HALF + 1, UPDATES)
     time.sleep(26)
-    proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
+    proxy.heal()
     assert journal.close("FINISHED") is None
-    whole()
+    check_complete()
 
 
 @pytest.mark.parametrize("mode", mostly_slow(["down", "hanging"], [], ["down"]))
-def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request, mode):
+def test_away_at_the_end_for_good(
+    tmp_path, proxy, check_complete, mlflow_server, request, mode
+):
     journal = opened(proxy.address, tmp_path, request.node.name)
     train(journal, 1, UPDATES)
-    proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
+    proxy.harm(mode)
     journal.patience = 3
     began = time.monotonic()
     assert journal.close("FINISHED")
@@ -119,9 +141,9 @@ def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request
         time.monotonic() - began < 3 + 2 + BUSY
     )  # the patience, and the grace of the shipper
     assert sync(tmp_path, "tracking.patience=1") == 4
-    proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
+    proxy.heal()
     assert sync(tmp_path) == 0
-    whole()
+    check_complete()
 
 
 @pytest.mark.slow
@@ -144,14 +166,17 @@ def test_hanging_at_the_start_is_bounded(tmp_path, proxy, capsys, monkeypatch):
         pytest.param("slow", marks=pytest.mark.soak),
     ],
 )
-def test_a_bad_server(tmp_path, proxy, whole, request, mode):
-    """Also while the run is created: a request that was done and not answered leaves no second run."""
+def test_a_bad_server(tmp_path, proxy, check_complete, request, mode):
+    """The server is bad from before the run is created.
+
+    A request that was done and not answered leaves no second run.
+    """
     proxy.mode = mode
     journal = opened(proxy.address, tmp_path, request.node.name, patience=90.0)
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") is None
     assert proxy.harmed or mode == "slow"
-    whole()
+    check_complete()
 
 
 @pytest.mark.slow
@@ -160,13 +185,13 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
     """The store answered, and is gone when the run is to begin."""
     journal = Journal(proxy.address, request.node.name, patience=4.0)
     journal.ready()
-    proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
+    proxy.harm(mode)
     with pytest.raises(
         RuntimeError, match=r"the store did not take the run .*: pipeline sync "
     ):
         begin(journal, tmp_path)
     assert not journal.shipper.alive()
-    proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
+    proxy.heal()
     assert sync(tmp_path) == 0
     found = fields(mlflow_server, request.node.name)  # one run
     assert (found["status"], found["metrics"]) == ("KILLED", {})
@@ -174,7 +199,7 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
 
 @pytest.mark.slow
 def test_away_while_the_run_is_created_and_trained_offline(
-    tmp_path, proxy, whole, capsys, request
+    tmp_path, proxy, check_complete, capsys, request
 ):
     journal = Journal(
         proxy.address, request.node.name, patience=4.0, when_unreachable="offline"
@@ -190,11 +215,13 @@ def test_away_while_the_run_is_created_and_trained_offline(
     assert journal.close("FINISHED") == "the store was not asked"
     proxy.up()
     assert sync(tmp_path) == 0
-    whole()
+    check_complete()
 
 
 @pytest.mark.slow
-def test_away_while_the_run_is_created_and_waited_for(tmp_path, proxy, whole, request):
+def test_away_while_the_run_is_created_and_waited_for(
+    tmp_path, proxy, check_complete, request
+):
     journal = Journal(
         proxy.address, request.node.name, patience=4.0, when_unreachable="wait"
     )
@@ -204,7 +231,7 @@ def test_away_while_the_run_is_created_and_waited_for(tmp_path, proxy, whole, re
     assert begin(journal, tmp_path)["run_id"]
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") is None
-    whole()
+    check_complete()
 
 
 @pytest.mark.slow
@@ -220,7 +247,7 @@ def test_a_wrong_password_at_the_start(tmp_path, proxy, monkeypatch):
 
 @pytest.mark.slow
 def test_a_password_that_changes_in_the_middle(
-    tmp_path, proxy, whole, request, monkeypatch, mlflow_server
+    tmp_path, proxy, check_complete, request, monkeypatch, mlflow_server
 ):
     proxy.password = "right"
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
@@ -236,4 +263,4 @@ def test_a_password_that_changes_in_the_middle(
     assert sync(tmp_path, "tracking.patience=1") == 4
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "changed")
     assert sync(tmp_path) == 0
-    whole()
+    check_complete()

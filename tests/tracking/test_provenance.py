@@ -1,6 +1,7 @@
-"""The record of a run: nothing secret goes into it, and nothing hostile comes out of it.
+"""The record of a run: nothing secret goes in, and nothing hostile comes out.
 
-The records of the second half are written through MLflow's own client, as somebody with access to the store would.
+The records of the second half are written through MLflow's own client, as somebody with
+access to the store would.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ from tests.browser import server
 from tests.running import one_process, pipeline
 from tests.shared import place_store
 
-PASSWORD = "pass@wörd-Hunter7"  # in a URI it is percent-encoded, but for the @ that people forget
-TOKEN = """tok'en "Zaphod9" with: spaces, a\\backslash and so many words that YAML would fold it into two lines"""
+# In a URI it is percent-encoded, except the @ that people forget.
+PASSWORD = "pass@wörd-Hunter7"
+TOKEN = (
+    """tok'en "Zaphod9" with: spaces, a\\backslash """
+    "and so many words that YAML would fold it into two lines"
+)
 FRAGMENTS = ("Hunter7", "Zaphod9", "fold it")
 SECRETS = {"SOME_API_TOKEN": TOKEN, "HYDRA_FULL_ERROR": "1"}
 OWN = """
@@ -47,7 +52,8 @@ import keras
 
 def tiny(input_shape, classes, token):
     assert "Zaphod9" in token  # it does arrive
-    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
+    flatten = keras.layers.Flatten()
+    return keras.Sequential([keras.Input(input_shape), flatten, keras.layers.Dense(classes)])
 
 class Boom(keras.callbacks.Callback):
     def __init__(self, token):
@@ -68,11 +74,12 @@ def data(token):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """A folder in which runs with secrets ran, against a server; and all that they said."""
-    folder, served = (
-        tmp_path_factory.mktemp("secrets"),
-        tmp_path_factory.mktemp("served"),
-    )
+    """Run runs with secrets in a folder, against a server.
+
+    Returns the folder, that of the server, exit statuses, output, and runs.
+    """
+    folder = tmp_path_factory.mktemp("secrets")
+    served = tmp_path_factory.mktemp("served")
     (folder / "mine.py").write_text(OWN)
     before = Path.cwd()
     os.chdir(served)  # where the server puts its artifacts
@@ -85,30 +92,22 @@ def told(tmp_path_factory):
             small = "dataset=digits training.updates=2 accumulation.factor=2"
             given = f'{small} tracking.system_metrics=false "~model" "+{model}" "{uri}"'
             quiet = f"{given} tracking.log_model=false"
-            boom = '"+training.callbacks.boom={_target_: mine.Boom, token: ${oc.env:SOME_API_TOKEN}}"'
+            token = "token: ${oc.env:SOME_API_TOKEN}"
+            boom = f'"+training.callbacks.boom={{_target_: mine.Boom, {token}}}"'
             named = "tracking.experiment='team-${oc.env:SOME_API_TOKEN}'"
             data = "+dataset={_target_: mine.data, token: ${oc.env:SOME_API_TOKEN}}"
             answers = one_process(
                 {
-                    "named": f'train {quiet} "~dataset" "{data}" "{named}" hydra.run.dir=named',
+                    "named": f'train {quiet} hydra.run.dir=named "~dataset" '
+                    f'"{data}" "{named}"',
                     "fine": f"train {given} hydra.run.dir=fine",
                     "failing": f"train {quiet} {boom} hydra.run.dir=failing",
-                    "wrong": f'train {quiet} "+training.callbacks.boom={{_target_: mine.wrong, token: '
-                    '${oc.env:SOME_API_TOKEN}}"',
+                    "wrong": f"train {quiet} {boom.replace('mine.Boom', 'mine.wrong')}",
                     "nobody": f"train {quiet.replace(host, '127.0.0.1:9')}",
                     "no such run": f'rerun nonsense "{uri}"',
                     "scheme": "train tracking.uri='ftp://somebody:Hunter7@127.0.0.1/x'",
-                    **{
-                        f"{verb} {password}": f"{verb} \"tracking.uri='http://me:{password}@127.0.0.1:9'\""
-                        for verb in ("train dataset=digits", "rerun nonsense")
-                        for password in (
-                            "Hunter7#x",
-                            "Hunter7/x",
-                            "x:Hunter7",
-                            "x y Hunter7",
-                            "ab@Hunter7:x",
-                        )
-                    },
+                    **_with_passwords("train dataset=digits"),
+                    **_with_passwords("rerun nonsense"),
                 },
                 folder,
                 **SECRETS,
@@ -116,9 +115,7 @@ def told(tmp_path_factory):
             line = shlex.split(f"{quiet} {boom} hydra.sweep.dir=sweep optimizer=sgd")
             sweep = pipeline("train", "-m", *line, cwd=folder, status=1, **SECRETS)
             client = MlflowClient(address)
-            (experiment,) = [
-                e for e in client.search_experiments() if e.name == "pipeline"
-            ]
+            experiment = client.get_experiment_by_name("pipeline")
             runs = client.search_runs(
                 [experiment.experiment_id], order_by=["start_time ASC"]
             )
@@ -143,8 +140,18 @@ def told(tmp_path_factory):
         os.chdir(before)
 
 
+def _with_passwords(verb: str) -> dict[str, str]:
+    """Return commands whose URI has a password that a parser misreads."""
+    passwords = ("Hunter7#x", "Hunter7/x", "x:Hunter7", "x y Hunter7", "ab@Hunter7:x")
+    commands = {}
+    for password in passwords:
+        uri = f"http://me:{password}@127.0.0.1:9"
+        commands[f"{verb} {password}"] = f"{verb} \"tracking.uri='{uri}'\""
+    return commands
+
+
 def contents(folder: Path):
-    """Every file beneath `folder` with what is in it, archives opened."""
+    """Yield every file beneath `folder` with what is in it, archives opened."""
     for path in folder.rglob("*"):
         if (
             path.is_file()
@@ -164,8 +171,8 @@ def test_no_secret_is_in_the_store_or_the_run_directory_of_a_run_that_fails(tmp_
     place_store(tmp_path)
     model = "model={_target_: mine.tiny, token: ${oc.env:SOME_API_TOKEN}}"
     boom = '"+training.callbacks.boom={_target_: mine.Boom, token: ${oc.env:SOME_API_TOKEN}}"'
-    small = "training.updates=2 tracking.system_metrics=false tracking.log_model=false hydra.run.dir=failing"
-    line = f'train {small} "~model" "+{model}" {boom}'
+    small = "training.updates=2 tracking.system_metrics=false tracking.log_model=false"
+    line = f'train {small} hydra.run.dir=failing "~model" "+{model}" {boom}'
     answer = one_process({"failing": line}, tmp_path, **SECRETS)["failing"]
     assert answer["status"] == 1, answer["err"]
     (run,) = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db").search_runs(["1"])
@@ -278,7 +285,10 @@ def test_mask(monkeypatch):
     assert mask("postgresql://me:p@ss@host/db?password=x1&sslmode=on") == (
         "postgresql://***@host/db?password=***&sslmode=on"
     )
-    page = "http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART&viewStateShareKey=abc123"
+    page = (
+        "http://127.0.0.1:5000/#/experiments/1/runs"
+        "?compareRunsMode=CHART&viewStateShareKey=abc123"
+    )
     for text in (
         page,
         "sqlite:////tmp/a@b/mlflow.db",
@@ -312,12 +322,10 @@ def test_a_password_of_any_signs_is_masked_wherever_its_uri_stands(uri, masked_u
     assert mask(uri) == mask(masked_uri) == masked_uri
     assert mask(f"tracking.uri={uri}") == f"tracking.uri={masked_uri}"
     assert "unter7" not in str(ConfigError("tracking.uri", "must be another", uri))
-    if (
-        " " not in uri
-    ):  # where it cannot be told where a URI in a text ends, its secrets are remembered
-        assert (
-            mask(f"the store ({uri}), it said") == f"the store ({masked_uri}), it said"
-        )
+    # Where the end of a URI in a text cannot be told, its secrets are remembered.
+    if " " not in uri:
+        text = f"the store ({uri}), it said"
+        assert mask(text) == f"the store ({masked_uri}), it said"
 
 
 def test_the_pieces_of_a_uri_in_use_are_masked(monkeypatch):
@@ -378,15 +386,13 @@ def test_every_byte_of_every_file_counts(tmp_path):
 
     with (tmp_path / "big").open("wb") as file:
         file.truncate(300 * 2**20)  # a sparse one
-    whole = checksum()
-    assert (
-        whole
-        == hashlib.sha256(str(300 * 2**20).encode() + bytes(300 * 2**20)).hexdigest()
-    )
+    first = checksum()
+    content = str(300 * 2**20).encode() + bytes(300 * 2**20)
+    assert first == hashlib.sha256(content).hexdigest()
     with (tmp_path / "big").open("r+b") as file:
         file.seek(100 * 2**20)
         file.write(b"x")
-    assert checksum() != whole
+    assert checksum() != first
 
 
 @pytest.mark.slow
@@ -401,10 +407,8 @@ def test_every_example_counts_whatever_it_is_made_of():
             Data(tf.data.Dataset.from_tensor_slices(leaves), None)
         )["content"]["train"]
 
-    x, y = (
-        np.arange(120_000, dtype="float32").reshape(-1, 1),
-        np.zeros(120_000, "int64"),
-    )
+    x = np.arange(120_000, dtype="float32").reshape(-1, 1)
+    y = np.zeros(120_000, "int64")
     rows = hashlib.sha256()
     for row, label in zip(x, y, strict=True):
         rows.update(b"(1,)" + row.tobytes() + b"()" + label.tobytes())
@@ -428,11 +432,13 @@ def test_every_example_counts_whatever_it_is_made_of():
     long = np.arange(5000)
     other = long.copy()
     other[2500] = 0  # in the midst, where text about a tensor has dots
-    for of in (
+    for tensor in (
         lambda values: tf.RaggedTensor.from_row_lengths(values, [4000, 1000]),
         lambda values: tf.sparse.from_dense(np.stack([values, values])),
     ):
-        assert content(of(long), y) == content(of(long), y) != content(of(other), y)
+        first = content(tensor(long), y)
+        assert first == content(tensor(long), y)
+        assert first != content(tensor(other), y)
     by_length = [
         tf.RaggedTensor.from_row_lengths(long, lengths)
         for lengths in ([4000, 1000], [3999, 1001])
@@ -498,7 +504,7 @@ def test_what_follows_another_key_is_recorded_and_followed():
 
 @pytest.mark.parametrize("values", ["'ab', 3", "[1], 3", "2, null", f"{10**20}, 2"])
 def test_only_numbers_are_multiplied(values):
-    """Text times a number, or digits that grow with each link, would fill the memory of who reruns a record."""
+    """Text times a number, or digits that grow with each link, would fill memory."""
     config = OmegaConf.create({"it": f"${{times:{values}}}"})
     register()
     with (
@@ -737,7 +743,8 @@ UNREADABLE = {
     ),
     "dataset's examples": (
         "dataset.json",
-        '{"name": "", "version": "", "examples": {"validation": "abc"}, "files": {}, "content": {}}',
+        '{"name": "", "version": "", "examples": {"validation": "abc"}, '
+        '"files": {}, "content": {}}',
         "dataset.json, line 1: validation must be an integer, and is a text",
     ),
     "group": (
@@ -756,7 +763,10 @@ UNREADABLE = {
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory):
-    """What `pipeline rerun` said to each record, in a folder where `evil.py` leaves a file when it is imported."""
+    """Return the answer of `pipeline rerun` to each record.
+
+    In its folder is `evil.py`, which leaves a file when it is imported.
+    """
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "mlruns").mkdir()
     (folder / "evil.py").write_text(
@@ -769,15 +779,14 @@ def refused(tmp_path_factory):
 
     def run(config: dict | None = None, **files: str | bytes) -> str:
         run_id = client.create_run(experiment, run_name="\x1b[31mred\nline").info.run_id
-        files = {
-            "config.yaml": yaml.safe_dump(base() if config is None else config),
-            **files,
-        }
+        if config is None:
+            config = base()
+        files = {"config.yaml": yaml.safe_dump(config), **files}
         for name, content in files.items():
             path = folder / name
-            path.write_bytes(
-                content if isinstance(content, bytes) else content.encode()
-            )
+            if isinstance(content, str):
+                content = content.encode()
+            path.write_bytes(content)
             client.log_artifact(run_id, str(path))
             path.unlink()
         client.set_tag(run_id, "config.hash", provenance.config_hash(base(), None))
@@ -807,15 +816,12 @@ def refused(tmp_path_factory):
         "cuda": run(**{"environment.json": json.dumps({"cuda": "1.0"})}),
     }
     without = client.create_run(experiment).info.run_id
-    lines = {name: f"rerun {run_id} --dry" for name, run_id in records.items()}
-    lines = {
-        name: line.removesuffix(" --dry") if name in HOSTILE else line
-        for name, line in lines.items()
-    }
-    lines = {
-        "cuda": lines.pop("cuda"),
-        **lines,
-    }  # first: nothing has loaded TensorFlow yet
+    # First: nothing has loaded TensorFlow yet.
+    lines = {"cuda": f"rerun {records['cuda']} --dry"}
+    for name, run_id in records.items():
+        lines[name] = f"rerun {run_id}"
+        if name not in HOSTILE:
+            lines[name] += " --dry"
     deleted = run()
     client.delete_run(deleted)
     lines |= {
@@ -860,14 +866,14 @@ def test_nothing_was_created_for_what_was_refused(refused):
     folder, answers, _, runs = refused
     assert len(HOSTILE) >= 20
     assert len(runs) == len(HOSTILE) + len(UNREADABLE) + 7
-    # The negative control: once the user allows it, the same record leaves the file that none of the others left.
+    # The negative control: once the user allows it, the same record leaves a file.
     assert "ran" in answers["allowed"]["changed"]
     assert (folder / "ran").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "no such run",
@@ -883,7 +889,8 @@ def test_nothing_was_created_for_what_was_refused(refused):
         ("no sweep", "SWEEP must name one sweep of the store"),
         (
             "no arguments",
-            "arguments must be as pipeline rerun --help says (the following arguments are required: RUN_ID",
+            "arguments must be as pipeline rerun --help says "
+            "(the following arguments are required: RUN_ID",
         ),
         (
             "an option",
@@ -894,11 +901,11 @@ def test_nothing_was_created_for_what_was_refused(refused):
         ("interpolated", "hydra.run.dir must be a folder, named as it is"),
     ],
 )
-def test_a_wrong_request_is_refused_in_one_line(refused, name, said):
+def test_a_wrong_request_is_refused_in_one_line(refused, name, message):
     answer = refused[1][name]
     assert answer["status"] == 2
     last = answer["err"].splitlines()[-1]
-    assert last.startswith(f"pipeline: {said}")
+    assert last.startswith(f"pipeline: {message}")
     assert answer["changed"] == []
 
 
@@ -966,12 +973,14 @@ def test_a_record_that_was_changed_after_the_fact_is_said(refused):
 
 
 def test_the_lock_that_was_installed_is_recorded(tmp_path, monkeypatch):
-    """It is the copy that `make` leaves in the environment; the checkout's lock may be another one by now."""
+    """It is the copy that `make` leaves in the environment.
+
+    The checkout's lock may be another one by now.
+    """
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert not provenance.environment(tmp_path).keys() & {"lock", "lock_file"}
-    (
-        tmp_path / "requirements.lock.installed"
-    ).touch()  # as `make` left it before it copied the lock
+    # As `make` left it before it copied the lock.
+    (tmp_path / "requirements.lock.installed").touch()
     assert not provenance.environment(tmp_path).keys() & {"lock", "lock_file"}
     (tmp_path / "requirements.lock.installed").write_text("tensorflow==2.21.0")
     os.utime(tmp_path / "requirements.lock.installed", (1, 1))
@@ -993,7 +1002,8 @@ def test_of_two_distributions_with_one_name_the_imported_one_is_recorded(
     tmp_path, monkeypatch
 ):
     for folder, text in {
-        "first/keras-0.1.dist-info": "Metadata-Version: 2.1\nVersion: 0.1\nName: keras\n\nName: another\n",
+        "first/keras-0.1.dist-info": "Metadata-Version: 2.1\nVersion: 0.1\n"
+        "Name: keras\n\nName: another\n",
         "second/keras-0.2.dist-info": "Name: keras\nVersion: 0.2\n",
         "second/half-removed.dist-info": "",
     }.items():
@@ -1048,7 +1058,7 @@ def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
     ]
 
 
-def test_outside_of_a_repository_the_users_own_files_are_recorded_and_this_packages_commit_is_not(
+def test_outside_of_a_repository_only_the_users_own_files_are_recorded(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -1057,7 +1067,8 @@ def test_outside_of_a_repository_the_users_own_files_are_recorded_and_this_packa
     (tmp_path / "theirs").mkdir()
     for name in ("__init__", "layers", "data"):
         (tmp_path / f"theirs/{name}.py").write_text("")
-        importlib.import_module("theirs" if name == "__init__" else f"theirs.{name}")
+        module = "theirs" if name == "__init__" else f"theirs.{name}"
+        importlib.import_module(module)
     then = provenance.environment(tmp_path)
     assert then["git"] == {}
     assert not {"git.commit", "mlflow.source.git.commit"} & set(provenance.origin())
@@ -1080,7 +1091,10 @@ def test_outside_of_a_repository_the_users_own_files_are_recorded_and_this_packa
 
 
 def test_the_repository_of_a_run_is_only_read(tmp_path, monkeypatch):
-    """`git status` alone writes the index again, under a lock that a process which is killed leaves behind."""
+    """`git status` alone writes the index again, under a lock.
+
+    A process that is killed leaves the lock behind.
+    """
     for command in (
         "init -q",
         "add mine.py",
@@ -1091,9 +1105,8 @@ def test_the_repository_of_a_run_is_only_read(tmp_path, monkeypatch):
             ["git", "-C", str(tmp_path), *command.split()], check=True, timeout=60
         )
     index = tmp_path / ".git" / "index"
-    os.utime(
-        tmp_path / "mine.py", (1, 1)
-    )  # the same text at another time, which a refresh notes
+    # The same text at another time, which a refresh notes.
+    os.utime(tmp_path / "mine.py", (1, 1))
     before = index.read_bytes()
     monkeypatch.chdir(tmp_path)
     assert provenance.git()["clean"] is True

@@ -1,4 +1,7 @@
-"""The command while its store is away: what it says, its exit status, and what `pipeline sync` makes of it."""
+"""The command while its store is away.
+
+Tested are its messages, its exit status, and what `pipeline sync` does with its run.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ import pytest
 
 from tests.checkpoints.test_kills import RUN, UPDATES
 from tests.running import pipeline, start, wait
-from tests.tracking.shipped import fields
+from tests.tracking.shipped import BUSY, fields
 
-BUSY = 60  # seconds that this machine may take for what it does at once, such as ending a shipper
 MINE = """
 import pathlib, time
 import keras
@@ -52,17 +54,17 @@ class Training:
     def ended(self):
         """Let it go on; return its exit status and what it said."""
         (self.folder / "go").touch()
-        _, said = self.process.communicate(timeout=240)
-        assert "Traceback" not in said
-        return self.process.returncode, said
+        _, printed = self.process.communicate(timeout=240)
+        assert "Traceback" not in printed
+        return self.process.returncode, printed
 
 
-def sync_as_printed(said, folder, status=0):
-    (line,) = re.findall(r"pipeline sync .*", said)
+def sync_as_printed(printed, folder, status=0):
+    (line,) = re.findall(r"pipeline sync .*", printed)
     return pipeline(*shlex.split(line)[1:], cwd=folder, status=status)
 
 
-def check_whole(mlflow_server, experiment, status="FINISHED"):
+def check_complete(mlflow_server, experiment, status="FINISHED"):
     found = fields(mlflow_server, experiment)
     assert found["status"] == status
     steps = [step for step, _, _ in found["metrics"]["train/loss"]]
@@ -80,30 +82,31 @@ def check_whole(mlflow_server, experiment, status="FINISHED"):
 
 def test_refused(tmp_path, proxy):
     proxy.down()
-    status, said = Training(tmp_path, proxy, "refused").ended()
+    status, printed = Training(tmp_path, proxy, "refused").ended()
     assert status == 2
     assert re.fullmatch(
-        r"pipeline: tracking.uri must be a store that answers .*", said.splitlines()[-1]
+        r"pipeline: tracking.uri must be a store that answers .*",
+        printed.splitlines()[-1],
     )
     assert not (tmp_path / "run" / "journal.jsonl").exists()
 
 
 def test_offline(tmp_path, proxy, mlflow_server):
     proxy.down()
-    status, said = Training(
+    status, printed = Training(
         tmp_path, proxy, "offline", "tracking.when_unreachable=offline"
     ).ended()
     assert status == 4
-    assert "this run is kept in its directory, for pipeline sync" in said
+    assert "this run is kept in its directory, for pipeline sync" in printed
     (line,) = [
         line
-        for line in said.splitlines()
+        for line in printed.splitlines()
         if "pipeline sync run" in line or "pipeline sync /" in line
     ]
     sync_as_printed(line, tmp_path, status=4)
     proxy.up()
     sync_as_printed(line, tmp_path)
-    check_whole(mlflow_server, "offline")
+    check_complete(mlflow_server, "offline")
 
 
 def test_wait(tmp_path, proxy, mlflow_server):
@@ -111,29 +114,29 @@ def test_wait(tmp_path, proxy, mlflow_server):
     training = Training(tmp_path, proxy, "wait", "tracking.when_unreachable=wait")
     threading.Timer(20, proxy.up).start()  # by then it has looked, on this machine too
     training.half()
-    status, said = training.ended()
+    status, printed = training.ended()
     assert status == 0
-    assert "refused): waiting for it" in said
-    check_whole(mlflow_server, "wait")
+    assert "refused): waiting for it" in printed
+    check_complete(mlflow_server, "wait")
 
 
 @pytest.mark.parametrize("mode", ["down", "hanging"])
 def test_away_at_the_end(tmp_path, proxy, mlflow_server, mode):
     training = Training(tmp_path, proxy, mode)
     training.half()
-    proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
+    proxy.harm(mode)
     began = time.monotonic()
-    status, said = training.ended()
+    status, printed = training.ended()
     assert (
         time.monotonic() - began < 5 + 2 + 2 * BUSY
     )  # the patience, the grace of the shipper; and the other half
     assert status == 4
-    assert said.splitlines()[-1].startswith(
+    assert printed.splitlines()[-1].startswith(
         "pipeline: not all of the run is in the store ("
     )
-    proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
-    sync_as_printed(said, tmp_path)
-    check_whole(mlflow_server, mode)
+    proxy.heal()
+    sync_as_printed(printed, tmp_path)
+    check_complete(mlflow_server, mode)
 
 
 def test_a_second_interrupt_ends_the_wait_for_a_store_that_hangs(
@@ -150,17 +153,17 @@ def test_a_second_interrupt_ends_the_wait_for_a_store_that_hangs(
     )
     began = time.monotonic()
     training.process.send_signal(signal.SIGINT)
-    status, said = training.ended()
+    status, printed = training.ended()
     assert time.monotonic() - began < 2 + BUSY  # the grace of the shipper
     assert status == 130
-    assert "finishing this update; once more ends it at once" in said
+    assert "finishing this update; once more ends it at once" in printed
     proxy.mode = "up"
-    sync_as_printed(said, tmp_path)
-    check_whole(mlflow_server, "interrupted", "KILLED")
+    sync_as_printed(printed, tmp_path)
+    check_complete(mlflow_server, "interrupted", "KILLED")
 
 
 def test_a_wrong_password_is_refused_in_a_line(tmp_path, proxy):
     proxy.password = "right"
-    status, said = Training(tmp_path, proxy, "password").ended()
+    status, printed = Training(tmp_path, proxy, "password").ended()
     assert status == 2
-    assert "401" in said.splitlines()[-1]
+    assert "401" in printed.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Where a store that is not trusted may keep its artifacts: with itself, and nowhere else."""
+"""A store that is not trusted may keep its artifacts with itself, and nowhere else."""
 
 from __future__ import annotations
 
@@ -104,18 +104,19 @@ def test_what_lies_elsewhere_is_refused(tracking_uri, uri):
     ],
 )
 def test_a_place_that_the_user_allows(uri, place, lies):
-    with (
-        nullcontext()
-        if lies
-        else pytest.raises(
-            ConfigError, match=r"trust\.allow or --allow may name that place"
-        )
-    ):
+    outcome = nullcontext()
+    if not lies:
+        rule = r"trust\.allow or --allow may name that place"
+        outcome = pytest.raises(ConfigError, match=rule)
+    with outcome:
         artifact_locations.check(uri, SERVER, ["/another", place])
 
 
 def test_a_model_may_be_tried_from_a_temporary_folder_of_the_process_alone(tmp_path):
-    """MLflow loads a model from there before it logs it: refused, a rerun warned that the model cannot be served."""
+    """MLflow loads a model from there before it logs it.
+
+    When this was rejected, a rerun warned that the model cannot be served.
+    """
     before = tempfile.gettempdir()
     (tmp_path / "model").write_text("a model")
     with artifact_locations.confined(SQLITE, []):
@@ -162,21 +163,23 @@ def test_every_way_of_mlflow_is_confined_and_free_again(tmp_path):
 
 @pytest.mark.parametrize("link", ["", "report", "report/report.html", "deep/er/file"])
 def test_a_link_in_the_artifacts_leads_nowhere_else(tmp_path, link):
-    """As `report` writes: the run's folder, one in it or a file is a link to somebody else's; a link within is none."""
+    """The run's folder, one in it or a file is a link to somebody else's.
+
+    A link that stays within the folder is accepted. The files are those of `report`.
+    """
     client = new_store(tmp_path)
     experiment = client.create_experiment("e", (tmp_path / "artifacts").as_uri())
     run_id = client.create_run(experiment).info.run_id
-    new, victim, root = (
-        tmp_path / "new",
-        tmp_path / "victim",
-        tmp_path / "artifacts" / run_id / "artifacts",
-    )
+    new = tmp_path / "new"
+    victim = tmp_path / "victim"
+    root = tmp_path / "artifacts" / run_id / "artifacts"
     for folder in (new, victim, (root / link).parent):
         folder.mkdir(parents=True, exist_ok=True)
     (new / "report.html").write_text("a report")
     (victim / "report.html").write_text("precious")
     is_file = link.endswith(("html", "file"))
-    (root / link).symlink_to(victim / "report.html" if is_file else victim)
+    target = victim / "report.html" if is_file else victim
+    (root / link).symlink_to(target)
     with artifact_locations.confined(client.tracking_uri, []):
         for way in (
             lambda: client.log_artifacts(run_id, str(new), "report"),

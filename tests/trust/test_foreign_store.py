@@ -1,4 +1,7 @@
-"""Stores that are hostile, read by every verb that reads one: nothing is sent, written or printed raw."""
+"""Hostile stores, read by every verb that reads one.
+
+Nothing is sent to another host, written elsewhere, or printed raw.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,9 @@ def test_a_run_is_found_by_the_start_of_its_id(tmp_path):
 
 
 class Hostile(BaseHTTPRequestHandler):
-    """A tracking server whose runs have their artifacts on the host that `evil` names; it notes who asks.
+    """A tracking server whose runs have their artifacts on the host that `evil` names.
 
-    Of the run ddd… it says so only when asked a second time.
+    It notes each request. The run ddd… names that host only at a second request.
     """
 
     evil: str
@@ -145,7 +148,10 @@ def recorded_runs(client: MlflowClient, folder, count: int) -> list[str]:
 
 
 def made_sweep(store, *overrides: str) -> Made:
-    """A sweep of the file `seeds` with a job that failed, and an escape wherever a store may say one."""
+    """Make a sweep of the file `seeds` with a job that failed.
+
+    There is an escape sequence wherever a store may have one.
+    """
     made = Made(store, ["seed=0", f"{ESCAPE}seed=1"], ["seed"], "seeds")
     made.job(
         "seed=0", {"train/loss": [2, 1]}, tags={"failure": ESCAPE}, status="FAILED"
@@ -165,11 +171,15 @@ def made_sweep(store, *overrides: str) -> Made:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """What the verbs said to stores that lead elsewhere, and what was asked of the other host."""
+    """Return the verbs' answers for stores that lead elsewhere.
+
+    With them, the requests to the other host.
+    """
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "mlruns").mkdir()
     store = synthetic.store(folder)
-    client, elsewhere = store.client(), folder / "victim"
+    client = store.client()
+    elsewhere = folder / "victim"
     runs = recorded_runs(client, folder, 2)
     names = [
         "good",
@@ -213,9 +223,10 @@ def hostile(tmp_path_factory):
             "UPDATE experiments SET artifact_location = ? WHERE name = 'theirs'",
             (elsewhere.as_uri(),),
         )
-        for of in ("INSERT", "UPDATE"):  # its tags are read-only
+        for change in ("INSERT", "UPDATE"):  # its tags are read-only
             database.execute(
-                f"CREATE TRIGGER no_{of} BEFORE {of} ON tags WHEN NEW.run_uuid = '{runs[1]}' AND NEW.key = 'rerun.by' "
+                f"CREATE TRIGGER no_{change} BEFORE {change} ON tags "
+                f"WHEN NEW.run_uuid = '{runs[1]}' AND NEW.key = 'rerun.by' "
                 "BEGIN SELECT RAISE(ABORT, 'read-only'); END"
             )
     servers = [
@@ -238,7 +249,8 @@ def hostile(tmp_path_factory):
             "report of a host with two faces": f"report {'d' * 6} tracking.uri={theirs}",
             "rest of another host": f"{again} {'e' * 6} tracking.uri={theirs}",
             "rest of a host with two faces": f"{again} {'d' * 6} tracking.uri={theirs}",
-            "a job's sweep of another host": f"train -m seed=0,1 tracking.sweep={'e' * 32} tracking.uri={theirs}",
+            "a job's sweep of another host": "train -m seed=0,1 "
+            f"tracking.sweep={'e' * 32} tracking.uri={theirs}",
             "rerun of another folder": f"rerun {runs[0]} --dry",
             "report of another folder": f"report {sweeps['folder']}",
             "rest of another folder": f"{again} {sweeps['folder']}",
@@ -256,7 +268,8 @@ def hostile(tmp_path_factory):
             "report, start of an ID that no run has": "report 0000",
             "experiment": f"rerun {runs[1]} {QUIET}",
             "own experiment": f"rerun {runs[1]} {QUIET} tracking.experiment=theirs",
-            "confined": f"train model=mlp training.updates=1 tracking.confined=true tracking.experiment=theirs {QUIET}",
+            "confined": "train model=mlp training.updates=1 tracking.confined=true "
+            f"tracking.experiment=theirs {QUIET}",
             "report of a folder that is allowed": f"report {sweeps['folder']} --allow {elsewhere}",
         }
         there = {
@@ -279,10 +292,12 @@ def hostile(tmp_path_factory):
 
 
 ELSEWHERE_CASES = [
-    f"{verb} of {what}"
-    for verb in ("rerun", "report", "rest")
-    for what in ("another host", "another folder")
-] + [
+    "rerun of another host",
+    "rerun of another folder",
+    "report of another host",
+    "report of another folder",
+    "rest of another host",
+    "rest of another folder",
     "report of a host with two faces",
     "rest of a host with two faces",
     "a job's sweep of another host",

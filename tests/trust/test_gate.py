@@ -1,4 +1,4 @@
-"""What a config that came out of a tracking store may do, and above all what it may not."""
+"""What a config out of a tracking store may do, and above all what it may not."""
 
 from __future__ import annotations
 
@@ -29,20 +29,25 @@ MODEL = "pipeline.components.model.mlp"
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """Of a run directory, a data directory and the prefix `mypkg`; `mypkg2` and `evil` write a file when imported."""
+    """Return a gate with a run directory, a data directory and the prefix `mypkg`.
+
+    `mypkg2` and `evil` write a file when they are imported.
+    """
     for folder in ("run", "data", "elsewhere"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run/link").symlink_to(tmp_path / "elsewhere")
     leave = f"open({str(tmp_path / 'run/ran')!r}, 'w').close()\n"
     (tmp_path / "mypkg").mkdir()
     (tmp_path / "mypkg/__init__.py").write_text(
-        "import functools, os, subprocess\nfrom subprocess import Popen\nfrom keras.utils import get_file\n"
+        "import functools, os, subprocess\nfrom subprocess import Popen\n"
+        "from keras.utils import get_file\n"
         "from keras import Sequential\nbound = functools.partial(os.system, 'true')\n"
     )
     (tmp_path / "mypkg/models.py").write_text(
         "import keras\n\n"
         "class Model(keras.Sequential):\n    pass\n\n"
-        "def build(classes):\n    return Model([keras.layers.Flatten(), keras.layers.Dense(classes)])\n"
+        "def build(classes):\n"
+        "    return Model([keras.layers.Flatten(), keras.layers.Dense(classes)])\n"
     )
     for name in ("mypkg2", "evil"):
         (tmp_path / f"{name}.py").write_text(
@@ -499,8 +504,9 @@ def test_refused_by_name_and_nothing_ran(key, value, named, gate, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError) as refused:
         check_config(config, gate)
-    said, named = str(refused.value), str(_there(named, tmp_path))
-    assert named in said or repr(named).strip("'") in said
+    message = str(refused.value)
+    named = str(_there(named, tmp_path))
+    assert named in message or repr(named).strip("'") in message
     assert not {"evil", "mypkg2"} & set(sys.modules)
     assert [
         path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts
@@ -585,7 +591,10 @@ def test_the_gate_closes_again_and_guards_every_thread(gate):
 
 
 def test_a_refusal_imports_no_keras(gate):
-    """A refused name costs no ten seconds, and what names only Keras and this package is read as text."""
+    """A rejected name costs no ten seconds.
+
+    Names in Keras and in this package are read as text.
+    """
     program = (
         "import sys\nfrom pathlib import Path\nfrom pipeline.trust import gate as trust\n"
         "from pipeline.common.errors import ConfigError\n"
@@ -629,11 +638,12 @@ PLAIN = ("optimizer", "scaling", "schedule", "training")
 
 
 def options(groups: tuple[str, ...]) -> list[str]:
-    return [
-        f"{group}={file.stem}"
-        for group in groups
-        for file in sorted((ROOT / "conf" / group).glob("*.yaml"))
-    ]
+    """Return an override for each file of some config groups."""
+    overrides = []
+    for group in groups:
+        for file in sorted((ROOT / "conf" / group).glob("*.yaml")):
+            overrides.append(f"{group}={file.stem}")
+    return overrides
 
 
 @pytest.mark.parametrize(
@@ -644,20 +654,17 @@ def options(groups: tuple[str, ...]) -> list[str]:
     ],
 )
 def test_every_ready_config_passes(option, gate):
-    config = recorded(
-        option, *(["dataset.name=mnist:3.0.1"] if option == "dataset=tfds" else [])
-    )
-    check_config(config, gate)
+    overrides = [option]
+    if option == "dataset=tfds":
+        overrides.append("dataset.name=mnist:3.0.1")
+    check_config(recorded(*overrides), gate)
 
 
 def test_every_builder_of_a_ready_config_is_on_the_list_and_exists():
-    named = re.findall(
-        r"_target_: (pipeline\.[\w.]+)",
-        "".join(f.read_text() for f in (ROOT / "conf").rglob("*.yaml")),
-    )
-    assert (
-        set(named) - {"pipeline.config.compose.RunFolders"} <= trusted_names.BUILDERS
-    )  # Hydra's own, of the user's config
+    text = "".join(file.read_text() for file in (ROOT / "conf").rglob("*.yaml"))
+    named = set(re.findall(r"_target_: (pipeline\.[\w.]+)", text))
+    hydras = {"pipeline.config.compose.RunFolders"}  # always from the user's config
+    assert named - hydras <= trusted_names.BUILDERS
     for name in trusted_names.BUILDERS:
         assert callable(
             instantiate.locate(OmegaConf.create({"_target_": name}), "model")
@@ -871,7 +878,7 @@ def test_confine(tmp_path, monkeypatch):
 def test_data_below_this_folder_or_given_again_are_the_users_own(
     gate, tmp_path, monkeypatch
 ):
-    """Also a folder or file that an argument of the user's own dataset names, whatever its name."""
+    """It may be a folder or file for any argument of the user's own dataset."""
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     def at(key: str, path: str) -> dict:
@@ -904,9 +911,10 @@ def test_data_below_this_folder_or_given_again_are_the_users_own(
         assert f"{key}={path}" in str(refused.value)
 
 
-# What a class of Keras says of itself in its source where it reads, writes, sends or runs something.
+# What stands in the source of a class that reads, writes, sends or runs something.
 _REACHES_OUT = re.compile(
-    r"gfile|\bopen\(|file_utils|load_model|load_weights|saved_model|pickle|marshal|func_load|requests|urllib|"
+    r"gfile|\bopen\(|file_utils|load_model|load_weights|saved_model|pickle|marshal|"
+    r"func_load|requests|urllib|"
     r"deserialize_keras_object\(mask|jax2tf|import torch"
 )
 
@@ -917,11 +925,10 @@ def test_every_keras_layer_that_reaches_out_is_on_a_list():
     known = set(trusted_names.REJECTED) | set(trusted_names.READERS)
     found = set()
     for name, layer in inspect.getmembers(keras.layers, inspect.isclass):
-        for cls in (
-            layer.__mro__[: layer.__mro__.index(keras.layers.Layer)]
-            if issubclass(layer, keras.Layer)
-            else ()
-        ):
+        if not issubclass(layer, keras.Layer):
+            continue
+        base = layer.__mro__.index(keras.layers.Layer)
+        for cls in layer.__mro__[:base]:
             if _REACHES_OUT.search(inspect.getsource(cls)):
                 found.add(f"keras.layers.{name}")
     assert {
@@ -929,9 +936,8 @@ def test_every_keras_layer_that_reaches_out_is_on_a_list():
         "keras.layers.TFSMLayer",
         "keras.layers.Lambda",
     } <= found
-    assert found - known == {
-        "keras.layers.Masking"
-    }  # from a serialized object only, which no config may hold
+    # Masking does so from a serialized object only, which no config may hold.
+    assert found - known == {"keras.layers.Masking"}
 
 
 def test_every_keras_callback_is_known():
@@ -942,6 +948,6 @@ def test_every_keras_callback_is_known():
         for name, _ in inspect.getmembers(keras.callbacks, inspect.isclass)
     }
     refused = {f"keras.callbacks.{name}" for name in ("Callback", "CallbackList")}
-    assert names == trusted_names.CALLBACKS | trusted_names.WRITERS | refused | {
-        n for n in trusted_names.REJECTED if "callbacks" in n
-    }
+    rejected = {name for name in trusted_names.REJECTED if "callbacks" in name}
+    known = trusted_names.CALLBACKS | trusted_names.WRITERS
+    assert names == known | refused | rejected

@@ -1,0 +1,308 @@
+"""The uploader and a store in memory, in which any request fails: nothing is missing.
+
+Real stores fail in test_outages.py and test_databases.py, and processes are killed in
+tests/checkpoints/test_kills.py. Here each single request fails in turn.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import (
+    INVALID_PARAMETER_VALUE,
+    RESOURCE_DOES_NOT_EXIST,
+)
+
+from pipeline.tracking import journal_file, uploader
+from pipeline.tracking.journal_file import NAME
+from pipeline.tracking.uploader import Uploader
+
+UPDATES = 10
+START = {
+    "format": 1,
+    "store": "memory",
+    "experiment": "e",
+    "name": "one",
+    "params": {"a": 1, "b": "2", "c": None},
+    "tags": {"journal": "j"},
+    "system_metrics": False,
+}
+DATASET = {
+    "name": "d",
+    "digest": "1",
+    "source_type": "code",
+    "source": "{}",
+    "schema": "{}",
+    "profile": "{}",
+}
+
+
+class Killed(BaseException):
+    """The process of the uploader is gone."""
+
+
+@dataclass
+class MemoryStore:
+    """What the uploader uses of `Store` and of MLflow's client, with at most one run.
+
+    Like MLflow's stores it keeps a point that is sent twice once.
+
+    Attributes:
+        error: what the request number `fails_at` raises, counted from 1.
+        is_done: whether that request is done before it fails.
+        requests: how many there were.
+    """
+
+    error: BaseException | None = None
+    fails_at: int = 0
+    is_done: bool = False
+    requests: int = 0
+    run: dict[str, Any] | None = None
+    points: dict[tuple, float] = field(default_factory=dict)
+
+    uri = "memory"
+    database = None
+
+    def client(self) -> MemoryStore:
+        return self
+
+    def experiment(self, name: str) -> str:
+        return "1"
+
+    def file_id(self) -> None:
+        return None
+
+    def find_run(self, experiment_id: str, journal: str) -> Any:
+        self._request(lambda: None)
+        if self.run is None or self.run["tags"]["journal"] != journal:
+            return None
+        return self._snapshot()
+
+    def status(self, run_id: str) -> str:
+        self._request(lambda: None)
+        return self.run["status"]
+
+    def create_run(self, experiment_id: str, time: int, tags: dict, name: str) -> Any:
+        def create() -> None:
+            assert self.run is None, "there are two runs"
+            self.run = {"tags": dict(tags), "name": name, "start": time}
+            self.run |= {"status": "RUNNING", "end": None}
+            self.run |= {"params": {}, "inputs": set(), "artifacts": set()}
+
+        self._request(create)
+        return self._snapshot()
+
+    def log_batch(self, run_id: str, metrics: list = (), params: list = ()) -> None:
+        def log() -> None:
+            for point in metrics:
+                self.points[point.key, point.step, point.timestamp] = point.value
+            for param in params:
+                self.run["params"][param.key] = param.value
+
+        self._request(log)
+
+    def log_inputs(self, run_id: str, datasets: list) -> None:
+        names = [entry.dataset.name for entry in datasets]
+        self._request(lambda: self.run["inputs"].update(names))
+
+    def log_artifact(self, run_id: str, path: str, place: str | None) -> None:
+        self._request(lambda: self.run["artifacts"].add(path.rpartition("/")[2]))
+
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        self._request(lambda: self.run["tags"].update({key: value}))
+
+    def delete_tag(self, run_id: str, key: str) -> None:
+        def delete() -> None:
+            if key not in self.run["tags"]:
+                raise MlflowException("no such tag", RESOURCE_DOES_NOT_EXIST)
+            del self.run["tags"][key]
+
+        self._request(delete)
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self._request(lambda: self.run.update(status=status))
+
+    def set_terminated(self, run_id: str, status: str, time: int = 0) -> None:
+        self._request(lambda: self.run.update(status=status, end=time))
+
+    def get_metric_history(self, run_id: str, key: str) -> list:
+        self._request(lambda: None)
+        return [
+            SimpleNamespace(step=step) for name, step, _ in self.points if name == key
+        ]
+
+    def content(self) -> tuple:
+        """Return all that the store has."""
+        return self.run, self.points
+
+    def _request(self, change: Any) -> None:
+        self.requests += 1
+        if self.requests != self.fails_at:
+            change()
+            return
+        if self.is_done:
+            change()
+        raise self.error
+
+    def _snapshot(self) -> Any:
+        info = SimpleNamespace(
+            run_id="r",
+            lifecycle_stage="active",
+            artifact_uri="memory:/r",
+            status=self.run["status"],
+            end_time=self.run["end"],
+        )
+        data = SimpleNamespace(
+            params=dict(self.run["params"]),
+            tags=dict(self.run["tags"]),
+            metrics={key: 0.0 for key, _, _ in self.points},
+        )
+        return SimpleNamespace(info=info, data=data)
+
+
+@pytest.fixture(autouse=True)
+def small_requests(monkeypatch):
+    """Let a run take several requests, and lose no time between two tries."""
+    monkeypatch.setattr(uploader, "POINTS_PER_REQUEST", 6)
+    monkeypatch.setattr(uploader, "POINTS_AFTER_FAILURE", 3)
+    monkeypatch.setattr(uploader, "RETRY", 0.0)
+
+
+def row(step):
+    metrics = {"train/loss": 1.0 / step, "train/learning_rate": 0.1}
+    return {"time": 100 + step, "step": step, "metrics": metrics}
+
+
+def lines(*, end=True):
+    yield {"time": 1, "start": START}
+    yield {"time": 2, "run": {"run_id": "r", "experiment_id": "1"}}
+    yield {"time": 3, "dataset": DATASET, "context": "training"}
+    yield {"time": 4, "artifact": "note.txt"}
+    for step in range(1, UPDATES // 2 + 1):
+        yield row(step)
+    yield {"time": 5, "tags": {"failure": "it"}}
+    yield {"time": 6, "end": "FAILED"}
+    yield {"time": 7, "resume": {}}
+    for step in range(UPDATES // 2 + 1, UPDATES + 1):
+        yield row(step)
+    yield {"time": 8, "tags": {"mine": "1"}}
+    if end:
+        yield {"time": 9, "end": "FINISHED"}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """The journal of a run that failed, was resumed, and has ended."""
+    (tmp_path / "note.txt").write_text("a note")
+    writer = journal_file.create(tmp_path / NAME)
+    for line in lines():
+        writer.write(line)
+    writer.close()
+    return tmp_path / NAME
+
+
+def ship(store, path):
+    """Ship the journal, as a shipper does; open the run again if that fails."""
+    may_exist = False
+    while True:
+        try:
+            opened = Uploader(store, path, may_exist=may_exist)
+            break
+        except MlflowException:
+            may_exist = True
+    with closing(opened):
+        opened.finish(60.0)
+
+
+@pytest.fixture
+def undisturbed(path):
+    store = MemoryStore()
+    ship(store, path)
+    run, points = store.content()
+    assert (run["status"], run["end"]) == ("FINISHED", 9)
+    assert run["tags"] == {"journal": "j", "mine": "1"}
+    assert run["inputs"] == {"d"}
+    assert run["artifacts"] == {"note.txt"}
+    assert len(points) == 2 * UPDATES
+    return store
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["not done", "no answer"])
+def test_a_request_that_fails_loses_nothing(path, undisturbed, is_done):
+    """The uploader keeps what the store has not confirmed, and goes on."""
+    for number in range(1, undisturbed.requests + 1):
+        store = MemoryStore(MlflowException("away"), number, is_done)
+        ship(store, path)
+        assert store.content() == undisturbed.content(), number
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["not done", "no answer"])
+def test_another_process_goes_on_where_one_was_killed(path, undisturbed, is_done):
+    for number in range(1, undisturbed.requests + 1):
+        store = MemoryStore(Killed(), number, is_done)
+        with pytest.raises(Killed):
+            ship(store, path)
+        # Whoever sees the run's last status does not ship it again.
+        if store.run is not None and store.run["status"] == "FINISHED":
+            assert store.content() == undisturbed.content(), number
+        with closing(Uploader(store, path, may_exist=True)) as second:
+            missing = 2 * UPDATES - len(store.points)
+            second.finish(60.0)
+        assert second.sent == missing, number
+        assert store.content() == undisturbed.content(), number
+
+
+@pytest.mark.parametrize("rejections", [uploader.TRIES - 1, uploader.TRIES])
+def test_a_line_is_left_out_once_it_was_rejected_several_times(
+    path, undisturbed, monkeypatch, rejections
+):
+    """It does not keep the run from its end, and a tag says so."""
+    store = MemoryStore()
+    set_tag = store.set_tag
+    error = MlflowException("it is too long", INVALID_PARAMETER_VALUE)
+    errors = [error] * rejections
+
+    def rejecting(run_id, key, value):
+        if key == "mine" and errors:
+            raise errors.pop()
+        set_tag(run_id, key, value)
+
+    monkeypatch.setattr(store, "set_tag", rejecting)
+    ship(store, path)
+    assert store.run["status"] == "FINISHED"
+    if rejections < uploader.TRIES:
+        assert store.content() == undisturbed.content()
+    else:
+        assert "mine" not in store.run["tags"]
+        note = store.run["tags"]["not_shipped"]
+        assert note == "tags: it is too long"
+
+
+def test_an_end_that_only_the_store_has_stays_the_end(tmp_path):
+    """The disk of the journal was full, and the trainer handed over the last lines."""
+    (tmp_path / "note.txt").write_text("a note")
+    writer = journal_file.create(tmp_path / NAME)
+    for line in lines(end=False):
+        writer.write(line)
+    written = (tmp_path / NAME).stat().st_size
+    writer.write({"time": 9, "end": "FINISHED"})
+    writer.close()
+    unwritten = (tmp_path / NAME).read_bytes()[written:].decode()
+    with (tmp_path / NAME).open("r+b") as file:
+        file.truncate(written)
+
+    store = MemoryStore()
+    with closing(Uploader(store, tmp_path / NAME, may_exist=False)) as first:
+        first.read()
+        first.add_unwritten(unwritten)
+        first.finish(60.0)
+    for _ in range(2):
+        assert (store.run["status"], store.run["end"]) == ("FINISHED", 9)
+        assert "failure" not in store.run["tags"]
+        with closing(Uploader(store, tmp_path / NAME, may_exist=True)) as sync:
+            sync.finish(60.0)
