@@ -1,7 +1,7 @@
-"""What everyone who accumulates gets wrong, put into the kernel: each function takes a monkeypatch and changes it.
+"""Mistakes that are often made in accumulation: each function patches the kernel.
 
-`python -m tests.verify.mutations NAME…` runs `pipeline verify` under each that is named, for `none` without any, and
-prints, as JSON, what tests/refused.py says.
+`python -m tests.verify.mutations NAME…` runs `pipeline verify` under each named
+mutation, and without one for `none`. It prints the results of tests/refused.py as JSON.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ TAIL = tuple(part[:5] for part in BATCH)
 
 
 def examples(data_dir):
-    """The examples of both batches, as a dataset for the command, and the second again for its validation."""
-    both = tuple(map(np.concatenate, zip(BATCH, TAIL, strict=True)))
-    return tf.data.Dataset.from_tensor_slices(both), tf.data.Dataset.from_tensor_slices(
-        TAIL
+    """Return both batches as training split, and the tail as validation split."""
+    training = [np.concatenate(parts) for parts in zip(BATCH, TAIL, strict=True)]
+    return (
+        tf.data.Dataset.from_tensor_slices(tuple(training)),
+        tf.data.Dataset.from_tensor_slices(TAIL),
     )
 
 
 def masked():
-    hidden = layers.Embedding(7, 4, mask_zero=True)
+    """Return a model whose outputs have a mask."""
     return keras.Sequential(
         [
             keras.Input((5,), dtype="int64"),
-            hidden,
+            layers.Embedding(7, 4, mask_zero=True),
             layers.Dense(3, kernel_regularizer="l2"),
         ]
     )
 
 
 def mean_of_means(patch):
-    whole = loss_sums.weighted_sum
+    weighted_sum = loss_sums.weighted_sum
 
     def means(*arguments):
-        total, weight, _, examples = whole(*arguments)
+        total, weight, _, examples = weighted_sum(*arguments)
         return loss_sums.WeightedSum(
             total / weight, tf.ones_like(weight), None, examples
         )
@@ -58,13 +59,12 @@ def mean_of_means(patch):
 
 
 def lost_tail(patch, module=update):
-    whole = module.sum_over_micro_batches
+    sum_over_micro_batches = module.sum_over_micro_batches
 
     def without_tail(step, batch, size, *more):
         stop = module.examples_in(batch) // size * size
-        return whole(
-            step, tf.nest.map_structure(lambda leaf: leaf[:stop], batch), size, *more
-        )
+        cut = tf.nest.map_structure(lambda leaf: leaf[:stop], batch)
+        return sum_over_micro_batches(step, cut, size, *more)
 
     patch.setattr(module, "sum_over_micro_batches", without_tail)
 
@@ -85,26 +85,26 @@ def schedule_by_micro_step(patch):
 
 
 def clip_before_the_sum(patch):
-    gradients = update.gradients_by
+    gradients_by = update.gradients_by
 
     def clipped(*arguments):
-        return tuple(
-            tf.clip_by_norm(g, 0.05) if tf.is_tensor(g) else g
-            for g in gradients(*arguments)
-        )
+        gradients = []
+        for gradient in gradients_by(*arguments):
+            if tf.is_tensor(gradient):
+                gradient = tf.clip_by_norm(gradient, 0.05)
+            gradients.append(gradient)
+        return tuple(gradients)
 
     patch.setattr(update, "gradients_by", clipped)
 
 
 def divide_by_replicas(patch):
     means = gradient_sums.means
-    patch.setattr(
-        gradient_sums,
-        "means",
-        lambda *given: [
-            loss_sums.divide(each, tf.constant(2.0)) for each in means(*given)
-        ],
-    )
+
+    def halves(*arguments):
+        return [loss_sums.divide(mean, tf.constant(2.0)) for mean in means(*arguments)]
+
+    patch.setattr(gradient_sums, "means", halves)
 
 
 def dropped_mask(patch):
@@ -112,35 +112,36 @@ def dropped_mask(patch):
 
 
 def dropped_weights(patch):
-    whole = loss_sums.weighted_sum
-    patch.setattr(
-        loss_sums,
-        "weighted_sum",
-        lambda loss, y, outputs, weight, known: whole(loss, y, outputs),
-    )
+    weighted_sum = loss_sums.weighted_sum
+
+    def unweighted(loss, y, outputs, weight, known):
+        return weighted_sum(loss, y, outputs)
+
+    patch.setattr(loss_sums, "weighted_sum", unweighted)
 
 
 def doubled_regulariser(patch):
-    whole = update.micro_batch_losses
+    micro_batch_losses = update.micro_batch_losses
 
     class Twice:
         def __init__(self, model):
-            self.losses, self.trainable_variables = (
-                2 * model.losses,
-                model.trainable_variables,
-            )
+            self.losses = 2 * model.losses
+            self.trainable_variables = model.trainable_variables
 
-    patch.setattr(
-        update, "micro_batch_losses", lambda model, *given: whole(Twice(model), *given)
-    )
+    def doubled(model, *arguments):
+        return micro_batch_losses(Twice(model), *arguments)
+
+    patch.setattr(update, "micro_batch_losses", doubled)
 
 
 def wrong_labels(patch):
-    whole = Objective.update_metrics
-    zeros = lambda y: tf.nest.map_structure(lambda labels: 0 * labels, y)  # noqa: E731
-    patch.setattr(
-        Objective, "update_metrics", lambda goal, y, *more: whole(goal, zeros(y), *more)
-    )
+    update_metrics = Objective.update_metrics
+
+    def by_zeros(objective, y, *more):
+        zeros = tf.nest.map_structure(lambda labels: 0 * labels, y)
+        return update_metrics(objective, zeros, *more)
+
+    patch.setattr(Objective, "update_metrics", by_zeros)
 
 
 def stale_metric(patch):
@@ -181,21 +182,24 @@ VERIFY = (
     "accumulation.effective_batch_size=12 accumulation.micro_batch_size=4"
 )
 
-if __name__ == "__main__":
-    asked = [mutation for mutation in MUTATIONS if mutation.__name__ in sys.argv[1:]]
-    # Two replicas first: TensorFlow takes devices before its first operation alone.
-    said = {}
-    if "none" in sys.argv[1:]:
-        said["none"] = refused.run(
-            f"{VERIFY} hardware.replicas={1 + (divide_by_replicas in asked)}"
-        )
-    for mutation in asked:
+
+def main(names):
+    """Run the command under the named mutations, and print the results."""
+    mutations = [mutation for mutation in MUTATIONS if mutation.__name__ in names]
+    results = {}
+    if "none" in names:
+        # Two replicas first: TensorFlow takes devices before its first operation alone.
+        replicas = 2 if divide_by_replicas in mutations else 1
+        results["none"] = refused.run(f"{VERIFY} hardware.replicas={replicas}")
+    for mutation in mutations:
+        line = VERIFY
+        if mutation is divide_by_replicas:
+            line = f"{VERIFY} hardware.replicas=2"
         with pytest.MonkeyPatch.context() as patch:
             mutation(patch)
-            line = (
-                f"{VERIFY} hardware.replicas=2"
-                if mutation is divide_by_replicas
-                else VERIFY
-            )
-            said[mutation.__name__] = refused.run(line)
-    print(json.dumps(said))
+            results[mutation.__name__] = refused.run(line)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
