@@ -30,8 +30,8 @@ _KINDS = {
     dict: "a mapping",
 }
 
-# Hydra keeps these apart by their text alone: the pattern, whose group is the subject, and
-# the rule.
+# Hydra keeps these apart by their text alone: the pattern, whose group is the subject,
+# and the rule.
 _TEXTS = (
     (
         r"Ambiguous value for argument '(?P<override>.+)'",
@@ -252,7 +252,7 @@ def _of_merge(
     origin: str,
     overrides: Sequence[str],
 ) -> ConfigError:
-    """Return the error of a value that is no mapping, or no list, where one has to be."""
+    """Return the error of a value that should be a mapping or a list."""
     # OmegaConf does not say which value it is.
     if key in _NAMED:
         for override in overrides:
@@ -266,7 +266,7 @@ def _of_merge(
 
 
 def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
-    """Return what the schema wants at the key of `error`, and an enumeration's choices."""
+    """Return what the schema wants at the key, and the choices of an enumeration."""
     hint = None
     if hasattr(error.object_type, "__annotations__"):
         hint = get_type_hints(error.object_type).get(error.key)
@@ -325,7 +325,7 @@ def _of_pattern(
 
 
 def _of_group(overrides: Sequence[str], folders: Sequence[str]) -> ConfigError | None:
-    """Return the error of an override of a group whose value is no name; None without."""
+    """Return the error of a group whose value is no name; None without one."""
     known = groups(folders)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group

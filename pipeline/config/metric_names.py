@@ -8,11 +8,14 @@ import re
 from typing import NamedTuple
 
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
-NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
+NAME_RULE = (
+    "letters, digits and _.-/: up to 250 of them, "
+    "as a path without empty or dotted parts"
+)
 
 
 def is_name(name: str) -> bool:
-    """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
+    """Return whether MLflow takes a name of a metric or a param, which is a path too."""
     return (
         bool(_NAME.fullmatch(name))
         and posixpath.normpath(name) == name

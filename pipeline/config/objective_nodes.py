@@ -1,4 +1,4 @@
-"""Losses and metrics as the `training` group has them: of a single output, or by the name of an output."""
+"""Losses and metrics as the group `training` has them: of one output, or by output."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-# What a recorded link may be: `${another.key}`, or the product of two links, or of a link
-# and a number.
+# What a recorded link may be: `${another.key}`, or the product of two links, or of a
+# link and a number.
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 

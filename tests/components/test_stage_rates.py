@@ -84,7 +84,8 @@ def test_other_arguments_of_an_optimizer_do_not_follow():
             "accumulation.scale_rate=false",
         )
     with pytest.raises(
-        ConfigError, match=r"^scaling\.ema must be false with accumulation\.batch_schedule"
+        ConfigError,
+        match=r"^scaling\.ema must be false with accumulation\.batch_schedule",
     ):
         built("scaling=linear", "scaling.ema=true", "+optimizer.use_ema=true", STAGES)
 
