@@ -1,7 +1,7 @@
 """Up to which difference two results count as equal within rounding.
 
-The one table of it: `rerun` and `report` compare runs by it, `verify` two updates by the
-unit roundoff. docs/exact.md shows it.
+The one table of it: `rerun` and `report` compare runs by it, `verify` two updates by
+the unit roundoff. docs/exact.md shows it.
 """
 
 from collections.abc import Collection
@@ -46,8 +46,8 @@ class Rounding:
 
 # By `hardware.precision`, from the finest to the coarsest.
 # TF32 rounds both factors of a product to 10 bits, as float16 has them: each by up to
-# 2^-11, so a product by 1e-3, and ten layers in a row by 1e-2 if all errors add up. Sums
-# and everything else stay in float32.
+# 2^-11, so a product by 1e-3, and ten layers in a row by 1e-2 if all errors add up.
+# Sums and everything else stay in float32.
 BY_PRECISION = {
     "float64": Rounding(bits=53, first=1e-12, most=1e-9),
     "float32": Rounding(bits=24, first=1e-5, most=1e-3),

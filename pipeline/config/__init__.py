@@ -1,7 +1,8 @@
-"""The config of a run: its schema, its composition, its checks, and the spec that is resolved from it.
+"""The config of a run: its schema, its composition, its checks, and its `RunSpec`.
 
-In: the command line and YAML files, in whose paths `compose` expands `~`. Out: a `RunSpec`. Imports neither
-TensorFlow nor MLflow: a wrong config is refused in under a second.
+In: the command line and YAML files, in whose paths `compose` expands `~`. Out: a
+`RunSpec`. This package imports neither TensorFlow nor MLflow, so a wrong config is
+rejected in under a second.
 """
 
 __all__ = [

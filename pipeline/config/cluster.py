@@ -117,7 +117,7 @@ def workers_of_run(
 
 
 def is_named(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment names the workers, so that this one starts none."""
+    """Return whether the environment names the workers; then no chief starts them."""
     if environment.get("TF_CONFIG"):
         return True
     return int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
@@ -135,8 +135,8 @@ def check_open_ports(allowed: bool) -> None:
     if addresses:
         rule = (
             "must be true for several workers: TensorFlow opens a port of each on "
-            f"{', '.join(addresses[:5])} without a password, and whoever reaches it can "
-            "read and write your files. hardware=multi_worker sets it, for a private "
+            f"{', '.join(addresses[:5])} without a password, and whoever reaches it "
+            "can read and write your files. hardware=multi_worker sets it, for a private "
             "network; a namespace without one needs none"
         )
         raise ConfigError("hardware.open_ports", rule, False)

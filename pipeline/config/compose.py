@@ -96,7 +96,7 @@ def prepare(config: DictConfig) -> None:
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Return the command line as Hydra reads it, with the user's own folder of configs."""
+    """Return the command line as Hydra reads it, with the user's folder of configs."""
     arguments = as_text(arguments)
     options = _parsed(arguments)
     flags = [argument for argument in arguments if argument not in options.overrides]
@@ -161,7 +161,7 @@ def check_config_dir(folder: str) -> None:
 
 
 class RunFolders(Callback):
-    """Expand `~` in the run directory, and note which folders Hydra is about to make."""
+    """Expand `~` in the run directory, and note which folders Hydra will make."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         key = "hydra.sweep.dir"
@@ -190,7 +190,7 @@ class RunFolders(Callback):
 
 
 def _expand_home(config: DictConfig) -> None:
-    """Expand `~` at the start of the store's file and of the data's folder, in place."""
+    """Expand `~` in the path of the store and of the data, in place."""
     for key, prefix in (("tracking.uri", "sqlite:///"), ("dataset.data_dir", "")):
         # A key without a value is rejected later.
         with suppress(OmegaConfBaseException):

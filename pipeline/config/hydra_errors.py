@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import reduce
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -31,7 +30,8 @@ _KINDS = {
     dict: "a mapping",
 }
 
-# Hydra keeps these apart by their text alone: (pattern with the subject as its group, rule).
+# Hydra keeps these apart by their text alone: the pattern, whose group is the subject,
+# and the rule.
 _TEXTS = (
     (
         r"Ambiguous value for argument '(?P<override>.+)'",
@@ -87,85 +87,108 @@ def as_config_error(
     folders: Sequence[str] = (),
     kinds: tuple[type[Exception], ...] = COMPOSITION,
 ) -> Iterator[None]:
-    """Raise a `ConfigError` in place of errors of `kinds`: it names the override, or the file in one of `folders`."""
+    """Raise a `ConfigError` in place of errors of Hydra and OmegaConf.
+
+    Args:
+        overrides: of the command line; the error names the wrong one.
+        folders: with configs; the error names the wrong file in one of them.
+        kinds: the types of the errors.
+    """
     try:
         yield
     except ConfigError:
         raise
     except kinds as error:
-        refusal = _refusal(error, overrides, folders)
-        shown = (refusal.received or "").strip("'")
-        removal = former_names.removal(refusal.key, shown)
-        raise (refusal if removal is None else removal) from error
+        rejection = _config_error(error, overrides, folders)
+        received = (rejection.received or "").strip("'")
+        removal = former_names.removal(rejection.key, received)
+        if removal is not None:
+            raise removal from error
+        raise rejection from error
 
 
 def groups(folders: Sequence[str]) -> dict[str, list[str]]:
     """Return the options of each config group in `folders`."""
-    files = sorted(
-        {
-            (file.parent.name, file.stem)
-            for folder in folders
-            for file in Path(folder).glob("*/*.yaml")
-        }
-    )
-    return {
-        group: [name for other, name in files if other == group] for group, _ in files
-    }
+    files = set()
+    for folder in folders:
+        for file in Path(folder).glob("*/*.yaml"):
+            files.add((file.parent.name, file.stem))
+    options_by_group: dict[str, list[str]] = {}
+    for group, option in sorted(files):
+        options_by_group.setdefault(group, []).append(option)
+    return options_by_group
 
 
-def _refusal(
+def _config_error(
     error: Exception, overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError:
+    """Return what an error of Hydra or OmegaConf means, in one line."""
     if isinstance(error, OverrideParseException):
-        key = re.split("[=@]", error.override.lstrip("+~"))[0]
-        grammar = f"must be of Hydra's grammar ({first_line(error)})"
-        _, _, value = error.override.partition("=")
-        if re.fullmatch(r"\w[^'\"]*\[[^'\"]*\]", value):
-            grammar += (
-                f"; text with brackets has quotes of its own: '{key}=\"{value}\"'"
-            )
-        return ConfigError(
-            key,
-            grammar if "=" in error.override else "must be given as KEY=VALUE",
-            error.override,
-        )
+        return _of_grammar(error)
     if isinstance(error, MissingConfigException):
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if error.options is not None:
-            return ConfigError(
-                group, "must be an option of its group", name, error.options
-            )
-        return ConfigError(
-            group or "--config-name",
-            f"must be a config that exists{_origin(error)}",
-            name,
-        )
+        return _of_missing_config(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        file, line = error.problem_mark.name, error.problem_mark.line + 1
+        mark = error.problem_mark
+        line = mark.line + 1
+        received = linecache.getline(mark.name, line).strip()
         return ConfigError(
-            f"{file}:{line}",
-            f"must be YAML ({error.problem})",
-            linecache.getline(file, line).strip(),
+            f"{mark.name}:{line}", f"must be YAML ({error.problem})", received
         )
-    origin, link = _origin(error), error
-    while link is not None:
-        if isinstance(link, errors.OmegaConfBaseException) and link.full_key:
-            return _of_key(link, origin, overrides, folders)
-        link = link.__cause__ or link.__context__  # type: ignore[assignment]
-    listed = _listed(origin, folders) if "ConfigTypeError" in str(error) else None
-    return _from_text(error, overrides, folders) if listed is None else listed
+
+    # Hydra raises its own errors from those of OmegaConf, which name the key.
+    origin = _origin(error)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, errors.OmegaConfBaseException) and cause.full_key:
+            return _of_key(cause, origin, overrides, folders)
+        cause = cause.__cause__ or cause.__context__
+
+    if "ConfigTypeError" in str(error):
+        of_list = _of_list(origin, folders)
+        if of_list is not None:
+            return of_list
+    return _of_text(error, overrides, folders)
 
 
-def _listed(origin: str, folders: Sequence[str]) -> ConfigError | None:
-    """Return the refusal of a list, where a mapping has to be, in the file that `origin` names; None without one."""
-    for file in (Path(folder) / f"{origin[5:-1]}.yaml" for folder in folders):
-        loaded = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
+def _of_grammar(error: OverrideParseException) -> ConfigError:
+    """Return the error of an override that is not of Hydra's grammar."""
+    override = error.override
+    key = re.split("[=@]", override.lstrip("+~"))[0]
+    if "=" not in override:
+        return ConfigError(key, "must be given as KEY=VALUE", override)
+    rule = f"must be of Hydra's grammar ({first_line(error)})"
+    value = override.partition("=")[2]
+    if re.fullmatch(r"\w[^'\"]*\[[^'\"]*\]", value):
+        rule += f"; text with brackets has quotes of its own: '{key}=\"{value}\"'"
+    return ConfigError(key, rule, override)
+
+
+def _of_missing_config(error: MissingConfigException) -> ConfigError:
+    """Return the error of a config, or an option of a group, that does not exist."""
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    if error.options is not None:
+        rule = "must be an option of its group"
+        return ConfigError(group, rule, name, error.options)
+    rule = f"must be a config that exists{_origin(error)}"
+    return ConfigError(group or "--config-name", rule, name)
+
+
+def _of_list(origin: str, folders: Sequence[str]) -> ConfigError | None:
+    """Return the error of a list, where a mapping has to be, in the file of `origin`.
+
+    None if the file has no such list.
+    """
+    for folder in folders:
+        file = Path(folder) / f"{origin[5:-1]}.yaml"
+        if not file.is_file():
+            continue
+        loaded = OmegaConf.load(file)
         for key, rule in _NAMED.items():
             for place in (key, key.removeprefix("training.")):
-                if isinstance(node := OmegaConf.select(loaded, place), ListConfig):
-                    return ConfigError(
-                        key, f"must be {rule}{origin}", OmegaConf.to_container(node)
-                    )
+                node = OmegaConf.select(loaded, place)
+                if isinstance(node, ListConfig):
+                    received = OmegaConf.to_container(node)
+                    return ConfigError(key, f"must be {rule}{origin}", received)
     return None
 
 
@@ -175,150 +198,173 @@ def _of_key(
     overrides: Sequence[str],
     folders: Sequence[str],
 ) -> ConfigError:
-    """Return the refusal of an error in which OmegaConf names the key and its node."""
+    """Return the error in which OmegaConf names the key and its node."""
     key = str(error.full_key)
     if isinstance(error, errors.ConfigKeyError | errors.ConfigAttributeError):
-        parent, _, name = key.rpartition(".")
-        # The schema's own nodes take no other keys.
-        if (
-            isinstance(error.parent_node, DictConfig)
-            and OmegaConf.get_type(error.parent_node) is dict
-        ):
-            origin += f"; a new one is added with +{key}=VALUE"
-        siblings = [
-            str(sibling)
-            for sibling in error.parent_node
-            if parent or sibling != "hydra"
-        ]
-        if key in former_names.KEYS:
-            now = former_names.KEYS[key]
-            return ConfigError(key, f"must be written as {now}, its name now{origin}")
-        if not parent:
-            siblings = sorted({*siblings, *groups(folders)})
-        return ConfigError(
-            key, f"must be a key of {parent or 'the config'}{origin}", name, siblings
-        )
+        return _of_unknown_key(error, key, origin, folders)
     if isinstance(error, errors.ValidationError):
         rule, choices = _type_of(error)
-        return ConfigError(
-            key, f"must be {_NAMED.get(key, rule)}{origin}", error.value, choices
-        )
-    if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(
-        error
-    ):  # which value, it does not say
-        for given, _, value in (
-            override.lstrip("+").partition("=") for override in overrides
-        ):
-            if given == key in _NAMED:
-                return ConfigError(key, f"must be {_NAMED[key]}", value)
-        return ConfigError(
-            key,
-            f"must be {'a list' if error.object_type is list else 'a mapping'}{origin}",
-        )
-    if isinstance(
-        error, errors.KeyValidationError
-    ):  # YAML reads `off`, `on`, `yes` and `no` without quotes as no text
-        return ConfigError(
-            key.rpartition(".")[0] or key,
-            f"must have text for its keys{origin}",
-            error.key,
-        )
-    otherwise = (
-        "must have a value"
-        if isinstance(error, errors.InterpolationResolutionError)
-        else "must be valid"
-    )
-    rule, value = _LINKS.get(type(error), f"{otherwise} ({_cause(error)})"), error.value
-    if isinstance(
-        error.parent_node, DictConfig
-    ):  # as it was written, with its interpolation
+        rule = f"must be {_NAMED.get(key, rule)}{origin}"
+        return ConfigError(key, rule, error.value, choices)
+    if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(error):
+        return _of_merge(error, key, origin, overrides)
+    if isinstance(error, errors.KeyValidationError):
+        # YAML reads `off`, `on`, `yes` and `no` without quotes as no text.
+        parent = key.rpartition(".")[0] or key
+        return ConfigError(parent, f"must have text for its keys{origin}", error.key)
+
+    rule = f"must be valid ({_cause(error)})"
+    if isinstance(error, errors.InterpolationResolutionError):
+        rule = f"must have a value ({_cause(error)})"
+    rule = _LINKS.get(type(error), rule)
+    value = error.value
+    if isinstance(error.parent_node, DictConfig):
+        # The value as it was written, with its interpolation.
         written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
-        value = reduce(
-            lambda node, name: node[name], str(error.key).split("."), written
-        )
+        for name in str(error.key).split("."):
+            written = written[name]
+        value = written
     return ConfigError(key, f"{rule}{origin}", value)
 
 
+def _of_unknown_key(
+    error: errors.OmegaConfBaseException,
+    key: str,
+    origin: str,
+    folders: Sequence[str],
+) -> ConfigError:
+    """Return the error of a key that the config does not have."""
+    if key in former_names.KEYS:
+        now = former_names.KEYS[key]
+        return ConfigError(key, f"must be written as {now}, its name now{origin}")
+
+    parent, _, name = key.rpartition(".")
+    node = error.parent_node
+    # The schema's own nodes take no other keys.
+    if isinstance(node, DictConfig) and OmegaConf.get_type(node) is dict:
+        origin += f"; a new one is added with +{key}=VALUE"
+    siblings = [str(sibling) for sibling in node]
+    if not parent:
+        ours = {sibling for sibling in siblings if sibling != "hydra"}
+        siblings = sorted({*ours, *groups(folders)})
+    rule = f"must be a key of {parent or 'the config'}{origin}"
+    return ConfigError(key, rule, name, siblings)
+
+
+def _of_merge(
+    error: errors.OmegaConfBaseException,
+    key: str,
+    origin: str,
+    overrides: Sequence[str],
+) -> ConfigError:
+    """Return the error of a value that should be a mapping or a list."""
+    # OmegaConf does not say which value it is.
+    if key in _NAMED:
+        for override in overrides:
+            name, _, value = override.lstrip("+").partition("=")
+            if name == key:
+                return ConfigError(key, f"must be {_NAMED[key]}", value)
+    wanted = "a mapping"
+    if error.object_type is list:
+        wanted = "a list"
+    return ConfigError(key, f"must be {wanted}{origin}")
+
+
 def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
-    """Return what the schema wants at the key of `error`, and the choices of an enumeration."""
-    hint = (
-        get_type_hints(error.object_type).get(error.key)
-        if hasattr(error.object_type, "__annotations__")
-        else None
-    )
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    null = ", or null" if NoneType in kinds else ""
-    (kind, *_) = [kind for kind in kinds if kind is not NoneType]
+    """Return what the schema wants at the key, and the choices of an enumeration."""
+    hint = None
+    if hasattr(error.object_type, "__annotations__"):
+        hint = get_type_hints(error.object_type).get(error.key)
+    kinds: tuple[Any, ...] = (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        kinds = get_args(hint)
+    or_null = ", or null" if NoneType in kinds else ""
+    kind = next(kind for kind in kinds if kind is not NoneType)
+
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of its choices{null}", list(kind.__members__)
-    if name := _KINDS.get(get_origin(kind) or kind):
-        return name + null, None
-    return (
-        "a mapping" if hasattr(kind, "__annotations__") else f"valid ({_cause(error)})"
-    ), None
+        return f"one of its choices{or_null}", list(kind.__members__)
+    name = _KINDS.get(get_origin(kind) or kind)
+    if name is not None:
+        return name + or_null, None
+    if hasattr(kind, "__annotations__"):
+        return "a mapping", None
+    return f"valid ({_cause(error)})", None
 
 
-def _from_text(
+def _of_text(
     error: Exception, overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError:
+    """Return the error that only its text tells from others."""
     text = str(error)
     for pattern, rule in _TEXTS:
-        if match := re.match(pattern, text):
-            found = match.groupdict()
-            key, _, value = found.get("override", found.get("key", "")).partition("=")
-            named = next(
-                (
-                    override
-                    for override in overrides
-                    if override.lstrip("+~").split("=")[0] == key
-                ),
-                key,
-            )
-            options = re.findall(r"^\t(.+)$", text, re.MULTILINE) or None
-            return ConfigError(key, rule + _origin(error), value or named, options)
+        match = re.match(pattern, text)
+        if match is not None:
+            return _of_pattern(match, rule, error, overrides)
     if "group override must be" in text:
-        known = groups(folders)
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
-            key, given = override.key_or_group, override.value()
-            if key in known and not isinstance(given, str | list | dict):
-                return ConfigError(
-                    key, "must be the name of an option of its group", given, known[key]
-                )
+        of_group = _of_group(overrides, folders)
+        if of_group is not None:
+            return of_group
+
     rule = f"must be what Hydra takes ({first_line(error)})"
     file = _file(error, folders)
-    return (
-        ConfigError("arguments", rule, " ".join(overrides))
-        if file is None
-        else ConfigError(file, rule)
-    )
+    if file is None:
+        return ConfigError("arguments", rule, " ".join(overrides))
+    return ConfigError(file, rule)
+
+
+def _of_pattern(
+    match: re.Match[str], rule: str, error: Exception, overrides: Sequence[str]
+) -> ConfigError:
+    """Return the error whose text names an override or a key."""
+    subjects = match.groupdict()
+    subject = subjects.get("override", subjects.get("key", ""))
+    key, _, received = subject.partition("=")
+    if not received:
+        received = key
+        for override in overrides:
+            if override.lstrip("+~").split("=")[0] == key:
+                received = override
+                break
+    options = re.findall(r"^\t(.+)$", str(error), re.MULTILINE)
+    return ConfigError(key, rule + _origin(error), received, options or None)
+
+
+def _of_group(overrides: Sequence[str], folders: Sequence[str]) -> ConfigError | None:
+    """Return the error of a group whose value is no name; None without one."""
+    known = groups(folders)
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        value = override.value()
+        if key in known and not isinstance(value, str | list | dict):
+            rule = "must be the name of an option of its group"
+            return ConfigError(key, rule, value, known[key])
+    return None
 
 
 def _file(error: Exception, folders: Sequence[str]) -> str | None:
-    """Return the config file that raises `error` when it is read; Hydra names none. None where no file does."""
-    for file in (
-        file
-        for folder in folders
-        for file in sorted(Path(folder).resolve().rglob("*.yaml"))
-    ):
-        try:
-            OmegaConf.load(file)
-        except Exception as own:
-            if type(own) is type(error) and str(own) == str(error):
-                return str(file)
+    """Return the config file that raises `error` when it is read; None if none does.
+
+    Hydra names no file.
+    """
+    for folder in folders:
+        for file in sorted(Path(folder).resolve().rglob("*.yaml")):
+            try:
+                OmegaConf.load(file)
+            except Exception as raised:
+                if type(raised) is type(error) and str(raised) == str(error):
+                    return str(file)
     return None
 
 
 def _origin(error: Exception) -> str:
-    """Return ` (in FILE)` where Hydra says the file; empty for the command line and for `config.yaml`."""
+    """Return ` (in FILE)` where Hydra names a file besides `config.yaml`, else ``."""
     match = re.match(r"In '(.+?)'", str(error))
-    return (
-        ""
-        if match is None or match[1] in ("config", "hydra/config")
-        else f" (in {match[1]})"
-    )
+    if match is None or match[1] in ("config", "hydra/config"):
+        return ""
+    return f" (in {match[1]})"
 
 
 def _cause(error: errors.OmegaConfBaseException) -> str:
-    return re.sub(
-        r"^\w+ raised while resolving interpolation: ", "", first_line(error)
-    ).strip("\"'")
+    """Return the first line of an error without the words around it."""
+    around = r"^\w+ raised while resolving interpolation: "
+    return re.sub(around, "", first_line(error)).strip("\"'")

@@ -1,8 +1,8 @@
 """What the keys of a config are, read from the metadata of the schema's fields.
 
-A key is named by its dotted name, such as `hardware.precision`. A name below a key, such
-as `training.metrics.bits`, is what the key is. A name that the schema lacks is of the
-training, as are the arguments of a `_target_` and keys that were removed.
+A key is named by its dotted name, such as `hardware.precision`. A name below a key,
+such as `training.metrics.bits`, is what the key is. A name that the schema lacks is of
+the training, as are the arguments of a `_target_` and keys that were removed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -42,7 +42,7 @@ def kind_of(key: str) -> Kind:
 
 
 def decides_what_runs(key: str) -> bool:
-    """Return whether another value of a key, or another choice of a group, is another run."""
+    """Return whether another value of a key or a group makes another run."""
     kinds = {key_facts.kind for key_facts in _facts_below(key)}
     if not kinds or key in _FACTS:
         kinds.add(kind_of(key))
@@ -69,7 +69,7 @@ def groups_apart() -> list[str]:
 
 
 def outside_a_sweep() -> dict[str, Any]:
-    """Return the keys of `tracking` that a sweep sets, with their values outside of one."""
+    """Return the keys of `tracking` that a sweep sets, as they are outside of one."""
     values = {}
     for key in keys_where(lambda key_facts: key_facts.set_by_a_sweep):
         name = key.removeprefix("tracking.")

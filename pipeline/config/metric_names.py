@@ -1,4 +1,4 @@
-"""The metrics that an update returns or that are derived from it: one entry each, read wherever a metric is treated.
+"""The metrics that an update returns or that are derived from it, with an entry each.
 
 A new metric of an update is computed in `pipeline.accumulation` and has its entry here.
 """
@@ -8,11 +8,14 @@ import re
 from typing import NamedTuple
 
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
-NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
+NAME_RULE = (
+    "letters, digits and _.-/: up to 250 of them, "
+    "as a path without empty or dotted parts"
+)
 
 
 def is_name(name: str) -> bool:
-    """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
+    """Return whether MLflow takes a name of a metric or a param, which is a path too."""
     return (
         bool(_NAME.fullmatch(name))
         and posixpath.normpath(name) == name
@@ -21,30 +24,29 @@ def is_name(name: str) -> bool:
 
 
 class UpdateMetric(NamedTuple):
-    """How a metric that is ours is treated."""
+    """How a metric of an update is treated.
 
-    counted: bool = (
-        False  # it counts examples, steps or epochs, so two runs agree on it exactly
-    )
-    of_the_cut: bool = (
-        False  # its value depends on how a batch is cut into micro-batches
-    )
-    rounding: float = (
-        1.0  # times the rounding of a loss that it may differ by between two runs
-    )
-    share: bool = (
-        False  # it may be a share of the examples, which moves by whole examples
-    )
+    Attributes:
+        counted: it counts examples, steps or epochs, so two runs agree on it exactly.
+        of_the_cut: its value depends on how a batch is cut into micro-batches.
+        rounding: times the rounding of a loss that it may differ by between two runs.
+        share: it may be a share of the examples, which moves by whole examples.
+    """
+
+    counted: bool = False
+    of_the_cut: bool = False
+    rounding: float = 1.0
+    share: bool = False
 
 
-# Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by 2e-5 within one update while
-# the loss moved by nothing.
+# Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by
+# 2e-5 within one update while the loss moved by nothing.
 _OF_THE_GRADIENT = 30.0
 UPDATE_METRICS = {
     "loss": UpdateMetric(),
     "learning_rate": UpdateMetric(),
     "gradient_norm": UpdateMetric(rounding=_OF_THE_GRADIENT),
-    # The two estimates that the noise scale is made of: an update returns them, no run logs them.
+    # The two estimates that the noise scale is made of. No run logs them.
     **dict.fromkeys(
         ("gradient_variance", "gradient_square"), UpdateMetric(of_the_cut=True)
     ),
@@ -64,6 +66,8 @@ USERS = UpdateMetric(share=True)  # of a metric under any other name
 def of(metric: str) -> UpdateMetric:
     """Return how `metric`, with or without its split as in `train/loss`, is treated."""
     name = metric.split("/")[-1]
-    return UPDATE_METRICS.get(
-        name, UPDATE_METRICS["loss"] if name.endswith("_loss") else USERS
-    )  # of an output
+    if name in UPDATE_METRICS:
+        return UPDATE_METRICS[name]
+    if name.endswith("_loss"):  # the loss of an output
+        return UPDATE_METRICS["loss"]
+    return USERS

@@ -1,4 +1,4 @@
-"""Losses and metrics as the `training` group has them: of a single output, or by the name of an output."""
+"""Losses and metrics as the group `training` has them: of one output, or by output."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ METRIC_GROUPS = ("metrics", "weighted_metrics")
 
 
 class MetricNode(NamedTuple):
-    """A metric: of the only output, where `output` is None, or of the output that it stands under."""
+    """A metric of an output; of the only one where `output` is None."""
 
     key: str
     output: str | None
@@ -22,52 +22,63 @@ class MetricNode(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        return f"{self.output}_{self.name}" if self.output else self.name
+        if self.output:
+            return f"{self.output}_{self.name}"
+        return self.name
 
 
 def metrics_of(training: Any, group: str) -> list[MetricNode]:
-    """Return the metrics of one of `METRIC_GROUPS`; `training` is that section as nodes, or typed."""
-    found = []
-    for name, node in (
-        (str(name), node) for name, node in getattr(training, group).items()
-    ):
+    """Return the metrics of one of `METRIC_GROUPS`.
+
+    Args:
+        training: the group of that name, as nodes or typed.
+        group: one of `METRIC_GROUPS`.
+    """
+    metrics = []
+    for name, node in getattr(training, group).items():
+        name = str(name)
         key = f"training.{group}.{name}"
-        if isinstance(node, list | ListConfig):
-            received = node if isinstance(node, list) else OmegaConf.to_container(node)
-            raise ConfigError(key, f"must be {NAMED}", received)
+        if isinstance(node, ListConfig):
+            node = OmegaConf.to_container(node)
+        if isinstance(node, list):
+            raise ConfigError(key, f"must be {NAMED}", node)
         if isinstance(node, Mapping) and node and "_target_" not in node:
-            found += [
-                MetricNode(f"{key}.{each}", name, str(each), of_output)
-                for each, of_output in node.items()
-            ]
+            for metric, metric_node in node.items():
+                metric_key = f"{key}.{metric}"
+                metrics.append(MetricNode(metric_key, name, str(metric), metric_node))
         else:
-            found.append(MetricNode(key, None, name, node))
-    return found
+            metrics.append(MetricNode(key, None, name, node))
+    return metrics
 
 
 def check_names(metrics: Sequence[MetricNode]) -> None:
-    """Refuse a metric whose name MLflow does not take, or that is the name of another metric."""
+    """Reject a metric whose name MLflow does not take, or that another metric has."""
     names = [metric.full_name for metric in metrics]
+    ours = ", ".join(sorted(UPDATE_METRICS))
     for metric in metrics:
-        name, ours = metric.full_name, ", ".join(sorted(UPDATE_METRICS))
+        name = metric.full_name
         if (
             name in UPDATE_METRICS
             or metric.name == "loss"
             or names.count(name) > 1
             or not is_name(f"train/{name}")
         ):
-            rule = f"must have a name that MLflow takes ({NAME_RULE}) other than {ours} and those of other metrics"
+            rule = (
+                f"must have a name that MLflow takes ({NAME_RULE}) other than {ours} "
+                "and those of other metrics"
+            )
             raise ConfigError(metric.key, rule, name)
 
 
 def by_output(node: Any, key: str = "training.loss") -> Iterator[tuple[str, Any]]:
-    """Yield what a mapping or list holds for the outputs, with its key; a node with a target is one itself."""
-    if (
-        isinstance(node, Mapping | list | ListConfig)
-        and node
-        and "_target_" not in node
-    ):
-        for name in node if isinstance(node, Mapping) else range(len(node)):
-            yield from by_output(node[name], f"{key}.{name!s}")
-    else:
+    """Yield what a mapping or list holds for each output, with its key.
+
+    A node with a target is of the only output.
+    """
+    holds_others = isinstance(node, Mapping | list | ListConfig) and node
+    if not holds_others or "_target_" in node:
         yield key, node
+        return
+    names = node if isinstance(node, Mapping) else range(len(node))
+    for name in names:
+        yield from by_output(node[name], f"{key}.{name!s}")

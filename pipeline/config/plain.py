@@ -6,22 +6,24 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-# What a recorded link may be: `${another.key}`, or the product of two links, or of a link and a number.
+# What a recorded link may be: `${another.key}`, or the product of two links, or of a
+# link and a number.
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 
+# Keys as the names of runs and jobs have them.
 SHORT = {
     "effective_batch_size": "batch",
     "micro_batch_size": "micro",
     "learning_rate": "rate",
-    # Their former names, since a sweep finds its jobs again by their names.
+    # A sweep finds its jobs again by their names, so these are the former ones.
     "batch_schedule": "schedule",
     "noise_scale_every": "noise_every",
-}  # keys in names
+}
 
 
 def short(key: str, value: object) -> str:
-    """Return how the name of a run or a job says what a key was set to: `rate=0.1`."""
+    """Return the setting of a key as the names of runs and jobs have it: `rate=0.1`."""
     last = key.split(".")[-1]
     return f"{SHORT.get(last, last)}={value}"
 
@@ -33,33 +35,37 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Return every leaf of a plain config under its dotted name; an empty dict or list is a leaf."""
+    """Return every leaf of a plain config under its dotted name.
+
+    A list of values is a leaf, as is an empty dict or list.
+    """
     if isinstance(node, list) and any(isinstance(value, dict | list) for value in node):
         node = dict(enumerate(node))
     if not (isinstance(node, Mapping) and node):
         return {prefix: node}
     dot = f"{prefix}." if prefix else ""
-    return {
-        name: leaf
-        for key, value in node.items()
-        for name, leaf in leaves(value, f"{dot}{key}").items()
-    }
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= leaves(value, f"{dot}{key}")
+    return found
 
 
 def links(config: DictConfig) -> dict[str, str]:
-    """Return the links between keys, such as `${another.key}`, by the dotted name of the key that has the link."""
+    """Return the links between keys, such as `${another.key}`.
+
+    They are by the dotted name of the key that has the link.
+    """
     written = leaves(OmegaConf.to_container(config, resolve=False))
-    lists = ((key, entry) for key, entry in written.items() if isinstance(entry, list))
-    parts = {
-        f"{key}.{number}": part
-        for key, entry in lists
-        for number, part in enumerate(entry)
-    }
-    return {
-        key: entry
-        for key, entry in (written | parts).items()
-        if isinstance(entry, str) and LINK.fullmatch(entry)
-    }
+    for key, entry in list(written.items()):
+        if isinstance(entry, list):
+            for number, part in enumerate(entry):
+                written[f"{key}.{number}"] = part
+
+    links_by_key = {}
+    for key, entry in written.items():
+        if isinstance(entry, str) and LINK.fullmatch(entry):
+            links_by_key[key] = entry
+    return links_by_key
 
 
 def mapped(value: Any, function: Callable[[str], str]) -> Any:
@@ -68,9 +74,11 @@ def mapped(value: Any, function: Callable[[str], str]) -> Any:
         return {key: mapped(entry, function) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [mapped(entry, function) for entry in value]
-    return function(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return function(value)
+    return value
 
 
 def escaped(value: Any) -> Any:
-    """Return a plain value in which no text is an interpolation to OmegaConf, though it may look like one."""
+    """Return a plain value in which OmegaConf takes no text for an interpolation."""
     return mapped(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))

@@ -100,7 +100,7 @@ def about(
 
 
 class _SetOnce:
-    """Frozen once it is made. OmegaConf would make a frozen dataclass read-only nodes."""
+    """Frozen once it is made. Of a frozen dataclass, OmegaConf makes read-only nodes."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
@@ -146,7 +146,8 @@ class AccumulationConfig(_SetOnce):
     )
     # micro-batches per update on each replica
     factor: int | None = field(default=None, metadata=about(Kind.CUT))
-    # (int | auto | auto_fastest | null) examples per forward and backward on one replica
+    # (int | auto | auto_fastest | null) examples per forward and backward on one
+    # replica
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
     # (true | false | auto) noise that does not depend on the cut; auto: of layers that
     # can
@@ -163,7 +164,8 @@ class AccumulationConfig(_SetOnce):
 
 @dataclass
 class KeepBestConfig(_SetOnce):
-    # a metric of the validation split, such as `val/loss`; null keeps no best checkpoint
+    # a metric of the validation split, such as `val/loss`; null keeps no best
+    # checkpoint
     metric: str | None = field(default=None, metadata=about(Kind.TRAINING, fixed=False))
     # whether the smallest or the largest value is best
     mode: Mode | None = field(default=None, metadata=about(Kind.TRAINING, fixed=False))
@@ -187,7 +189,8 @@ class TrainingConfig(_SetOnce):
     )
     # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
     checkpoint_every: Any = field(default=None, metadata=about(Kind.PLACE))
-    # (node | mapping | list | null) minimized; one, or one per output; set by `objective`
+    # (node | mapping | list | null) minimized; one, or one per output; set by
+    # `objective`
     loss: Any = field(default=MISSING, metadata=about(Kind.TRAINING))
     # (mapping | list | null) a number for each output
     loss_weights: Any = field(default=None, metadata=about(Kind.TRAINING))
@@ -256,22 +259,22 @@ class HardwareConfig(_SetOnce):
     # (int | list | null) the GPUs of a run that is no job, counted from 0; null: the
     # first ones
     gpu: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as it
-    # needs
+    # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as
+    # it needs
     gpu_memory: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is
     # available
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as Keras'
-    # `fit` does
+    # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
+    # Keras' `fit` does
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see
     # docs/exact.md
     tf32: Any = field(default=True, metadata=about(Kind.NUMERICS))
     # (true | false) two runs on the same machine are bit-identical
     deterministic: Any = field(default=False, metadata=about(Kind.NUMERICS))
-    # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the 10th
-    # on
+    # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the
+    # 10th on
     profile: Any = field(default=None, metadata=about(Kind.LOG))
 
 
@@ -317,7 +320,8 @@ class TrackingConfig(ShownTrackingConfig):
     job: str | None = field(
         default=None, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
     )
-    # set by `--again`: artifacts must lie with the store, or where `trust.allow` permits
+    # set by `--again`: artifacts must lie with the store, or where `trust.allow`
+    # permits
     confined: bool = field(
         default=False, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
     )

@@ -62,7 +62,7 @@ _session: ContextVar[Session] = ContextVar("session")
 
 
 def session() -> Session:
-    """Return the session of the current call of Hydra; an empty one outside of a call."""
+    """Return the session of the current call of Hydra, or else an empty one."""
     return _session.get(Session())
 
 

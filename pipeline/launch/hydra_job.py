@@ -187,7 +187,7 @@ def _told_to_the_launcher(error: Exception) -> RuntimeError:
 
 
 def _with_traceback_kept(error: Exception) -> Exception:
-    """Write the traceback of a failed run into its run directory, if the disk allows it.
+    """Write the traceback of a failed run into its run directory, if the disk allows.
 
     Return the error that says so in one line; an error of the config stays as it is.
     """
