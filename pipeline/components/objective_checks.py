@@ -77,7 +77,10 @@ def check(
     """
     goal = objective.training
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    with refused("model", f"must take inputs of {_shape(x)}", model.name):
+    rule = f"must take inputs of {_shape(x)}"
+    if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
+        rule += ", which dataset.pad would bring to one length"
+    with refused("model", rule, model.name):
         outputs = model(x, training=False)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
