@@ -375,7 +375,8 @@ PREPARED = {
     f"train {TWO} 'training.class_weight={{0: 1}}'": "training.class_weight must be null where an example is not (x, "
     "y) with labels of one output, and of one length. Received: …",
     f"train {MLP} dataset._target_=mine.batched +model.classes=3": "dataset._target_ must give single examples in its "
-    "train split, not batches: leave `batch` out. Received: …",
+    "train split, not batches: leave `batch` out; if they are single ones, give their shape with tf.ensure_shape. "
+    "Received: …",
     f"train {MLP} training.loss._target_=keras.losses.sparse_categorical_crossentropy {NO_LOGITS}": (
         "training.loss.y_true must be given: keras.losses.sparse_categorical_crossentropy has no default for it; where "
         "the function itself is meant, training.loss._partial_ is true."
