@@ -266,7 +266,11 @@ def _check_metric(
     _trace(update_metrics)
     result = metric.result()
     if tf.nest.is_nested(result) or tf.convert_to_tensor(result).shape.rank != 0:
-        raise ValueError("its result is not one number")
+        reason = "its result is not one number"
+        # Keras' scores of several classes have one result for each by default.
+        if getattr(metric, "average", "") is None:
+            reason += "; with average=macro it is"
+        raise ValueError(reason)
 
 
 def _layer_metrics(model: keras.Model) -> list[keras.metrics.Metric]:

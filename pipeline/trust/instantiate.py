@@ -96,6 +96,15 @@ def accepted(
     return taken
 
 
+def required(target: Callable[..., Any]) -> set[str]:
+    """Return the names of the parameters of a target that have no default."""
+    names = set()
+    for name, parameter in (_parameters(target) or {}).items():
+        if parameter.default is parameter.empty:
+            names.add(name)
+    return names
+
+
 def _failed_path(error: HydraException, key: str) -> str:
     """Return the path, below `key`, of the nested node that could not be built.
 

@@ -490,7 +490,8 @@ PREPARED_TOO = {
     f"train {MLP} +training.loss.ignore_class=3 +model.classes=9": "training.loss must fit … (label 9 is outside of "
     "the 9 outputs). Received: …",
     f"train {MLP} training.metrics.accuracy._target_=mine.Vector {ONE_HOT}": (
-        "training.metrics.accuracy must fit … (its result is not one number). Received: 'F1Score'."
+        "training.metrics.accuracy must fit … (its result is not one number; with average=macro it is). "
+        "Received: 'F1Score'."
     ),
     f"train {MLP} training.metrics.accuracy._target_=keras.losses.Huber": "training.metrics.accuracy._target_ must "
     "give a keras.metrics.Metric. Received: 'Huber'.",
