@@ -24,6 +24,7 @@ _PREAMBLE = (
     "Detected at node",
     "<stack traces",
 )
+_IN_A_LAYER = re.compile(r"Exception encountered when calling (\w+)\.")
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # What TensorFlow writes around the cause on its line, and what stays of it: positions in
 # the graph, the iterator, the list of all labels, and the frame of an assertion.
@@ -170,7 +171,8 @@ def first_line(error: BaseException) -> str:
     """Return the line of an exception's message that names the cause.
 
     It is the first line, unless Keras, AutoGraph or TensorFlow put lines before it that
-    say where the error occurred. An exception without a message is named by its type.
+    say where the error occurred. The class of a layer that failed is added. An
+    exception without a message is named by its type.
     """
     text = _TERMINAL_COLOR.sub("", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -179,7 +181,11 @@ def first_line(error: BaseException) -> str:
     line = _line_of_cause(lines)
     for pattern, replacement in _AROUND_THE_CAUSE:
         line = re.sub(pattern, replacement, line)
-    return line.rstrip(".")
+    line = line.rstrip(".")
+    layer = _IN_A_LAYER.match(lines[0])
+    if layer:
+        line += f" (in {layer[1]})"
+    return line
 
 
 def _line_of_cause(lines: list[str]) -> str:

@@ -67,10 +67,10 @@ def python_in_the_data():
     [
         (wrong_input, "expected axis -1 of input shape to have value 4"),
         (wrong_input_of_an_inner_model, "expected axis -1 of input shape to have"),
-        (index_out_of_range, "indices[0,0] = 99 is not in [0, 10)"),
+        (index_out_of_range, "indices[0,0] = 99 is not in [0, 10) (in Embedding)"),
         (label_out_of_range, "Received a label value of 99 which is outside"),
         (failed_assertion, "too large:"),
-        (layer_of_the_user, "the layer is wrong"),
+        (layer_of_the_user, "the layer is wrong (in Failing)"),
         (python_in_the_data, "division"),
     ],
 )

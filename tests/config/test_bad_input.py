@@ -349,7 +349,7 @@ PREPARED = {
     "Choices: input_shape, classes, hidden, dropout, l2. Did you mean 'classes'?",
     f"train {MLP} model.dropout=1": "model must be what pipeline.components.model.mlp takes (ValueError: dropout "
     "must be from 0 "
-    "to below 1. Received: 1). Received: …",
+    "to below 1. Received: 1.0). Received: …",
     "train model._target_=mine.one_argument": "model.filters must be an argument of mine.one_argument; a model of your "
     "own stands whole in a file, conf/model/NAME.yaml, and is taken with --config-dir conf model=NAME. "
     "Received: 'filters'. Choices: x.",

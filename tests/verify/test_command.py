@@ -156,8 +156,8 @@ def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
     )
     assert done.stderr == (
         "pipeline: model must run in float64, in which it is verified "
-        "(InvalidArgumentError: Exception encountered when calling "
-        "MaxPooling3D.call()).\n"
+        "(InvalidArgumentError: Value for attr 'T' of double is not in the list of "
+        "allowed values: half, bfloat16, float (in MaxPooling3D)).\n"
     )
 
 
