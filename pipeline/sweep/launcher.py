@@ -26,9 +26,11 @@ from pipeline.common.secrets import mask
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
-from pipeline.sweep import mlflow_view, parent_run
+from pipeline.sweep import mlflow_view, parent_run, sweep_size
 from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 
+# Hydra's sweeper that runs all combinations of the swept values.
+_GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 # Seconds that an interrupted job has to close its run, beside its patience with the
 # store.
 GRACE = 60.0
@@ -74,6 +76,8 @@ class SweepLauncher(Launcher):
         self.config = config
         self.hydra_context = hydra_context
         self.task_function = task_function
+        if config.hydra.sweeper._target_ == _GRID:
+            sweep_size.check(_parsed(self._task_overrides()))
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, signal.default_int_handler)
@@ -82,6 +86,14 @@ class SweepLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run the jobs of a batch that have not finished; return the loss of each."""
+        if not job_overrides:
+            swept = [
+                override.input_line
+                for override in _parsed(self._task_overrides())
+                if override.is_sweep_override()
+            ]
+            rule = "must match at least one config, for a sweep to have a job"
+            raise ConfigError("override", rule, " ".join(map(str, swept)))
         plan = self.plan(job_overrides, initial_job_idx)
         slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
 
@@ -128,15 +140,9 @@ class SweepLauncher(Launcher):
 
     def _varied(self, values: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the keys that the sweep varies, from the values of each job by key."""
-        overrides: Any = OmegaConf.to_container(
-            self.config.hydra.overrides.task, resolve=False
-        )
-        params = self.config.hydra.sweeper.get("params") or {}
-        for key, value in params.items():
-            overrides.append(f"{key}={value}")
         # A swept key is in the name even if this batch has one value of it.
         swept = set()
-        for override in _parsed(overrides):
+        for override in _parsed(self._task_overrides()):
             if override.is_sweep_override():
                 swept.add(_key(override))
 
@@ -148,6 +154,17 @@ class SweepLauncher(Launcher):
             if key in swept or len({job.get(key) for job in values}) > 1:
                 varied.append(key)
         return varied
+
+    def _task_overrides(self) -> list[str]:
+        """Return the overrides of the sweep: its sweeper's, then the command line's."""
+        overrides = []
+        params = self.config.hydra.sweeper.get("params") or {}
+        for key, value in params.items():
+            overrides.append(f"{key}={value}")
+        on_command_line: Any = OmegaConf.to_container(
+            self.config.hydra.overrides.task, resolve=False
+        )
+        return [*overrides, *on_command_line]
 
     def _resolve(self, overrides: Sequence[str]) -> RunSpec:
         """Compose and check the config of a job."""

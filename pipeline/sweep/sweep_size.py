@@ -1,0 +1,62 @@
+"""How many jobs a sweep asks for, before Hydra makes a list of them all."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
+
+from pipeline.common.errors import ConfigError, say
+
+MOST_JOBS = 5000
+# Hydra composes each job before the first one starts, at tens of jobs a second.
+_MANY_JOBS = 200
+
+
+def check(overrides: Sequence[Override]) -> None:
+    """Raise a `ConfigError` for a grid that has no jobs, or too many.
+
+    Args:
+        overrides: of the sweep; of two with one key, the last counts.
+    """
+    jobs_by_key = {}
+    for override in overrides:
+        key = override.get_key_element()
+        jobs_by_key[key] = 1
+        if override.is_sweep_override():
+            jobs_by_key[key] = _count(override)
+    jobs = math.prod(jobs_by_key.values())
+    if jobs > MOST_JOBS:
+        largest = max(jobs_by_key, key=lambda key: jobs_by_key[key])
+        rule = f"must leave a sweep of at most {MOST_JOBS:,} jobs, which has {jobs:,}"
+        received = {
+            override.get_key_element(): _text(override) for override in overrides
+        }
+        raise ConfigError(largest.lstrip("+~"), rule, received[largest])
+    if jobs > _MANY_JOBS:
+        say(f"composing {jobs:,} jobs")
+
+
+def _count(override: Override) -> int:
+    """Return the number of values of a swept override; 1 if only Hydra knows it."""
+    swept: Any = override.value()
+    key = override.get_key_element().lstrip("+~")
+    if isinstance(swept, ChoiceSweep):
+        return len(swept.list)
+    if not isinstance(swept, RangeSweep):
+        return 1
+    if swept.step == 0:
+        rule = "must be a range with a step other than 0"
+        raise ConfigError(key, rule, _text(override))
+    assert swept.start is not None
+    assert swept.stop is not None
+    count = math.ceil((swept.stop - swept.start) / swept.step)
+    if count <= 0:
+        rule = "must be a range with at least one value"
+        raise ConfigError(key, rule, _text(override))
+    return count
+
+
+def _text(override: Override) -> str:
+    """Return the value of an override as it was typed."""
+    return str(override.input_line).partition("=")[2]

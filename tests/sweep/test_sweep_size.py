@@ -1,0 +1,41 @@
+"""A grid without jobs, or with more than anybody can wait for, is rejected at once."""
+
+from __future__ import annotations
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from pipeline.common.errors import ConfigError
+from pipeline.sweep import sweep_size
+
+
+def check(*overrides):
+    sweep_size.check(OverridesParser.create().parse_overrides(list(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seed=range(0,1,0)"], "seed must be a range with a step other than 0"),
+        (["seed=range(5,1)"], "seed must be a range with at least one value"),
+        (
+            ["model=cnn,mlp", "+seed=range(0,1000000000)"],
+            "seed must leave a sweep of at most 5,000 jobs, which has 2,000,000,000",
+        ),
+        (["scaling.warmup=range(0,1,1e-9)"], "scaling.warmup must leave a sweep of"),
+        ([f"seed={','.join(map(str, range(20_000)))}"], "which has 20,000"),
+    ],
+)
+def test_what_nobody_can_run_is_rejected(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(*overrides)
+
+
+def test_of_two_overrides_with_one_key_the_last_counts(capsys):
+    check("seed=range(0,1000000)", "seed=0,1", "model=mlp", "dataset=glob(*)")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_large_grid_is_announced(capsys):
+    check("seed=range(0,100)", "accumulation.factor=range(1,31)")
+    assert capsys.readouterr().err == "composing 3,000 jobs\n"
