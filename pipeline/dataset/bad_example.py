@@ -47,9 +47,9 @@ def located(data: Data, files: Files) -> Iterator[None]:
         # Every example can be read: the text named the iterator after a good batch.
         if not place and not is_of_data:
             raise
-        raise DataError(
-            f"the data cannot be read: {place or first_line(error)}"
-        ) from error
+        # A loader has said which of its batches it was.
+        cause = first_line(error).removeprefix("DataError: ")
+        raise DataError(f"the data cannot be read: {place or cause}") from error
 
 
 def _search(data: Data) -> str:

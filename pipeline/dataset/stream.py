@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipeline.accumulation.internals import Batches, examples_in, parts_of
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, DataError, described
 from pipeline.config.plan import ENDLESS, Window
 
 KEY = "dataset._target_"
@@ -85,7 +85,27 @@ class Loader:
                 batches = source()
             else:
                 batches = source
-            return map(self._checked, iter(batches))
+            return self._read(iter(batches))
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[tuple]:
+        """Yield the checked batches of an epoch.
+
+        Raises:
+            DataError: a batch cannot be read. It is named, with its file if the source
+                knows its files.
+        """
+        for number in itertools.count():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception as error:
+                place = f"batch {number} of the {self._split} split, counted from 0"
+                file = _unreadable_image(getattr(self._source, "file_paths", ()))
+                if file:
+                    place += f", with {file}"
+                raise DataError(f"{place}: {described(error)}") from error
+            yield self._checked(batch)
 
     def examples(self) -> tf.data.Dataset:
         """Return the examples of the first batch."""
@@ -110,6 +130,20 @@ class Loader:
             )
             raise ConfigError(KEY, rule, sorted(counts))
         return parts
+
+
+def _unreadable_image(paths: Iterable[str]) -> str:
+    """Return the first of these files that is no image; empty if all are.
+
+    `keras.utils.image_dataset_from_directory` leaves its files in its dataset. Their
+    order is not that of the batches.
+    """
+    for path in paths:
+        try:
+            tf.io.decode_image(tf.io.read_file(path), expand_animations=False)
+        except tf.errors.OpError:
+            return path
+    return ""
 
 
 def _spec_of_batches(source: Any, first: tuple) -> tuple:

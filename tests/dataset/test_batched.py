@@ -243,9 +243,20 @@ def test_what_a_loader_raises_in_the_middle_is_shown():
     step = tf.function(lambda batches: next(batches).sizes)
     batches = iter(of_stream(Stream(loader, FACTOR), 0))
     step(batches)
-    line = r"^the data cannot be read: RuntimeError: page 7 is missing$"
+    place = f"batch {2 * FACTOR} of the train split, counted from 0"
+    line = f"^the data cannot be read: {place}: RuntimeError: page 7 is missing$"
     with pytest.raises(DataError, match=line), located(data, Files()):
         step(batches)
+
+
+def test_a_broken_image_of_a_folder_is_named_with_its_batch(tmp_path):
+    folder = written(tmp_path / "photos")
+    broken = folder / "b" / "7.png"
+    broken.write_bytes(b"no image")
+    loader = Loader(images(folder), "train")
+    with pytest.raises(DataError, match=rf"^batch \d of .*, with {broken}: ") as caught:
+        list(loader.epoch())
+    assert "Unknown image file format" in str(caught.value)
 
 
 @pytest.mark.parametrize(
