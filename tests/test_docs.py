@@ -24,7 +24,7 @@ from pipeline.config.compose import composed, directory
 from pipeline.config.resolve import resolve
 from pipeline.config.schema import register
 from pipeline.config.sizes import Batching
-from pipeline.rerun.request import parsed
+from pipeline.rerun.request import parse_command_line
 from pipeline.sweep.files import sweep_files
 from tests.running import ROOT, environment
 from tests.test_architecture import ROOMS
@@ -182,7 +182,7 @@ def test_every_sweep_composes(line):
 
 @pytest.mark.parametrize("line", of("rerun"), ids=str)
 def test_every_rerun_is_understood(line):
-    request = parsed(shlex.split(line)[1:], None)
+    request = parse_command_line(shlex.split(line)[1:], None)
     assert request.run_id in ("RUN_ID", "SWEEP")
     assert all(isinstance(key, str) for key in request.values)
 

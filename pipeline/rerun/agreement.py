@@ -1,17 +1,28 @@
-"""Compares every `train/*` and `val/*` point of two runs, and decides whether they agree."""
+"""Compares the points of two runs under `train/` and `val/`, and decides if they agree.
+
+`compare` takes the histories of the runs, `compare_runs` the runs themselves in MLflow.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.common import rounding
 from pipeline.common.rounding import TF32
 from pipeline.config import metric_names
 from pipeline.config.key_kinds import DERIVED_CUT
 from pipeline.config.plan import HALVED
+from pipeline.report.html_page import Plot, Trace, axis, render, trace
 
-EXAMPLES = 2  # by which a count of examples may differ, if there are more than these
+# The verdicts, which are recorded as the tag `rerun.verdict`.
+BIT_EQUAL = "bit-equal"
+WITHIN_ROUNDING = "equal within rounding"
+DIFFERENT = "different"
+NO_POINTS = "nothing to compare"
+
+# A share of the examples may differ by so many of them, if there are more than these.
+MOST_EXAMPLES = 2
 
 History = Mapping[str, Mapping[int, float]]  # value by step, by metric
 
@@ -26,8 +37,11 @@ class Point:
     new: float | None
 
     @property
-    def relative(self) -> float:
-        """Return |new − old| / max(|old|, |new|); infinite if only one is a finite number."""
+    def relative_difference(self) -> float:
+        """Return |new − old| / max(|old|, |new|).
+
+        It is 0 for two NaNs, and infinite if only one value is a finite number.
+        """
         if self.old is None or self.new is None:
             return math.inf
         if self.old == self.new or (math.isnan(self.old) and math.isnan(self.new)):
@@ -37,20 +51,29 @@ class Point:
         return abs(self.new - self.old) / max(abs(self.old), abs(self.new))
 
     def __str__(self) -> str:
-        shown = [
-            "absent" if value is None else repr(value) for value in (self.old, self.new)
-        ]
-        by = "" if math.isinf(self.relative) else f", {self.relative:.2g} relative"
-        return (
-            f"{self.metric} at update {self.step}: {shown[0]} then, {shown[1]} now{by}"
-        )
+        old = _shown(self.old)
+        new = _shown(self.new)
+        text = f"{self.metric} at update {self.step}: {old} then, {new} now"
+        if math.isinf(self.relative_difference):
+            return text
+        return f"{text}, {self.relative_difference:.2g} relative"
 
 
-class Agreement(NamedTuple):
-    """The outcome of a comparison."""
+@dataclass(frozen=True)
+class Agreement:
+    """The outcome of a comparison.
 
-    verdict: str  # `bit-equal`, `equal within rounding`, `different`, or `nothing to compare` without any point
-    text: str  # the verdict, what was compared, and where the runs differ
+    Attributes:
+        verdict: one of the four above.
+        text: the verdict, what was compared, and where the runs differ.
+    """
+
+    verdict: str
+    text: str
+
+    @property
+    def runs_agree(self) -> bool:
+        return self.verdict in (BIT_EQUAL, WITHIN_ROUNDING)
 
 
 def compare(
@@ -58,155 +81,262 @@ def compare(
     new: History,
     precision: str,
     *,
-    validation: int = 0,
+    validation_examples: int = 0,
     same_cut: bool = True,
     until: float = math.inf,
 ) -> Agreement:
-    """Compare all points of the recorded run and its rerun, except for metrics that only the new one has.
+    """Compare all points of a recorded run and its rerun.
 
-    `validation` counts the examples of that split, where it is known; with `same_cut` both runs cut a batch into as
-    many micro-batches on as many replicas; `until` is the last update of the old run, if it was interrupted.
+    A metric that only the rerun has is left out.
+
+    Args:
+        old: the history of the recorded run.
+        new: the history of its rerun.
+        precision: the coarser one of the two runs, a key of `rounding.BY_PRECISION`.
+        validation_examples: the size of the validation split; 0 if it is not known.
+        same_cut: both runs cut a batch into as many micro-batches on as many replicas.
+        until: the last update of the recorded run, if it was interrupted.
     """
-    kept = [
-        metric for metric in old if same_cut or not metric_names.of(metric).of_the_cut
-    ]
-    pairs = [(metric, old[metric], new.get(metric, {})) for metric in kept]
-    points = [
-        Point(key, n, then.get(n), now.get(n))
-        for key, then, now in pairs
-        for n in {*then, *now}
-        if n <= until
-    ]
-    # Within one update the training loss comes first.
-    points.sort(
-        key=lambda point: (point.step, point.metric != "train/loss", point.metric)
-    )
-    sizes = old.get("train/effective_batch_size", {})
-    differing = [point for point in points if point.relative > 0]
-    counts = [
-        sizes.get(point.step) if point.metric.startswith("train/") else validation
-        for point in differing
-    ]
-    beyond = [
-        p
-        for p, examples in zip(differing, counts, strict=True)
-        if not _is_rounding(p, precision, examples)
-    ]
-    what = f"{len(points)} points of {len(kept)} metrics"
-    if left_out := sorted({*old, *new} - {*kept}):
-        what += f" (without {', '.join(left_out)})"
+    compared = []
+    for metric in old:
+        if same_cut or not metric_names.of(metric).of_the_cut:
+            compared.append(metric)
+    points = _points(old, new, compared, until)
+
+    scope = f"{len(points)} points of {len(compared)} metrics"
+    left_out = sorted({*old, *new} - {*compared})
+    if left_out:
+        scope += f" (without {', '.join(left_out)})"
     if until < math.inf:
-        what += f" up to update {until}, where the recorded run ended"
+        scope += f" up to update {until}, where the recorded run ended"
     if precision == TF32:
-        what += ", with the bounds of TF32"
+        scope += ", with the bounds of TF32"
+
+    differing = [point for point in points if point.relative_difference > 0]
+    batch_sizes = old.get("train/effective_batch_size", {})
+    beyond_rounding = []
+    for point in differing:
+        examples: float | None = validation_examples
+        if point.metric.startswith("train/"):
+            examples = batch_sizes.get(point.step)
+        if not _is_rounding(point, precision, examples):
+            beyond_rounding.append(point)
+
+    if not points:
+        return Agreement(NO_POINTS, f"{NO_POINTS}: {scope}")
     if not differing:
-        verdict = "bit-equal" if points else "nothing to compare"
-        return Agreement(verdict, f"{verdict}: {what}")
-    first, most = (
-        differing[0],
-        max(beyond or differing, key=lambda point: point.relative),
-    )
-    if not beyond:
-        text = f"equal within rounding: {what}; the first that differs is {first}; the most: {most}"
-        return Agreement("equal within rounding", text)
-    since = f"; within rounding from {first}" if first.step < beyond[0].step else ""
-    text = f"different from update {beyond[0].step} on: {beyond[0]}; the most: {most}{since}; {what}"
-    return Agreement("different", text)
+        return Agreement(BIT_EQUAL, f"{BIT_EQUAL}: {scope}")
+    if not beyond_rounding:
+        text = (
+            f"{WITHIN_ROUNDING}: {scope}; the first that differs is {differing[0]}; "
+            f"the most: {_largest(differing)}"
+        )
+        return Agreement(WITHIN_ROUNDING, text)
+    return Agreement(DIFFERENT, _text_of_difference(differing, beyond_rounding, scope))
 
 
-def of_runs(
-    client: Any, old: Any, new: Any, validation: int | None, in_tf32: bool = False
+def compare_runs(
+    client: Any,
+    old: Any,
+    new: Any,
+    validation_examples: int | None,
+    in_tf32: bool = False,
 ) -> tuple[Agreement, str]:
-    """Compare two MLflow runs with `validation` examples in that split; return the outcome and an HTML page."""
+    """Compare two runs of MLflow.
 
-    def history(run: Any) -> History:
-        keys = [
-            key
-            for key in sorted(run.data.metrics)
-            if key.startswith(("train/", "val/"))
-        ]
-        return {
-            key: {
-                at.step: at.value
-                for at in client.get_metric_history(run.info.run_id, key)
-            }
-            for key in keys
-        }
+    Args:
+        client: MLflow's client of their store.
+        old: the recorded run.
+        new: its rerun.
+        validation_examples: the size of the validation split; None if it is not known.
+        in_tf32: one of the runs computed float32 in TF32.
 
-    before, after = history(old), history(new)
-    then, now = old.data.params, new.data.params
-    precisions = {params.get("hardware.precision") for params in (then, now)} | (
-        {TF32} if in_tf32 else set()
+    Returns:
+        The outcome, and an HTML page with plots of both runs.
+    """
+    old_history = _history(client, old)
+    new_history = _history(client, new)
+
+    precisions = {run.data.params.get("hardware.precision") for run in (old, new)}
+    if in_tf32:
+        precisions.add(TF32)
+    agreement = compare(
+        old_history,
+        new_history,
+        rounding.coarsest(precisions),
+        validation_examples=validation_examples or 0,
+        same_cut=_have_same_cut(old, new),
+        until=_last_update(old, old_history),
     )
-    precision = rounding.coarsest(precisions)
-    same = old.data.tags.get(HALVED) == new.data.tags.get(HALVED) and all(
-        then.get(key) == now.get(key) for key in DERIVED_CUT
-    )
-    last = max((step for points in before.values() for step in points), default=0)
-    until = math.inf if old.info.status == "FINISHED" else last
-    found = compare(
-        before, after, precision, validation=validation or 0, same_cut=same, until=until
-    )
-    return found, page(
-        before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", found.text
-    )
+
+    title = f"{old.info.run_id} and its rerun {new.info.run_id}"
+    return agreement, page(old_history, new_history, title, agreement.text)
 
 
 def page(old: History, new: History, title: str, about: str) -> str:
-    """Return a self-contained HTML page: the losses of both runs by update, and their difference."""
-    from pipeline.report.html_page import Plot, axis, render, trace
+    """Return a self-contained HTML page with the losses of two runs.
 
-    losses, apart = list[dict[str, Any]](), list[dict[str, Any]]()
-    for metric, mode in (("train/loss", "lines"), ("val/loss", "lines+markers")):
-        both = [history.get(metric, {}).items() for history in (old, new)]
-        then, now = (
-            {step: value for step, value in points if math.isfinite(value)}
-            for points in both
+    It plots the losses by update, and how far they differ.
+
+    Args:
+        old: the history of the recorded run.
+        new: the history of its rerun.
+        title: the heading.
+        about: the text below it.
+    """
+    losses: list[Trace] = []
+    differences: list[Trace] = []
+    modes = {"train/loss": "lines", "val/loss": "lines+markers"}
+    for metric, mode in modes.items():
+        then = _finite(old.get(metric, {}))
+        now = _finite(new.get(metric, {}))
+        color = len(losses)
+        losses.append(trace(f"{metric}, then", then, then.values(), color, mode))
+        losses.append(trace(f"{metric}, now", now, now.values(), color + 1, mode))
+
+        # A logarithmic axis has no zero.
+        relative = {}
+        for step, value in then.items():
+            if step in now and value != now[step]:
+                point = Point(metric, step, value, now[step])
+                relative[step] = point.relative_difference
+        differences.append(
+            trace(metric, relative, relative.values(), color, "lines+markers")
         )
-        for points, name in ((then, f"{metric}, then"), (now, f"{metric}, now")):
-            losses.append(trace(name, points, points.values(), len(losses), mode))
-        differ = {
-            s: Point(metric, s, then[s], now[s]).relative
-            for s in then
-            if s in now and then[s] != now[s]
-        }
-        apart.append(
-            trace(metric, differ, differ.values(), len(losses) - 2, "lines+markers")
-        )
-    caption = "Updates at which both runs are equal to the bit are left out."
-    by_update, parted = (
-        {"xaxis": axis("updates"), "yaxis": axis("loss")},
-        axis("relative difference", log=True),
+
+    updates = axis("updates")
+    loss_plot = Plot(
+        key="loss",
+        section="Losses",
+        title="Loss by update",
+        caption="",
+        data=losses,
+        layout={"xaxis": updates, "yaxis": axis("loss")},
     )
-    loss = Plot("loss", "Losses", "Loss by update", "", losses, by_update)
-    part = Plot(
-        "apart",
-        "Differences",
-        "How far the runs part",
-        caption,
-        apart,
-        by_update | {"yaxis": parted},
+    difference_plot = Plot(
+        key="apart",
+        section="Differences",
+        title="How far the runs part",
+        caption="Updates at which both runs are equal to the bit are left out.",
+        data=differences,
+        layout={"xaxis": updates, "yaxis": axis("relative difference", log=True)},
     )
-    plots = [plot for plot in (loss, part) if any(one["x"] for one in plot.data)]
-    return render(
-        title, about, plots, "Computed from the metrics of both runs in MLflow."
+    plots = [plot for plot in (loss_plot, difference_plot) if plot.has_points()]
+    footer = "Computed from the metrics of both runs in MLflow."
+    return render(title, about, plots, footer)
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "absent"
+    return repr(value)
+
+
+def _points(
+    old: History, new: History, metrics: Iterable[str], until: float
+) -> list[Point]:
+    """Return the points of these metrics up to an update, the earliest first."""
+    points = []
+    for metric in metrics:
+        old_values = old[metric]
+        new_values = new.get(metric, {})
+        for step in {*old_values, *new_values}:
+            if step <= until:
+                old_value = old_values.get(step)
+                new_value = new_values.get(step)
+                points.append(Point(metric, step, old_value, new_value))
+    return sorted(points, key=_order)
+
+
+def _order(point: Point) -> tuple[int, bool, str]:
+    """Return the sort key of a point: within one update the training loss is first."""
+    return point.step, point.metric != "train/loss", point.metric
+
+
+def _text_of_difference(
+    differing: list[Point], beyond_rounding: list[Point], scope: str
+) -> str:
+    """Return where two runs differ that are not equal within rounding."""
+    first = beyond_rounding[0]
+    within = ""
+    if differing[0].step < first.step:
+        within = f"; within rounding from {differing[0]}"
+    return (
+        f"{DIFFERENT} from update {first.step} on: {first}; "
+        f"the most: {_largest(beyond_rounding)}{within}; {scope}"
     )
+
+
+def _largest(points: list[Point]) -> Point:
+    return max(points, key=lambda point: point.relative_difference)
 
 
 def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
+    """Return whether rounding explains the difference of a point.
+
+    Args:
+        point: a point at which the runs differ.
+        precision: a key of `rounding.BY_PRECISION`.
+        examples: how many examples the values are of; None if that is not known.
+    """
     metric = metric_names.of(point.metric)
     if metric.counted or point.old is None or point.new is None:
         return False
     bound = rounding.BY_PRECISION[precision].bound(point.step) * metric.rounding
-    if point.relative <= bound:
+    if point.relative_difference <= bound:
         return True
+
     # A share of the examples, such as the accuracy, changes by at least one of them.
-    if not metric.share or examples is None or not EXAMPLES < examples < math.inf:
+    if not metric.share or examples is None:
         return False
-    totals = [share * examples for share in (point.old, point.new)]
-    # In float32 a count is exact up to 2^24, and its division by the examples rounds by at most 2^-24 of the share.
-    counts = all(
-        0 <= total <= examples and math.isclose(total, round(total), rel_tol=2**-23)
-        for total in totals
-    )
-    return counts and abs(round(totals[0]) - round(totals[1])) <= EXAMPLES
+    if not MOST_EXAMPLES < examples < math.inf:
+        return False
+    old_count = _count(point.old, examples)
+    new_count = _count(point.new, examples)
+    if old_count is None or new_count is None:
+        return False
+    return abs(old_count - new_count) <= MOST_EXAMPLES
+
+
+def _count(share: float, examples: float) -> int | None:
+    """Return how many examples a share is; None if it is no whole number of them."""
+    total = share * examples
+    # In float32 a count is exact up to 2^24, and its division by the examples rounds by
+    # at most 2^-24 of the share.
+    if 0 <= total <= examples and math.isclose(total, round(total), rel_tol=2**-23):
+        return round(total)
+    return None
+
+
+def _history(client: Any, run: Any) -> History:
+    """Return all points of a run under `train/` and `val/`."""
+    history = {}
+    for metric in sorted(run.data.metrics):
+        if metric.startswith(("train/", "val/")):
+            points = client.get_metric_history(run.info.run_id, metric)
+            history[metric] = {point.step: point.value for point in points}
+    return history
+
+
+def _have_same_cut(old: Any, new: Any) -> bool:
+    """Return whether two runs cut their batches into the same micro-batches."""
+    if old.data.tags.get(HALVED) != new.data.tags.get(HALVED):
+        return False
+    old_params = old.data.params
+    new_params = new.data.params
+    return all(old_params.get(key) == new_params.get(key) for key in DERIVED_CUT)
+
+
+def _last_update(run: Any, history: History) -> float:
+    """Return up to which update a run can be compared; infinity if it finished."""
+    if run.info.status == "FINISHED":
+        return math.inf
+    steps: list[int] = []
+    for points in history.values():
+        steps += points
+    return max(steps, default=0)
+
+
+def _finite(points: Mapping[int, float]) -> dict[int, float]:
+    """Return the points that can be drawn."""
+    return {step: value for step, value in points.items() if math.isfinite(value)}

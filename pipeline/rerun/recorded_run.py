@@ -1,8 +1,11 @@
-"""The record of a run, fetched from a store: untrusted input, of which nothing is used before it is checked."""
+"""The record of a run, fetched from a store.
+
+It is untrusted input: nothing in it is used before it is checked.
+"""
 
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
 
-_FORMS = {  # of the files of a record
+# The files of a record, and what each must hold.
+_FORMS = {
     "config.yaml": {
         "dataset?": dict,
         "optimizer?": dict,
@@ -34,185 +38,265 @@ _FORMS = {  # of the files of a record
 _NOT_LINKED = {"hydra", *key_kinds.groups_apart()}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 LARGEST = 16 * 2**20  # bytes of one file of a record
+_LONGEST_VERSION = 40  # characters
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The record of a run; `environment` and `dataset` are empty if an older run recorded none."""
+    """The record of a run.
 
-    run: Any  # of MLflow
-    config: dict[str, Any]  # resolved, as it was written, of any schema
+    Attributes:
+        run: the run of MLflow.
+        config: resolved, as it was written, of any schema.
+        environment: what `provenance.environment` returned; empty if none is recorded.
+        dataset: what `provenance.dataset` returned; empty if none is recorded.
+        links: the links between keys of the config before it was resolved, by the
+            dotted name of the key that had the link.
+    """
+
+    run: Any
+    config: dict[str, Any]
     environment: dict[str, Any]
     dataset: dict[str, Any]
-    links: dict[
-        str, str
-    ]  # interpolations of the config before it was resolved, by dotted name
+    links: dict[str, str]
 
     @property
-    def run_dir(self) -> str:  # as the record names it
+    def run_id(self) -> str:
+        return str(self.run.info.run_id)
+
+    @property
+    def run_dir(self) -> str:
+        """Return the run directory of the recorded run."""
         return str(self.environment.get("run_dir") or "")
 
+    @property
+    def data_dir(self) -> str | None:
+        """Return where the recorded run kept its data; None if it is not known."""
+        return _text_or_none(self._group("dataset").get("data_dir"))
+
+    @property
+    def experiment(self) -> str | None:
+        """Return the experiment of the recorded run; None if it is not known."""
+        return _text_or_none(self._group("tracking").get("experiment"))
+
     def is_in_tf32(self) -> bool:
-        """Return whether float32 was computed in TF32; records that do not say it are taken for it if on a GPU."""
+        """Return whether float32 was computed in TF32.
+
+        A record that does not say it is taken for one that was, if it was on a GPU.
+        """
         params = self.run.data.params
-        on_gpu = (
-            bool(self.environment.get("gpus"))
-            and params.get("hardware.device") != "cpu"
-        )
-        return params.get("hardware.precision") == "float32" and bool(
-            self.environment.get("tf32", on_gpu)
-        )
+        if params.get("hardware.precision") != "float32":
+            return False
+        had_gpus = bool(self.environment.get("gpus"))
+        on_gpu = had_gpus and params.get("hardware.device") != "cpu"
+        return bool(self.environment.get("tf32", on_gpu))
 
     def is_unchanged(self) -> bool:
-        """Return whether the config matches its recorded hash; True for schema 0, which hashed differently."""
+        """Return whether the config has its recorded hash.
+
+        It is True for schema 0, which hashed differently.
+        """
         if not self.config.get("schema"):
             return True
         try:
             tag = str(self.run.data.tags.get("config.hash"))
             return provenance.has_hash(self.config, self.run_dir, tag)
-        except TypeError:  # keys that JSON does not allow; the gate refuses them
+        except TypeError:  # JSON does not allow its keys; the gate rejects them
             return False
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
-        """Return the config with current names, and with `run_dir` in place of the recorded run directory."""
-        before = self.run_dir.rstrip("/")
+        """Return the config with current names, and in another run directory."""
+        old_dir = self.run_dir.rstrip("/")
 
         def move(text: str) -> str:
-            is_inside = before.startswith("/") and f"{text}/".startswith(f"{before}/")
-            return f"{run_dir.absolute()}{text[len(before) :]}" if is_inside else text
+            if old_dir.startswith("/") and f"{text}/".startswith(f"{old_dir}/"):
+                return f"{run_dir.absolute()}{text[len(old_dir) :]}"
+            return text
 
         return former_names.migrated(plain.mapped(self.config, move))
 
     def check_schema(self) -> None:
-        """Check that the record's schema is known, and say if it is an older one, which would be migrated here.
+        """Reject a record of an unknown schema, and print the version of an older one.
 
-        From 0 to 2 nothing has to change, since the defaults of new keys do what older code did. Before 2, only the
-        last validation of a run with `use_ema` used the averaged weights. From 2 to 3 two keys were renamed.
+        From 0 to 2 nothing has to change, since the defaults of new keys do what older
+        code did. From 2 to 3 two keys were renamed, see `former_names`.
         """
-        version, run_id = self.config.get("schema", 0), self.run.info.run_id
+        version = self.config.get("schema", 0)
         if type(version) is not int or not 0 <= version <= schema.SCHEMA:
-            made_by = str((self.environment.get("package") or {}).get("version"))[:40]
-            rule = f"must have a record of schema 0 to {schema.SCHEMA}; the version that made it, {made_by}, runs it: "
-            # Anything but a small number may be long.
-            received = (
-                version
-                if type(version) is int and abs(version) < 10**9
-                else type(version).__name__
-            )
-            raise ConfigError("RUN_ID", f"{rule}pipeline rerun {run_id}", received)
-        if version < schema.SCHEMA:
+            raise self._unknown_schema(version)
+        if version == schema.SCHEMA:
+            return
+
+        say(
+            f"the record of {self.run_id} is of schema {version}: "
+            f"brought to schema {schema.SCHEMA}"
+        )
+        # Before 2, only the last validation used the averaged weights.
+        if version < 2 and self._group("optimizer").get("use_ema"):
             say(
-                f"the record of {run_id} is of schema {version}: brought to schema {schema.SCHEMA}"
+                "  differs: val/…: all are of the averaged weights now, "
+                "then only the last one was"
             )
-            averages = (self.config.get("optimizer") or {}).get("use_ema")
-            if version < 2 and averages:
-                say(
-                    "  differs: val/…: all are of the averaged weights now, then only the last one was"
-                )
+
+    def _unknown_schema(self, version: object) -> ConfigError:
+        package = self.environment.get("package") or {}
+        made_by = str(package.get("version"))[:_LONGEST_VERSION]
+        rule = (
+            f"must have a record of schema 0 to {schema.SCHEMA}; the version that made "
+            f"it, {made_by}, runs it: pipeline rerun {self.run_id}"
+        )
+        # Anything but a small number may be long.
+        received: object = type(version).__name__
+        if type(version) is int and abs(version) < 10**9:
+            received = version
+        return ConfigError("RUN_ID", rule, received)
+
+    def _group(self, name: str) -> dict[str, Any]:
+        """Return a group of the config; it is empty if the record lacks it."""
+        return self.config.get(name) or {}
 
 
 def fetch(store: ForeignStore, start: str) -> RecordedRun:
-    """Return the record of the run whose ID begins with `start`; raise a `ConfigError` if it cannot be read."""
+    """Return the record of the run whose ID begins with `start`.
+
+    Raises:
+        ConfigError: there is no such run, or its record cannot be read.
+    """
     from mlflow.exceptions import MlflowException
 
     run = store.run(start)
     run_id = run.info.run_id
     if run.info.lifecycle_stage != "active":
-        raise ConfigError(
-            "RUN_ID",
-            "must be a run that is not deleted: restore it first (mlflow runs restore)",
-            run_id,
+        rule = (
+            "must be a run that is not deleted: restore it first (mlflow runs restore)"
         )
+        raise ConfigError("RUN_ID", rule, run_id)
     if "sweep.name" in run.data.tags:
-        raise ConfigError(
-            "RUN_ID", "is a sweep: rerun it with --sweep, or one of its runs", run_id
-        )
+        rule = "is a sweep: rerun it with --sweep, or one of its runs"
+        raise ConfigError("RUN_ID", rule, run_id)
     try:
-        found = _read(store.client(), run_id)
+        contents = _download(store.client(), run_id)
     except (MlflowException, OSError, ValueError) as error:
-        raise ConfigError(
-            "RUN_ID",
-            f"must have a record that can be read ({first_line(error)})",
-            run_id,
-        ) from error
-    if "config.yaml" not in found:
-        raise ConfigError(
-            "RUN_ID", "must be a run that recorded its config (config.yaml)", run_id
-        )
-    gate.check_size(found["config.yaml"])
-    found["links.json"] = former_names.current_links(found.get("links.json", {}))
-    return RecordedRun(run, *(found.get(name, {}) for name in _FORMS))
+        rule = f"must have a record that can be read ({first_line(error)})"
+        raise ConfigError("RUN_ID", rule, run_id) from error
+    if "config.yaml" not in contents:
+        rule = "must be a run that recorded its config (config.yaml)"
+        raise ConfigError("RUN_ID", rule, run_id)
+    gate.check_size(contents["config.yaml"])
+
+    return RecordedRun(
+        run=run,
+        config=contents["config.yaml"],
+        environment=contents.get("environment.json", {}),
+        dataset=contents.get("dataset.json", {}),
+        links=former_names.current_links(contents.get("links.json", {})),
+    )
 
 
 def relinked(
     config: dict[str, Any], links: Mapping[str, str], changed: Collection[str]
 ) -> dict[str, Any]:
-    """Return a checked config in which values that were linked to `changed` keys are links again.
+    """Return a config in which values that follow changed keys are links again.
 
-    Without this, an override of the learning rate would not reach the schedule. Links to other than keys are ignored.
+    Without this, an override of the learning rate would not reach the schedule. A link
+    that refers to anything but keys is ignored.
+
+    Args:
+        config: plain, resolved and checked.
+        links: the recorded links, by the dotted name of the key that had the link.
+        changed: the keys that overrides set.
     """
-    known = {
-        key: link
-        for key, link in links.items()
-        if plain.LINK.fullmatch(link) and not _touches(key, changed)
-    }
-    names = {key: _REFERENCE.findall(link) for key, link in known.items()}
-    names = {
-        key: of
-        for key, of in names.items()
-        if not _NOT_LINKED & {name.split(".")[0] for name in (key, *of)}
-    }
+    references = _references(links, changed)
     followed = set(changed)
-    while more := {
-        key
-        for key in names.keys() - followed
-        if any(_touches(name, followed) for name in names[key])
-    }:
-        followed |= more
-    again = {tuple(key.split(".")): links[key] for key in names.keys() & followed}
-    return {name: _linked(entry, again, (str(name),)) for name, entry in config.items()}
+    restored: dict[tuple[str, ...], str] = {}
+    while True:
+        reached = []
+        for key, names in references.items():
+            follows = any(_touches(name, followed) for name in names)
+            if follows and key not in followed:
+                reached.append(key)
+        if not reached:
+            break
+        followed.update(reached)
+        for key in reached:
+            restored[tuple(key.split("."))] = links[key]
+
+    return {
+        name: _with_links(entry, restored, (str(name),))
+        for name, entry in config.items()
+    }
 
 
-def _linked(
+def _text_or_none(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    return None
+
+
+def _references(
+    links: Mapping[str, str], changed: Collection[str]
+) -> dict[str, list[str]]:
+    """Return the keys that each link refers to, by the key that has the link.
+
+    Links that are not trusted, and those that an override replaces, are left out.
+    """
+    references = {}
+    for key, link in links.items():
+        if not plain.LINK.fullmatch(link) or _touches(key, changed):
+            continue
+        names = _REFERENCE.findall(link)
+        groups = {name.split(".")[0] for name in (key, *names)}
+        if not groups & _NOT_LINKED:
+            references[key] = names
+    return references
+
+
+def _touches(key: str, names: Iterable[str]) -> bool:
+    """Return whether a key is one of `names`, lies below one, or has one below it."""
+    for name in names:
+        if f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}."):
+            return True
+    return False
+
+
+def _with_links(
     node: Any, links: Mapping[tuple[str, ...], str], path: tuple[str, ...]
 ) -> Any:
-    """Return a copy of the plain `node` at `path`, with `links` in place of what is at their paths."""
+    """Return a copy of a plain node in which links replace what is at their paths."""
     if path in links:
         return links[path]
     if isinstance(node, dict):
         return {
-            name: _linked(entry, links, (*path, str(name)))
+            name: _with_links(entry, links, (*path, str(name)))
             for name, entry in node.items()
         }
-    return (
-        [_linked(entry, links, (*path, str(i))) for i, entry in enumerate(node)]
-        if isinstance(node, list)
-        else node
-    )
+    if isinstance(node, list):
+        return [
+            _with_links(entry, links, (*path, str(number)))
+            for number, entry in enumerate(node)
+        ]
+    return node
 
 
-def _read(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
-    found = {}
+def _download(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
+    """Return what the files of a record hold, by the name of the file.
+
+    Raises:
+        ValueError: a file is too large, or does not have its form.
+    """
+    contents = {}
     with tempfile.TemporaryDirectory() as folder:
         for artifact in client.list_artifacts(run_id):
             # A folder has no size that could be checked before it is downloaded.
-            if artifact.path in _FORMS and not artifact.is_dir:
-                if (artifact.file_size or 0) > LARGEST:
-                    raise ValueError(
-                        f"{artifact.path} is of {artifact.file_size} bytes"
-                    )
-                fetched = Path(client.download_artifacts(run_id, artifact.path, folder))
-                found[artifact.path] = recorded.read(fetched, _FORMS[artifact.path])
-    if not all(
-        abs(count) < 2**63
-        for count in found.get("dataset.json", {}).get("examples", {}).values()
-    ):
+            if artifact.path not in _FORMS or artifact.is_dir:
+                continue
+            if (artifact.file_size or 0) > LARGEST:
+                size = artifact.file_size
+                raise ValueError(f"{artifact.path} is of {size} bytes")
+            file = Path(client.download_artifacts(run_id, artifact.path, folder))
+            contents[artifact.path] = recorded.read(file, _FORMS[artifact.path])
+
+    examples = contents.get("dataset.json", {}).get("examples", {})
+    if any(abs(count) >= 2**63 for count in examples.values()):
         raise ValueError("examples of dataset.json are no numbers")
-    return found
-
-
-def _touches(key: str, names: Collection[str]) -> bool:
-    return any(
-        f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.")
-        for name in names
-    )
+    return contents

@@ -1,7 +1,8 @@
 """The command line of `pipeline rerun`."""
 
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,101 +11,174 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from pipeline.checkpoints.run_dirs import quoted
-from pipeline.common.errors import Parser
+from pipeline.common.errors import ConfigError, Parser
 from pipeline.config import compose, hydra_errors, key_kinds
 
+# These overrides are applied before Hydra composes the recorded config.
+_APPLIED_BEFORE = ("hydra.run.dir", "tracking", "dataset.data_dir")
 
-class Request(Namespace):
-    """The parsed command line; `parsed` declares what it holds."""
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        run_id: the run in the store, or the start of its ID.
+        dry: only show the plan and the differences.
+        sweep: `run_id` is a sweep, of which all jobs are rerun.
+        allow: dotted names and places that the user trusts.
+        config_dir: a folder with the user's own config groups.
+        config_name: the name of the user's own config.
+        overrides: in Hydra's grammar.
+    """
+
+    run_id: str
+    dry: bool
+    sweep: bool
+    allow: list[str]
+    config_dir: str | None
+    config_name: str | None
+    overrides: list[str]
 
     @property
-    def own(self) -> list[str]:  # the Hydra options that select the user's own config
-        named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
-        return [
-            text for option, value in named.items() if value for text in (option, value)
-        ]
+    def own_config_options(self) -> list[str]:
+        """Return the options of Hydra that select the user's own config."""
+        options = []
+        if self.config_dir:
+            options += ["--config-dir", self.config_dir]
+        if self.config_name:
+            options += ["--config-name", self.config_name]
+        return options
 
     @property
-    def changing(self) -> list[str]:  # the run, not where it runs
-        changing = []
+    def changes(self) -> list[str]:
+        """Return the overrides that change what runs, not where."""
+        changes = []
         for override in self.overrides:
             key = override.lstrip("+~").partition("=")[0]
             if not key.startswith("hydra") and key_kinds.decides_what_runs(key):
-                changing.append(override)
-        return changing
+                changes.append(override)
+        return changes
 
     @property
-    def folders(self) -> list[str]:  # with config groups, the package's first
-        return [
-            compose.directory(),
-            *([str(Path(self.config_dir).absolute())] if self.config_dir else []),
-        ]
+    def own_folders(self) -> list[str]:
+        """Return the user's own folders with config groups."""
+        if not self.config_dir:
+            return []
+        return [str(Path(self.config_dir).absolute())]
 
     @cached_property
-    def parsed(self) -> list[Override]:
-        with hydra_errors.as_config_error(self.overrides, self.folders):
+    def parsed_overrides(self) -> list[Override]:
+        """Return the overrides as Hydra reads them.
+
+        Raises:
+            ConfigError: one is not of Hydra's grammar.
+        """
+        with hydra_errors.as_config_error(self.overrides, self._folders):
             return OverridesParser.create().parse_overrides(self.overrides)
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        return {override.key_or_group: override.value() for override in self.parsed}
+        """Return the values of the overrides by key or config group."""
+        values = {}
+        for override in self.parsed_overrides:
+            values[override.key_or_group] = override.value()
+        return values
 
     @cached_property
     def groups(self) -> set[str]:
-        """Return the config groups of which an option is chosen, as by `optimizer=lion`."""
-        return {
-            key
-            for key in hydra_errors.groups(self.folders)
-            if isinstance(self.values.get(key), str)
-        }
+        """Return the config groups of which an option is chosen: `optimizer=lion`."""
+        groups = hydra_errors.groups(self._folders)
+        return {group for group in groups if isinstance(self.values.get(group), str)}
 
-    def for_hydra(self, run_dir: Path) -> list[str]:
-        """Return the overrides in a form for the record, which has no groups and lacks the overridden keys."""
-        found = []
-        for text, override in zip(self.overrides, self.parsed, strict=True):
+    @property
+    def deleted(self) -> set[str]:
+        """Return the keys and groups that an override deletes."""
+        deleted = [
+            override for override in self.parsed_overrides if override.is_delete()
+        ]
+        return {override.key_or_group for override in deleted}
+
+    @cached_property
+    def run_dir(self) -> Path:
+        """Return the run directory of the rerun.
+
+        For a sweep it is the folder in which each job gets its own.
+
+        Raises:
+            ConfigError: `hydra.run.dir` is overridden, and names no plain folder.
+        """
+        default = f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
+        folder = self.values.get("hydra.run.dir", default)
+        if not isinstance(folder, str) or "${" in folder:
+            rule = "must be a folder, named as it is"
+            raise ConfigError("hydra.run.dir", rule, folder)
+        return Path(folder).absolute()
+
+    def overrides_of_record(self) -> list[str]:
+        """Return the overrides in the form in which they compose with the record.
+
+        The record has no defaults list that could have a group, and it lacks the keys
+        that the overrides replace, so both are added.
+        """
+        overrides = []
+        for text, override in zip(self.overrides, self.parsed_overrides, strict=True):
             key = override.key_or_group
-            if key in (
-                "hydra.run.dir",
-                "tracking",
-                "dataset.data_dir",
-            ):  # already applied
+            if key in _APPLIED_BEFORE:
                 continue
+            is_value = not isinstance(self.values[key], dict)
             if key in self.groups:
                 text = f"+{text.lstrip('+')}"
-            elif text.startswith(f"{key}=") and not (
-                key.startswith("hydra") or isinstance(self.values[key], dict)
+            elif (
+                is_value and text.startswith(f"{key}=") and not key.startswith("hydra")
             ):
                 text = f"++{text}"
-            found.append(text)
-        return [*found, f"hydra.run.dir={quoted(run_dir)}"]
+            overrides.append(text)
+        return [*overrides, f"hydra.run.dir={quoted(self.run_dir)}"]
+
+    @property
+    def _folders(self) -> list[str]:
+        """Return the folders with config groups, the package's first."""
+        return [compose.directory(), *self.own_folders]
 
 
-def parsed(arguments: Sequence[str], description: str | None) -> Request:
+def parse_command_line(arguments: Sequence[str], description: str | None) -> Request:
+    """Return what the arguments of `pipeline rerun` ask for.
+
+    Args:
+        arguments: the command line, without the verb.
+        description: the text of `--help`.
+
+    Raises:
+        ConfigError: the arguments are wrong.
+    """
     parser = Parser(prog="pipeline rerun", description=description, allow_abbrev=False)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "run_id",
         metavar="RUN_ID",
         help="ID of a run in the store of tracking.uri, or its start",
     )
-    add("--dry", action="store_true", help="only show the plan and the differences")
-    add(
+    parser.add_argument(
+        "--dry", action="store_true", help="only show the plan and the differences"
+    )
+    parser.add_argument(
         "--sweep", action="store_true", help="RUN_ID is a sweep: repeat all of its jobs"
     )
-    add(
+    parser.add_argument(
         "--allow",
         action="append",
         default=[],
         metavar="PREFIX",
         help="a dotted name or place to trust",
     )
-    add(
+    parser.add_argument(
         "--config-dir",
         "-cd",
         help="a folder with config groups of your own, which may set trust.allow",
     )
-    add("--config-name", "-cn", help="name of your own config")
-    add("overrides", nargs="*", help="overrides in Hydra's grammar")
-    found = parser.parse_intermixed_args(compose.as_text(arguments), Request())
-    found.config_dir = found.config_dir or compose.own_folder()
-    return found
+    parser.add_argument("--config-name", "-cn", help="name of your own config")
+    parser.add_argument("overrides", nargs="*", help="overrides in Hydra's grammar")
+    options = parser.parse_intermixed_args(compose.as_text(arguments))
+    if not options.config_dir:
+        options.config_dir = compose.own_folder()
+    return Request(**vars(options))

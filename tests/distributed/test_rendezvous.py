@@ -1,4 +1,7 @@
-"""The meeting of the workers: only who knows the run's secret takes part, whoever else connects meanwhile."""
+"""The meeting of the workers: only who knows the run's secret takes part.
+
+Whoever else connects meanwhile does no harm.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ TWO = Cluster(("127.0.0.1:0",) * 2, started=True)
 
 @contextmanager
 def chief(cluster=TWO, own=OWN):
-    """A chief that waits for its workers, and what it has found."""
-    ended, server = threading.Event(), rendezvous.Server(cluster, SECRET)
+    """Yield the server of a chief that waits for its workers, and what it gathers."""
+    ended = threading.Event()
+    server = rendezvous.Server(cluster, SECRET)
 
     def check():
         if ended.is_set():
@@ -37,10 +41,8 @@ def chief(cluster=TWO, own=OWN):
 
     with ThreadPoolExecutor() as pool:
         try:
-            yield (
-                server,
-                pool.submit(server.gather, own, {"spec": "secret spec"}, check),
-            )
+            answer = {"spec": "secret spec"}
+            yield server, pool.submit(server.gather, own, answer, check)
         finally:
             ended.set()
             time.sleep(0.01)
@@ -63,13 +65,13 @@ def line(message):
 
 
 def knowing(**changes):
-    """What a worker with the secret would say, with `changes`; without a key where its value is None."""
-    said = {
-        key: value
-        for key, value in {**GREETING, **changes}.items()
-        if value is not None
-    }
-    return lambda challenge: line(sealed(said, SECRET, "worker", challenge))
+    """Return what says the greeting of a worker with the secret, with `changes`.
+
+    A key that is changed to None is left out.
+    """
+    greeting = {**GREETING, **changes}
+    sent = {key: value for key, value in greeting.items() if value is not None}
+    return lambda challenge: line(sealed(sent, SECRET, "worker", challenge))
 
 
 STRANGERS = {
@@ -114,15 +116,15 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("closes", [False, True], ids=["stays", "closes"])
-@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
-def test_a_stranger_does_no_harm(said, closes):
+@pytest.mark.parametrize("message_for", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_does_no_harm(message_for, closes):
     with chief() as (server, gathered), connected(server) as stranger:
         if closes:  # with a reset, so that nothing is read to its end
             stranger.setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
             )
         challenge = JsonSocket(stranger).read(60)["challenge"]
-        stranger.sendall(said(challenge))
+        stranger.sendall(message_for(challenge))
         if closes:
             stranger.close()
         answer = client(server).join(OWN, 60)
@@ -163,10 +165,10 @@ def test_of_two_with_one_index_the_first_stays():
 def test_a_worker_with_another_secret_says_so_and_the_chief_waits_on():
     with chief() as (server, gathered):
         for secret in (b"another secret", b""):
-            with pytest.raises(
-                ConfigError,
-                match=r"must all know one secret, in PIPELINE_SECRET or in hardware\.secret",
-            ):
+            rule = (
+                "must all know one secret, in PIPELINE_SECRET or in hardware[.]secret"
+            )
+            with pytest.raises(ConfigError, match=rule):
                 client(server, secret=secret).join(OWN, 60)
         assert not gathered.done()
         client(server).join(OWN, 60)
@@ -174,12 +176,14 @@ def test_a_worker_with_another_secret_says_so_and_the_chief_waits_on():
 
 
 def test_a_worker_takes_nothing_from_a_chief_without_the_secret():
-    with socket.create_server(("127.0.0.1", 0)) as false, ThreadPoolExecutor() as pool:
-        cluster = Cluster(
-            ("127.0.0.1:0",) * 2, 1, rendezvous=f"127.0.0.1:{false.getsockname()[1]}"
-        )
+    with (
+        socket.create_server(("127.0.0.1", 0)) as impostor,
+        ThreadPoolExecutor() as pool,
+    ):
+        address = f"127.0.0.1:{impostor.getsockname()[1]}"
+        cluster = Cluster(("127.0.0.1:0",) * 2, 1, rendezvous=address)
         joining = pool.submit(rendezvous.Client(cluster, SECRET).join, OWN, 60)
-        connection = JsonSocket(false.accept()[0])
+        connection = JsonSocket(impostor.accept()[0])
         connection.write({"challenge": "x"})
         heard = connection.read(60)
         connection.write(
@@ -216,7 +220,10 @@ def test_what_a_worker_says_is_cut():
     ],
 )
 def test_which_worker_is_lost(says, expected, monkeypatch):
-    """Known by its connection, not by what TensorFlow says: closed, with a reason or without, or silent."""
+    """A lost worker is known by its connection, not by what TensorFlow says.
+
+    The connection is silent, or closed, with a reason or without.
+    """
     monkeypatch.setattr(rendezvous, "SILENCE", 0.3)
     monkeypatch.setattr(straggler, "INTERVAL", 0.05)
     exited = threading.Event()
@@ -233,13 +240,15 @@ def test_which_worker_is_lost(says, expected, monkeypatch):
             worker._connection.socket.close()
         assert server.lost(0.6) == expected
         worker._connection.socket.close()
-        assert says is not None or exited.wait(
-            10
-        )  # its thread would end this process later
+        if says is None:
+            assert exited.wait(10)  # its thread would end this process later
 
 
 def test_a_port_is_kept_for_tensorflow():
-    """Who asks the system for any port never gets it; who asks for the number, as TensorFlow does, does."""
+    """Who asks the system for any port never gets it.
+
+    Who asks for the number, as TensorFlow does, gets it.
+    """
     with reserve_port("worker 1", "127.0.0.1:0") as kept:
         port = kept.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):

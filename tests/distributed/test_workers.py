@@ -1,4 +1,7 @@
-"""Several workers, real processes that TensorFlow joins: one run, that of one device, whatever becomes of a worker."""
+"""Several workers, real processes that TensorFlow joins.
+
+They are one run, that of one device, whatever becomes of a worker.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import re
 import signal
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,32 +24,28 @@ from tests.shared import place_store
 from tests.warm import Python
 
 UPDATES = 15
-# 1437 examples in effective batches of 359: the tail is one example, and most workers have none of it.
+# 1437 examples in effective batches of 359: the tail is one example, and most workers
+# have none of it.
 RUN = (
-    *(
-        "model=mlp",
-        "model.hidden=[16]",
-        "model.dropout=0.3",
-        "accumulation.same_noise=true",
-    ),
-    *(
-        "hardware.open_ports=true",
-        "hardware.precision=float64",
-        "accumulation.effective_batch_size=359",
-    ),
-    *(
-        "accumulation.micro_batch_size=50",
-        f"training.updates={UPDATES}",
-        "training.evaluate_every=4",
-    ),
-    *(
-        "training.keep_best.metric=val/loss",
-        "training.keep_best.mode=min",
-        "hydra.run.dir=run",
-    ),
-    *("tracking.log_model=false", "tracking.system_metrics=false", "schedule=constant"),
+    "model=mlp",
+    "model.hidden=[16]",
+    "model.dropout=0.3",
+    "accumulation.same_noise=true",
+    "hardware.open_ports=true",
+    "hardware.precision=float64",
+    "accumulation.effective_batch_size=359",
+    "accumulation.micro_batch_size=50",
+    f"training.updates={UPDATES}",
+    "training.evaluate_every=4",
+    "training.keep_best.metric=val/loss",
+    "training.keep_best.mode=min",
+    "hydra.run.dir=run",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+    "schedule=constant",
 )
-# Every process of the run trains slowly; the one that the chief has started stops in the middle, where that is asked.
+# Every process of the run trains slowly. With `worker`, the one that the chief has
+# started stops in the middle.
 MINE = """
 import sys, time
 import keras
@@ -54,7 +53,8 @@ import keras
 class Slow(keras.callbacks.Callback):
     def __init__(self, worker=None, raises=False):
         super().__init__()
-        self.stops, self.raises = worker is not None and sys.argv[0].endswith("worker.py"), raises
+        self.stops = worker is not None and sys.argv[0].endswith("worker.py")
+        self.raises = raises
 
     def on_train_batch_begin(self, batch, logs=None):
         time.sleep(0.1)
@@ -76,14 +76,15 @@ def noted(features):
     label = tf.numpy_function(note, [features["label"]], tf.int64)
     return tf.cast(features["image"], tf.float32) / 16, tf.ensure_shape(label, [])
 """
-# The digits, of which one cannot be made: the last one of the validation split, which only its pixels tell.
+# The digits, of which one cannot be made: the last one of the validation split, which
+# only its pixels tell.
 BROKEN = """
 import tensorflow as tf
 
 def broken(features):
     pixels = tf.cast(tf.reshape(features["image"], [-1]), tf.int64)
-    found = tf.reduce_sum(pixels * tf.range(64, dtype=tf.int64))
-    good = tf.debugging.assert_none_equal(found, tf.constant(11097, tf.int64))
+    checksum = tf.reduce_sum(pixels * tf.range(64, dtype=tf.int64))
+    good = tf.debugging.assert_none_equal(checksum, tf.constant(11097, tf.int64))
     with tf.control_dependencies([good]):
         return tf.cast(features["image"], tf.float32) / 16, features["label"]
 """
@@ -96,15 +97,16 @@ from pipeline.dataset import Data
 def data(data_dir):
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     x = np.full([64, 3], 1 + index, "float32")
-    return Data(tf.data.Dataset.from_tensor_slices((x, np.arange(64) % 2)), None, classes=2)
+    training = tf.data.Dataset.from_tensor_slices((x, np.arange(64) % 2))
+    return Data(training, None, classes=2)
 """
 OF_OTHER_VERSION = """
 import sys
 from importlib import metadata
 from pipeline.__main__ import main
 
-def version(name, found=metadata.version):
-    return "9.9.9" if name == "scikit-learn" else found(name)
+def version(name, installed=metadata.version):
+    return "9.9.9" if name == "scikit-learn" else installed(name)
 
 metadata.version = version
 sys.exit(main(sys.argv[1:]))
@@ -123,49 +125,60 @@ import keras
 from keras import layers
 
 def build(input_shape, classes):
-    normalised = [layers.Flatten(), layers.Dense(16), layers.BatchNormalization(), layers.ReLU()]
-    return keras.Sequential([keras.Input(input_shape), *normalised, layers.Dense(classes)])
+    inner = [layers.Dense(16), layers.BatchNormalization(), layers.ReLU()]
+    parts = [layers.Flatten(), *inner, layers.Dense(classes)]
+    return keras.Sequential([keras.Input(input_shape), *parts])
 """
 SLOW = ("+training.callbacks.slow._target_=mine.Slow", "training.updates=2000")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What the run of one device has left."""
+    """Return the points of the run of one device."""
     folder = tmp_path_factory.mktemp("alone")
     pipeline("train", *RUN, cwd=folder)
     return left_in(folder)
 
 
 def left_in(folder: Path) -> dict[str, dict[int, float]]:
-    """Return all points of the only run, which has finished, without those that follow from how it was cut."""
+    """Return all points of the only run, which has finished.
+
+    Those that follow from how a batch was cut are left out.
+    """
     store = Store(folder)
     run = store.run()
     assert run.info.status == "FINISHED"
     histories = store.histories(run, "train/", "val/", "best/")
-    return {
-        name: h
-        for name, h in histories.items()
-        if name not in ("train/micro_steps", "train/gradient_noise_scale")
-    }
+    for of_the_cut in ("train/micro_steps", "train/gradient_noise_scale"):
+        histories.pop(of_the_cut, None)
+    return histories
 
 
 def workers_in(folder: Path) -> list[psutil.Process]:
-    """Return the workers of a run in `folder` beside its chief, which tests.warm has named by their module."""
-    found = []
+    """Return the workers of a run in `folder`, without its chief.
+
+    tests.warm has named them by their module.
+    """
+    workers = []
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.Error):
-            if (
-                process.info["name"] == "pipeline.distributed.worker"[-15:]
-                and Path(process.cwd()) == folder
-            ):
-                found.append(process)
-    return found
+            is_worker = process.info["name"] == "pipeline.distributed.worker"[-15:]
+            if is_worker and Path(process.cwd()) == folder:
+                workers.append(process)
+    return workers
 
 
-def last_word(said: str) -> str:
-    """Return the last line of the command itself: TensorFlow's own may come after it."""
-    return [line for line in said.splitlines() if line.startswith("pipeline: ")][-1]
+def last_word(stderr: str) -> str:
+    """Return the last line of the command itself.
+
+    TensorFlow's own may come after it.
+    """
+    return [line for line in stderr.splitlines() if line.startswith("pipeline: ")][-1]
+
+
+def ended_tasks(tasks: list[Python], timeout: int = 120) -> list[str]:
+    """Wait for the tasks of a cluster; return what each has written to stderr."""
+    return [started.communicate(timeout=timeout)[1] for started in tasks]
 
 
 def slow_run(
@@ -178,20 +191,22 @@ def slow_run(
         *program, "train", *RUN, "hardware.workers=2", *SLOW, *more, cwd=folder
     )
     journal = folder / "run" / "journal.jsonl"
-    wait(
-        lambda: (
-            process.poll() is not None
-            or (journal.exists() and journal.read_text().count("train/loss") > 1)
-        )
-    )
+
+    def trains_or_ended():
+        if process.poll() is not None:
+            return True
+        return journal.exists() and journal.read_text().count("train/loss") > 1
+
+    wait(trains_or_ended)
     return process
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_workers_train_the_run_of_one_device(tmp_path, alone, workers):
-    said = pipeline("train", *RUN, f"hardware.workers={workers}", cwd=tmp_path).stderr
-    assert len(re.findall(f"^{workers} workers, each with", said, re.MULTILINE)) == 1
-    assert len(re.findall(f"update {UPDATES}/{UPDATES}  loss", said)) == 1
+    done = pipeline("train", *RUN, f"hardware.workers={workers}", cwd=tmp_path)
+    banner = f"^{workers} workers, each with"
+    assert len(re.findall(banner, done.stderr, re.MULTILINE)) == 1
+    assert len(re.findall(f"update {UPDATES}/{UPDATES}  loss", done.stderr)) == 1
     assert Store(tmp_path).run().data.params["derived.replicas"] == str(workers)
     here = left_in(tmp_path)
     assert set(here) == set(alone)
@@ -202,36 +217,42 @@ def test_workers_train_the_run_of_one_device(tmp_path, alone, workers):
 
 @pytest.mark.slow
 def test_nothing_is_said_after_the_result_however_long_the_process_lives(tmp_path):
-    """TensorFlow misses a worker after 10 s, and reports a crash: the workers end with the chief's process."""
-    program = "import sys, time; from pipeline.__main__ import main; main(sys.argv[1:]); time.sleep(25)"
+    """TensorFlow misses a worker after 10 s, and reports a crash.
+
+    So the workers end with the chief's process.
+    """
+    program = (
+        "import sys, time; from pipeline.__main__ import main; "
+        "main(sys.argv[1:]); time.sleep(25)"
+    )
     place_store(tmp_path)
     process = python("-c", program, "train", *RUN, "hardware.workers=2", cwd=tmp_path)
-    said = process.communicate(timeout=300)[1]
-    assert said.splitlines()[-1] == "open it with: pipeline ui"
+    stderr = process.communicate(timeout=300)[1]
+    assert stderr.splitlines()[-1] == "open it with: pipeline ui"
     wait(lambda: workers_in(tmp_path) == [], 10)
 
 
 @pytest.mark.soak
 def test_workers_make_the_examples_of_their_share_alone(tmp_path):
-    """Streamed, moved and weighted: what two workers have made is what one has made, and the runs are equal."""
+    """What two workers have made is what one has made, and the runs are equal.
+
+    The examples are streamed, shifted and weighted.
+    """
     data = {
-        **{
-            "_target_": "pipeline.dataset.from_tfds",
-            "builder": "pipeline.dataset.builtin.digits.Digits",
-        },
-        **{
-            "validation_split": "validation",
-            "test_split": "test",
-            "in_memory": False,
-            "shuffle_buffer": 300,
-        },
-        **{"preprocess": {"_target_": "mine.noted", "_partial_": True}},
+        "_target_": "pipeline.dataset.from_tfds",
+        "builder": "pipeline.dataset.builtin.digits.Digits",
+        "validation_split": "validation",
+        "test_split": "test",
+        "in_memory": False,
+        "shuffle_buffer": 300,
+        "preprocess": {"_target_": "mine.noted", "_partial_": True},
         "augment": {"_target_": "pipeline.dataset.augmentation.Shift", "pixels": 1},
     }
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
     (tmp_path / "conf" / "dataset" / "noted.yaml").write_text(json.dumps(data))
     weighted = ("training.class_weight={3: 2.0, 5: 0.5}", "model.l2=0.001")
-    made, curves = [], []
+    made = []  # by run, how many examples each worker has made
+    curves = []
     for workers in (1, 2):
         folder = tmp_path / str(workers)
         folder.mkdir()
@@ -249,11 +270,14 @@ def test_workers_make_the_examples_of_their_share_alone(tmp_path):
     assert set(curves[0]) == set(curves[1])
     for name, history in curves[0].items():
         assert curves[1][name] == pytest.approx(history, rel=1e-12), name
-    # Three epochs, four evaluations and a test, and before them the few examples that show their form.
-    ((alone,), (one, other)) = made
-    whole = 3 * 1437 + 4 * 180 + 180
-    assert whole <= alone < whole + 100
-    assert max(one, other) < whole / 2 + 100
+    # Three epochs, four evaluations and a test, and before them the few examples that
+    # show their form.
+    examples = 3 * 1437 + 4 * 180 + 180
+    by_one, by_two = made
+    assert len(by_one) == 1
+    assert examples <= by_one[0] < examples + 100
+    assert len(by_two) == 2
+    assert max(by_two) < examples / 2 + 100
 
 
 @pytest.mark.slow
@@ -264,51 +288,48 @@ def test_an_example_that_only_another_worker_makes_is_found(tmp_path):
         "dataset=tfds",
         "dataset.name=null",
         "+dataset.builder=pipeline.dataset.builtin.digits.Digits",
-    ]
-    data += [
         "dataset.validation_split=validation",
         "+dataset.preprocess._target_=mine.broken",
+        "+dataset.preprocess._partial_=true",
     ]
-    data += ["+dataset.preprocess._partial_=true"]
-    said = pipeline(
-        "train", *RUN, *data, "hardware.workers=2", cwd=tmp_path, status=1
-    ).stderr
-    why = "worker 1 does not take part any more: DataError: the data cannot be read: example 179 of the validation split"  # noqa: E501
-    assert why in last_word(said)
+    done = pipeline("train", *RUN, *data, "hardware.workers=2", cwd=tmp_path, status=1)
+    why = (
+        "worker 1 does not take part any more: DataError: the data cannot be read: "
+        "example 179 of the validation split"
+    )
+    assert why in last_word(done.stderr)
     assert Store(tmp_path).run().info.status == "FAILED"
 
 
 @pytest.mark.slow
 def test_two_tasks_of_a_cluster_are_one_run(tmp_path, alone):
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    cluster = cluster_of_two()
     place_store(tmp_path)
+    losses = pytest.approx(alone["train/loss"], rel=1e-12)
     tasks = [task(cluster, index, RUN, tmp_path) for index in (0, 1)]
-    ended = [each.communicate(timeout=300) for each in tasks]
-    assert [each.returncode for each in tasks] == [0, 0], ended
-    assert "update" not in ended[1][1]
-    assert left_in(tmp_path)["train/loss"] == pytest.approx(
-        alone["train/loss"], rel=1e-12
-    )
-    # A cluster that starts the job again, as it does with one that was preempted, is told that it has finished.
-    tasks = [
-        task(cluster, index, (*RUN, "training.resume=auto"), tmp_path)
-        for index in (0, 1)
-    ]
-    ended = [each.communicate(timeout=120) for each in tasks]
-    assert [each.returncode for each in tasks] == [0, 0], ended
-    assert "there is nothing to train" in ended[0][1]
-    assert left_in(tmp_path)["train/loss"] == pytest.approx(
-        alone["train/loss"], rel=1e-12
-    )
+    stderrs = ended_tasks(tasks, timeout=300)
+    assert [started.returncode for started in tasks] == [0, 0], stderrs
+    assert "update" not in stderrs[1]
+    assert left_in(tmp_path)["train/loss"] == losses
+    # A cluster that starts the job again, as it does with one that was preempted, is
+    # told that it has finished.
+    resumed = (*RUN, "training.resume=auto")
+    tasks = [task(cluster, index, resumed, tmp_path) for index in (0, 1)]
+    stderrs = ended_tasks(tasks)
+    assert [started.returncode for started in tasks] == [0, 0], stderrs
+    assert "there is nothing to train" in stderrs[0]
+    assert left_in(tmp_path)["train/loss"] == losses
 
 
 @pytest.mark.slow
 def test_a_normalised_run_is_another_one_on_two_workers(tmp_path):
-    """They see other micro-batches; and of one cut all is the same, the moving statistics as well."""
+    """They see other micro-batches.
+
+    Of one cut all is the same, the moving statistics as well.
+    """
     (tmp_path / "mine.py").write_text(NORMALISED)
-    run = [
-        text for text in RUN if not text.startswith(("model", "accumulation", "hydra"))
-    ]
+    left_out = ("model", "accumulation", "hydra")
+    run = [text for text in RUN if not text.startswith(left_out)]
     run.append("training.updates=12")  # before the tail, which is cut otherwise
     model = [
         "model._target_=mine.build",
@@ -342,20 +363,18 @@ def test_a_normalised_run_is_another_one_on_two_workers(tmp_path):
 
 @pytest.mark.slow
 def test_workers_verify_together(tmp_path):
-    lines = [f"hardware.workers={workers}" for workers in (1, 2)]
-    one, two = (
-        pipeline("verify", "--all", *RUN[:-1], line, cwd=tmp_path).stdout
-        for line in lines
-    )
-    assert two.splitlines()[0].startswith("2 workers, each with")
-    assert two.splitlines()[1].endswith("are equal within rounding")
-    rows = [
-        [line for line in said.splitlines() if "(float64)" in line]
-        for said in (one, two)
-    ]  # one does float32 too
-    assert {row.split(")")[0] for row in rows[0]} == {
-        row.split(")")[0] for row in rows[1]
-    }
+    verify = ("verify", "--all", *RUN[:-1])
+    by_one = pipeline(*verify, "hardware.workers=1", cwd=tmp_path).stdout
+    by_two = pipeline(*verify, "hardware.workers=2", cwd=tmp_path).stdout
+    assert by_two.splitlines()[0].startswith("2 workers, each with")
+    assert by_two.splitlines()[1].endswith("are equal within rounding")
+    assert rows_in_float64(by_one) == rows_in_float64(by_two)
+
+
+def rows_in_float64(printed: str) -> set[str]:
+    """Return the beginnings of the rows in float64; one worker does float32, too."""
+    rows = [line for line in printed.splitlines() if "(float64)" in line]
+    return {row.split(")")[0] for row in rows}
 
 
 # How a worker is known to be lost, by whatever it does, is in test_rendezvous.py.
@@ -363,14 +382,14 @@ def test_workers_verify_together(tmp_path):
     "number", mostly_slow([signal.SIGKILL, signal.SIGSTOP], [], [signal.SIGKILL])
 )
 def test_without_a_worker_the_run_fails_and_goes_on_on_one(tmp_path, number):
-    """Nothing is lost: the checkpoint is that of the last update that all have taken part in."""
+    """Nothing is lost: the checkpoint is of the last update that all took part in."""
     process = slow_run(tmp_path, "training.checkpoint_every=1000")
     (worker,) = workers_in(tmp_path)
     worker.send_signal(number)
-    said = process.communicate(timeout=300)[1]
+    stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 1
     lost = "worker 1 does not take part any more: it was killed, hangs, or is cut off"
-    assert lost in last_word(said)
+    assert lost in last_word(stderr)
     store = Store(tmp_path)
     run = store.run()
     assert run.info.status == "FAILED"
@@ -388,9 +407,8 @@ def test_without_a_worker_the_run_fails_and_goes_on_on_one(tmp_path, number):
     undisturbed.mkdir()
     (undisturbed / "mine.py").write_text(MINE)
     pipeline("train", *RUN, *SLOW, f"training.updates={more}", cwd=undisturbed)
-    assert left_in(tmp_path)["train/loss"] == pytest.approx(
-        left_in(undisturbed)["train/loss"], rel=1e-12
-    )
+    losses = left_in(undisturbed)["train/loss"]
+    assert left_in(tmp_path)["train/loss"] == pytest.approx(losses, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -400,12 +418,10 @@ def test_a_worker_that_raises_says_why(tmp_path):
         "+training.callbacks.slow.worker=1",
         "+training.callbacks.slow.raises=true",
     )
-    said = process.communicate(timeout=120)[1]
+    stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 1
-    assert (
-        "worker 1 does not take part any more: RuntimeError: no more of this"
-        in last_word(said)
-    )
+    why = "worker 1 does not take part any more: RuntimeError: no more of this"
+    assert why in last_word(stderr)
     assert "no more of this" in (tmp_path / "run" / "workers" / "1.log").read_text()
     assert Store(tmp_path).run().info.status == "FAILED"
 
@@ -415,12 +431,10 @@ def test_a_worker_that_hangs_is_ended(tmp_path):
     process = slow_run(
         tmp_path, "+training.callbacks.slow.worker=1", program=("-c", IMPATIENT)
     )
-    said = process.communicate(timeout=300)[1]
+    stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 1
-    assert (
-        "worker 1 does not take part any more: it has let the others wait for 15 s"
-        in last_word(said)
-    )
+    why = "worker 1 does not take part any more: it has let the others wait for 15 s"
+    assert why in last_word(stderr)
     assert Store(tmp_path).run().info.status == "FAILED"
     assert workers_in(tmp_path) == []
 
@@ -433,9 +447,8 @@ def test_an_interrupted_chief_takes_the_others_with_it(tmp_path):
     assert process.returncode == 143
     store = Store(tmp_path)
     assert store.run().info.status == "KILLED"
-    assert updates(tmp_path / "run" / "checkpoints") == [
-        max(store.history(store.run(), "train/loss"))
-    ]
+    last = max(store.history(store.run(), "train/loss"))
+    assert updates(tmp_path / "run" / "checkpoints") == [last]
     wait(lambda: workers_in(tmp_path) == [], 30)
 
 
@@ -466,44 +479,41 @@ def test_workers_end_with_a_chief_that_is_killed(tmp_path):
         (
             "seed=0",
             "dataset.data_dir=/proc/nothing",
-            "worker 1 refuses: dataset could not be downloaded and prepared in /proc/nothing (",
+            "worker 1 refuses: dataset could not be downloaded and prepared in "
+            "/proc/nothing (",
         ),
     ],
 )
 def test_one_worker_that_refuses_ends_all_with_one_line(tmp_path, chief, other, line):
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    cluster = cluster_of_two()
     run = [text for text in RUN if not text.startswith("hydra.")]
     tasks = [
-        task(cluster, index, [*run, more], tmp_path)
-        for index, more in enumerate((chief, other))
+        task(cluster, 0, [*run, chief], tmp_path),
+        task(cluster, 1, [*run, other], tmp_path),
     ]
-    (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
-    assert [each.returncode for each in tasks] == [2, 2], (first, second)
+    first, second = ended_tasks(tasks)
+    assert [started.returncode for started in tasks] == [2, 2], (first, second)
     assert last_word(first).startswith(f"pipeline: {line}")
     assert "pipeline: " not in second
-    left = {
-        file.relative_to(tmp_path).parts[0]
-        for file in tmp_path.rglob("*")
-        if file.is_file()
-    }
-    assert left <= {"mlruns", "data"}
-    assert (
-        not Store(tmp_path).runs()
-        if (tmp_path / "mlruns" / "mlflow.db").exists()
-        else True
-    )
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {file.relative_to(tmp_path).parts[0] for file in files} <= {"mlruns", "data"}
+    if (tmp_path / "mlruns" / "mlflow.db").exists():
+        assert not Store(tmp_path).runs()
 
 
 @pytest.mark.slow
 def test_workers_of_other_versions_are_refused(tmp_path):
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    cluster = cluster_of_two()
     tasks = [
         task(cluster, 0, RUN, tmp_path),
         task(cluster, 1, RUN, tmp_path, "-c", OF_OTHER_VERSION),
     ]
-    (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
-    assert [each.returncode for each in tasks] == [2, 2], (first, second)
-    line = "scikit-learn must be the same for all workers, and is '9.9.9' on worker 1. Received: "
+    first, second = ended_tasks(tasks)
+    assert [started.returncode for started in tasks] == [2, 2], (first, second)
+    line = (
+        "scikit-learn must be the same for all workers, and is '9.9.9' on worker 1. "
+        "Received: "
+    )
     assert last_word(first).startswith(f"pipeline: {line}")
     assert "pipeline: " not in second
 
@@ -511,7 +521,7 @@ def test_workers_of_other_versions_are_refused(tmp_path):
 @pytest.mark.slow
 def test_workers_with_other_data_are_refused(tmp_path):
     (tmp_path / "mine.py").write_text(OTHER)
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    cluster = cluster_of_two()
     kept = ("training.updates", "tracking", "hardware", "schedule")
     own = [
         "dataset._target_=mine.data",
@@ -519,10 +529,10 @@ def test_workers_with_other_data_are_refused(tmp_path):
         "accumulation.effective_batch_size=8",
         "training.metrics={}",
     ]
-    run = [*(text for text in RUN if text.startswith(kept)), *own]
+    run = [text for text in RUN if text.startswith(kept)] + own
     tasks = [task(cluster, index, run, tmp_path) for index in (0, 1)]
-    (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
-    assert [each.returncode for each in tasks] == [2, 2], (first, second)
+    first, second = ended_tasks(tasks)
+    assert [started.returncode for started in tasks] == [2, 2], (first, second)
     assert last_word(first).startswith(
         "pipeline: dataset must be the same for all workers"
     )
@@ -532,9 +542,9 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         cluster = {"worker": [f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:1"]}
         process = task(cluster, 0, RUN, tmp_path)
-        said = process.communicate(timeout=60)[1]
+        stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 2
-    assert last_word(said).startswith(
+    assert last_word(stderr).startswith(
         "pipeline: worker 0 must have an address of its own that is free ("
     )
 
@@ -549,9 +559,8 @@ def test_who_lets_the_others_wait(monkeypatch):
         counts.note(worker, 1)
     counts.note(1, 2)
     now[0] += 2 * straggler.TIMEOUT
-    assert (
-        counts.straggler() is None
-    )  # of the first update, which takes two sums, one waits longer
+    # The first update takes two sums, and is waited for longer.
+    assert counts.straggler() is None
     for worker in (0, 1, 2):
         counts.note(worker, 2)
     now[0] += 1000
@@ -572,21 +581,26 @@ def test_who_lets_the_others_wait(monkeypatch):
     assert counts.straggler() == 0
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as opened:
-        bound = [
-            opened.enter_context(socket.create_server(("127.0.0.1", 0)))
-            for _ in range(count)
-        ]
-        return [each.getsockname()[1] for each in bound]
+def cluster_of_two() -> dict:
+    """Return the cluster of two workers on free ports of this machine."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):
+        ports = (first.getsockname()[1], second.getsockname()[1])
+    return {"worker": [f"127.0.0.1:{port}" for port in ports]}
 
 
 def task(cluster: dict, index: int, overrides, cwd: Path, *program: str) -> Python:
-    """Start one task of a cluster, `pipeline` or another `program`; its run directory is its own."""
-    own = [
-        text if not text.startswith("hydra.run.dir=") else f"hydra.run.dir=run{index}"
-        for text in overrides
-    ]
+    """Start one task of a cluster, with a run directory of its own.
+
+    It is `pipeline`, or another `program`.
+    """
+    own = []
+    for text in overrides:
+        if text.startswith("hydra.run.dir="):
+            text = f"hydra.run.dir=run{index}"
+        own.append(text)
     config = json.dumps(
         {"cluster": cluster, "task": {"type": "worker", "index": index}}
     )

@@ -14,33 +14,35 @@ from pipeline.common import rounding
 from pipeline.rerun import agreement
 
 EXACT = Path(__file__).parents[2] / "docs" / "exact.md"
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def history(**metrics: dict[int, float]) -> dict[str, dict[int, float]]:
-    """`train_loss={…}` is `train/loss`."""
+    """Return a history; `train_loss={…}` is `train/loss`."""
     return {name.replace("_", "/", 1): points for name, points in metrics.items()}
 
 
+def verdict_of(old, new, precision="float32", **options) -> str:
+    return agreement.compare(old, new, precision, **options).verdict
+
+
 def test_the_same_points_are_bit_equal():
-    one = history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: 0.0})
-    found = agreement.compare(
-        one, history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: -0.0}), "float32"
-    )
-    assert found.verdict == "bit-equal"
-    assert found.text == "bit-equal: 4 points of 2 metrics"
+    old = history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: 0.0})
+    new = history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: -0.0})
+    outcome = agreement.compare(old, new, "float32")
+    assert outcome.verdict == "bit-equal"
+    assert outcome.text == "bit-equal: 4 points of 2 metrics"
 
 
 def test_the_next_float_is_not_bit_equal():
-    one, two = (
-        history(train_loss={1: 0.5}),
-        history(train_loss={1: math.nextafter(0.5, 1)}),
-    )
-    found = agreement.compare(one, two, "float64")
-    assert found.verdict == "equal within rounding"
+    old = history(train_loss={1: 0.5})
+    new = history(train_loss={1: math.nextafter(0.5, 1)})
+    outcome = agreement.compare(old, new, "float64")
+    assert outcome.verdict == "equal within rounding"
     assert (
         "train/loss at update 1: 0.5 then, 0.5000000000000001 now, 2.2e-16 relative"
-        in found.text
+        in outcome.text
     )
 
 
@@ -61,100 +63,89 @@ def test_the_next_float_is_not_bit_equal():
 def test_what_counts_as_rounding_grows_with_the_updates_up_to_a_bound(
     precision, update, relative, verdict
 ):
-    one, two = (
-        history(train_loss={update: 2.0}),
-        history(train_loss={update: 2.0 * (1 - relative)}),
-    )
-    for old, new in ((one, two), (two, one)):
-        assert agreement.compare(old, new, precision).verdict == verdict
+    larger = history(train_loss={update: 2.0})
+    smaller = history(train_loss={update: 2.0 * (1 - relative)})
+    assert verdict_of(larger, smaller, precision) == verdict
+    assert verdict_of(smaller, larger, precision) == verdict
 
 
 @pytest.mark.parametrize(
     ("relative", "verdict"), [(2.9e-2, "equal within rounding"), (3.1e-2, "different")]
 )
 def test_the_gradients_norm_is_more_sensitive(relative, verdict):
-    one, two = (
-        history(train_gradient_norm={500: 2.0}),
-        history(train_gradient_norm={500: 2.0 * (1 - relative)}),
-    )
-    assert agreement.compare(one, two, "float32").verdict == verdict
+    old = history(train_gradient_norm={500: 2.0})
+    new = history(train_gradient_norm={500: 2.0 * (1 - relative)})
+    assert verdict_of(old, new) == verdict
 
 
 def test_the_first_difference_is_of_the_earliest_update_and_there_the_training_loss():
-    one = history(
+    old = history(
         train_accuracy={2: 0.1, 3: 0.1}, train_loss={2: 1.0, 3: 1.0}, val_loss={1: 1.0}
     )
-    two = history(
+    new = history(
         train_accuracy={2: 0.3, 3: 0.1},
         train_loss={2: 1.5, 3: 9.0},
         val_loss={1: 1.0 + 1e-9},
     )
-    found = agreement.compare(one, two, "float32")
-    assert found.text == (
-        "different from update 2 on: train/loss at update 2: 1.0 then, 1.5 now, 0.33 relative; the most: train/loss at "
-        "update 3: 1.0 then, 9.0 now, 0.89 relative; within rounding from val/loss at update 1: 1.0 then, 1.000000001 "
-        "now, 1e-09 relative; 5 points of 3 metrics"
+    outcome = agreement.compare(old, new, "float32")
+    assert outcome.text == (
+        "different from update 2 on: "
+        "train/loss at update 2: 1.0 then, 1.5 now, 0.33 relative; "
+        "the most: train/loss at update 3: 1.0 then, 9.0 now, 0.89 relative; "
+        "within rounding from val/loss at update 1: 1.0 then, 1.000000001 now, "
+        "1e-09 relative; 5 points of 3 metrics"
     )
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_a_value_that_is_not_finite_is_never_rounding(value):
-    assert agreement.compare(
-        history(train_loss={1: 1.0}), history(train_loss={1: value}), "float32"
-    ).verdict == ("different")
+    old = history(train_loss={1: 1.0})
+    new = history(train_loss={1: value})
+    assert verdict_of(old, new) == "different"
 
 
 def test_a_point_that_is_missing_is_a_difference():
-    found = agreement.compare(
-        history(train_loss={1: 1.0, 2: 1.0}), history(train_loss={1: 1.0}), "float32"
+    both = history(train_loss={1: 1.0, 2: 1.0})
+    first = history(train_loss={1: 1.0})
+    assert agreement.compare(both, first, "float32").text.startswith(
+        "different from update 2 on: "
+        "train/loss at update 2: 1.0 then, absent now; the most: "
     )
-    assert found.text.startswith(
-        "different from update 2 on: train/loss at update 2: 1.0 then, absent now; the most: "
+    assert agreement.compare(first, both, "float32").text.startswith(
+        "different from update 2 on: "
+        "train/loss at update 2: absent then, 1.0 now; the most: "
     )
-    found = agreement.compare(
-        history(train_loss={1: 1.0}), history(train_loss={1: 1.0, 2: 1.0}), "float32"
-    )
-    assert found.text.startswith(
-        "different from update 2 on: train/loss at update 2: absent then, 1.0 now; the most: "
-    )
-    assert (
-        agreement.compare(history(val_loss={1: 1.0}), {}, "float32").verdict
-        == "different"
-    )
+    assert verdict_of(history(val_loss={1: 1.0}), {}) == "different"
 
 
 def test_a_metric_that_only_the_new_run_has_is_left_out_and_named():
-    found = agreement.compare(
-        history(train_loss={1: 1.0}),
-        history(train_loss={1: 1.0}, val_new={1: 1.0}),
-        "float32",
-    )
-    assert found.text == "bit-equal: 1 points of 1 metrics (without val/new)"
+    old = history(train_loss={1: 1.0})
+    new = history(train_loss={1: 1.0}, val_new={1: 1.0})
+    outcome = agreement.compare(old, new, "float32")
+    assert outcome.text == "bit-equal: 1 points of 1 metrics (without val/new)"
 
 
 def test_an_interrupted_run_is_compared_as_far_as_it_came():
-    one = history(train_loss={1: 1.0, 2: 1.0})
-    two = history(train_loss={1: 1.0, 2: 1.0, 3: 1.0}, val_loss={3: 1.0})
-    assert agreement.compare(one, two, "float32", until=2).verdict == "bit-equal"
-    assert (
-        "up to update 2, where the recorded run ended"
-        in agreement.compare(one, two, "float32", until=2).text
-    )
+    old = history(train_loss={1: 1.0, 2: 1.0})
+    new = history(train_loss={1: 1.0, 2: 1.0, 3: 1.0}, val_loss={3: 1.0})
+    outcome = agreement.compare(old, new, "float32", until=2)
+    assert outcome.verdict == "bit-equal"
+    assert "up to update 2, where the recorded run ended" in outcome.text
 
 
 def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike():
-    one = history(
+    old = history(
         train_loss={1: 1.0},
         train_micro_steps={1: 4},
         train_gradient_noise_scale={1: 9.0},
     )
-    two = history(
+    new = history(
         train_loss={1: 1.0},
         train_micro_steps={1: 2},
         train_gradient_noise_scale={1: 8.0},
     )
-    assert agreement.compare(one, two, "float32", same_cut=False).verdict == "bit-equal"
-    assert agreement.compare(one, two, "float32").verdict == "different"
+    assert verdict_of(old, new, same_cut=False) == "bit-equal"
+    assert verdict_of(old, new) == "different"
 
 
 @pytest.mark.parametrize(
@@ -166,31 +157,26 @@ def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike()
     ],
 )
 def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
-    sizes = {1: 128}
-    one, two = (
-        history(
-            train_accuracy={1: value},
-            train_effective_batch_size=sizes,
+    def in_training(accuracy: float):
+        return history(
+            train_accuracy={1: accuracy},
+            train_effective_batch_size={1: 128},
             train_loss={1: 1.0},
         )
-        for value in (old, new)
-    )
-    assert agreement.compare(one, two, "float32").verdict == verdict
-    one, two = (history(val_accuracy={12: value}) for value in (old, new))
-    assert agreement.compare(one, two, "float32", validation=128).verdict == verdict
-    assert agreement.compare(one, two, "float32").verdict == "different"
+
+    assert verdict_of(in_training(old), in_training(new)) == verdict
+    then = history(val_accuracy={12: old})
+    now = history(val_accuracy={12: new})
+    assert verdict_of(then, now, validation_examples=128) == verdict
+    assert verdict_of(then, now) == "different"
 
 
 @pytest.mark.parametrize(
     ("metric", "old", "new", "examples"),
     [
         ("learning_rate", 5e-6, 1e-6, 128),
-        (
-            "learning_rate",
-            0.5,
-            0.515625,
-            128,
-        ),  # one 64th: a share of the examples by its value alone
+        # One 64th: a share of the examples by its value alone.
+        ("learning_rate", 0.5, 0.515625, 128),
         ("learning_rate", 1e-3, 1e-5, 1),
         ("loss", 5e-6, 1e-9, 128),
         ("loss", 0.5, 0.515625, 128),
@@ -205,64 +191,61 @@ def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
     ],
 )
 def test_nothing_else_may_move_by_two_examples(metric, old, new, examples):
-    for one, two in ((old, new), (new, old)):
-        one, two = ({1: value} for value in (one, two))
-        sizes = {"train/effective_batch_size": {1: examples}}
-        then, now = ({f"train/{metric}": points, **sizes} for points in (one, two))
-        assert agreement.compare(then, now, "float32").verdict == "different"
-        then, now = ({f"val/{metric}": points} for points in (one, two))
-        assert (
-            agreement.compare(then, now, "float64", validation=examples).verdict
-            == "different"
-        )
+    sizes = {"train/effective_batch_size": {1: examples}}
+    for first, second in ((old, new), (new, old)):
+        then = {f"train/{metric}": {1: first}, **sizes}
+        now = {f"train/{metric}": {1: second}, **sizes}
+        assert verdict_of(then, now) == "different"
+        then = {f"val/{metric}": {1: first}}
+        now = {f"val/{metric}": {1: second}}
+        options = {"validation_examples": examples}
+        assert verdict_of(then, now, "float64", **options) == "different"
 
 
 @pytest.mark.parametrize("examples", [3, 29, 128, 10_000, 1_281_167])
 def test_a_share_is_known_in_float32(examples):
+    def share(count: int):
+        return {"val/it": {1: float(np.float32(count) / np.float32(examples))}}
+
     for count in (0, 1, examples // 3, examples - 2):
-        one, two = (
-            {"val/it": {1: float(np.float32(k) / np.float32(examples))}}
-            for k in (count, count + 2)
+        verdict = verdict_of(
+            share(count), share(count + 2), validation_examples=examples
         )
-        assert (
-            agreement.compare(one, two, "float32", validation=examples).verdict
-            == "equal within rounding"
-        )
+        assert verdict == "equal within rounding"
 
 
 def test_of_nothing_nothing_is_said():
     for old in ({}, history(train_loss={})):
-        found = agreement.compare(old, history(train_loss={1: 1.0}), "float32", until=0)
-        assert found.text.startswith("nothing to compare: 0 points of ")
+        new = history(train_loss={1: 1.0})
+        outcome = agreement.compare(old, new, "float32", until=0)
+        assert outcome.text.startswith("nothing to compare: 0 points of ")
 
 
 def test_a_counter_is_exact():
     for name in ("train/examples_seen", "train/effective_batch_size", "train/epoch"):
-        found = agreement.compare(
-            {name: {900: 100000.0}}, {name: {900: 100001.0}}, "float32"
-        )
-        assert found.verdict == "different"
+        old = {name: {900: 100000.0}}
+        new = {name: {900: 100001.0}}
+        assert verdict_of(old, new) == "different"
 
 
 @pytest.mark.slow
 def test_the_page_draws_both_runs_and_what_differs():
-    old, new = (
-        history(train_loss={1: 1.0, 2: NAN, 3: 0.5}, val_loss={3: 1.0}),
-        history(train_loss={1: 1.0, 3: 0.4}),
-    )
+    old = history(train_loss={1: 1.0, 2: NAN, 3: 0.5}, val_loss={3: 1.0})
+    new = history(train_loss={1: 1.0, 3: 0.4})
     page = agreement.page(old, new, "old & new", "different")
     data = re.search(
         r'<script type="application/json" id="plots">(.*?)</script>', page, re.DOTALL
     )
     losses, apart = json.loads(data[1])
-    drawn = {
-        trace["name"]: dict(zip(trace["x"], trace["y"], strict=True))
-        for trace in losses["data"]
-    }
+    drawn = {}
+    for trace in losses["data"]:
+        drawn[trace["name"]] = dict(zip(trace["x"], trace["y"], strict=True))
     assert drawn["train/loss, then"] == {1: 1.0, 3: 0.5}
     assert drawn["train/loss, now"] == {1: 1.0, 3: 0.4}
     assert drawn["val/loss, then"] == {3: 1.0}
-    assert (apart["data"][0]["x"], apart["data"][0]["y"]) == ([3], [pytest.approx(0.2)])
+    difference = apart["data"][0]
+    assert difference["x"] == [3]
+    assert difference["y"] == [pytest.approx(0.2)]
     assert "<h1>old &amp; new</h1>" in page
     assert 'class="plotly-graph-div"' not in agreement.page({}, {}, "nothing", "")
 

@@ -1,4 +1,7 @@
-"""What of a run does not depend on how its effective batch is cut: dropout, and the moving statistics."""
+"""What of a run does not depend on how its effective batch is cut.
+
+That is dropout, and the moving statistics.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ import keras
 from keras import layers
 
 def recurrent(input_shape, classes):
-    inside = [layers.Reshape((8, 8)), layers.LSTM(4, dropout=0.2), layers.Dropout(0.2), layers.BatchNormalization()]
-    return keras.Sequential([keras.Input(input_shape), *inside, layers.Dense(classes)])
+    recurrent = [layers.Reshape((8, 8)), layers.LSTM(4, dropout=0.2)]
+    others = [layers.Dropout(0.2), layers.BatchNormalization(), layers.Dense(classes)]
+    return keras.Sequential([keras.Input(input_shape), *recurrent, *others])
 
 def normalised(input_shape, classes):
-    first = [layers.Flatten(), layers.BatchNormalization(name="norm"), layers.Dropout(0.2)]
-    return keras.Sequential([keras.Input(input_shape), *first, layers.Dense(classes)])
+    norm = layers.BatchNormalization(name="norm")
+    parts = [layers.Flatten(), norm, layers.Dropout(0.2), layers.Dense(classes)]
+    return keras.Sequential([keras.Input(input_shape), *parts])
 """
 EXACTLY = (
     *TINY,
@@ -48,10 +53,10 @@ def test_dropout_that_does_not_depend_on_the_cut(tmp_path):
     dropout = ("model.dropout=0.3", "accumulation.same_noise=true")
     run, whole = trained(tmp_path, "whole", *dropout, "accumulation.factor=1")
     assert run.data.tags["model.cut_dependent_noise"] == "none"
-    _, found = trained(
+    _, two = trained(
         tmp_path, "two", *dropout, "accumulation.factor=3", "hardware.replicas=2"
     )
-    assert found == pytest.approx(whole, rel=EXACT)
+    assert two == pytest.approx(whole, rel=EXACT)
     run, other = trained(
         tmp_path, "other", "model.dropout=0.3", "accumulation.factor=4"
     )
@@ -63,13 +68,13 @@ def test_dropout_that_does_not_depend_on_the_cut(tmp_path):
 def test_a_rerun_and_verify_have_that_dropout(tmp_path):
     dropout = ("model.dropout=0.3", "accumulation.same_noise=true")
     run, _ = trained(tmp_path, "cut", *dropout, "accumulation.factor=4")
-    said = pipeline("rerun", run.info.run_id, cwd=tmp_path)
-    assert "bit-equal" in said.stderr
-    said = pipeline(
+    rerun = pipeline("rerun", run.info.run_id, cwd=tmp_path)
+    assert "bit-equal" in rerun.stderr
+    verified = pipeline(
         "verify", "model=mlp", *dropout, "accumulation.factor=4", cwd=tmp_path
     )
-    assert "noise off" not in said.stdout
-    assert "equal within rounding" in said.stdout
+    assert "noise off" not in verified.stdout
+    assert "equal within rounding" in verified.stdout
 
 
 @pytest.mark.slow
@@ -81,24 +86,23 @@ def test_layers_that_an_update_is_not_exact_for_are_named(tmp_path):
         "~model.dropout",
         "~model.l2",
     )
-    said = pipeline(
+    printed = pipeline(
         "train", *TINY, *own, "accumulation.same_noise=auto", cwd=tmp_path
     ).stderr
-    assert "noise of each micro-batch, not of the effective batch: lstm" in said
-    assert (
-        "normalised by each micro-batch, moving statistics once an update: batch_normalization"
-        in said
+    assert "noise of each micro-batch, not of the effective batch: lstm" in printed
+    normalised = (
+        "normalised by each micro-batch, moving statistics once an update: "
+        "batch_normalization"
     )
+    assert normalised in printed
     tags = Store(tmp_path).run().data.tags
-    assert (
-        tags["model.cut_dependent_noise"],
-        tags["model.batch_dependent_layers"],
-    ) == ("lstm", "batch_normalization")
+    assert tags["model.cut_dependent_noise"] == "lstm"
+    assert tags["model.batch_dependent_layers"] == "batch_normalization"
 
 
 @pytest.mark.soak
 def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
-    """The layer normalises what it is given by the micro-batch, and evaluates by the effective batches."""
+    """The layer normalizes by the micro-batch, and evaluates by the effective batch."""
     (tmp_path / "mine.py").write_text(MODULE)
     own = (
         "model._target_=mine.normalised",
@@ -106,16 +110,16 @@ def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
         "~model.dropout",
         "~model.l2",
     )
-    frozen = "optimizer.learning_rate=1e-30"  # what is left to differ are the moving statistics
+    # What is left to differ are the moving statistics.
+    frozen = "optimizer.learning_rate=1e-30"
 
     def validated(name, *more):
         run, _ = trained(tmp_path, name, *own, frozen, *more)
         return Store(tmp_path).histories(run)["val/loss"]
 
     whole = validated("whole", "accumulation.factor=1")
-    assert validated(
-        "two", "accumulation.factor=5", "hardware.replicas=2"
-    ) == pytest.approx(whole, rel=EXACT)
+    two = validated("two", "accumulation.factor=5", "hardware.replicas=2")
+    assert two == pytest.approx(whole, rel=EXACT)
     micro = validated(
         "micro", "accumulation.factor=5", "accumulation.moving_statistics=micro"
     )
@@ -124,18 +128,19 @@ def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
 
 @pytest.mark.slow
 def test_a_normalised_run_again_and_in_another_cut(tmp_path):
-    """Again it is the same to the bit; cut otherwise it is another run, which no rounding explains."""
+    """Again it is bit-identical.
+
+    In another cut it is another run, which no rounding explains.
+    """
     (tmp_path / "mine.py").write_text(MODULE)
     own = (
         "model._target_=mine.normalised",
         "~model.hidden",
         "~model.dropout",
         "~model.l2",
-    )
-    own = (
-        *own,
+        # So nothing but the normalization depends on the cut.
         "accumulation.same_noise=true",
-    )  # so that nothing but the normalising depends on the cut
+    )
     _, once = trained(tmp_path, "once", *own, "accumulation.factor=5")
     _, again = trained(tmp_path, "again", *own, "accumulation.factor=5")
     assert again == once

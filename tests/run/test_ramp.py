@@ -1,4 +1,7 @@
-"""A run whose effective batch changes: its updates are those of plain Keras, whatever interrupts it."""
+"""A run whose effective batch changes: its updates are those of plain Keras.
+
+They are so whatever interrupts it.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +31,25 @@ from tests.shared import place_store
 STAGES = ((0, 32), (16, 100), (41, 256))
 RAMP = (
     "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:32},"
-    "{start:{examples:500},effective_batch_size:100},{start:{epochs:2},effective_batch_size:256}]"
+    "{start:{examples:500},effective_batch_size:100},"
+    "{start:{epochs:2},effective_batch_size:256}]"
 )
 SIZES = [32] * 16 + [100] * 9 + [25] + [100] * 14 + [37] + [256] * 5 + [157]
 RUN = (
-    *(
-        "model=mlp",
-        "model.hidden=[16]",
-        "model.dropout=0",
-        "hardware.precision=float64",
-        "optimizer=momentum",
-    ),
-    *(
-        "schedule=constant",
-        "scaling=linear",
-        "scaling.warmup=0",
-        "training.epochs=3",
-        "hardware.deterministic=true",
-    ),
-    *(
-        "tracking.log_model=false",
-        "tracking.system_metrics=false",
-        "tracking.patience=30",
-        "hydra.run.dir=run",
-    ),
+    "model=mlp",
+    "model.hidden=[16]",
+    "model.dropout=0",
+    "hardware.precision=float64",
+    "optimizer=momentum",
+    "schedule=constant",
+    "scaling=linear",
+    "scaling.warmup=0",
+    "training.epochs=3",
+    "hardware.deterministic=true",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+    "tracking.patience=30",
+    "hydra.run.dir=run",
 )
 EXACT = 1e-12
 KILLER = """
@@ -68,7 +66,7 @@ class Killer(keras.callbacks.Callback):
 
 @pytest.fixture(scope="module")
 def ramp(tmp_path_factory):
-    """A folder with a run of three stages, and what it said."""
+    """Return a folder with a run of three stages, and what the run printed."""
     folder = tmp_path_factory.mktemp("ramp")
     done = pipeline("train", *RUN, RAMP, "training.checkpoint_every=23", cwd=folder)
     return folder, done.stderr
@@ -76,16 +74,18 @@ def ramp(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_rows_are_right_at_each_boundary(ramp):
-    folder, said = ramp
-    first = "effective batch 32 = 8 × 4 × 1 replica, 100 (factor 13) after update 16, 256 (factor 32) after update 41; "
-    assert (
-        f"{first}1437 examples → 45 updates per epoch (last one 29) at first, 47 in all"
-        in said
+    folder, printed = ramp
+    sizes = (
+        "effective batch 32 = 8 × 4 × 1 replica, 100 (factor 13) after update 16, "
+        "256 (factor 32) after update 41; 1437 examples → 45 updates per epoch "
+        "(last one 29) at first, 47 in all"
     )
-    assert (
-        "scaling.rule=linear: learning rate × 0.25, × 0.78125 after update 16, × 2 after update 41"
-        in said
+    assert sizes in printed
+    rates = (
+        "scaling.rule=linear: learning rate × 0.25, × 0.78125 after update 16, "
+        "× 2 after update 41"
     )
+    assert rates in printed
     run = Store(folder).run()
     assert json.loads(run.data.tags["accumulation.stages"]) == [
         list(stage) for stage in STAGES
@@ -96,78 +96,70 @@ def test_the_rows_are_right_at_each_boundary(ramp):
     factors = [-(-size // 8) for size in SIZES]
     assert list(rows["train/accumulation_factor"].values()) == factors
     assert list(rows["train/micro_steps"].values()) == np.cumsum(factors).tolist()
-    assert {update: rows["train/epoch"][update] for update in (26, 41, 47)} == {
-        26: 1,
-        41: 2,
-        47: 3,
-    }
+    assert rows["train/epoch"][26] == 1
+    assert rows["train/epoch"][41] == 2
+    assert rows["train/epoch"][47] == 3
     base = 0.05 / 128  # of an example, in float32
-    rates = [
-        base * size
-        for (after, size), end in zip(STAGES, (16, 41, 47), strict=True)
-        for _ in range(end - after)
-    ]
+    rates = []
+    for (after, size), end in zip(STAGES, (16, 41, 47), strict=True):
+        rates += [base * size] * (end - after)
     assert list(rows["train/learning_rate"].values()) == pytest.approx(rates, rel=1e-6)
-    assert {
-        run.data.params[f"derived.{key}"] for key in ("effective_batch_size", "factor")
-    } == {"32", "4"}
+    assert run.data.params["derived.effective_batch_size"] == "32"
+    assert run.data.params["derived.factor"] == "4"
 
 
 def test_each_update_is_that_of_plain_keras(ramp):
-    """By `train_on_batch` on the whole batches. One that is cut elsewhere, of the same examples, is another run."""
+    """Keras trains by `train_on_batch` on the whole batches.
+
+    A run on the same examples whose batches end elsewhere is another run.
+    """
     folder, _ = ramp
-    found = Store(folder).histories(Store(folder).run(), "train/")
-    losses, weights = by_keras(SIZES, found["train/learning_rate"])
-    assert list(found["train/loss"].values()) == pytest.approx(losses, rel=EXACT)
+    rows = Store(folder).histories(Store(folder).run(), "train/")
+    recorded_losses = list(rows["train/loss"].values())
+    losses, weights = by_keras(SIZES, rows["train/learning_rate"])
+    assert recorded_losses == pytest.approx(losses, rel=EXACT)
     last = weights_in(folder / "run", 47)
     assert [array.shape for array in last] == [array.shape for array in weights]
-    for one, other in zip(last, weights, strict=True):
-        np.testing.assert_allclose(one, other, rtol=EXACT, atol=EXACT)
-    cut = [
-        *SIZES[:15],
-        16,
-        116,
-        *SIZES[17:],
-    ]  # the 16th and the 17th update are of 32 and 100 examples
-    losses, _ = by_keras(cut, found["train/learning_rate"])
-    assert losses[:15] == pytest.approx(
-        list(found["train/loss"].values())[:15], rel=EXACT
-    )
-    assert losses[-1] != pytest.approx(found["train/loss"][47], rel=1e6 * EXACT)
+    for ours, of_keras in zip(last, weights, strict=True):
+        np.testing.assert_allclose(ours, of_keras, rtol=EXACT, atol=EXACT)
+
+    # The 16th and the 17th update are of 32 and 100 examples.
+    other_sizes = [*SIZES[:15], 16, 116, *SIZES[17:]]
+    losses, _ = by_keras(other_sizes, rows["train/learning_rate"])
+    assert losses[:15] == pytest.approx(recorded_losses[:15], rel=EXACT)
+    assert losses[-1] != pytest.approx(recorded_losses[-1], rel=1e6 * EXACT)
 
 
 def by_keras(sizes, rates):
-    """The losses and the last weights of `train_on_batch`, in float64, on the examples in the order of a run."""
+    """Return the losses and the last weights of `train_on_batch`, in float64.
+
+    The examples are in the order of a run.
+    """
     keras.config.set_floatx("float64")
     try:
         overrides = [*RUN, RAMP]
         parts = assembly.assemble(resolve(composed(overrides), overrides))
-        given = {"seed": 0, "slices": [Slice(1437, 3)]}
         node = OmegaConf.create({"in_memory": True})
-        epochs = list(
-            batching.effective_batches(
-                node, load.load(parts.spec.dataset), **given
-            ).as_numpy_iterator()
+        epochs = batching.effective_batches(
+            node, load.load(parts.spec.dataset), seed=0, slices=[Slice(1437, 3)]
         )
-        x, y = (np.concatenate(column) for column in zip(*epochs, strict=True))
+        columns = zip(*epochs.as_numpy_iterator(), strict=True)
+        x, y = (np.concatenate(column) for column in columns)
         model = keras.models.clone_model(parts.model)
         model.set_weights(parts.model.get_weights())
         model.compile(
             keras.optimizers.SGD(1.0, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-        losses, first = [], 0
+        losses = []
+        first = 0
         for update, size in enumerate(sizes, 1):
             model.optimizer.learning_rate = rates[update]
             model.reset_metrics()
-            losses.append(
-                np.ravel(
-                    model.train_on_batch(
-                        x[first : first + size], y[first : first + size]
-                    )
-                )[0]
-            )
-            first += size
+            end = first + size
+            results = model.train_on_batch(x[first:end], y[first:end])
+            losses.append(np.ravel(results)[0])
+            first = end
         return losses, model.get_weights()
     finally:
         keras.config.set_floatx("float32")
@@ -175,21 +167,21 @@ def by_keras(sizes, rates):
 
 
 def weights_in(run_dir: Path, update: int) -> list[np.ndarray]:
-    found = files.at(run_dir / "checkpoints", update)
-    arrays = snapshot.read(found.folder, found.meta).arrays
-    return [
-        array
-        for name, array in arrays.items()
-        if name.startswith("model/") and "seed" not in name
-    ]
+    checkpoint = files.at(run_dir / "checkpoints", update)
+    arrays = snapshot.read(checkpoint.folder, checkpoint.meta).arrays
+    weights = []
+    for name, array in arrays.items():
+        if name.startswith("model/") and "seed" not in name:
+            weights.append(array)
+    return weights
 
 
 @pytest.mark.slow
 def test_a_rerun_is_equal_and_so_is_a_fork_inside_of_the_ramp(ramp):
     folder, _ = ramp
     run = Store(folder).run()
-    said = pipeline("rerun", run.info.run_id, "tracking.experiment=again", cwd=folder)
-    assert "bit-equal" in said.stderr
+    done = pipeline("rerun", run.info.run_id, "tracking.experiment=again", cwd=folder)
+    assert "bit-equal" in done.stderr
     pipeline(
         "train",
         *RUN[:-1],
@@ -199,16 +191,13 @@ def test_a_rerun_is_equal_and_so_is_a_fork_inside_of_the_ramp(ramp):
         "hydra.run.dir=fork",
         cwd=folder,
     )
-    old, new = (
-        Store(folder).histories(Store(folder).run(name), "train/")
-        for name in ("pipeline", "fork")
-    )
+    store = Store(folder)
+    old = store.histories(store.run("pipeline"), "train/")
+    new = store.histories(store.run("fork"), "train/")
     assert new["train/loss"] == {47: old["train/loss"][47]}
-    assert (new["train/examples_seen"], new["train/micro_steps"]) == (
-        {47: 4311},
-        {47: old["train/micro_steps"][47]},
-    )
-    said = pipeline(
+    assert new["train/examples_seen"] == {47: 4311}
+    assert new["train/micro_steps"] == {47: old["train/micro_steps"][47]}
+    rejected = pipeline(
         "train",
         *RUN,
         RAMP.replace(":256", ":128"),
@@ -216,10 +205,11 @@ def test_a_rerun_is_equal_and_so_is_a_fork_inside_of_the_ramp(ramp):
         cwd=folder,
         status=2,
     ).stderr
-    assert (
-        "accumulation.batch_schedule.2.effective_batch_size must be that of the run, 256. Received: 128."
-        in said
+    rule = (
+        "accumulation.batch_schedule.2.effective_batch_size must be that of the run, "
+        "256. Received: 128."
     )
+    assert rule in rejected
 
 
 @pytest.mark.slow
@@ -232,9 +222,6 @@ def test_a_run_that_is_killed_in_each_stage_goes_on_to_the_bit(tmp_path):
         "schedule=cosine",
         "schedule.clock=examples",
         "training.checkpoint_every=3",
-    )
-    run = (
-        *run,
         "training.resume=auto",
         "+training.callbacks.killer._target_=mine.Killer",
         "model.dropout=0.2",
@@ -246,11 +233,9 @@ def test_a_run_that_is_killed_in_each_stage_goes_on_to_the_bit(tmp_path):
         (folder / "mine.py").write_text(KILLER)
         for kill in kills:
             place_store(folder)
-            done = max(
-                (int(path.name) for path in folder.glob("run/checkpoints/[0-9]*")),
-                default=0,
-            )
-            process = start(*run, cwd=folder, KILL_AT=str(kill), BEGAN=str(done))
+            checkpoints = folder.glob("run/checkpoints/[0-9]*")
+            began = max((int(path.name) for path in checkpoints), default=0)
+            process = start(*run, cwd=folder, KILL_AT=str(kill), BEGAN=str(began))
             _, err = process.communicate(timeout=240)
             assert process.returncode == -signal.SIGKILL, err
         pipeline(*run, cwd=folder)
@@ -267,23 +252,21 @@ def test_a_run_that_is_killed_in_each_stage_goes_on_to_the_bit(tmp_path):
 def test_replicas_and_workers_train_the_same_run(ramp, tmp_path, count):
     folder, _ = ramp
     pipeline("train", *RUN, RAMP, count, "hardware.open_ports=true", cwd=tmp_path)
-    one, two = (
-        Store(each).histories(Store(each).run(), "train/")
-        for each in (folder, tmp_path)
-    )
+    one = Store(folder).histories(Store(folder).run(), "train/")
+    two = Store(tmp_path).histories(Store(tmp_path).run(), "train/")
     for key in ("train/effective_batch_size", "train/examples_seen", "train/epoch"):
         assert one[key] == two[key]
     assert two["train/loss"] == pytest.approx(one["train/loss"], rel=EXACT)
-    assert list(two["train/accumulation_factor"].values()) == [
-        ceil(ceil(size / 2) / 4) for size in SIZES
-    ]
+    factors = [ceil(ceil(size / 2) / 4) for size in SIZES]
+    assert list(two["train/accumulation_factor"].values()) == factors
 
 
 @pytest.mark.soak
 def test_verify_shows_the_largest_stage(tmp_path):
-    said = pipeline("verify", *RUN[:-1], RAMP, cwd=tmp_path)
-    assert (
-        "an update by 32 micro-batches of 8 and one of the whole batch are equal within rounding"
-        in said.stdout
+    done = pipeline("verify", *RUN[:-1], RAMP, cwd=tmp_path)
+    verdict = (
+        "an update by 32 micro-batches of 8 and one of the whole batch are equal "
+        "within rounding"
     )
-    assert "retracing" not in said.stderr
+    assert verdict in done.stdout
+    assert "retracing" not in done.stderr

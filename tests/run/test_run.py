@@ -1,4 +1,4 @@
-"""The main job end to end: real processes, a real SQLite store, what a user finds there afterwards."""
+"""The main job end to end: processes, a SQLite store, and what a user finds in it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from tests.running import Store, pipeline, start
 
 QUIET = ("tracking.log_model=false", "tracking.system_metrics=false")
 EXACT = ("experiment=exact", "model=mlp", "training.updates=30", *QUIET)
-EPOCHS, EXAMPLES, SIZE = 10, 1437, 128
+EPOCHS = 10
+EXAMPLES = 1437
 UPDATES = EPOCHS * 12
 
 
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main")
-    return pipeline("train", "hydra.run.dir=run", cwd=folder, new_store=True), Store(
-        folder
-    )
+    done = pipeline("train", "hydra.run.dir=run", cwd=folder, new_store=True)
+    return done, Store(folder)
 
 
 @pytest.fixture(scope="module")
 def proofs(tmp_path_factory):
-    """One process, one run a size: the last micro-batch size divides neither batch nor tail."""
+    """Return the store of one run a size, all by one process.
+
+    The last micro-batch size divides neither batch nor tail.
+    """
     folder = tmp_path_factory.mktemp("proofs")
     save = (
-        "+training.callbacks.save={_target_: keras.callbacks.ModelCheckpoint, save_weights_only: true, save_freq: 30,"
+        "+training.callbacks.save={_target_: keras.callbacks.ModelCheckpoint, "
+        "save_weights_only: true, save_freq: 30,"
         "filepath: '${hydra:runtime.output_dir}/final.weights.h5'}"
     )
     sizes = "accumulation.micro_batch_size=128,24"
@@ -52,10 +56,11 @@ def test_digits_are_learned_and_the_run_is_printed(main_job):
     run = store.run()
     assert run.info.status == "FINISHED"
     assert store.history(run, "val/accuracy")[UPDATES] >= 0.97
-    assert (
-        "effective batch 128 = 32 × 4 × 1 replica; 1437 examples → 12 updates per epoch (last one 29), 120 in all"
-        in (done.stderr)
+    sizes = (
+        "effective batch 128 = 32 × 4 × 1 replica; "
+        "1437 examples → 12 updates per epoch (last one 29), 120 in all"
     )
+    assert sizes in done.stderr
     assert run.info.run_id in done.stderr
     assert "pipeline ui" in done.stderr
     assert str(store.folder / "run") in done.stderr
@@ -64,23 +69,21 @@ def test_digits_are_learned_and_the_run_is_printed(main_job):
 def test_every_metric_is_there_once_on_every_update(main_job):
     _, store = main_job
     histories = store.histories(store.run(), "train/", "perf/")
-    histories.pop(
-        "train/gradient_noise_scale"
-    )  # from the first update on that it could be told
+    # It is there from the first update on that it could be told.
+    histories.pop("train/gradient_noise_scale")
     assert set(histories) == {
-        *("train/loss", "train/accuracy", "train/learning_rate", "train/gradient_norm"),
-        *(
-            "train/effective_batch_size",
-            "train/micro_steps",
-            "train/examples_seen",
-            "train/epoch",
-        ),
-        *(
-            "perf/update_seconds",
-            "perf/examples_per_second",
-            "perf/compile_seconds",
-            "perf/peak_memory_bytes",
-        ),
+        "train/loss",
+        "train/accuracy",
+        "train/learning_rate",
+        "train/gradient_norm",
+        "train/effective_batch_size",
+        "train/micro_steps",
+        "train/examples_seen",
+        "train/epoch",
+        "perf/update_seconds",
+        "perf/examples_per_second",
+        "perf/compile_seconds",
+        "perf/peak_memory_bytes",
     }
     for key, history in histories.items():
         assert list(history) == list(range(1, UPDATES + 1)), key
@@ -95,9 +98,8 @@ def test_counters_are_those_of_the_examples(main_job):
     assert [sizes[update] for update in (1, 11, 12, 13, 24)] == [128, 128, 29, 128, 29]
     assert store.history(run, "train/examples_seen")[UPDATES] == EPOCHS * EXAMPLES
     assert store.history(run, "train/epoch")[UPDATES] == EPOCHS
-    assert (
-        store.history(run, "train/micro_steps")[12] == 11 * 4 + 1
-    )  # the tail of 29 is one micro-batch of 32
+    # The tail of 29 is one micro-batch of 32.
+    assert store.history(run, "train/micro_steps")[12] == 11 * 4 + 1
     assert store.history(run, "train/micro_steps")[UPDATES] == EPOCHS * 45
 
 
@@ -109,14 +111,10 @@ def test_learning_rate_is_the_schedule_at_the_updates_before(main_job):
         0.001, 114, warmup_target=0.01, warmup_steps=6
     )
     logged = store.history(store.run(), "train/learning_rate")
-    expected = {
-        update: np.float32(schedule(update - 1)) for update in range(1, UPDATES + 1)
-    }
-    assert logged.keys() == expected.keys()
-    assert all(
-        abs(logged[update] - rate) <= np.spacing(rate)
-        for update, rate in expected.items()
-    )  # one unit of float32
+    assert list(logged) == list(range(1, UPDATES + 1))
+    for update, rate in logged.items():
+        expected = np.float32(schedule(update - 1))
+        assert abs(rate - expected) <= np.spacing(expected)  # one unit of float32
 
 
 def test_params_tags_inputs_and_artifacts(main_job):
@@ -137,23 +135,20 @@ def test_params_tags_inputs_and_artifacts(main_job):
         "derived.replicas": "1",
         "derived.updates": "120",
     }
-    # two 3×3 convolutions, a dense layer over 2×2×128, the logits; each with its biases
-    assert int(parameters) == (9 * 64 + 64) + (9 * 64 * 128 + 128) + (
-        512 * 128 + 128
-    ) + (128 * 10 + 10)
+    # Two 3×3 convolutions, a dense layer over 2×2×128, the logits; each with biases.
+    convolutions = (9 * 64 + 64) + (9 * 64 * 128 + 128)
+    dense = 512 * 128 + 128
+    logits = 128 * 10 + 10
+    assert int(parameters) == convolutions + dense + logits
     assert run.data.tags["model.batch_dependent_layers"] == "none"
     version, _, digest = run.data.tags["config.hash"].partition(":")
-    assert (version, len(digest)) == ("v2", 64)
-    contexts = {
-        entry.tags[0].value: entry.dataset for entry in run.inputs.dataset_inputs
-    }
-    assert {
-        context: json.loads(d.profile)["num_examples"]
-        for context, d in contexts.items()
-    } == {
-        "training": 1437,
-        "validation": 180,
-    }
+    assert version == "v2"
+    assert len(digest) == 64
+    examples = {}
+    for entry in run.inputs.dataset_inputs:
+        profile = json.loads(entry.dataset.profile)
+        examples[entry.tags[0].value] = profile["num_examples"]
+    assert examples == {"training": 1437, "validation": 180}
     names = {artifact.path for artifact in store.client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "overrides.yaml", "environment.json"} <= names
     recorded = yaml.safe_load((store.folder / "run" / "config.yaml").read_text())
@@ -183,29 +178,31 @@ def test_every_factor_trains_the_same_trajectory(proofs):
     import numpy as np
 
     runs = proofs.by_param(proofs.trained(), "derived.micro_batch_size")
-    reference, other = runs["128",], runs["24",]
+    reference = runs["128",]
+    other = runs["24",]
     losses = proofs.history(reference, "train/loss")
     assert len(losses) == 30
 
     def weights(run):
-        found = []
-        with h5py.File(
-            Path(run.data.params["training.callbacks.save.filepath"])
-        ) as file:
-            file.visititems(
-                lambda _, node: (
-                    found.append(node[()]) if isinstance(node, h5py.Dataset) else None
-                )
-            )
-        return [array for array in found if array.dtype == np.float64]
+        arrays = []
+
+        def visit(_, node):
+            if isinstance(node, h5py.Dataset) and node.dtype == np.float64:
+                arrays.append(node[()])
+
+        saved = Path(run.data.params["training.callbacks.save.filepath"])
+        with h5py.File(saved) as file:
+            file.visititems(visit)
+        return arrays
 
     assert proofs.history(other, "train/loss") == pytest.approx(losses, rel=1e-12)
     assert proofs.history(other, "val/loss") == pytest.approx(
         proofs.history(reference, "val/loss"), rel=1e-12
     )
-    for one, two in zip(weights(other), weights(reference), strict=True):
-        # relative to the size of the array: single entries pass through zero
-        assert np.linalg.norm(one - two) <= 1e-12 * np.linalg.norm(two)
+    for array, expected in zip(weights(other), weights(reference), strict=True):
+        # Relative to the size of the array: single entries pass through zero.
+        distance = np.linalg.norm(array - expected)
+        assert distance <= 1e-12 * np.linalg.norm(expected)
 
 
 @pytest.mark.slow
@@ -223,19 +220,16 @@ def test_two_devices_train_the_same_trajectory_in_one_run(proofs):
         "val/loss",
         "val/accuracy",
     ):
-        assert proofs.history(two, key) == pytest.approx(
-            proofs.history(one, key), rel=1e-12
-        ), key
-    assert proofs.history(two, "train/examples_seen") == proofs.history(
-        one, "train/examples_seen"
-    )
+        expected = pytest.approx(proofs.history(one, key), rel=1e-12)
+        assert proofs.history(two, key) == expected, key
+    seen = proofs.history(one, "train/examples_seen")
+    assert proofs.history(two, "train/examples_seen") == seen
 
 
 @pytest.mark.slow
 def test_what_fails_before_the_first_update_fails_the_run(tmp_path):
-    (tmp_path / "run" / "config.yaml").mkdir(
-        parents=True
-    )  # where the record is to be written
+    # The record is to be written there.
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     done = pipeline(
         "train", "experiment=quick", *QUIET, "hydra.run.dir=run", cwd=tmp_path, status=1
     )
@@ -248,13 +242,11 @@ def test_what_fails_before_the_first_update_fails_the_run(tmp_path):
 @pytest.mark.slow
 def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     done = pipeline(
-        *(
-            "train",
-            "experiment=quick",
-            "optimizer=sgd",
-            "optimizer.learning_rate=1e30",
-            *QUIET,
-        ),
+        "train",
+        "experiment=quick",
+        "optimizer=sgd",
+        "optimizer.learning_rate=1e30",
+        *QUIET,
         cwd=tmp_path,
         status=1,
     )
@@ -299,11 +291,8 @@ def test_an_interrupted_run_is_closed_with_all_it_had_logged(
     assert store.run().info.status == status
     rows = [json.loads(line) for line in journal.read_text().splitlines()]
     written = [row["step"] for row in rows if "train/loss" in row.get("metrics", {})]
-    assert (
-        list(store.history(store.run(), "train/loss"))
-        == written
-        == list(range(1, len(written) + 1))
-    )
+    assert written == list(range(1, len(written) + 1))
+    assert list(store.history(store.run(), "train/loss")) == written
     if number != signal.SIGKILL:
         assert "Traceback" not in err
 
@@ -323,10 +312,9 @@ def test_an_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch):
 
 
 def test_a_closed_terminal_lets_the_update_finish():
-    """A shell repeats the signal; the second one of another kind would end the update."""
-    before = signal.signal(
-        signal.SIGHUP, signal.default_int_handler
-    )  # under nohup the tests ignore it
+    """A shell repeats the signal; a second one of another kind would end the update."""
+    # Under nohup the tests ignore it.
+    before = signal.signal(signal.SIGHUP, signal.default_int_handler)
     with Interruption().listening() as interruption, interruption.between_updates():
         for _ in range(2):
             signal.raise_signal(signal.SIGHUP)

@@ -22,7 +22,8 @@ def test_the_first_of_the_best_evaluations_is_kept(mode, best, update):
 
 
 def test_a_resumed_run_compares_with_the_best_before():
-    before, after = Best("loss", "min"), Best("loss", "min")
+    before = Best("loss", "min")
+    after = Best("loss", "min")
     before.take(5, {"loss": 1.0})
     after.set_state(asdict(before))
     assert not after.take(6, {"loss": 1.5})

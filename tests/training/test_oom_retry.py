@@ -1,4 +1,7 @@
-"""Memory that runs out in the middle of a run: the same update in smaller micro-batches, and nothing twice."""
+"""Memory that runs out in the middle of a run.
+
+The same update is done in smaller micro-batches, and nothing is done twice.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,16 @@ calls = [0]
 
 
 class Scarce(keras.layers.Layer):
-    "From the call number AT on it has memory for MOST examples, in training and in evaluation."
+    "From the call number AT on it has memory for MOST examples, in evaluation too."
 
     def call(self, x):
         def check(count):
             calls[0] += 1
             if calls[0] >= int(os.environ["AT"]) and count > int(os.environ["MOST"]):
-                # MemoryError is tf.errors.ResourceExhaustedError, and RuntimeError is UnknownError.
-                raise getattr(builtins, os.environ.get("ERROR", "MemoryError"))("no room")
+                # MemoryError is ResourceExhaustedError of TensorFlow, and RuntimeError
+                # is UnknownError.
+                error = os.environ.get("ERROR", "MemoryError")
+                raise getattr(builtins, error)("no room")
             return count
 
         count = tf.shape(x)[0]
@@ -44,7 +49,8 @@ class Scarce(keras.layers.Layer):
 
 
 def model(input_shape, classes):
-    parts = [keras.layers.Flatten(), Scarce(), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(classes)]
+    hidden = keras.layers.Dense(16, activation="relu")
+    parts = [keras.layers.Flatten(), Scarce(), hidden, keras.layers.Dense(classes)]
     return keras.Sequential([keras.Input(input_shape), *parts])
 """
 LIMITED = r"""
@@ -56,7 +62,8 @@ import numpy as np
 import tensorflow as tf
 
 WIDTH = 32
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # a thread takes 8 MiB of the address space
+# A thread takes 8 MiB of the address space.
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 
 
 def examples():
@@ -64,75 +71,69 @@ def examples():
     lengths = np.full(200, 20)
     lengths[77] = 200
 
-    def each():
+    def sequences():
         numbers = np.random.default_rng(0)
         for length in lengths:
             x = numbers.normal(size=(length, WIDTH))
             yield x, x[:, :1].mean(0)
 
     spec = (tf.TensorSpec((None, WIDTH), tf.float64), tf.TensorSpec((1,), tf.float64))
-    split = tf.data.Dataset.from_generator(each, output_signature=spec)
+    split = tf.data.Dataset.from_generator(sequences, output_signature=spec)
     return split.apply(tf.data.experimental.assert_cardinality(200)), None
 
 
 def model(input_shape):
-    parts = [keras.layers.Dense(8192, activation="tanh"), keras.layers.Dense(64), keras.layers.GlobalAveragePooling1D()]
-    made = keras.Sequential([keras.Input((None, WIDTH)), *parts, keras.layers.Dense(1)])
-    if room := int(os.environ["ROOM"]):
-        used = int(re.search(r"VmSize:\s+(\d+) kB", open("/proc/self/status").read())[1]) * 1024
+    wide = keras.layers.Dense(8192, activation="tanh")
+    narrow = keras.layers.Dense(64)
+    mean = keras.layers.GlobalAveragePooling1D()
+    output = keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((None, WIDTH)), wide, narrow, mean, output])
+    room = int(os.environ["ROOM"])
+    if room:
+        status = open("/proc/self/status").read()
+        used = int(re.search(r"VmSize:\s+(\d+) kB", status)[1]) * 1024
         resource.setrlimit(resource.RLIMIT_AS, (used + room * 2**20,) * 2)
-    return made
+    return model
 """
-UPDATES, MICRO = 24, 16
+UPDATES = 24
+MICRO = 16
 RUN = (
-    *(
-        "model=mlp",
-        "~model.hidden",
-        "~model.dropout",
-        "~model.l2",
-        "model._target_=scarce.model",
-    ),
-    *(
-        "hardware.precision=float64",
-        f"accumulation.micro_batch_size={MICRO}",
-        "accumulation.effective_batch_size=128",
-    ),
-    *(
-        f"training.updates={UPDATES}",
-        "training.evaluate_every=8",
-        "tracking.log_model=false",
-    ),
-    *("tracking.system_metrics=false", "hydra.run.dir=run"),
+    "model=mlp",
+    "~model.hidden",
+    "~model.dropout",
+    "~model.l2",
+    "model._target_=scarce.model",
+    "hardware.precision=float64",
+    f"accumulation.micro_batch_size={MICRO}",
+    "accumulation.effective_batch_size=128",
+    f"training.updates={UPDATES}",
+    "training.evaluate_every=8",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+    "hydra.run.dir=run",
 )
 LONG = (
-    *(
-        "~dataset",
-        "+dataset={_target_: limited.examples, in_memory: true, pad: {multiple: 1, value: 0}}",
-    ),
-    *(
-        "~model",
-        "+model={_target_: limited.model}",
-        "objective=regression",
-        "training.metrics={}",
-    ),
-    *(
-        "hardware.precision=float64",
-        "accumulation.micro_batch_size=16",
-        "accumulation.effective_batch_size=64",
-    ),
-    *(
-        "training.updates=5",
-        "tracking.log_model=false",
-        "tracking.system_metrics=false",
-        "hydra.run.dir=run",
-    ),
+    "~dataset",
+    "+dataset={_target_: limited.examples, in_memory: true, "
+    "pad: {multiple: 1, value: 0}}",
+    "~model",
+    "+model={_target_: limited.model}",
+    "objective=regression",
+    "training.metrics={}",
+    "hardware.precision=float64",
+    "accumulation.micro_batch_size=16",
+    "accumulation.effective_batch_size=64",
+    "training.updates=5",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+    "hydra.run.dir=run",
 )
 
 
 def trained(folder, at, most, *more, status=0, **variables):
     folder.mkdir()
     (folder / "scarce.py").write_text(SCARCE)
-    said = pipeline(
+    done = pipeline(
         "train",
         *RUN,
         *more,
@@ -144,15 +145,13 @@ def trained(folder, at, most, *more, status=0, **variables):
     )
     store = Store(folder)
     run = store.run()
-    return (
-        store.histories(run, "train/", "val/", "perf/micro_batch_size"),
-        run,
-        said.stderr,
-    )
+    histories = store.histories(run, "train/", "val/", "perf/micro_batch_size")
+    return histories, run, done.stderr
 
 
 RAMP = (
-    "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:64},{start:{updates:9},effective_batch_size:128}]",
+    "accumulation.batch_schedule=[{start:{updates:0},effective_batch_size:64},"
+    "{start:{updates:9},effective_batch_size:128}]",
     "accumulation.effective_batch_size=64",
 )
 
@@ -172,12 +171,11 @@ def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(
     more = (f"hardware.replicas={replicas}", *more)
     whole, _, _ = trained(tmp_path / "whole", 10**9, 1, *more)
     # In the middle of an update: after 5 micro-steps of the eleventh.
-    before = (
-        sum(whole["train/accumulation_factor"][step] for step in range(1, 11))
-        if len(more) > 1
-        else 10 * 8
-    )
-    halved, run, said = trained(tmp_path / "halved", int(before) + 16 + 6, 4, *more)
+    before = 10 * 8
+    if len(more) > 1:
+        factors = whole["train/accumulation_factor"]
+        before = int(sum(factors[step] for step in range(1, 11)))
+    halved, run, printed = trained(tmp_path / "halved", before + 16 + 6, 4, *more)
     for key in ("train/loss", "val/loss", "train/gradient_norm"):
         assert halved[key].keys() == whole[key].keys()
         for step, value in whole[key].items():
@@ -189,9 +187,8 @@ def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(
     assert min(halved["perf/micro_batch_size"]) == int(sizes[1]) + 1
     assert run.data.tags["micro_batch_size.validation"] == "4"
     assert "perf/micro_batch_size" not in whole
-    assert (
-        "does not fit into memory: again, in micro-batches of 8 in place of 16" in said
-    )
+    retried = "does not fit into memory: again, in micro-batches of 8 in place of 16"
+    assert retried in printed
     steps = list(halved["train/micro_steps"].values())
     assert steps == sorted(steps)
     assert steps[:3] == list(whole["train/micro_steps"].values())[:3]
@@ -200,13 +197,16 @@ def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(
 
 @pytest.mark.slow
 def test_an_error_of_which_memory_may_be_the_cause_is_not_tried_again(tmp_path):
-    """After another error of CUDA's libraries nothing on the GPU can be trusted; a try of `auto` is a process."""
-    rows, run, said = trained(
+    """After another error of CUDA's libraries nothing on the GPU can be trusted.
+
+    A try of `auto` is a process of its own.
+    """
+    rows, run, printed = trained(
         tmp_path / "run", 10 * 8 + 16 + 6, 4, status=1, ERROR="RuntimeError"
     )
     assert run.info.status == "FAILED"
     assert "UnknownError" in run.data.tags["failure"]
-    assert "in micro-batches of" not in said
+    assert "in micro-batches of" not in printed
     assert list(rows["train/loss"]) == list(range(1, len(rows["train/loss"]) + 1))
 
 
@@ -247,73 +247,97 @@ def test_a_run_that_goes_on_tries_the_micro_batch_of_the_config_again(tmp_path):
 
 @pytest.mark.slow
 def test_where_one_example_does_not_fit_the_run_fails_in_one_line(tmp_path):
-    rows, run, said = trained(tmp_path / "run", 60, 0, status=1)
+    rows, run, printed = trained(tmp_path / "run", 60, 0, status=1)
     assert run.info.status == "FAILED"
     assert (
         "not even a micro-batch of one example fits into memory in "
         in run.data.tags["failure"]
     )
     assert "no room" in run.data.tags["failure"]
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
     assert list(rows["train/loss"]) == list(range(1, len(rows["train/loss"]) + 1))
+
+
+HALVED = " does not fit into memory: again, in micro-batches of 8"
+
+
+def run_under_limit(folder, room):
+    (folder / "limited.py").write_text(LIMITED)
+    return pipeline(
+        "train",
+        *LONG,
+        cwd=folder,
+        status=None,
+        warm=False,
+        ROOM=str(room),
+        # A few arenas of malloc: each takes 64 MiB of the address space, and each
+        # thread wants its own.
+        MALLOC_ARENA_MAX="2",
+        # oneDNN takes more, and TensorFlow uses it on some processors only.
+        TF_ENABLE_ONEDNN_OPTS="0",
+    )
+
+
+def curves_in(folder):
+    store = Store(folder)
+    return store.histories(store.run())
 
 
 @pytest.mark.slow
 def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(
     tmp_path,
 ):
-    """The limit is set when the model is made, so many MiB above what the process has then: a tensor of 16 takes 210.
+    """The limit is set when the model is made, some MiB above what the process has.
 
-    Which allocation fails under which limit depends on the machine: where it is one of a library that knows no other
-    way, that ends the process; where none fails, another limit is tried.
+    A tensor of 16 such examples takes 210 MiB. Which allocation fails under which limit
+    depends on the machine: if it is one of a library that knows no other way, that ends
+    the process; if none fails, another limit is tried.
     """
-    curves, halved = {}, " does not fit into memory: again, in micro-batches of 8"
-    for name, rooms in {"whole": [0], "halved": [425, 380, 340, 540, 480] * 2}.items():
-        for number, room in enumerate(rooms):
-            folder = tmp_path / f"{name}{number}"
-            folder.mkdir()
-            (folder / "limited.py").write_text(LIMITED)
-            # A few arenas of malloc: each takes 64 MiB of the address space, and each thread wants its own.
-            # oneDNN takes more, and TensorFlow uses it on some processors only.
-            more = {
-                "ROOM": str(room),
-                "MALLOC_ARENA_MAX": "2",
-                "TF_ENABLE_ONEDNN_OPTS": "0",
-                "warm": False,
-            }
-            said = pipeline("train", *LONG, cwd=folder, status=None, **more)
-            if said.returncode == 0 and (halved in said.stderr) == (name == "halved"):
-                break
-            assert said.returncode in (0, -signal.SIGABRT), said.stderr
-            print(f"{room} MiB: {said.stderr.splitlines()[-1]}")
-        assert said.returncode == 0
-        assert (halved in said.stderr) == (name == "halved")
-        store = Store(folder)
-        curves[name] = store.histories(store.run())
+    (tmp_path / "whole").mkdir()
+    done = run_under_limit(tmp_path / "whole", 0)
+    assert done.returncode == 0
+    assert HALVED not in done.stderr
+    whole = curves_in(tmp_path / "whole")
+
+    for number, room in enumerate([425, 380, 340, 540, 480] * 2):
+        folder = tmp_path / f"halved{number}"
+        folder.mkdir()
+        done = run_under_limit(folder, room)
+        if done.returncode == 0 and HALVED in done.stderr:
+            break
+        assert done.returncode in (0, -signal.SIGABRT), done.stderr
+        print(f"{room} MiB: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0
+    assert HALVED in done.stderr
+    halved = curves_in(folder)
+
     for key in ("train/loss", "train/gradient_norm"):
-        assert len(curves["whole"][key]) == 5  # of which an epoch has four
-        for step, value in curves["whole"][key].items():
-            assert curves["halved"][key][step] == pytest.approx(value, rel=1e-12), (
-                key,
-                step,
-            )
+        assert len(whole[key]) == 5  # of which an epoch has four
+        for step, value in whole[key].items():
+            assert halved[key][step] == pytest.approx(value, rel=1e-12), (key, step)
 
 
 def in_steps(update, changed, x, y):
-    """A function that does the next update on these data, and one that does it again after it failed."""
+    """Return a function that does the next update on these data.
+
+    A second one does it again after it failed.
+    """
     batches = tf.data.Dataset.from_tensors((x, y)).repeat()
     retry = OomRetry(update, changed, batches.element_spec)
 
     def loss(batch):
         return update(batch)["loss"]
 
-    step, iterator = (
-        tf.function(lambda each: retry.hold_batch(each, loss), autograph=False),
-        iter(batches),
-    )
-    return lambda: retry.run(step, iterator), lambda error: retry.retry_halved(
-        error, 2, loss
-    )
+    step = tf.function(lambda batch: retry.hold_batch(batch, loss), autograph=False)
+    iterator = iter(batches)
+
+    def run_next():
+        return retry.run(step, iterator)
+
+    def run_again(error):
+        return retry.retry_halved(error, 2, loss)
+
+    return run_next, run_again
 
 
 def test_an_update_of_which_some_may_be_applied_is_not_tried_again():
@@ -344,9 +368,12 @@ def test_an_update_of_which_some_may_be_applied_is_not_tried_again():
 
 
 def test_what_a_forward_pass_has_changed_is_put_back():
-    """So the update is, to the bit, what it would have been in micro-batches of the smaller size from the start."""
+    """So the update is what it would have been in smaller micro-batches at once.
 
-    def made(failing):
+    It is bit-identical.
+    """
+
+    def steps_of_new_model(failing):
         keras.utils.set_random_seed(0)
 
         class Fails(layers.Layer):
@@ -355,14 +382,16 @@ def test_what_a_forward_pass_has_changed_is_put_back():
                 with tf.control_dependencies([check]):
                     return tf.identity(x)
 
-        inner = [
-            layers.Dense(4),
-            layers.BatchNormalization(),
-            layers.Dropout(0.5),
-            Fails(),
-            layers.Dense(1),
-        ]
-        model = keras.Sequential([keras.Input((3,)), *inner])
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                layers.Dense(4),
+                layers.BatchNormalization(),
+                layers.Dropout(0.5),
+                Fails(),
+                layers.Dense(1),
+            ]
+        )
         optimizer = keras.optimizers.Adam()
         optimizer.build(model.trainable_variables)
         x, y = np.random.default_rng(0).normal(size=(2, 10, 3)).astype("float32")
@@ -375,28 +404,29 @@ def test_what_a_forward_pass_has_changed_is_put_back():
         step, again = in_steps(
             update, [variable.value for variable in changed], x, y[:, :1]
         )
-        return update, step, again, [*model.variables, *optimizer.variables]
+        variables = [*model.variables, *optimizer.variables]
+        return update, step, again, variables
 
     failing = tf.Variable(0)
-    update, step, again, variables = made(failing)
+    update, step, again, variables = steps_of_new_model(failing)
     step()
     failing.assign(2)  # the last micro-batch, as the others have four
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         step()
     failing.assign(0)
     again(caught.value)
-    assert (update.micro_batch_size, int(update.begun)) == (
-        2,
-        2,
-    )  # a try that failed does not count
-    other, other_step, _, other_variables = made(tf.Variable(0))
+    assert update.micro_batch_size == 2
+    assert int(update.begun) == 2  # a try that failed does not count
+    other, other_step, _, other_variables = steps_of_new_model(tf.Variable(0))
     other_step()
     other.micro_batch_size = 2
     in_halves = tf.function(lambda x, y: other((x, y)), autograph=False)
     x, y = np.random.default_rng(0).normal(size=(2, 10, 3)).astype("float32")
     in_halves(x, y[:, :1])
-    for one, another in zip(variables, other_variables, strict=True):
-        np.testing.assert_array_equal(one.numpy(), another.numpy(), err_msg=one.path)
+    for retried, halved in zip(variables, other_variables, strict=True):
+        np.testing.assert_array_equal(
+            retried.numpy(), halved.numpy(), err_msg=retried.path
+        )
 
 
 @pytest.mark.slow
@@ -406,20 +436,22 @@ def test_memory_that_runs_out_while_a_batch_is_read_is_not_of_the_update():
             raise MemoryError("no room for the batch")
         return np.ones(2, "float32")
 
-    numbers = tf.data.Dataset.range(5).map(
-        lambda n: tf.ensure_shape(tf.numpy_function(read, [n], tf.float32), (2,))
-    )
-    batches = numbers.map(lambda x: (x, x[:1])).batch(2)
+    def example(number):
+        x = tf.ensure_shape(tf.numpy_function(read, [number], tf.float32), (2,))
+        return x, x[:1]
+
+    batches = tf.data.Dataset.range(5).map(example).batch(2)
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     optimizer = keras.optimizers.SGD()
     optimizer.build(model.trainable_variables)
     update = Update(model, keras.losses.MeanSquaredError(), optimizer, 2)
     retry = OomRetry(update, [], batches.element_spec)
-    loss = lambda batch: update(batch)["loss"]  # noqa: E731
-    step, iterator = (
-        tf.function(lambda each: retry.hold_batch(each, loss), autograph=False),
-        iter(batches),
-    )
+
+    def loss(batch):
+        return update(batch)["loss"]
+
+    step = tf.function(lambda batch: retry.hold_batch(batch, loss), autograph=False)
+    iterator = iter(batches)
     retry.run(step, iterator)
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
         retry.run(step, iterator)

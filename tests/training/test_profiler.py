@@ -1,4 +1,4 @@
-"""A profile has the updates that were asked for, and ends with the training, however that ends."""
+"""A profile has the updates that were asked for, and ends with the training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class Clock:
 
 
 def profile(folder, updates, *, start=3, count=2, fails=None):
-    logged, recorder, multiply = [], Clock(), tf.function(lambda x: tf.matmul(x, x))
+    logged = []
+    recorder = Clock()
+    multiply = tf.function(lambda x: tf.matmul(x, x))
     with Profiler(folder, start, count, logged.append) as profiler:
         for number in updates:
             with profiler.update(number, recorder):
@@ -35,12 +37,11 @@ def traced(folder, name):
     with gzip.open(folder / name, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
-    assert all(
-        event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X"
-    )
-    return sum(
-        event["name"].startswith("update ") for event in events if event["ph"] == "X"
-    )
+    timed = [event for event in events if event["ph"] == "X"]
+    for event in timed:
+        assert event["dur"] >= 0
+        assert event["ts"] >= 0
+    return len([event for event in timed if event["name"].startswith("update ")])
 
 
 def names(first):

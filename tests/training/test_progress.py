@@ -1,4 +1,7 @@
-"""What a terminal shows of a run: the bar comes after what was printed before the first update."""
+"""What a terminal shows of a run.
+
+The bar comes after what was printed before the first update.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +81,11 @@ def test_a_crash_is_seen_while_notices_of_libraries_are_held_back():
 
 
 @pytest.mark.parametrize(
-    ("known", "said"),
+    ("known", "last_lines"),
     [(0, ["update 2  loss 0.5", "update 2  val/loss 0.2500"]), (9, [])],
 )
 def test_a_run_that_does_not_know_its_last_update_shows_it_when_it_ends(
-    capsys, monkeypatch, known, said
+    capsys, monkeypatch, known, last_lines
 ):
     monkeypatch.setattr(progress, "SECONDS", math.inf)
     shown = Progress(known)
@@ -92,6 +95,6 @@ def test_a_run_that_does_not_know_its_last_update_shows_it_when_it_ends(
     assert capsys.readouterr().err == ""  # neither line is due
     shown.close()
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition("  lr ")[0] for line in lines] == said
+    assert [line.partition("  lr ")[0] for line in lines] == last_lines
     shown.close()
     assert capsys.readouterr().err == ""

@@ -18,12 +18,13 @@ import tensorflow as tf
 
 
 class Traced(keras.layers.Layer):
-    "Writes a line for each time that it is traced; built on symbolic tensors of Keras' own first."
+    "Writes a line for each time that it is traced, but for symbolic tensors of Keras."
 
     def call(self, x, training=False):
         if not isinstance(x, keras.KerasTensor):
+            row = [bool(training), list(x.shape), tf.inside_function()]
             with open(os.environ["TRACES"], "a") as file:
-                print(json.dumps([bool(training), list(x.shape), tf.inside_function()]), file=file)
+                print(json.dumps(row), file=file)
         return x * 1.0
 
 
@@ -32,37 +33,35 @@ def examples():
     lengths = 4 + 4 * (np.arange(60) // 8 % 4)
 
     def split(lengths):
-        def each():
+        def sequences():
             for length in lengths:
-                yield np.linspace(0.0, 1.0, length, dtype="float32")[:, None], np.float32([length])
+                numbers = np.linspace(0.0, 1.0, length, dtype="float32")
+                yield numbers[:, None], np.float32([length])
 
         spec = (tf.TensorSpec((None, 1)), tf.TensorSpec((1,)))
-        made = tf.data.Dataset.from_generator(each, output_signature=spec)
-        return made.apply(tf.data.experimental.assert_cardinality(len(lengths)))
+        dataset = tf.data.Dataset.from_generator(sequences, output_signature=spec)
+        return dataset.apply(tf.data.experimental.assert_cardinality(len(lengths)))
 
     return split(lengths), split(lengths[:12])
 
 
 def model(input_shape):
-    parts = [Traced(), keras.layers.Dense(8, activation="relu"), keras.layers.GlobalAveragePooling1D()]
-    return keras.Sequential([keras.Input((None, 1)), *parts, keras.layers.Dense(1)])
+    hidden = keras.layers.Dense(8, activation="relu")
+    mean = keras.layers.GlobalAveragePooling1D()
+    output = keras.layers.Dense(1)
+    return keras.Sequential([keras.Input((None, 1)), Traced(), hidden, mean, output])
 """
 PADDED = (
-    *(
-        "~dataset",
-        "+dataset={_target_: traced.examples, in_memory: true, pad: {multiple: 4, value: 0}}",
-    ),
-    *(
-        "~model",
-        "+model={_target_: traced.model}",
-        "objective=regression",
-        "training.metrics={}",
-    ),
-    *(
-        "accumulation={effective_batch_size: 8, factor: 2}",
-        "training.epochs=3",
-        "tracking.log_model=false",
-    ),
+    "~dataset",
+    "+dataset={_target_: traced.examples, in_memory: true, "
+    "pad: {multiple: 4, value: 0}}",
+    "~model",
+    "+model={_target_: traced.model}",
+    "objective=regression",
+    "training.metrics={}",
+    "accumulation={effective_batch_size: 8, factor: 2}",
+    "training.epochs=3",
+    "tracking.log_model=false",
 )
 
 
@@ -75,12 +74,16 @@ def traces(tmp_path, *overrides, **environment):
 
 @pytest.mark.slow
 def test_a_run_traces_the_model_three_times_whatever_the_lengths(tmp_path):
-    """Four lengths, a smaller last update of each epoch, a checkpoint, and three evaluations."""
-    found = [
-        (training, shape) for training, shape, inside in traces(tmp_path) if inside
-    ]
+    """There are four lengths, a smaller last update of each epoch, and a checkpoint.
+
+    There are three evaluations, too.
+    """
+    in_graph = []
+    for training, shape, inside_function in traces(tmp_path):
+        if inside_function:
+            in_graph.append((training, shape))
     any_size = [None, None, 1]
-    assert found == [
+    assert in_graph == [
         (False, any_size),  # Keras itself, when the model is built
         (True, [None, 4, 1]),  # which variables a forward pass changes
         (True, any_size),  # the update
@@ -90,31 +93,24 @@ def test_a_run_traces_the_model_three_times_whatever_the_lengths(tmp_path):
 
 @pytest.mark.slow
 def test_xla_compiles_once_a_padded_length(tmp_path):
-    """Micro-batches of 4 and 3, of which the former are compiled: one module a length, and one more for evaluations."""
-    dump, sizes = tmp_path / "xla", "accumulation.effective_batch_size=7"
-    found = traces(
+    """Of micro-batches of 4 and 3 the former are compiled.
+
+    There is one module a length, and one more for evaluations.
+    """
+    dump = tmp_path / "xla"
+    rows = traces(
         tmp_path,
         "hardware.xla=true",
-        sizes,
+        "accumulation.effective_batch_size=7",
         XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text",
     )
-    assert (
-        sum(
-            training and shape == [None, None, 1]
-            for training, shape, inside in found
-            if inside
-        )
-        == 1
-    )
-    modules = [path.read_text() for path in dump.glob("*before_optimizations.txt")]
-    shapes = [
-        tuple(
-            map(int, re.search(r"f32\[(\d+),(\d+),1\]\S* parameter\(", each).groups())
-        )
-        for each in modules
-    ]
-    assert {size for size, _ in shapes} == {4}
-    lengths = [length for _, length in shapes]
+    assert rows.count([True, [None, None, 1], True]) == 1
+    parameter = re.compile(r"f32\[(\d+),(\d+),1\]\S* parameter\(")
+    lengths = []
+    for file in dump.glob("*before_optimizations.txt"):
+        size, length = parameter.search(file.read_text()).groups()
+        assert size == "4"
+        lengths.append(int(length))
     assert {4, 8} <= set(lengths) <= {4, 8, 12, 16}
     # That of an update gives more than that of an evaluation.
     assert len(set(lengths)) < len(lengths) <= 2 * len(set(lengths))

@@ -1,0 +1,170 @@
+"""The recorded config of a run, adapted to this call and this machine.
+
+The record says what runs. The user's own config says where: which store, which ports
+and GPUs, and nothing else is taken from it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from pipeline.checkpoints import fork
+from pipeline.common import imports, secrets
+from pipeline.common.errors import ConfigError, printable, say
+from pipeline.config import key_kinds, schema
+from pipeline.config.plain import leaves
+from pipeline.rerun.recorded_run import RecordedRun, relinked
+from pipeline.rerun.request import Request
+from pipeline.trust.artifact_locations import is_inside
+from pipeline.trust.gate import Gate, check_config, drop_writers
+
+# A limit of memory names no place of a machine: the recorded one holds in a rerun.
+_LIMITS = ("hardware.memory", "hardware.gpu_memory")
+_RATE = "optimizer.learning_rate"
+
+
+def adapt(
+    recorded: RecordedRun,
+    request: Request,
+    own_config: DictConfig,
+    gate: Gate,
+    experiment: str,
+) -> dict[str, Any]:
+    """Return the config to compose with the overrides, once it has passed the gate.
+
+    Args:
+        recorded: the record of the run.
+        request: the command line.
+        own_config: the user's own config.
+        gate: what the recorded config may reach.
+        experiment: the experiment of the new run.
+
+    Raises:
+        ConfigError: the record is not trusted, or an override is missing.
+    """
+    config = placed(recorded, own_config, gate, experiment)
+    recorded.check_schema()
+    _remove_replaced(config, request)
+    config = _without_writers(config, gate)
+    _check_secrets(config, request)
+    with imports.without_chatter():
+        check_config(config, gate)
+    _check_rate(recorded, request)
+    return relinked(config, recorded.links, request.values)
+
+
+def placed(
+    recorded: RecordedRun, own_config: DictConfig, gate: Gate, experiment: str
+) -> dict[str, Any]:
+    """Return the recorded config with the store, machine and folders of this call.
+
+    The arguments are those of `adapt`.
+    """
+    config = recorded.moved(gate.run_dir)
+    config.pop("trust", None)
+    config["schema"] = schema.SCHEMA
+    config["tracking"] = {
+        **(config.get("tracking") or {}),
+        **key_kinds.outside_a_sweep(),
+        "uri": own_config.tracking.uri,
+        "experiment": experiment,
+        "run_name": printable(f"rerun of {recorded.run.info.run_name}"),
+        "code": own_config.tracking.code,  # paths on this machine
+    }
+
+    of_machine = {}
+    for key in key_kinds.keys_of(schema.Kind.MACHINE):
+        group, _, name = key.partition(".")
+        if group == "hardware" and key not in _LIMITS:
+            of_machine[name] = own_config.hardware[name]
+    config["hardware"] = (config.get("hardware") or {}) | of_machine
+
+    start = config.get("start") or {}
+    if start.get("run") is not None:
+        # It was recorded as the user wrote it, which may be ambiguous by now.
+        tags = recorded.run.data.tags
+        start["run"] = f"{tags.get(fork.RUN)}@{tags.get(fork.UPDATE)}"
+    dataset = config.get("dataset") or {}
+    if "data_dir" in dataset:
+        dataset["data_dir"] = data_dir(recorded, gate)
+    return config
+
+
+def data_dir(recorded: RecordedRun, gate: Gate) -> str | None:
+    """Return where the rerun reads its data; None for the default of the dataset.
+
+    It is the folder that the user names. Without one it is the recorded folder, if that
+    lies below the working directory.
+    """
+    if gate.data_dir is not None:
+        return str(gate.data_dir)
+    if recorded.data_dir is None:
+        return None
+    folder = Path(recorded.data_dir)
+    if is_inside(folder, [Path.cwd()]) and folder.exists():
+        return recorded.data_dir
+    return None
+
+
+def _remove_replaced(config: dict[str, Any], request: Request) -> None:
+    """Remove the values that an override replaces: they are not checked.
+
+    A value that an override deletes stays, as Hydra has to find it. So does a mapping
+    that is overridden, which Hydra merges.
+    """
+    for key in request.values.keys() - request.deleted:
+        is_merged = isinstance(request.values[key], dict)
+        # The data directory is in its place already.
+        is_replaced = key != "dataset.data_dir" and not is_merged
+        if is_replaced or key in request.groups:
+            _remove(config, key)
+
+
+def _remove(config: dict[str, Any], key: str) -> None:
+    """Remove a dotted key from a plain config, if it is there."""
+    *parents, last = key.split(".")
+    node: Any = config
+    for parent in parents:
+        if not isinstance(node, dict):
+            return
+        node = node.get(parent)
+    if isinstance(node, dict):
+        node.pop(last, None)
+
+
+def _without_writers(config: dict[str, Any], gate: Gate) -> dict[str, Any]:
+    """Return the config without callbacks that write files, unless they are allowed."""
+    kept, writers = drop_writers(config, gate.allowed)
+    for key, target in writers.items():
+        say(
+            f"  left out: {key}, a {target}: "
+            f"it writes files, which --allow {target} allows"
+        )
+    return kept
+
+
+def _check_secrets(config: dict[str, Any], request: Request) -> None:
+    """Reject a config in which the value of a secret is missing."""
+    # The store is the user's own, and the experiment's name is masked in the store too.
+    unchecked = ["tracking."]
+    for key in request.deleted:
+        unchecked.append(f"{key}.")
+    for key, value in leaves(config).items():
+        is_hidden = isinstance(value, str) and secrets.HIDDEN in value
+        if is_hidden and not f"{key}.".startswith(tuple(unchecked)):
+            rule = "was a secret and is not in the record: give it again as an override"
+            raise ConfigError(key, rule, value)
+
+
+def _check_rate(recorded: RecordedRun, request: Request) -> None:
+    """Reject another learning rate if the record cannot tell which keys follow it."""
+    if _RATE not in request.values or recorded.links:
+        return
+    if any(key.startswith("sched") for key in request.values):
+        return
+    rule = (
+        "must come with an override of the schedule: "
+        "this record does not say what follows it"
+    )
+    raise ConfigError(_RATE, rule, request.values[_RATE])
