@@ -78,7 +78,7 @@ class RunSpec:
         return (
             self.batching
             if size == self.batching.effective_batch_size
-            else self.batching.at(size)
+            else self.batching.with_effective_batch_size(size)
         )
 
     def at_largest(self) -> RunSpec:
@@ -96,7 +96,7 @@ class RunSpec:
         }
         return replace(
             self.changed(values | unscaled),
-            batching=self.largest.of(self.largest.share),
+            batching=self.largest.with_micro_batch_size(self.largest.share),
         )
 
     @property
@@ -131,7 +131,7 @@ class RunSpec:
         return replace(
             self.changed({sizes.MICRO: size}),
             overrides=tuple(overrides),
-            batching=self.batching.of(size),
+            batching=self.batching.with_micro_batch_size(size),
         )
 
     def to_text(self) -> str:
@@ -197,7 +197,7 @@ def resolve(
     )
     validate.check_settings(composed)
     replicas = composed.hardware.replicas * composed.hardware.workers
-    of_stages = stages.resolved(plain.plain(composed), replicas, named)
+    of_stages = stages.implied_values(plain.plain(composed), replicas, named)
     _update(composed, of_stages)
     named |= of_stages.keys()
     if composed.dataset.get("batched"):

@@ -100,7 +100,7 @@ def drawn(chance):
         except ConfigError:  # it does not rise
             continue
         asked = more
-    plan = plan_of(first.at(asked[0].size), examples, horizon, asked)
+    plan = plan_of(first.with_effective_batch_size(asked[0].size), examples, horizon, asked)
     at = sorted(chance.sample(range(1, 20), chance.randint(0, 2)))
     for update in at:
         plan = plan.halved(update, -(-plan.micro_batch_size // 2))
