@@ -1,4 +1,4 @@
-"""The entries of `trust.allow` and `--allow`: names of code, and places of artifacts."""
+"""The entries of `trust.allow` and `--allow`: names of code, places of artifacts."""
 
 import re
 from collections.abc import Iterable

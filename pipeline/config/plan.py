@@ -1,4 +1,4 @@
-"""The plan of a run: epochs and examples → updates, with the counters of each update."""
+"""The plan of a run: epochs and examples → updates, and the counters of each."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Plan:
         return epoch * self.examples + first
 
     def updates_at(self, examples: int) -> int:
-        """Return the number of updates in which at least `examples` examples are seen."""
+        """Return the least number of updates in which `examples` examples are seen."""
         place = divmod(examples, self.examples)
         stage = next(
             stage

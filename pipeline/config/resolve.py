@@ -90,7 +90,7 @@ class RunSpec:
 
     @property
     def same_noise(self) -> bool:
-        """Return whether layers draw noise that is the same for every cut, if they can."""
+        """Return whether layers that can draw noise by example do so, for any cut."""
         return self.config.accumulation.same_noise is not False
 
     @property

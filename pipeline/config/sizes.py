@@ -135,7 +135,7 @@ def derive(
 
 
 def _nearest_factors(share: int, factor: int) -> list[int]:
-    """Return the three factors nearest to `factor` that cut `share` examples equally."""
+    """Return the three factors nearest to `factor` that cut `share` equally."""
     possible = sorted({ceil_div(share, size) for size in range(1, share + 1)})
     nearest = sorted(possible, key=lambda other: abs(other - factor))
     return sorted(nearest[:3])

@@ -249,7 +249,7 @@ _SIZE = Check(
 _SWITCH = Check("true, false or auto", lambda value: _is_bool(value) or value == "auto")
 _FLAG = Check("true or false", _is_bool)
 
-# With most other values Keras computes without a warning, and clips nothing or diverges.
+# With other values Keras mostly gives no warning, and clips nothing or diverges.
 _KERAS_OPTIMIZER_CHECKS = {
     "optimizer.clipnorm": _POSITIVE.or_null(),
     "optimizer.global_clipnorm": _POSITIVE.or_null(),

@@ -43,7 +43,8 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
         ((128, -1, None), "accumulation.factor must be at least 1. Received: -1."),
         (
             (128, 4, 16),
-            "accumulation.factor must agree with effective batch 128 and micro-batch 16",
+            "accumulation.factor must agree with effective batch 128 and "
+            "micro-batch 16",
         ),
         (
             (16, None, 32),
@@ -55,8 +56,8 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
         ),
         (
             (1, 1, None, 2),
-            "accumulation.effective_batch_size must be at least the number of replicas, "
-            "2",
+            "accumulation.effective_batch_size must be at least the number of "
+            "replicas, 2",
         ),
         (
             (10, 6, None),

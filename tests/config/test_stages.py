@@ -192,8 +192,8 @@ def test_a_ramp_to_check_by_hand():
         Asked("epochs", 2, 256),
     ]
     plan = plan_of(sizes.derive(32, 4, None), 1437, sizes.Horizon("epochs", 3), asked)
-    # 16 · 32 = 512 is the first whole update from 500 on. Then 512 + 9 · 100 + 25 = 1437
-    # and 14 · 100 + 37 = 1437.
+    # 16 · 32 = 512 is the first whole update from 500 on. Then
+    # 512 + 9 · 100 + 25 = 1437, and 14 · 100 + 37 = 1437.
     assert plan.changes == [(0, 32), (16, 100), (41, 256)]
     expected = {  # of an update: its size, and the examples seen
         1: (32, 32),
@@ -282,11 +282,13 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             ["accumulation.batch_schedule=[32]"],
-            "accumulation.batch_schedule[0] must be as {start: {updates: 400}, effective",
+            "accumulation.batch_schedule[0] must be as "
+            "{start: {updates: 400}, effective",
         ),
         (
             [RAMP.replace("epochs", "days")],
-            "accumulation.batch_schedule[2].start must be in a known unit. Received: 'days'.",
+            "accumulation.batch_schedule[2].start must be in a known unit. "
+            "Received: 'days'.",
         ),
         (
             [RAMP.replace("epochs:12", "epochs:12,updates:3")],
@@ -298,11 +300,13 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             [RAMP.replace("400", "4.5")],
-            "accumulation.batch_schedule[1].start.updates must be a number of at least 0, whole",
+            "accumulation.batch_schedule[1].start.updates must be a number of at "
+            "least 0, whole",
         ),
         (
             [RAMP.replace("400", "0")],
-            "accumulation.batch_schedule[1].start.updates must rise from stage to stage",
+            "accumulation.batch_schedule[1].start.updates must rise from stage to "
+            "stage",
         ),
         (
             [RAMP.replace("epochs:12", "updates:400")],
@@ -310,7 +314,8 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             [RAMP.replace("256", "0")],
-            "accumulation.batch_schedule[2].effective_batch_size must be at least 1. Received: 0.",
+            "accumulation.batch_schedule[2].effective_batch_size must be at least 1. "
+            "Received: 0.",
         ),
         (
             [RAMP.replace(":32", ":1"), "hardware.replicas=2"],
@@ -332,7 +337,8 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             ["schedule.clock=examples", "dataset.batched=true"],
-            "schedule.clock must be updates with dataset.batched=true. Received: 'examples'.",
+            "schedule.clock must be updates with dataset.batched=true. "
+            "Received: 'examples'.",
         ),
         (
             ["schedule.clock=tokens"],
@@ -352,8 +358,8 @@ def test_what_cannot_be_is_refused_in_one_line(overrides, message):
     [
         (
             [Asked("updates", 0, 32), Asked("updates", 3, 101)],
-            "accumulation.batch_schedule[1].effective_batch_size must be at most the 100 "
-            "examples of the training split. Received: 101.",
+            "accumulation.batch_schedule[1].effective_batch_size must be at most the "
+            "100 examples of the training split. Received: 101.",
         ),
         (  # both in the first update
             [
@@ -361,8 +367,8 @@ def test_what_cannot_be_is_refused_in_one_line(overrides, message):
                 Asked("examples", 5, 50),
                 Asked("epochs", 0.2, 60),
             ],
-            "accumulation.batch_schedule[2].start.epochs must be later than update 2, with "
-            "which the stage before begins. Received: 0.2.",
+            "accumulation.batch_schedule[2].start.epochs must be later than update 2, "
+            "with which the stage before begins. Received: 0.2.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Command lines that are rejected before a run is created, with the line that each gets.
+"""Command lines that are rejected before a run is created, and the line of each.
 
 TensorFlow, TFDS, Keras or MLflow has to look at the objects to find what is wrong. The
 module `mine` is the `USER_MODULE` of test_bad_input.py. `…` stands for any text, and a
