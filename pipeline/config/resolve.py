@@ -90,7 +90,7 @@ class RunSpec:
 
     @property
     def same_noise(self) -> bool:
-        """Return whether layers that can draw noise by example do so, for any cut."""
+        """Return whether layers draw the same noise for every cut, if they can."""
         return self.config.accumulation.same_noise is not False
 
     @property
