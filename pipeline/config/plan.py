@@ -46,7 +46,7 @@ class Plan:
         # Updates that are done again keep their counts.
         update = max([update, *(last for last, _ in self.before)])
         before = (*self.before, (update, self.batching))
-        batching = self.batching.with_micro_batch_size(micro_batch_size)
+        batching = self.batching.of(micro_batch_size)
         return replace(self, batching=batching, before=before)
 
     @property
@@ -76,7 +76,7 @@ class Plan:
         for size, last in cuts:
             if last is None:
                 last = end
-            before.append((last, self.batching.with_micro_batch_size(size)))
+            before.append((last, self.batching.of(size)))
         return replace(self, before=tuple(before))
 
     @property
