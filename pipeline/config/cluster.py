@@ -32,7 +32,7 @@ _TF_CONFIG = (
     'JSON such as {"cluster": {"worker": ["host:port", "host:port"]}, '
     '"task": {"type": "worker", "index": 0}}'
 )
-# Of Slurm's chiefs: below the ports that Linux gives to whoever asks for any.
+# Ports of chiefs under Slurm, below those that Linux gives to any process.
 _PORTS = range(20000, 32000)
 _MOST_HERE = 256  # workers on this machine
 
@@ -136,8 +136,8 @@ def check_open_ports(allowed: bool) -> None:
         rule = (
             "must be true for several workers: TensorFlow opens a port of each on "
             f"{', '.join(addresses[:5])} without a password, and whoever reaches it "
-            "can read and write your files. hardware=multi_worker sets it, for a private "
-            "network; a namespace without one needs none"
+            "can read and write your files. hardware=multi_worker sets it, for a "
+            "private network; a namespace without one needs none"
         )
         raise ConfigError("hardware.open_ports", rule, False)
 

@@ -76,7 +76,8 @@ REMOVED_KEYS = {
         "0.2.0",
         True,
         "true",
-        "the scaling rule follows the stages; use scaling=none for a rate that does not",
+        "the scaling rule follows the stages; "
+        "use scaling=none for a rate that does not",
     ),
     "accumulation.seesaw_max": RemovedKey(
         "0.2.0", None, "null", "give each stage of the effective batch its size"

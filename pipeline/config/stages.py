@@ -71,8 +71,8 @@ class Stage(NamedTuple):
         epochs, rest = divmod(max(0, done - self.after), self.in_epoch)
         before_tail = self.in_epoch - 1
         tail = steps_of_batch(self.examples - self.first - before_tail * self.size)
-        whole = epochs * before_tail + rest
-        return whole * steps_of_batch(self.size) + epochs * tail
+        full_updates = epochs * before_tail + rest
+        return full_updates * steps_of_batch(self.size) + epochs * tail
 
 
 class Slice(NamedTuple):
