@@ -32,7 +32,7 @@ _TF_CONFIG = (
     'JSON such as {"cluster": {"worker": ["host:port", "host:port"]}, '
     '"task": {"type": "worker", "index": 0}}'
 )
-# Of Slurm's chiefs: below the ports that Linux gives to whoever asks for any.
+# Ports of chiefs under Slurm, below those that Linux gives to any process.
 _PORTS = range(20000, 32000)
 _MOST_HERE = 256  # workers on this machine
 
@@ -94,9 +94,9 @@ def workers_of_run(
     tf_config = environment.get("TF_CONFIG")
     named = None
     if tf_config:
-        named = _of_tf_config(tf_config)
+        named = _tf_config_workers(tf_config)
     elif is_named(environment) and "SLURM_PROCID" in environment:
-        named = _of_slurm(environment)
+        named = _slurm_workers(environment)
 
     if named is not None:
         count = len(named.addresses)
@@ -136,8 +136,8 @@ def check_open_ports(allowed: bool) -> None:
         rule = (
             "must be true for several workers: TensorFlow opens a port of each on "
             f"{', '.join(addresses[:5])} without a password, and whoever reaches it "
-            "can read and write your files. hardware=multi_worker sets it, for a private "
-            "network; a namespace without one needs none"
+            "can read and write your files. hardware=multi_worker sets it, for a "
+            "private network; a namespace without one needs none"
         )
         raise ConfigError("hardware.open_ports", rule, False)
 
@@ -183,7 +183,7 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
     return content
 
 
-def _of_tf_config(text: str) -> Cluster:
+def _tf_config_workers(text: str) -> Cluster:
     """Return the cluster that TF_CONFIG describes."""
     try:
         cluster = _read_tf_config(json.loads(text))
@@ -218,7 +218,7 @@ def _read_tf_config(content: Any) -> Cluster | None:
     return Cluster(tuple(addresses), index)
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Cluster:
+def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
     """Return the tasks of a Slurm step in the order of their ranks."""
     nodes = environment["SLURM_STEP_NODELIST"]
     names = imports.said("scontrol", "show", "hostnames", nodes)

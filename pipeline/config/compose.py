@@ -181,8 +181,8 @@ class RunFolders(Callback):
             _expand_home(config)
             current = session()
             current.key = key
-            current.asked = folder
-            current.made = [
+            current.run_dir = folder
+            current.new_folders = [
                 path for path in (folder, *folder.parents) if not path.exists()
             ]
 

@@ -1,4 +1,4 @@
-"""Names of earlier versions, in configs and in records: what is renamed, what is removed.
+"""Names of earlier versions in configs and records: what is renamed or removed.
 
 Two tables have what is renamed: dotted names of code, such as `pipeline.model.mlp`, and
 keys of the config, such as `tracking.noise_every`. Two more have what is removed. A
@@ -76,7 +76,8 @@ REMOVED_KEYS = {
         "0.2.0",
         True,
         "true",
-        "the scaling rule follows the stages; use scaling=none for a rate that does not",
+        "the scaling rule follows the stages; "
+        "use scaling=none for a rate that does not",
     ),
     "accumulation.seesaw_max": RemovedKey(
         "0.2.0", None, "null", "give each stage of the effective batch its size"

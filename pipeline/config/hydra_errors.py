@@ -124,9 +124,9 @@ def _config_error(
 ) -> ConfigError:
     """Return what an error of Hydra or OmegaConf means, in one line."""
     if isinstance(error, OverrideParseException):
-        return _of_grammar(error)
+        return _grammar_error(error)
     if isinstance(error, MissingConfigException):
-        return _of_missing_config(error)
+        return _missing_config_error(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         line = mark.line + 1
@@ -140,17 +140,17 @@ def _config_error(
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, errors.OmegaConfBaseException) and cause.full_key:
-            return _of_key(cause, origin, overrides, folders)
+            return _key_error(cause, origin, overrides, folders)
         cause = cause.__cause__ or cause.__context__
 
     if "ConfigTypeError" in str(error):
-        of_list = _of_list(origin, folders)
-        if of_list is not None:
-            return of_list
-    return _of_text(error, overrides, folders)
+        list_error = _list_error(origin, folders)
+        if list_error is not None:
+            return list_error
+    return _text_error(error, overrides, folders)
 
 
-def _of_grammar(error: OverrideParseException) -> ConfigError:
+def _grammar_error(error: OverrideParseException) -> ConfigError:
     """Return the error of an override that is not of Hydra's grammar."""
     override = error.override
     key = re.split("[=@]", override.lstrip("+~"))[0]
@@ -163,7 +163,7 @@ def _of_grammar(error: OverrideParseException) -> ConfigError:
     return ConfigError(key, rule, override)
 
 
-def _of_missing_config(error: MissingConfigException) -> ConfigError:
+def _missing_config_error(error: MissingConfigException) -> ConfigError:
     """Return the error of a config, or an option of a group, that does not exist."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if error.options is not None:
@@ -173,7 +173,7 @@ def _of_missing_config(error: MissingConfigException) -> ConfigError:
     return ConfigError(group or "--config-name", rule, name)
 
 
-def _of_list(origin: str, folders: Sequence[str]) -> ConfigError | None:
+def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
     """Return the error of a list, where a mapping has to be, in the file of `origin`.
 
     None if the file has no such list.
@@ -192,7 +192,7 @@ def _of_list(origin: str, folders: Sequence[str]) -> ConfigError | None:
     return None
 
 
-def _of_key(
+def _key_error(
     error: errors.OmegaConfBaseException,
     origin: str,
     overrides: Sequence[str],
@@ -201,13 +201,13 @@ def _of_key(
     """Return the error in which OmegaConf names the key and its node."""
     key = str(error.full_key)
     if isinstance(error, errors.ConfigKeyError | errors.ConfigAttributeError):
-        return _of_unknown_key(error, key, origin, folders)
+        return _unknown_key_error(error, key, origin, folders)
     if isinstance(error, errors.ValidationError):
         rule, choices = _type_of(error)
         rule = f"must be {_NAMED.get(key, rule)}{origin}"
         return ConfigError(key, rule, error.value, choices)
     if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(error):
-        return _of_merge(error, key, origin, overrides)
+        return _merge_error(error, key, origin, overrides)
     if isinstance(error, errors.KeyValidationError):
         # YAML reads `off`, `on`, `yes` and `no` without quotes as no text.
         parent = key.rpartition(".")[0] or key
@@ -227,7 +227,7 @@ def _of_key(
     return ConfigError(key, f"{rule}{origin}", value)
 
 
-def _of_unknown_key(
+def _unknown_key_error(
     error: errors.OmegaConfBaseException,
     key: str,
     origin: str,
@@ -251,7 +251,7 @@ def _of_unknown_key(
     return ConfigError(key, rule, name, siblings)
 
 
-def _of_merge(
+def _merge_error(
     error: errors.OmegaConfBaseException,
     key: str,
     origin: str,
@@ -291,7 +291,7 @@ def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
     return f"valid ({_cause(error)})", None
 
 
-def _of_text(
+def _text_error(
     error: Exception, overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError:
     """Return the error that only its text tells from others."""
@@ -299,11 +299,11 @@ def _of_text(
     for pattern, rule in _TEXTS:
         match = re.match(pattern, text)
         if match is not None:
-            return _of_pattern(match, rule, error, overrides)
+            return _pattern_error(match, rule, error, overrides)
     if "group override must be" in text:
-        of_group = _of_group(overrides, folders)
-        if of_group is not None:
-            return of_group
+        group_error = _group_error(overrides, folders)
+        if group_error is not None:
+            return group_error
 
     rule = f"must be what Hydra takes ({first_line(error)})"
     file = _file(error, folders)
@@ -312,7 +312,7 @@ def _of_text(
     return ConfigError(file, rule)
 
 
-def _of_pattern(
+def _pattern_error(
     match: re.Match[str], rule: str, error: Exception, overrides: Sequence[str]
 ) -> ConfigError:
     """Return the error whose text names an override or a key."""
@@ -329,7 +329,9 @@ def _of_pattern(
     return ConfigError(key, rule + _origin(error), received, options or None)
 
 
-def _of_group(overrides: Sequence[str], folders: Sequence[str]) -> ConfigError | None:
+def _group_error(
+    overrides: Sequence[str], folders: Sequence[str]
+) -> ConfigError | None:
     """Return the error of a group whose value is no name; None without one."""
     known = groups(folders)
     for override in OverridesParser.create().parse_overrides(list(overrides)):

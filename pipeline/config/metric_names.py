@@ -15,7 +15,7 @@ NAME_RULE = (
 
 
 def is_name(name: str) -> bool:
-    """Return whether MLflow takes a name of a metric or a param, which is a path too."""
+    """Return whether MLflow takes a name of a metric or a param, which is a path."""
     return (
         bool(_NAME.fullmatch(name))
         and posixpath.normpath(name) == name

@@ -1,4 +1,4 @@
-"""The plan of a run: epochs and examples → updates, with the counters of each update."""
+"""The plan of a run: epochs and examples → updates, and the counters of each."""
 
 from __future__ import annotations
 
@@ -13,73 +13,93 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching, Horizon, ceil_div
 from pipeline.config.stages import SCHEDULE, Asked, Slice, Stage
 
-HALVED = "micro_batch_size.halved"  # the tag, in prose, of a run whose micro-batches were halved
-CUTS = f"{HALVED}.json"  # the same as JSON: [[micro-batch size, last update], …], the last one without an end
-ENDLESS = 2**31 - 1  # updates of a run whose epochs have no known length
-UNCUT = (
-    2**30
-)  # micro-batch size of batches that are not cut; TensorFlow counts examples in 32 bits
+# The tag of a run whose micro-batches were halved, for readers.
+HALVED = "micro_batch_size.halved"
+# The same as JSON: [[micro-batch size, last update], …], where the last one has no end.
+CUTS = f"{HALVED}.json"
+# Updates of a run whose epochs have no known length.
+ENDLESS = 2**31 - 1
+# Micro-batch size of batches that are not cut. TensorFlow counts examples in 32 bits.
+UNCUT = 2**30
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run counted in updates."""
+    """A run counted in updates.
+
+    Attributes:
+        batching: how an effective batch of the first stage is cut now.
+        examples: number of examples in one epoch.
+        updates: number of updates in the run.
+        before: earlier cuts, each with the last update that was cut so.
+        stages: the stages of the batch-size schedule; empty without one.
+    """
 
     batching: Batching
-    examples: int  # in one epoch
-    updates: int  # in the whole run
-    before: tuple[
-        tuple[int, Batching], ...
-    ] = ()  # up to which update another cut was in force, the earliest first
-    stages: tuple[
-        Stage, ...
-    ] = ()  # where the effective batch changes; the first one has that of `batching`
+    examples: int
+    updates: int
+    before: tuple[tuple[int, Batching], ...] = ()
+    stages: tuple[Stage, ...] = ()
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
-        """Return the plan of a run that from after `update` on is cut into other micro-batches."""
-        update = max(
-            [update, *(last for last, _ in self.before)]
-        )  # updates that are done again keep their counts
+        """Return the plan of a run whose micro-batches change after `update`."""
+        # Updates that are done again keep their counts.
+        update = max([update, *(last for last, _ in self.before)])
         before = (*self.before, (update, self.batching))
-        return replace(self, batching=self.batching.of(micro_batch_size), before=before)
+        batching = self.batching.of(micro_batch_size)
+        return replace(self, batching=batching, before=before)
 
     @property
     def tags(self) -> dict[str, str]:
-        """Return the tags of a run whose micro-batches were halved, in prose and as JSON; see `recorded_cuts`."""
-        cuts = [(cut.micro_batch_size, last) for last, cut in self.before]
-        sizes, now = (
-            [f"{size} up to update {last}" for size, last in cuts],
-            self.batching.micro_batch_size,
-        )
-        return {
-            HALVED: ", ".join([*sizes, f"{now} then"]),
-            CUTS: json.dumps([*cuts, (now, None)]),
-        }
+        """Return the tags of a run whose micro-batches were halved.
+
+        One is for readers, the other is JSON; `recorded_cuts` reads both.
+        """
+        phrases = []
+        cuts: list[tuple[int, int | None]] = []
+        for last, cut in self.before:
+            phrases.append(f"{cut.micro_batch_size} up to update {last}")
+            cuts.append((cut.micro_batch_size, last))
+        phrases.append(f"{self.batching.micro_batch_size} then")
+        cuts.append((self.batching.micro_batch_size, None))
+        return {HALVED: ", ".join(phrases), CUTS: json.dumps(cuts)}
 
     def after(self, cuts: Sequence[tuple[int, int | None]], update: int) -> Plan:
-        """Return the plan of a run that was cut by the recorded `cuts` up to `update`, then by this one."""
+        """Return the plan of a run that resumes after `update`.
+
+        Args:
+            cuts: the `recorded_cuts` of the run, which were in force up to `update`.
+            update: the last update that the run has recorded.
+        """
         end = max([update, *(last for _, last in cuts if last is not None)])
-        before = (
-            (end if last is None else last, self.batching.of(size))
-            for size, last in cuts
-        )
+        before = []
+        for size, last in cuts:
+            if last is None:
+                last = end
+            before.append((last, self.batching.of(size)))
         return replace(self, before=tuple(before))
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
-        return self.stages or (
-            Stage(self.batching.effective_batch_size, self.examples),
-        )
+        """Return the stages; without a schedule there is one, the whole run."""
+        if self.stages:
+            return self.stages
+        return (Stage(self.batching.effective_batch_size, self.examples),)
 
     @property
     def changes(self) -> list[tuple[int, int]]:
-        """Return after which updates the effective batch has which size; empty if it never changes."""
-        sizes = [0, *(stage.size for stage in self.stages)]
-        return [
-            (s.after, s.size)
-            for s, before in zip(self.stages, sizes, strict=False)
-            if s.size != before
-        ]
+        """Return after which update the effective batch gets which size.
+
+        The first pair is the size that the run begins with. The list is empty without a
+        schedule.
+        """
+        changes = []
+        size = 0
+        for stage in self.stages:
+            if stage.size != size:
+                changes.append((stage.after, stage.size))
+            size = stage.size
+        return changes
 
     @property
     def updates_per_epoch(self) -> int:
@@ -88,7 +108,9 @@ class Plan:
 
     @property
     def epochs(self) -> int:
-        return self.place(self.updates - 1)[0] + 1
+        """Return the number of epochs that the run begins."""
+        epoch, _ = self.place(self.updates - 1)
+        return epoch + 1
 
     def ended(self, update: int) -> bool:
         """Return whether the run ends with `update`."""
@@ -99,155 +121,228 @@ class Plan:
         return next(stage for stage in reversed(self.all_stages) if stage.after <= done)
 
     def place(self, done: int) -> tuple[int, int]:
-        """Return the epoch of the update after `done` ones, and which of its updates that is, both from 0 on."""
+        """Return the epoch of the update after `done` ones, and its index in the epoch.
+
+        Both count from 0.
+        """
         epoch, _, index = self.stage(done).place(done)
         return epoch, index
 
     @property
     def micro_batch_size(self) -> int:
-        """Return the most examples of a micro-batch."""
+        """Return the largest number of examples in a micro-batch."""
         return self.batching.micro_batch_size
 
     def digest(self, update: int) -> int | None:
-        """Return a checksum of the batch of `update`, or with stages what was seen, if the config does not say it."""
+        """Return a number by which a resumed run checks that it reads the same data.
+
+        With a batch-size schedule it is the number of examples seen. Otherwise the
+        config alone decides what is read, and it is None.
+        """
         return self.examples_seen(update) if self.stages else None
 
     def batch_size(self, update: int) -> int:
-        """Return the examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
+        """Return the number of examples in `update`, which counts from 1.
+
+        The last update of an epoch, the tail, may be smaller.
+        """
         stage = self.stage(update - 1)
         return min(stage.size, self.examples - stage.place(update - 1)[1])
 
     def examples_seen(self, update: int) -> int:
+        """Return the number of examples in the first `update` updates."""
         epoch, first, _ = self.stage(update).place(update)
         return epoch * self.examples + first
 
     def updates_at(self, examples: int) -> int:
-        """Return the least number of updates after which so many examples were seen."""
+        """Return the least number of updates in which `examples` examples are seen."""
         place = divmod(examples, self.examples)
-        return next(
-            s for s in reversed(self.all_stages) if (s.epoch, s.first) <= place
-        ).updates_at(*place)
+        stage = next(
+            stage
+            for stage in reversed(self.all_stages)
+            if (stage.epoch, stage.first) <= place
+        )
+        return stage.updates_at(*place)
 
     def slices(self, done: int) -> list[Slice]:
-        """Return what is read from the update after `done` ones on, each in batches of one size; at the end nothing."""
-        (epoch, first, _), found = self.stage(done).place(done), list[Slice]()
-        later = [
-            (after, size) for after, size in self.changes if done < after < self.updates
-        ]
-        ends = [
-            *(self.stage(after).place(after)[:2] for after, _ in later),
-            (self.epochs, 0),
-        ]
-        for size, (end, last) in zip(
-            [self.stage(done).size, *(size for _, size in later)], ends, strict=True
-        ):
-            if epoch < end:
-                found.append(Slice(size, end, epoch, first))
+        """Return what the run reads after `done` updates.
+
+        A slice is read in batches of one size. At the end of the run there is one
+        slice, without an example.
+        """
+        # For each size the epoch, and the examples before it in that epoch, at which
+        # the next size begins.
+        sizes = [self.stage(done).size]
+        ends = []
+        for after, size in self.changes:
+            if done < after < self.updates:
+                sizes.append(size)
+                ends.append(self.stage(after).place(after)[:2])
+        ends.append((self.epochs, 0))
+
+        slices = []
+        epoch, first, _ = self.stage(done).place(done)
+        for size, (end_epoch, end_example) in zip(sizes, ends, strict=True):
+            if epoch < end_epoch:
+                slices.append(Slice(size, end_epoch, epoch, first))
                 first = 0
-            if first < last:
-                found.append(Slice(size, end + 1, end, first, last - first))
-            epoch, first = end, last
-        return found or [Slice(size, epoch, epoch)]
+            # The size changes within an epoch.
+            if first < end_example:
+                read = end_example - first
+                slices.append(Slice(size, end_epoch + 1, end_epoch, first, read))
+            epoch = end_epoch
+            first = end_example
+
+        if not slices:
+            return [Slice(sizes[-1], epoch, epoch)]
+        return slices
 
     def micro_steps(self, update: int) -> int:
         """Return the micro-steps on each replica in the first `update` updates."""
-        steps, done = 0, 0
+        steps = 0
+        done = 0
         for last, cut in (*self.before, (update, self.batching)):
-            steps += self._micro_steps(min(last, update), cut) - self._micro_steps(
-                done, cut
-            )
-            done = min(last, update)
+            last = min(last, update)
+            steps += self._micro_steps(last, cut) - self._micro_steps(done, cut)
+            done = last
         return steps
 
     def _micro_steps(self, update: int, cut: Batching) -> int:
-        def of(examples: int) -> int:
+        """Return the micro-steps in the first `update` updates, all of them cut so."""
+
+        def steps_of_batch(examples: int) -> int:
             return ceil_div(ceil_div(examples, cut.replicas), cut.micro_batch_size)
 
+        steps = 0
         ends = [*(stage.after for stage in self.all_stages[1:]), update]
-        return sum(
-            stage.micro_steps(min(end, update), of)
-            for stage, end in zip(self.all_stages, ends, strict=True)
-        )
+        for stage, end in zip(self.all_stages, ends, strict=True):
+            steps += stage.micro_steps(min(end, update), steps_of_batch)
+        return steps
 
     def epoch(self, update: int) -> float:
+        """Return the epochs that the first `update` updates are, with a fraction."""
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
+        """Return whether `update` is the last one of its epoch."""
         return self.stage(update).place(update)[1] == 0
 
     def __str__(self) -> str:
+        cuts = str(self.batching)
+        changes = False
+        for after, size in self.changes[1:]:
+            if after < self.updates:
+                factor = self.batching.with_effective_batch_size(size).factor
+                cuts += f", {size} (factor {factor}) after update {after}"
+                changes = True
+
+        per_epoch = f"{self.updates_per_epoch} updates per epoch"
         tail = self.examples % self.batching.effective_batch_size
-        last = f" (last one {tail})" if tail else ""
-        per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
-        later = [
-            (after, self.batching.at(size))
-            for after, size in self.changes[1:]
-            if after < self.updates
-        ]
-        sizes = [
-            f", {cut.effective_batch_size} (factor {cut.factor}) after update {after}"
-            for after, cut in later
-        ]
-        return f"{self.batching}{''.join(sizes)}; {per_epoch}{' at first' if later else ''}, {self.updates} in all"
+        if tail:
+            per_epoch += f" (last one {tail})"
+        if changes:
+            per_epoch += " at first"
+        return f"{cuts}; {self.examples} examples → {per_epoch}, {self.updates} in all"
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
-    """Return the micro-batch sizes of a recorded run with the last update of each; empty if they were never halved.
+    """Return the micro-batch sizes of a recorded run with the last update of each.
 
-    Runs recorded before there was JSON have the prose alone: `32 up to update 40, 16 then`.
+    The last one has no last update, but None. The list is empty if micro-batches were
+    never halved.
     """
     if CUTS in tags:
         return [(size, last) for size, last in json.loads(tags[CUTS])]
     if HALVED not in tags:
         return []
-    words = [text.split() for text in tags[HALVED].split(", ")]
-    return [
-        (int(first), int(last) if last.isdecimal() else None)
-        for first, *_, last in words
-    ]
+
+    # Old runs have no JSON, but a text such as `32 up to update 40, 16 then`.
+    cuts: list[tuple[int, int | None]] = []
+    for text in tags[HALVED].split(", "):
+        size, *_, last = text.split()
+        if last.isdecimal():
+            cuts.append((int(size), int(last)))
+        else:
+            cuts.append((int(size), None))
+    return cuts
 
 
 def plan_of(
     batching: Batching, examples: int, horizon: Horizon, stages: Sequence[Asked] = ()
 ) -> Plan:
-    """Convert the horizon and the starts of the `stages` to updates, once, at the edge; examples are rounded up."""
-    made, last = Plan(batching, examples, 0), -1
-    for number, (unit, start, size) in enumerate(
-        stages or [Asked("updates", 0, batching.effective_batch_size)]
-    ):
-        key = f"{SCHEDULE}[{number}]" if stages else "accumulation"
-        if size > examples:
-            rule = f"must be at most the {examples} examples of the training split"
-            raise ConfigError(f"{key}.effective_batch_size", rule, size)
-        least = Fraction(str(start)) * (
-            examples if unit == "epochs" else 1
-        )  # exact: 0.07 · 100 is 7
-        after = int(start) if unit == "updates" else made.updates_at(math.ceil(least))
-        if after <= last:
-            rule = f"must be later than update {last + 1}, with which the stage before begins"
-            raise ConfigError(f"{key}.start.{unit}", rule, start)
-        stage, last = (
-            Stage(size, examples, after, *made.stage(after).place(after)),
-            after,
-        )
-        rest = (
-            (Stage(size, examples, after + stage.in_epoch, stage.epoch + 1),)
-            if stage.first
-            else ()
-        )
-        if stages:
-            made = replace(
-                made,
-                stages=(*(s for s in made.stages if s.after < after), stage, *rest),
-            )
+    """Return the plan of a run: its horizon and stages, in whole updates.
+
+    Args:
+        batching: how an effective batch of the first stage is cut.
+        examples: number of examples in one epoch.
+        horizon: length of the run. Examples are rounded up to whole updates.
+        stages: the stages of the batch-size schedule; empty without one.
+
+    Raises:
+        ConfigError: an effective batch is larger than the training split, or a stage
+            begins with the same update as the one before.
+    """
+    plan = Plan(batching, examples, 0)
+    if stages:
+        plan = replace(plan, stages=_stages_in_updates(plan, stages))
+    else:
+        _check_size("accumulation", batching.effective_batch_size, examples)
+
     if horizon.unit == "updates":
-        return replace(made, updates=horizon.length)
-    return replace(
-        made,
-        updates=made.updates_at(
-            horizon.length * (examples if horizon.unit == "epochs" else 1)
-        ),
-    )
+        return replace(plan, updates=horizon.length)
+    length = horizon.length
+    if horizon.unit == "epochs":
+        length *= examples
+    return replace(plan, updates=plan.updates_at(length))
+
+
+def _stages_in_updates(plan: Plan, stages: Sequence[Asked]) -> tuple[Stage, ...]:
+    """Return the stages of a plan, from those of the config.
+
+    A stage of the config that begins within an epoch becomes two: the rest of that
+    epoch, and the epochs after it.
+    """
+    last = -1
+    for number, (unit, start, size) in enumerate(stages):
+        key = f"{SCHEDULE}[{number}]"
+        _check_size(key, size, plan.examples)
+        after = _updates_before(plan, unit, start)
+        if after <= last:
+            rule = (
+                f"must be later than update {last + 1}, "
+                "with which the stage before begins"
+            )
+            raise ConfigError(f"{key}.start.{unit}", rule, start)
+        last = after
+
+        # The second part of the stage before may lie after the start of this one.
+        planned = [stage for stage in plan.stages if stage.after < after]
+        epoch, first, index = plan.stage(after).place(after)
+        stage = Stage(size, plan.examples, after, epoch, first, index)
+        planned.append(stage)
+        if first:
+            next_epoch = after + stage.in_epoch
+            planned.append(Stage(size, plan.examples, next_epoch, epoch + 1))
+        plan = replace(plan, stages=tuple(planned))
+    return plan.stages
+
+
+def _updates_before(plan: Plan, unit: str, start: int | float) -> int:
+    """Return the number of updates before a stage that begins at `start`, in `unit`."""
+    if unit == "updates":
+        return int(start)
+    # As floats, 0.07 · 100 is more than 7.
+    examples = Fraction(str(start))
+    if unit == "epochs":
+        examples *= plan.examples
+    return plan.updates_at(math.ceil(examples))
+
+
+def _check_size(key: str, size: int, examples: int) -> None:
+    """Reject an effective batch of more than the `examples` of an epoch."""
+    if size > examples:
+        rule = f"must be at most the {examples} examples of the training split"
+        raise ConfigError(f"{key}.effective_batch_size", rule, size)
 
 
 class Window(NamedTuple):
@@ -263,20 +358,24 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPlan(Plan):
-    """A run counted in updates that learns the sizes of its batches, and the ends of its epochs, as they are read.
+    """A run that learns the sizes of its batches, and its epochs, as they are read.
 
-    `batching` has the sizes of the first update. Ask only about updates whose batches were read.
+    `batching` has the sizes of the first update. Only updates whose batches were read
+    have counters.
+
+    Attributes:
+        windows: what was read for each update so far, in order; it grows.
+        per_epoch: number of updates in an epoch; None if it is unknown.
+        whole_epochs: the horizon, if it is in epochs.
+        cut: whether micro-batches have at most `batching.micro_batch_size` examples.
     """
 
-    windows: Sequence[Window] = ()  # of all updates so far, in order; it grows
-    per_epoch: int | None = None  # updates of an epoch, where the data say so
-    whole_epochs: int | None = None  # the horizon, where it is in epochs
-    cut: bool = (
-        True  # whether micro-batches have at most `batching.micro_batch_size` examples
-    )
-    _steps: list[int] = field(
-        default_factory=lambda: [0], init=False, compare=False
-    )  # micro-steps up to each update
+    windows: Sequence[Window] = ()
+    per_epoch: int | None = None
+    whole_epochs: int | None = None
+    cut: bool = True
+    # The micro-steps in the first updates, by their number.
+    _steps: list[int] = field(default_factory=lambda: [0], init=False, compare=False)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -291,24 +390,22 @@ class StreamPlan(Plan):
         return self.batching.micro_batch_size if self.cut else UNCUT
 
     def ended(self, update: int) -> bool:
-        over = (
-            update > 0
-            and self.ends_epoch(update)
-            and self.windows[update - 1].epoch + 1 == self.whole_epochs
-        )
-        return over or (self.whole_epochs is None and update >= self.updates)
+        if self.whole_epochs is None:
+            return update >= self.updates
+        if not self.ends_epoch(update):
+            return False
+        return self.windows[update - 1].epoch + 1 == self.whole_epochs
 
     def place(self, done: int) -> tuple[int, int]:
         if not done:
             return 0, 0
-        before = self.windows[done - 1]
-        return (
-            (before.epoch + 1, 0)
-            if before.last
-            else (before.epoch, before.in_epoch + 1)
-        )
+        previous = self.windows[done - 1]
+        if previous.last:
+            return previous.epoch + 1, 0
+        return previous.epoch, previous.in_epoch + 1
 
     def digest(self, update: int) -> int | None:
+        """Return a checksum of what was read for `update`; None before the first."""
         return self.windows[update - 1].digest if update else None
 
     def batch_size(self, update: int) -> int:
@@ -318,37 +415,47 @@ class StreamPlan(Plan):
         return self.windows[update - 1].examples_seen if update else 0
 
     def micro_steps(self, update: int) -> int:
-        while (done := len(self._steps) - 1) < update:
-            size = next(
-                (cut.micro_batch_size for last, cut in self.before if done < last),
-                self.micro_batch_size,
-            )
-            here = sum(-(-examples // size) for examples in self.windows[done].sizes)
-            self._steps.append(self._steps[-1] + here)
+        for done in range(len(self._steps) - 1, update):
+            size = self._micro_batch_size_after(done)
+            steps = self._steps[-1]
+            for examples in self.windows[done].sizes:
+                steps += ceil_div(examples, size)
+            self._steps.append(steps)
         return self._steps[update]
 
+    def _micro_batch_size_after(self, done: int) -> int:
+        """Return the micro-batch size of the update after `done` ones."""
+        for last, cut in self.before:
+            if done < last:
+                return cut.micro_batch_size
+        return self.micro_batch_size
+
     def epoch(self, update: int) -> float:
-        """Return the completed epochs, with their part of the current one where the length of an epoch is known."""
+        """Return the completed epochs, with a fraction if their length is known."""
         epoch, index = self.place(update)
-        return epoch + (min(1.0, index / self.per_epoch) if self.per_epoch else 0.0)
+        if not self.per_epoch:
+            return float(epoch)
+        return epoch + min(1.0, index / self.per_epoch)
 
     def ends_epoch(self, update: int) -> bool:
         return update > 0 and self.windows[update - 1].last
 
     def __str__(self) -> str:
-        known = "an unknown number of" if self.per_epoch is None else self.per_epoch
-        length = (
-            f"{self.whole_epochs} epochs"
-            if self.updates == ENDLESS
-            else f"{self.updates} in all"
-        )
-        first = f"{self.batching.factor} batches, the first of {self.batching.micro_batch_size}, are an update"
-        what = (
-            first
-            if self.batching.effective_batch_size != self.batching.micro_batch_size
-            else str(self.batching)
-        )
-        return f"{what}; {known} updates per epoch, {length}"
+        cut = self.batching
+        batches = str(cut)
+        if cut.effective_batch_size != cut.micro_batch_size:
+            batches = (
+                f"{cut.factor} batches, the first of {cut.micro_batch_size}, "
+                "are an update"
+            )
+
+        per_epoch = "an unknown number of"
+        if self.per_epoch is not None:
+            per_epoch = str(self.per_epoch)
+        length = f"{self.updates} in all"
+        if self.updates == ENDLESS:
+            length = f"{self.whole_epochs} epochs"
+        return f"{batches}; {per_epoch} updates per epoch, {length}"
 
 
 def stream_plan(
@@ -358,18 +465,47 @@ def stream_plan(
     per_epoch: int | None,
     cut: bool,
 ) -> Plan:
-    """Return the plan of a run over a stream, of `per_epoch` updates an epoch if that is known, or `ENDLESS`."""
+    """Return the plan of a run over a stream of batches.
+
+    Args:
+        first: how the first update is cut.
+        horizon: length of the run, in updates or epochs.
+        windows: what was read for each update so far; it grows.
+        per_epoch: number of updates in an epoch; None if it is unknown, `ENDLESS` if
+            the training split repeats without an end.
+        cut: whether batches are cut into micro-batches.
+
+    Raises:
+        ConfigError: the horizon is in examples, or in epochs that have no end.
+    """
     if horizon.unit == "examples":
-        rule = "must be null: batches that the data cut have no known number of examples; set training.updates"
+        rule = (
+            "must be null: batches that the data cut have no known number of examples; "
+            "set training.updates"
+        )
         raise ConfigError("training.examples", rule, horizon.length)
-    whole = horizon.length if horizon.unit == "epochs" else None
-    if whole and per_epoch == ENDLESS:
-        rule = "must be null where the training split repeats without an end; set training.updates"
-        raise ConfigError("training.epochs", rule, whole)
-    known = None if per_epoch == ENDLESS else per_epoch
-    updates = (
-        horizon.length if whole is None else min(whole * (known or ENDLESS), ENDLESS)
-    )
+
+    whole_epochs = None
+    if horizon.unit == "epochs":
+        whole_epochs = horizon.length
+    if whole_epochs is not None and per_epoch == ENDLESS:
+        rule = (
+            "must be null where the training split repeats without an end; "
+            "set training.updates"
+        )
+        raise ConfigError("training.epochs", rule, whole_epochs)
+
+    if per_epoch == ENDLESS:
+        per_epoch = None
+    updates = horizon.length
+    if whole_epochs is not None:
+        updates = min(whole_epochs * (per_epoch or ENDLESS), ENDLESS)
     return StreamPlan(
-        first, 0, updates, windows=windows, per_epoch=known, whole_epochs=whole, cut=cut
+        first,
+        0,
+        updates,
+        windows=windows,
+        per_epoch=per_epoch,
+        whole_epochs=whole_epochs,
+        cut=cut,
     )

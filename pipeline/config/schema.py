@@ -100,7 +100,10 @@ def about(
 
 
 class _SetOnce:
-    """Frozen once it is made. Of a frozen dataclass, OmegaConf makes read-only nodes."""
+    """An object whose attributes are set once.
+
+    A frozen dataclass would not do, as OmegaConf makes read-only nodes of one.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
@@ -393,13 +396,13 @@ def register(*, shown: bool = False) -> None:
     OmegaConf.register_new_resolver("times", _times, replace=True)
 
 
-def _times(a: Any, b: Any) -> int | float:
-    """Return the product a × b of two numbers.
+def _times(left: Any, right: Any) -> int | float:
+    """Return the product of two numbers.
 
     Text times a number, or an integer of any length, would fill the memory.
     """
-    for factor in (a, b):
+    for factor in (left, right):
         integer = isinstance(factor, int) and not isinstance(factor, bool)
         if not (isinstance(factor, float) or (integer and abs(factor) < 2**63)):
             raise ConfigError("${times:…}", "must be given numbers", factor)
-    return a * b
+    return left * right

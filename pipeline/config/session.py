@@ -22,15 +22,15 @@ class Session:
         config_dir: the user's folder of configs, where Hydra's plugins have to find it;
             None where Hydra knows it.
         key: the config key of the run directory.
-        asked: the folder that this key names.
-        made: the folders that Hydra makes for it, the innermost first.
+        run_dir: the folder that this key names.
+        new_folders: the folders that Hydra makes for it, the innermost first.
         sweep: the parent run of a multirun, once there is one.
     """
 
     config_dir: str | None = None
     key: str = ""
-    asked: Path = Path()
-    made: Sequence[Path] = ()
+    run_dir: Path = Path()
+    new_folders: Sequence[Path] = ()
     sweep: Any = None
 
     @contextmanager
@@ -40,7 +40,7 @@ class Session:
             yield
         except OSError as error:
             folder = Path(str(error.filename)).absolute()
-            if folder not in (self.asked, *self.asked.parents):
+            if folder not in (self.run_dir, *self.run_dir.parents):
                 raise
             rule = f"must be a folder that can be made ({error.strerror})"
             raise ConfigError(self.key, rule, str(error.filename)) from error
@@ -49,7 +49,7 @@ class Session:
         """Remove what Hydra made and left empty, from the run directory upwards."""
         # A folder may be missing, or in use by another process.
         with suppress(OSError):
-            for folder in self.made:
+            for folder in self.new_folders:
                 names = {file.name for file in folder.iterdir()}
                 if names - {"multirun.yaml"}:
                     return

@@ -1,4 +1,7 @@
-"""Sizes and horizons: effective = micro × factor × replicas. What the command line names outranks the defaults."""
+"""Sizes and horizons: effective = micro × factor × replicas.
+
+What the command line names outranks the defaults.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,26 @@ MICRO = "accumulation.micro_batch_size"
 REPLICAS = "hardware.replicas"
 HORIZONS = ("epochs", "updates", "examples")
 SIZES = ("effective_batch_size", "factor", "micro_batch_size")
-SEARCHED = (
-    "auto",
-    "auto_fastest",
-)  # a micro-batch size that is searched for on the machine
+# A micro-batch size that is searched for on the machine.
+SEARCHED = ("auto", "auto_fastest")
 BATCHED = "dataset.batched"
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
+    """Return `numerator / denominator`, rounded up."""
     return -(-numerator // denominator)
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How one effective batch is cut: the sizes of the config, and how many copies of the model share it."""
+    """How one effective batch is cut into micro-batches on each replica.
+
+    Attributes:
+        effective_batch_size: examples in an update, on all replicas.
+        micro_batch_size: most examples in a forward and backward pass of a replica.
+        factor: number of micro-batches in an update of a replica.
+        replicas: number of copies of the model, over all workers.
+    """
 
     effective_batch_size: int
     micro_batch_size: int
@@ -36,29 +45,34 @@ class Batching:
 
     @property
     def share(self) -> int:
-        """Examples of an effective batch that each replica gets: the largest micro-batch that there can be."""
+        """Return the most examples of an effective batch that a replica gets.
+
+        A micro-batch cannot be larger.
+        """
         return ceil_div(self.effective_batch_size, self.replicas)
 
     def of(self, micro_batch_size: int) -> Batching:
-        """Return the same effective batch on as many replicas, cut into micro-batches of this size."""
-        return replace(
-            self,
-            micro_batch_size=micro_batch_size,
-            factor=ceil_div(self.share, micro_batch_size),
-        )
+        """Return how the same effective batch is cut into micro-batches of this size."""
+        factor = ceil_div(self.share, micro_batch_size)
+        return replace(self, micro_batch_size=micro_batch_size, factor=factor)
 
-    def at(self, effective_batch_size: int) -> Batching:
-        """Return how an effective batch of another size is cut into micro-batches of the same size."""
-        return replace(self, effective_batch_size=effective_batch_size).of(
-            self.micro_batch_size
-        )
+    def with_effective_batch_size(self, size: int) -> Batching:
+        """Return how `size` examples are cut into micro-batches of the same size."""
+        resized = replace(self, effective_batch_size=size)
+        return resized.of(self.micro_batch_size)
 
     def __str__(self) -> str:
-        replicas = f"{self.replicas} replica" + "s" * (self.replicas > 1)
+        replicas = "1 replica"
+        if self.replicas > 1:
+            replicas = f"{self.replicas} replicas"
+        text = (
+            f"effective batch {self.effective_batch_size} = "
+            f"{self.micro_batch_size} × {self.factor} × {replicas}"
+        )
         rounded_up = self.micro_batch_size * self.factor * self.replicas
-        text = f"effective batch {self.effective_batch_size} = {self.micro_batch_size} × {self.factor} × {replicas}"
-        smaller = f" (rounded up: {rounded_up}; the last micro-batch is smaller)"
-        return text + (smaller if rounded_up != self.effective_batch_size else "")
+        if rounded_up != self.effective_batch_size:
+            text += f" (rounded up: {rounded_up}; the last micro-batch is smaller)"
+        return text
 
 
 def derive(
@@ -68,45 +82,63 @@ def derive(
     replicas: int = 1,
     most: int = 0,
 ) -> Batching:
-    """Derive the third size from any two; three have to agree. Later effective batches have up to `most` examples."""
-    given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
-    for key, value in {**given, REPLICAS: replicas}.items():
+    """Derive the third size from the two that are not None; three have to agree.
+
+    Args:
+        effective: effective batch size.
+        factor: accumulation factor.
+        micro: micro-batch size.
+        replicas: number of replicas, over all workers.
+        most: largest effective batch size of the run, if it changes later.
+
+    Raises:
+        ConfigError: the sizes are too few, below 1, or do not fit together.
+    """
+    sizes: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
+    for key, value in {**sizes, REPLICAS: replicas}.items():
         if value is not None and value < 1:
             raise ConfigError(key, "must be at least 1", value)
-    if sum(value is not None for value in given.values()) < 2:
-        raise ConfigError(
-            "accumulation",
-            "must give two of effective_batch_size, factor, micro_batch_size",
-            given,
-        )
+    known = [value for value in sizes.values() if value is not None]
+    if len(known) < 2:
+        rule = "must give two of effective_batch_size, factor, micro_batch_size"
+        raise ConfigError("accumulation", rule, sizes)
+
     if effective is None:
-        effective = int(given[MICRO] * given[FACTOR] * replicas)
+        effective = int(sizes[MICRO] * sizes[FACTOR] * replicas)
     if effective < replicas:
-        raise ConfigError(
-            EFFECTIVE, f"must be at least the number of replicas, {replicas}", effective
-        )
+        rule = f"must be at least the number of replicas, {replicas}"
+        raise ConfigError(EFFECTIVE, rule, effective)
     share = ceil_div(effective, replicas)
+
     if micro is None:
-        micro = ceil_div(share, given[FACTOR])
-    if micro > (limit := ceil_div(max(effective, most), replicas)):
-        of = f"the {limit} examples that each replica gets of the effective batch of {max(effective, most)}"
-        raise ConfigError(MICRO, f"must be at most {of}", micro)
+        micro = ceil_div(share, sizes[FACTOR])
+    largest = max(effective, most)
+    limit = ceil_div(largest, replicas)
+    if micro > limit:
+        rule = (
+            f"must be at most the {limit} examples that each replica gets "
+            f"of the effective batch of {largest}"
+        )
+        raise ConfigError(MICRO, rule, micro)
+
     needed = ceil_div(share, micro)
     if factor is not None and factor != needed:
-        if given[MICRO] is None:
-            fits = sorted(
-                {ceil_div(share, size) for size in range(1, share + 1)},
-                key=lambda f: abs(f - factor),
-            )[:3]
-            raise ConfigError(
-                FACTOR,
-                f"must cut {share} examples into equal micro-batches",
-                factor,
-                sorted(fits),
-            )
-        rule = f"must agree with effective batch {effective} and micro-batch {micro} on {replicas} replica(s)"
+        if sizes[MICRO] is None:
+            rule = f"must cut {share} examples into equal micro-batches"
+            raise ConfigError(FACTOR, rule, factor, _nearest_factors(share, factor))
+        rule = (
+            f"must agree with effective batch {effective} and micro-batch {micro} "
+            f"on {replicas} replica(s)"
+        )
         raise ConfigError(FACTOR, rule, factor, [needed])
     return Batching(effective, micro, needed, replicas)
+
+
+def _nearest_factors(share: int, factor: int) -> list[int]:
+    """Return the three factors nearest to `factor` that cut `share` equally."""
+    possible = sorted({ceil_div(share, size) for size in range(1, share + 1)})
+    nearest = sorted(possible, key=lambda other: abs(other - factor))
+    return sorted(nearest[:3])
 
 
 class Horizon(NamedTuple):
@@ -117,67 +149,108 @@ class Horizon(NamedTuple):
 
 
 def horizon_of(training: Mapping[str, Any], named: Container[str] = ()) -> Horizon:
-    """Return the one horizon that is set, a positive one; those that `named` keys set outrank the others."""
-    given: dict[str, int | None] = {unit: training[unit] for unit in HORIZONS}
-    explicit = {unit for unit in HORIZONS if f"training.{unit}" in named}
-    if any(given[unit] is not None for unit in explicit):
-        given = {unit: given[unit] if unit in explicit else None for unit in HORIZONS}
-    counting = [
-        Horizon(unit, length) for unit, length in given.items() if length is not None
-    ]
-    if len(counting) != 1:
-        raise ConfigError(
-            "training", "must set exactly one of epochs, updates, examples", given
-        )
-    (horizon,) = counting
+    """Return the one horizon that is set.
+
+    Args:
+        training: the config group; the keys in `HORIZONS` are read.
+        named: keys that the command line sets. They outrank the others.
+
+    Raises:
+        ConfigError: none or several are set, or the length is below 1.
+    """
+    lengths: dict[str, int | None] = {unit: training[unit] for unit in HORIZONS}
+    explicit = [unit for unit in HORIZONS if f"training.{unit}" in named]
+    if any(lengths[unit] is not None for unit in explicit):
+        for unit in HORIZONS:
+            if unit not in explicit:
+                lengths[unit] = None
+
+    horizons = []
+    for unit, length in lengths.items():
+        if length is not None:
+            horizons.append(Horizon(unit, length))
+    if len(horizons) != 1:
+        rule = "must set exactly one of epochs, updates, examples"
+        raise ConfigError("training", rule, lengths)
+    horizon = horizons[0]
     if horizon.length < 1:
-        raise ConfigError(
-            f"training.{horizon.unit}", "must be at least 1", horizon.length
-        )
+        key = f"training.{horizon.unit}"
+        raise ConfigError(key, "must be at least 1", horizon.length)
     return horizon
 
 
 def sizes_in_force(
     accumulation: Mapping[str, Any], named: Container[str] = ()
 ) -> dict[str, Any]:
-    """Return the sizes of `accumulation` with null for the defaults that the `named` ones outrank."""
-    given = {name: accumulation[name] for name in SIZES}
-    present = [name for name in SIZES if given[name] is not None]
+    """Return the sizes in force: None for defaults that the command line outranks.
+
+    Args:
+        accumulation: the config group; the keys in `SIZES` are read.
+        named: keys that the command line sets.
+    """
+    sizes = {name: accumulation[name] for name in SIZES}
+    present = [name for name in SIZES if sizes[name] is not None]
     explicit = [name for name in present if f"accumulation.{name}" in named]
     if not explicit:
-        return given
-    defaults = [name for name in present if name not in explicit]
+        return sizes
+
     # Defaults fill up to two, the effective batch before the factor.
-    return {**given, **dict.fromkeys(defaults[max(0, 2 - len(explicit)) :])}
+    defaults = [name for name in present if name not in explicit]
+    kept = max(0, 2 - len(explicit))
+    for name in defaults[kept:]:
+        sizes[name] = None
+    return sizes
 
 
 def of_batches(
-    asked: Mapping[str, Any], scaled: bool, replicas: int, named: Container[str] = ()
+    accumulation: Mapping[str, Any],
+    scaled: bool,
+    replicas: int,
+    named: Container[str] = (),
 ) -> dict[str, Any]:
-    """Return the sizes in force with `dataset.batched`, where the factor alone counts; refuse the others by name."""
-    rule = f"must be left out with {BATCHED}=true, whose batches and {FACTOR} give it"
-    if EFFECTIVE in named and asked["effective_batch_size"] is not None:
-        raise ConfigError(EFFECTIVE, rule, asked["effective_batch_size"])
+    """Return the sizes in force with `dataset.batched`: the data give the others.
+
+    Args:
+        accumulation: the config group; the keys in `SIZES` are read.
+        scaled: whether the learning rate follows the effective batch size.
+        replicas: number of replicas, over all workers.
+        named: keys that the command line sets.
+
+    Raises:
+        ConfigError: the config asks for what needs a known effective batch size.
+    """
+    effective = accumulation["effective_batch_size"]
+    factor = accumulation["factor"]
+    micro = accumulation["micro_batch_size"]
+    if EFFECTIVE in named and effective is not None:
+        rule = (
+            f"must be left out with {BATCHED}=true, whose batches and {FACTOR} give it"
+        )
+        raise ConfigError(EFFECTIVE, rule, effective)
     if scaled:
-        raise ConfigError(
-            "scaling.rule",
-            f"must be none with {BATCHED}=true: the effective batch is not known before",
+        rule = (
+            f"must be none with {BATCHED}=true: the effective batch is not known before"
         )
+        raise ConfigError("scaling.rule", rule)
     if replicas != 1:
-        raise ConfigError(
-            REPLICAS,
-            f"must be 1, of one worker, with {BATCHED}=true: no batch is divided",
-            replicas,
+        rule = f"must be 1, of one worker, with {BATCHED}=true: no batch is divided"
+        raise ConfigError(REPLICAS, rule, replicas)
+    if micro in SEARCHED:
+        rule = (
+            f"must be null or a number with {BATCHED}=true: "
+            "the largest batch is not known before"
         )
-    if asked["micro_batch_size"] in SEARCHED:
-        rule = f"must be null or a number with {BATCHED}=true: the largest batch is not known before"
-        raise ConfigError(MICRO, rule, asked["micro_batch_size"])
-    if asked["factor"] is None or asked["factor"] < 1:
+        raise ConfigError(MICRO, rule, micro)
+    if factor is None or factor < 1:
         rule = (
             f"must be at least 1 with {BATCHED}=true: that many batches are an update"
         )
-        raise ConfigError(FACTOR, rule, asked["factor"])
-    return {**{name: asked[name] for name in SIZES}, "effective_batch_size": None}
+        raise ConfigError(FACTOR, rule, factor)
+    return {
+        "effective_batch_size": None,
+        "factor": factor,
+        "micro_batch_size": micro,
+    }
 
 
 def batching(
@@ -187,19 +260,35 @@ def batching(
     batched: bool = False,
     most: int = 0,
 ) -> Batching:
-    """Return how an effective batch, the first of up to `most` examples, is cut on the `replicas` of all workers.
+    """Return how the first effective batch of a run is cut.
 
-    A micro-batch size that is yet to be searched for is replaced by the largest there can be: the share of a replica.
-    If the data are `batched`, the sizes are as of batches of that size, or of one example, until the first is read.
+    A micro-batch size that is yet to be searched for is taken to be the largest that is
+    possible, the share of a replica.
+
+    Args:
+        sizes: the sizes in force, by their names in `SIZES`.
+        replicas: number of replicas, over all workers.
+        named: keys that the command line sets.
+        batched: whether an element of the dataset is a batch. Until the first batch is
+            read, it is taken to have as many examples as a micro-batch, or else one.
+        most: largest effective batch size of the run, if it changes later.
+
+    Raises:
+        ConfigError: the sizes do not fit together.
     """
-    effective, factor, micro = (sizes[name] for name in SIZES)
+    effective, factor, micro = [sizes[name] for name in SIZES]
     if batched:
-        return derive(None, factor, 1 if micro is None else micro, replicas)
+        if micro is None:
+            micro = 1
+        return derive(None, factor, micro, replicas)
     if micro in SEARCHED:
         if factor is not None and (FACTOR in named or effective is not None):
-            rule = f"must be null with {MICRO}={micro}, else the effective batch would depend on the machine"
+            rule = (
+                f"must be null with {MICRO}={micro}, "
+                "else the effective batch would depend on the machine"
+            )
             raise ConfigError(FACTOR, rule, factor)
         if effective is None:
             raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
-        factor, micro = 1, None
+        return derive(effective, 1, None, replicas, most)
     return derive(effective, factor, micro, replicas, most)

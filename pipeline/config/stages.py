@@ -12,19 +12,28 @@ EFFECTIVE = "accumulation.effective_batch_size"
 SCHEDULE = "accumulation.batch_schedule"
 CLOCK = "schedule.clock"
 UNITS = ("updates", "examples", "epochs")
-STAGES = "accumulation.stages"  # the tag of a run with its stages as JSON: [[updates before, effective batch size], …]
+# The tag of a run with its stages as JSON: [[updates before, effective batch size], …].
+STAGES = "accumulation.stages"
+# The value of `Slice.read` for the examples up to the end of an epoch.
+ALL = -1
 
 
 class Asked(NamedTuple):
-    """A stage as the config asks for it: its first update is the first one that begins at its start or later."""
+    """A stage of the config.
 
-    unit: str  # one of `UNITS`
+    Its first update is the first one that begins at `start` or later.
+    """
+
+    unit: str  # of `start`, one of `UNITS`
     start: int | float
     size: int  # the effective batch size
 
 
 class Stage(NamedTuple):
-    """Updates of one size from one on: of whole epochs, or of the rest of the epoch inside of which it begins."""
+    """A stage of a plan: updates of one size.
+
+    It consists of whole epochs, or of the rest of the epoch within which it begins.
+    """
 
     size: int
     examples: int  # in one epoch
@@ -35,44 +44,53 @@ class Stage(NamedTuple):
 
     @property
     def in_epoch(self) -> int:
+        """Return the number of its updates in an epoch."""
         return -(-(self.examples - self.first) // self.size)
 
     def place(self, done: int) -> tuple[int, int, int]:
-        """Return where the update after `done` ones begins: which epoch, and its examples and updates before it."""
+        """Return where the update after `done` ones begins.
+
+        Returns:
+            Its epoch, and the examples and the updates of that epoch before it.
+        """
         epochs, rest = divmod(done - self.after, self.in_epoch)
         return self.epoch + epochs, self.first + rest * self.size, self.number + rest
 
     def updates_at(self, epoch: int, first: int) -> int:
-        """Return the least number of updates that reach an epoch's example."""
-        return (
-            self.after
-            + (epoch - self.epoch) * self.in_epoch
-            - (self.first - first) // self.size
-        )
+        """Return the least number of updates that reach example `first` of an epoch."""
+        whole_epochs = (epoch - self.epoch) * self.in_epoch
+        return self.after + whole_epochs - (self.first - first) // self.size
 
-    def micro_steps(self, done: int, of: Callable[[int], int]) -> int:
-        """Return its micro-steps up to update `done`, where an update of so many examples has `of` them."""
+    def micro_steps(self, done: int, steps_of_batch: Callable[[int], int]) -> int:
+        """Return the micro-steps of its updates among the first `done` of the run.
+
+        Args:
+            done: number of updates.
+            steps_of_batch: returns the micro-steps of an update, from its examples.
+        """
         epochs, rest = divmod(max(0, done - self.after), self.in_epoch)
         before_tail = self.in_epoch - 1
-        tail = of(self.examples - self.first - before_tail * self.size)
-        return (epochs * before_tail + rest) * of(self.size) + epochs * tail
-
-
-ALL = -1
+        tail = steps_of_batch(self.examples - self.first - before_tail * self.size)
+        full_updates = epochs * before_tail + rest
+        return full_updates * steps_of_batch(self.size) + epochs * tail
 
 
 class Slice(NamedTuple):
-    """Examples that are read in batches of one size: of the epochs from `epoch` on to before `end`."""
+    """Examples that are read in batches of one size, in some epochs before `end`."""
 
     size: int
     end: int
-    epoch: int = 0
-    first: int = 0  # examples of the first of these epochs that are left out
-    read: int = ALL  # how many are read of each epoch; `ALL` to its end
+    epoch: int = 0  # the first one
+    first: int = 0  # examples of the first epoch that are left out
+    read: int = ALL  # how many are read of each epoch
 
 
 def asked(schedule: Any) -> list[Asked]:
-    """Return the stages of `accumulation.batch_schedule`; none if it is null."""
+    """Return the stages of `accumulation.batch_schedule`; none if it is null.
+
+    Raises:
+        ConfigError: it is no list of stages whose starts rise from 0.
+    """
     if schedule is None:
         return []
     removed = former_names.removal(SCHEDULE, schedule)
@@ -80,102 +98,101 @@ def asked(schedule: Any) -> list[Asked]:
         raise removed
     if not isinstance(schedule, list) or not schedule:
         raise ConfigError(SCHEDULE, "must be null or a list of stages", schedule)
-    found: list[Asked] = []
-    for key, stage in (
-        (f"{SCHEDULE}[{number}]", stage) for number, stage in enumerate(schedule)
-    ):
-        start = stage.get("start") if isinstance(stage, Mapping) else None
-        if (
-            not isinstance(start, Mapping)
-            or {*stage} != {"start", "effective_batch_size"}
-            or len(start) != 1
-        ):
-            raise ConfigError(
-                key,
-                "must be as {start: {updates: 400}, effective_batch_size: 128}",
-                stage,
-            )
-        ((unit, value),), size = start.items(), stage["effective_batch_size"]
-        if unit not in UNITS:
-            raise ConfigError(f"{key}.start", "must be in a known unit", unit, UNITS)
-        if not (
-            _is_count(value)
-            or (unit == "epochs" and isinstance(value, float) and 0 <= value < 2**31)
-        ):
-            raise ConfigError(
-                f"{key}.start.{unit}",
-                "must be a number of at least 0, whole but for epochs",
-                value,
-            )
-        if not _is_count(size) or size < 1:
-            raise ConfigError(f"{key}.effective_batch_size", "must be at least 1", size)
-        if not found and value != 0:
-            raise ConfigError(
-                f"{key}.start.{unit}", "must be 0, as the run begins with it", value
-            )
-        if found and value <= (found[-1].start if found[-1].unit == unit else 0):
-            raise ConfigError(
-                f"{key}.start.{unit}", "must rise from stage to stage", value
-            )
-        found.append(Asked(unit, value, size))
-    return found
+
+    stages: list[Asked] = []
+    for number, node in enumerate(schedule):
+        key = f"{SCHEDULE}[{number}]"
+        stage = _asked_stage(key, node)
+        start_key = f"{key}.start.{stage.unit}"
+        if not stages:
+            if stage.start != 0:
+                rule = "must be 0, as the run begins with it"
+                raise ConfigError(start_key, rule, stage.start)
+        elif stage.start <= _least_start(stages[-1], stage.unit):
+            raise ConfigError(start_key, "must rise from stage to stage", stage.start)
+        stages.append(stage)
+    return stages
+
+
+def largest(accumulation: Mapping[str, Any], first: int) -> int:
+    """Return the most examples of an update.
+
+    Args:
+        accumulation: the config group.
+        first: examples of the first update.
+    """
+    stages = asked(accumulation["batch_schedule"])
+    return max([first, *(stage.size for stage in stages)])
+
+
+def implied_values(
+    config: Mapping[str, Any], replicas: int, named: Container[str]
+) -> dict[str, Any]:
+    """Return the values that a batch-size schedule decides, by their keys.
+
+    Args:
+        config: the plain config.
+        replicas: number of replicas, over all workers.
+        named: keys that the command line sets.
+
+    Raises:
+        ConfigError: another key does not go with the schedule.
+    """
+    accumulation = config["accumulation"]
+    schedule = accumulation["batch_schedule"]
+    stages = asked(schedule)
+    if config["dataset"].get("batched"):
+        with_batches = "with dataset.batched=true"
+        if schedule is not None:
+            raise ConfigError(SCHEDULE, f"must be null {with_batches}", schedule)
+        clock = config["schedule"].get("clock")
+        if clock == "examples":
+            raise ConfigError(CLOCK, f"must be updates {with_batches}", clock)
+    if not stages:
+        return {}
+
+    first = stages[0].size
+    effective = accumulation["effective_batch_size"]
+    if EFFECTIVE in named and effective not in (None, first):
+        rule = f"must be left out, or that of the first stage, {first}"
+        raise ConfigError(EFFECTIVE, rule, effective)
+    for number, stage in enumerate(stages):
+        if stage.size < replicas:
+            key = f"{SCHEDULE}[{number}].effective_batch_size"
+            rule = f"must be at least the number of replicas, {replicas}"
+            raise ConfigError(key, rule, stage.size)
+    return {EFFECTIVE: first}
+
+
+def _asked_stage(key: str, stage: Any) -> Asked:
+    """Return the stage of a node of the config; `key` is the name of the node."""
+    start = None
+    if isinstance(stage, Mapping) and {*stage} == {"start", "effective_batch_size"}:
+        start = stage["start"]
+    if not isinstance(start, Mapping) or len(start) != 1:
+        rule = "must be as {start: {updates: 400}, effective_batch_size: 128}"
+        raise ConfigError(key, rule, stage)
+
+    ((unit, value),) = start.items()
+    if unit not in UNITS:
+        raise ConfigError(f"{key}.start", "must be in a known unit", unit, UNITS)
+    fraction = unit == "epochs" and isinstance(value, float) and 0 <= value < 2**31
+    if not (_is_count(value) or fraction):
+        rule = "must be a number of at least 0, whole but for epochs"
+        raise ConfigError(f"{key}.start.{unit}", rule, value)
+    size = stage["effective_batch_size"]
+    if not _is_count(size) or size < 1:
+        raise ConfigError(f"{key}.effective_batch_size", "must be at least 1", size)
+    return Asked(unit, value, size)
+
+
+def _least_start(previous: Asked, unit: str) -> int | float:
+    """Return the number that the start of the next stage has to be above."""
+    # Numbers in different units are compared when the length of an epoch is known.
+    if previous.unit == unit:
+        return previous.start
+    return 0
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def largest(accumulation: Mapping[str, Any], first: int) -> int:
-    """Return the most examples of an update, where the `first` stage has so many."""
-    return max(
-        [first, *(stage.size for stage in asked(accumulation["batch_schedule"]))]
-    )
-
-
-def resolved(
-    config: Mapping[str, Any], replicas: int, named: Container[str]
-) -> dict[str, Any]:
-    """Return the keys that a batch-size schedule sets; refuse what does not go with it."""
-    accumulation, clock = config["accumulation"], config["schedule"].get("clock")
-    schedule = accumulation["batch_schedule"]
-    batched = config["dataset"].get("batched")
-    by_batches = "with dataset.batched=true"
-    stages, given = (
-        asked(schedule),
-        accumulation["effective_batch_size"] if EFFECTIVE in named else None,
-    )
-    first = stages[0].size if stages else given
-    refused = [
-        (
-            batched and schedule is not None,
-            SCHEDULE,
-            f"must be null {by_batches}",
-            schedule,
-        ),
-        (
-            batched and clock == "examples",
-            CLOCK,
-            f"must be updates {by_batches}",
-            clock,
-        ),
-        (
-            given not in (None, first),
-            EFFECTIVE,
-            f"must be left out, or that of the first stage, {first}",
-            given,
-        ),
-    ]
-    at_least = f"must be at least the number of replicas, {replicas}"
-    for number, (_, _, size) in enumerate(stages):
-        refused.append(
-            (
-                size < replicas,
-                f"{SCHEDULE}[{number}].effective_batch_size",
-                at_least,
-                size,
-            )
-        )
-    for wrong, *error in refused:
-        if wrong:
-            raise ConfigError(*error)
-    return {EFFECTIVE: first} if stages else {}

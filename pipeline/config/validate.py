@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,153 @@ from pipeline.config.objective_nodes import (
 )
 from pipeline.config.plain import leaves, plain
 
-LARGEST = (
-    2**31 - 1
-)  # of all counts: TensorFlow counts the examples of a batch in 32 bits
+# The largest of all counts. TensorFlow counts the examples of a batch in 32 bits.
+LARGEST = 2**31 - 1
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
+# A logical device is a thread: more of them only wait for each other.
+_MOST_REPLICAS = max(16, os.cpu_count() or 1)
+# Keys whose value is a count if it is an integer. Sizes of memory are in bytes.
+_COUNTED = re.compile(
+    r"(accumulation|training|hardware|scaling|tracking)\.(?!\w*memory$)\w+"
+    r"|dataset\.shuffle_buffer"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a value must be.
+
+    Attributes:
+        rule: the words after `must be`.
+        holds: whether a value is so.
+    """
+
+    rule: str
+    holds: Callable[[Any], bool]
+
+    def or_null(self) -> "Check":
+        """Return the check that also takes null."""
+        return Check(
+            f"{self.rule}, or null", lambda value: value is None or self.holds(value)
+        )
+
+
+def check_form(config: DictConfig) -> None:
+    """Check that the config has exactly the keys of the schema, each with a value.
+
+    The node of an object must also have a `_target_`.
+    """
+    composed: Any = OmegaConf.to_container(config)
+    keys = leaves(composed)
+    # The merge raises for a key that the schema lacks, and adds one that was deleted.
+    merged = OmegaConf.to_container(OmegaConf.merge(schema.Config, composed))
+    for key, value in leaves(merged).items():
+        if value == MISSING or key not in keys:
+            raise ConfigError(key, "must be given")
+    # Before anything fails to read the URI, and an error shows it.
+    secrets.remember(config.tracking.uri)
+    _check_targets(config)
+
+
+def check_values(config: DictConfig) -> None:
+    """Check each value by itself.
+
+    Of an optimizer that is not from Keras, only the learning rate is known.
+    """
+    checks: dict[str, Check] = {}
+    if config.optimizer._target_.startswith("keras."):
+        checks |= _KERAS_OPTIMIZER_CHECKS
+    checks |= _CHECKS
+    for key, check in checks.items():
+        value = OmegaConf.select(config, key, default=MISSING)
+        if value != MISSING and not check.holds(value):
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value)
+            raise ConfigError(key, f"must be {check.rule}", value)
+
+    for key, value in leaves(plain(config)).items():
+        if _COUNTED.fullmatch(key) and _is_integer(value) and value > LARGEST:
+            raise ConfigError(key, f"must be at most {LARGEST}", value)
+        if not metric_names.is_name(key):
+            rule = (
+                "must be a name that MLflow takes for a param: "
+                f"{metric_names.NAME_RULE}"
+            )
+            raise ConfigError(key, rule, key)
+
+
+def check_settings(config: DictConfig) -> None:
+    """Check the store, the files to log, `keep_best`, `start` and `trust`."""
+    _check_store(config.tracking.uri)
+    for path in config.tracking.code or ():
+        if not Path(path).exists():
+            rule = "must list files and folders that exist, or be null"
+            raise ConfigError("tracking.code", rule, path)
+    _check_keep_best(config.training.keep_best)
+    if config.start.weights_only and config.start.run is None:
+        rule = "must come with start.run, whose weights are meant"
+        raise ConfigError("start.weights_only", rule, True)
+    allow_list.check_allowed(config.trust.allow)
+
+
+def _check_store(uri: str) -> None:
+    """Reject a tracking URI that MLflow does not take, or that names no file."""
+    scheme = uri.partition(":")[0].lower().split("+")[0]
+    if scheme not in SCHEMES:
+        rule = "must be an MLflow tracking URI of a known scheme"
+        raise ConfigError("tracking.uri", rule, uri, SCHEMES)
+    if not uri.startswith("sqlite"):
+        return
+
+    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    names_no_file = path.startswith(("sqlite", ":", "file:")) or path.endswith("/")
+    if names_no_file or not path:
+        raise ConfigError("tracking.uri", "must name a file: sqlite:///PATH", uri)
+
+
+def _check_keep_best(keep_best: Any) -> None:
+    """Reject a metric without its mode, a mode without its metric, and other splits."""
+    if keep_best is None:
+        return
+    metric = keep_best.metric
+    mode = keep_best.mode
+    if metric is None and mode is None:
+        return
+    if metric is None or not metric.startswith("val/"):
+        rule = (
+            "must be a metric of the validation split, such as val/loss or val/accuracy"
+        )
+        raise ConfigError("training.keep_best.metric", rule, metric)
+    if mode is None:
+        modes = schema.Mode.__members__
+        rule = f"must say which {metric} is best"
+        raise ConfigError("training.keep_best.mode", rule, None, modes)
+
+
+def _check_targets(config: DictConfig) -> None:
+    """Check that each node of an object has a target, and each metric its own name."""
+    nodes = {key: config[key] for key in ("dataset", "model", "optimizer", "schedule")}
+    for key, node in by_output(config.training.loss):
+        if node is not None:
+            nodes[key] = node
+    metrics = []
+    for group in METRIC_GROUPS:
+        metrics += metrics_of(config.training, group)
+    for metric in metrics:
+        nodes[metric.key] = metric.node
+    for name, node in config.training.callbacks.items():
+        nodes[f"training.callbacks.{name}"] = node
+    if OmegaConf.select(config, "dataset.augment") is not None:
+        nodes["dataset.augment"] = config.dataset.augment
+
+    for key, node in nodes.items():
+        target = node
+        if isinstance(node, DictConfig):
+            target = node.get("_target_")
+        if not isinstance(node, DictConfig) or not isinstance(target, str):
+            rule = "must be the dotted name of what builds it"
+            raise ConfigError(f"{key}._target_", rule, target)
+    check_names(metrics)
 
 
 def _is_integer(value: object) -> bool:
@@ -34,278 +178,162 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or _is_integer(value)
 
 
-Check = tuple[
-    str, Callable[[Any], bool]
-]  # what a value must be, in words, and whether it is
+def _is_bool(value: object) -> bool:
+    # OmegaConf takes any number for a bool.
+    return isinstance(value, bool)
 
 
-def _or_null(check: Check) -> Check:
-    words, holds = check
-    return f"{words}, or null", lambda value: value is None or holds(value)
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and value >= 1
 
 
-def _is_null_or(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
-    """Return whether a node is null, or has these keys alone, each with a value that holds."""
-    has_keys = isinstance(node, DictConfig) and set(node) == {*holds}
-    return node is None or (
-        has_keys and all(check(node[key]) for key, check in holds.items())
-    )
+def _is_index(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
 
 
-def _are_class_weights(node: Any) -> bool:
-    labelled = (
-        isinstance(node, Mapping)
-        and len(node) > 0
-        and all(_is_integer(key) and key >= 0 for key in node)
-    )
-    return node is None or (labelled and all(map(_NOT_NEGATIVE[1], node.values())))
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf
+
+
+def _is_not_negative(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
 
 
 def _are_indices(node: Any) -> bool:
+    """Return whether a node is an index, or a list of different ones."""
     indices = [*node] if isinstance(node, ListConfig) else [node]
-    return len(indices) == len(set(indices)) > 0 and all(
-        _is_integer(index) and index >= 0 for index in indices
-    )
+    if not indices or len(set(indices)) < len(indices):
+        return False
+    return all(_is_index(index) for index in indices)
 
 
-_COUNT: Check = ("at least 1", lambda value: _is_integer(value) and value >= 1)
-_POSITIVE: Check = (
-    "a positive number",
-    lambda value: _is_number(value) and 0 < value < math.inf,
+def _are_class_weights(node: Any) -> bool:
+    """Return whether a node is null, or has a weight for each of its classes."""
+    if node is None:
+        return True
+    if not isinstance(node, Mapping) or not node:
+        return False
+    classes_are_indices = all(_is_index(label) for label in node)
+    return classes_are_indices and all(map(_is_not_negative, node.values()))
+
+
+def _are_loss_weights(node: Any) -> bool:
+    """Return whether a node has a finite number, or null, for each output."""
+    for _, weight in by_output(node):
+        if weight is not None and not (_is_number(weight) and math.isfinite(weight)):
+            return False
+    return True
+
+
+def _is_null_or_has(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
+    """Return whether a node is null, or has these keys alone, each with a right value.
+
+    Args:
+        node: the value of the key.
+        holds: whether a value is right, by the name of its key.
+    """
+    if node is None:
+        return True
+    if not isinstance(node, DictConfig) or set(node) != set(holds):
+        return False
+    return all(is_right(node[name]) for name, is_right in holds.items())
+
+
+_COUNT = Check("at least 1", _is_count)
+_POSITIVE = Check("a positive number", _is_positive)
+_NOT_NEGATIVE = Check("a number of at least 0", _is_not_negative)
+_SHARE = Check("from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
+_SIZE = Check(
+    "a size such as 8GiB", lambda value: memory_budget.parsed(value) is not None
 )
-_NOT_NEGATIVE: Check = (
-    "a number of at least 0",
-    lambda value: _is_number(value) and 0 <= value < math.inf,
-)
-_SHARE: Check = (
-    "from 0 to below 1",
-    lambda value: _is_number(value) and 0 <= value < 1,
-)
-_SIZE: Check = (
-    "a size such as 8GiB",
-    lambda value: memory_budget.parsed(value) is not None,
-)
-_SWITCH: Check = (
-    "true, false or auto",
-    lambda value: isinstance(value, bool) or value == "auto",
-)
-_FLAG: Check = (
-    "true or false",
-    lambda value: isinstance(value, bool),
-)  # OmegaConf takes any number for one
-# Keras computes with most numbers outside of these without a word: it clips nothing, or diverges.
-_OF_KERAS_OPTIMIZERS = {
-    **dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"), _or_null(_POSITIVE)),
-    **dict.fromkeys(("beta_1", "beta_2", "rho", "momentum", "ema_momentum"), _SHARE),
-    "epsilon": _NOT_NEGATIVE,
-    "weight_decay": _or_null(_NOT_NEGATIVE),
+_SWITCH = Check("true, false or auto", lambda value: _is_bool(value) or value == "auto")
+_FLAG = Check("true or false", _is_bool)
+
+# With other values Keras mostly gives no warning, and clips nothing or diverges.
+_KERAS_OPTIMIZER_CHECKS = {
+    "optimizer.clipnorm": _POSITIVE.or_null(),
+    "optimizer.global_clipnorm": _POSITIVE.or_null(),
+    "optimizer.clipvalue": _POSITIVE.or_null(),
+    "optimizer.beta_1": _SHARE,
+    "optimizer.beta_2": _SHARE,
+    "optimizer.rho": _SHARE,
+    "optimizer.momentum": _SHARE,
+    "optimizer.ema_momentum": _SHARE,
+    "optimizer.epsilon": _NOT_NEGATIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE.or_null(),
 }
-_REPLICAS = max(
-    16, os.cpu_count() or 1
-)  # a logical device is a thread: more than these only wait for each other
-_CHECKS: dict[str, Check] = {
-    **dict.fromkeys(
-        ("optimizer.learning_rate", "schedule.decay_rate", "tracking.patience"),
-        _POSITIVE,
-    ),
-    **dict.fromkeys(("tracking.log_every", "accumulation.noise_scale_every"), _COUNT),
-    **dict.fromkeys(
-        (
-            "hardware.gpus_per_job",
-            "hardware.jobs_per_gpu",
-            "scaling.reference_batch_size",
-        ),
-        _COUNT,
-    ),
-    **dict.fromkeys(
-        ("hardware.parallel_jobs", "dataset.shuffle_buffer", "scaling.peak_batch_size"),
-        _or_null(_COUNT),
-    ),
-    "scaling.rate": ("sqrt or null", lambda value: value in ("sqrt", None)),
-    "training.class_weight": (
+# The first check that fails is the one that is reported.
+_CHECKS = {
+    "optimizer.learning_rate": _POSITIVE,
+    "schedule.decay_rate": _POSITIVE,
+    "tracking.patience": _POSITIVE,
+    "tracking.log_every": _COUNT,
+    "accumulation.noise_scale_every": _COUNT,
+    "hardware.gpus_per_job": _COUNT,
+    "hardware.jobs_per_gpu": _COUNT,
+    "scaling.reference_batch_size": _COUNT,
+    "hardware.parallel_jobs": _COUNT.or_null(),
+    "dataset.shuffle_buffer": _COUNT.or_null(),
+    "scaling.peak_batch_size": _COUNT.or_null(),
+    "scaling.rate": Check("sqrt or null", lambda value: value in ("sqrt", None)),
+    "training.class_weight": Check(
         "null, or a number of at least 0 for each class, a whole number",
         _are_class_weights,
     ),
-    "training.loss_weights": (
-        "null, or a number for each output",
-        lambda node: all(
-            v is None or (_is_number(v) and math.isfinite(v))
-            for _, v in by_output(node)
-        ),
+    "training.loss_weights": Check(
+        "null, or a number for each output", _are_loss_weights
     ),
-    **dict.fromkeys(
-        ("dataset.in_memory", "accumulation.same_noise", "hardware.xla"), _SWITCH
+    "dataset.in_memory": _SWITCH,
+    "accumulation.same_noise": _SWITCH,
+    "hardware.xla": _SWITCH,
+    "dataset.shuffle_files": _FLAG,
+    "dataset.batched": _FLAG,
+    "hardware.deterministic": _FLAG,
+    "hardware.tf32": _FLAG,
+    "tracking.log_model": _FLAG,
+    "tracking.system_metrics": _FLAG,
+    "start.weights_only": _FLAG,
+    "scaling.ema": _FLAG,
+    "schedule.clock": Check(
+        "updates or examples", lambda value: value in ("updates", "examples")
     ),
-    **dict.fromkeys(
-        (
-            "dataset.shuffle_files",
-            "dataset.batched",
-            "hardware.deterministic",
-            "hardware.tf32",
-        ),
-        _FLAG,
-    ),
-    **dict.fromkeys(
-        (
-            "tracking.log_model",
-            "tracking.system_metrics",
-            "start.weights_only",
-            "scaling.ema",
-        ),
-        _FLAG,
-    ),
-    "schedule.clock": (
-        "updates or examples",
-        lambda value: value in ("updates", "examples"),
-    ),
-    "dataset.checksum": ("full or none", lambda value: value in ("full", "none")),
-    "dataset.pad": (
+    "dataset.checksum": Check("full or none", lambda value: value in ("full", "none")),
+    "dataset.pad": Check(
         "null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}",
-        lambda pad: _is_null_or(pad, multiple=_COUNT[1], value=_is_number),
+        lambda pad: _is_null_or_has(pad, multiple=_is_count, value=_is_number),
     ),
-    "training.evaluate_every": (
+    "training.evaluate_every": Check(
         "a positive number of updates, or 'epoch'",
-        lambda v: v == "epoch" or _COUNT[1](v),
+        lambda value: value == "epoch" or _is_count(value),
     ),
-    "training.checkpoint_every": (
+    "training.checkpoint_every": Check(
         "a positive number of updates, 'epoch', 'auto' or null",
-        lambda v: v in (None, "auto", "epoch") or _COUNT[1](v),
+        lambda value: value in (None, "auto", "epoch") or _is_count(value),
     ),
-    "tracking.experiment": (
+    "tracking.experiment": Check(
         "a name of 1 to 250 characters",
-        lambda value: value.strip() and len(value) <= 250,
+        lambda value: bool(value.strip()) and len(value) <= 250,
     ),
-    "schema": (
+    "schema": Check(
         f"{schema.SCHEMA}, the one of this program",
         lambda value: value == schema.SCHEMA,
     ),
-    "seed": ("from 0 to 4294967295", lambda value: 0 <= value < 2**32),
-    "accumulation.micro_batch_size": _or_null(
-        (
-            f"an integer, {' or '.join(sizes.SEARCHED)}",
-            lambda value: _is_integer(value) or value in sizes.SEARCHED,
-        )
-    ),
-    **dict.fromkeys(("hardware.memory", "hardware.gpu_memory"), _or_null(_SIZE)),
-    "hardware.gpu": _or_null(
-        ("the index of a GPU from 0 on, or a list of different ones", _are_indices)
-    ),
-    "hardware.profile": (
+    "seed": Check("from 0 to 4294967295", lambda value: 0 <= value < 2**32),
+    "accumulation.micro_batch_size": Check(
+        f"an integer, {' or '.join(sizes.SEARCHED)}",
+        lambda value: _is_integer(value) or value in sizes.SEARCHED,
+    ).or_null(),
+    "hardware.memory": _SIZE.or_null(),
+    "hardware.gpu_memory": _SIZE.or_null(),
+    "hardware.gpu": Check(
+        "the index of a GPU from 0 on, or a list of different ones", _are_indices
+    ).or_null(),
+    "hardware.profile": Check(
         "null, or the first update and how many: {start: 10, updates: 5}",
-        lambda profile: _is_null_or(profile, start=_COUNT[1], updates=_COUNT[1]),
+        lambda profile: _is_null_or_has(profile, start=_is_count, updates=_is_count),
     ),
-    "hardware.replicas": (
-        f"at most {_REPLICAS} GPUs, or logical devices on a CPU",
-        lambda value: value <= _REPLICAS,
+    "hardware.replicas": Check(
+        f"at most {_MOST_REPLICAS} GPUs, or logical devices on a CPU",
+        lambda value: value <= _MOST_REPLICAS,
     ),
 }
-_COUNTING = re.compile(
-    r"(accumulation|training|hardware|scaling|tracking)\.(?!\w*memory$)\w+|dataset\.shuffle_buffer"
-)
-
-
-def check_form(config: DictConfig) -> None:
-    """Refuse keys that `+` added to the schema, that `~` deleted or that have no value, and nodes without a target."""
-    given: Any = OmegaConf.to_container(config)
-    there = leaves(given)
-    # The merge raises for a key that the schema lacks, and brings back one that was deleted.
-    for key, value in leaves(
-        OmegaConf.to_container(OmegaConf.merge(schema.Config, given))
-    ).items():
-        if value == MISSING or key not in there:
-            raise ConfigError(key, "must be given")
-    secrets.remember(config.tracking.uri)  # before anything fails to read it
-    _check_targets(config)
-
-
-def check_values(config: DictConfig) -> None:
-    """Check each value by itself; of an optimizer that is not of Keras only the learning rate is known."""
-    of_keras = config.optimizer._target_.startswith("keras.")
-    of_optimizer = {
-        f"optimizer.{name}": check
-        for name, check in _OF_KERAS_OPTIMIZERS.items()
-        if of_keras
-    }
-    for key, (words, holds) in {**of_optimizer, **_CHECKS}.items():
-        value = OmegaConf.select(config, key, default=MISSING)
-        if value != MISSING and not holds(value):
-            shown = (
-                OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            )
-            raise ConfigError(key, f"must be {words}", shown)
-    for key, value in leaves(plain(config)).items():
-        if _COUNTING.fullmatch(key) and _is_integer(value) and value > LARGEST:
-            raise ConfigError(key, f"must be at most {LARGEST}", value)
-        if not metric_names.is_name(key):
-            raise ConfigError(
-                key,
-                f"must be a name that MLflow takes for a param: {metric_names.NAME_RULE}",
-                key,
-            )
-
-
-def check_settings(config: DictConfig) -> None:
-    """Check the store, the files to log, `keep_best`, `start` and `trust`."""
-    uri = config.tracking.uri
-    if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:
-        raise ConfigError(
-            "tracking.uri",
-            "must be an MLflow tracking URI of a known scheme",
-            uri,
-            SCHEMES,
-        )
-    path = uri.removeprefix("sqlite:///").partition("?")[0]
-    if uri.startswith("sqlite") and (
-        path.startswith(("sqlite", ":", "file:")) or path.endswith("/") or not path
-    ):
-        raise ConfigError("tracking.uri", "must name a file: sqlite:///PATH", uri)
-    for path in config.tracking.code or ():
-        if not Path(path).exists():
-            raise ConfigError(
-                "tracking.code",
-                "must list files and folders that exist, or be null",
-                path,
-            )
-    best = config.training.keep_best
-    if best is not None and (best.metric, best.mode) != (None, None):
-        if best.metric is None or not best.metric.startswith("val/"):
-            rule = "must be a metric of the validation split, such as val/loss or val/accuracy"
-            raise ConfigError("training.keep_best.metric", rule, best.metric)
-        if best.mode is None:
-            rule = f"must say which {best.metric} is best"
-            raise ConfigError(
-                "training.keep_best.mode", rule, None, schema.Mode.__members__
-            )
-    if config.start.weights_only and config.start.run is None:
-        raise ConfigError(
-            "start.weights_only",
-            "must come with start.run, whose weights are meant",
-            True,
-        )
-    allow_list.check_allowed(config.trust.allow)
-
-
-def _check_targets(config: DictConfig) -> None:
-    nodes = {key: config[key] for key in ("dataset", "model", "optimizer", "schedule")}
-    nodes |= {
-        key: node for key, node in by_output(config.training.loss) if node is not None
-    }
-    metrics = [
-        metric
-        for group in METRIC_GROUPS
-        for metric in metrics_of(config.training, group)
-    ]
-    nodes |= {metric.key: metric.node for metric in metrics}
-    nodes |= {
-        f"training.callbacks.{name}": node
-        for name, node in config.training.callbacks.items()
-    }
-    if OmegaConf.select(config, "dataset.augment") is not None:
-        nodes["dataset.augment"] = config.dataset.augment
-    for key, node in nodes.items():
-        target = node.get("_target_") if isinstance(node, DictConfig) else node
-        if not (isinstance(node, DictConfig) and isinstance(target, str)):
-            raise ConfigError(
-                f"{key}._target_", "must be the dotted name of what builds it", target
-            )
-    check_names(metrics)

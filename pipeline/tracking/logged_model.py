@@ -100,7 +100,9 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
         if own_classes:
             reloaded = _predicted_elsewhere(path, example)
         else:
-            reloaded = predicted(path, example)
+            # With deterministic operations TensorFlow prints an error that is none.
+            with imports.without_chatter():
+                reloaded = predicted(path, example)
         _check_equal(model, reloaded, predictions)
         _copy_at_once(path, folder)
 

@@ -1,11 +1,13 @@
-"""Who the workers of a run are: from TF_CONFIG, from the step of a Slurm job, or a number of them on this machine."""
+"""Who the workers of a run are.
+
+TF_CONFIG names them, or the step of a Slurm job, or the config gives their number.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import socket
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,27 +23,18 @@ from tests import programs
 
 TWO = {"worker": ["a:1", "b:2"]}
 STEP = {
-    **{
-        "SLURM_JOB_ID": "1234",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "5",
-        "SLURM_PROCID": "3",
-    },
-    **{"SLURM_STEP_NODELIST": "node[1-2],x9", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"},
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NODELIST": "node[1-2],x9",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
 
 
 def tf_config(jobs, kind="worker", index=0):
-    return {
-        "TF_CONFIG": json.dumps(
-            {"cluster": jobs, "task": {"type": kind, "index": index}}
-        )
-    }
-
-
-def found(workers, environment):
-    team = cluster.workers_of_run(workers, environment)
-    return (1 if team is None else len(team.addresses)), team
+    config = {"cluster": jobs, "task": {"type": kind, "index": index}}
+    return {"TF_CONFIG": json.dumps(config)}
 
 
 @pytest.mark.parametrize(
@@ -66,19 +59,16 @@ def found(workers, environment):
     ],
 )
 def test_the_workers_that_the_environment_names(workers, environment, expected):
-    count, team = found(workers, environment)
-    assert team == expected
-    assert count == (1 if expected is None else len(expected.addresses))
+    assert cluster.workers_of_run(workers, environment) == expected
 
 
 def test_the_tasks_of_a_step_are_workers_on_their_nodes(tmp_path, monkeypatch):
     programs.need("scontrol")
-    (tmp_path / "slurm.conf").write_text(
-        "ClusterName=test\nSlurmctldHost=localhost\n"
-    )  # `scontrol` wants one
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    count, team = found(None, STEP)
-    assert count == 5
+    # `scontrol` wants a configuration.
+    file = tmp_path / "slurm.conf"
+    file.write_text("ClusterName=test\nSlurmctldHost=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(file))
+    team = cluster.workers_of_run(None, STEP)
     assert [address.split(":")[0] for address in team.addresses] == [
         "node1",
         "node1",
@@ -89,18 +79,21 @@ def test_the_tasks_of_a_step_are_workers_on_their_nodes(tmp_path, monkeypatch):
     assert team.rendezvous.startswith("node1:")
     assert (team.index, team.index_on_machine, team.on_machine) == (3, 1, 2)
     assert (team.is_chief, team.started) == (False, False)
-    others = [{"SLURM_JOB_ID": str(1234 + later)} for later in (1, 375, 6000)] + [
-        {"SLURM_STEP_ID": "1"}
+
+    # What may run on one node at one time meets at different ports.
+    steps = [
+        STEP,
+        {**STEP, "SLURM_JOB_ID": "1235"},
+        {**STEP, "SLURM_JOB_ID": "1609"},
+        {**STEP, "SLURM_JOB_ID": "7234"},
+        {**STEP, "SLURM_STEP_ID": "1"},
     ]
-    points = {found(None, {**STEP, **other})[1].rendezvous for other in ({}, *others)}
-    assert (
-        len(points) == 5
-    )  # what may run on one node at one time meets at different ports
+    points = {cluster.workers_of_run(None, step).rendezvous for step in steps}
+    assert len(points) == 5
 
 
 def test_workers_of_this_machine_choose_their_ports_later():
-    count, team = found(3, {})
-    assert count == 3
+    team = cluster.workers_of_run(3, {})
     assert team.addresses == ("127.0.0.1:0",) * 3
     assert (team.is_chief, team.started, team.on_machine) == (True, True, 3)
     assert replace(team, index=2).index_on_machine == 2
@@ -112,7 +105,8 @@ def test_workers_of_this_machine_choose_their_ports_later():
         (
             0,
             {},
-            "hardware.workers must be at least 1, or null for what TF_CONFIG or Slurm says. Received: 0.",
+            "hardware.workers must be at least 1, or null for what TF_CONFIG or Slurm "
+            "says. Received: 0.",
         ),
         (
             1000000,
@@ -122,7 +116,8 @@ def test_workers_of_this_machine_choose_their_ports_later():
         (
             None,
             {},
-            "hardware.workers must be a number where neither TF_CONFIG nor a step of a Slurm job (srun) says",
+            "hardware.workers must be a number where neither TF_CONFIG nor a step of a "
+            "Slurm job (srun) says",
         ),
         (
             3,
@@ -143,21 +138,19 @@ def test_workers_of_this_machine_choose_their_ports_later():
 )
 def test_what_is_refused(workers, environment, line):
     with pytest.raises(ConfigError) as refused:
-        found(workers, environment)
+        cluster.workers_of_run(workers, environment)
     assert str(refused.value).startswith(line)
 
 
 def interfaces(*addresses):
-    """What psutil says of interfaces with these addresses, and of the hardware's."""
-    families = [
-        socket.AF_INET6 if ":" in address else socket.AF_INET for address in addresses
-    ]
-    pairs = zip(families, addresses, strict=True)
-    found = {
-        f"if{n}": [SimpleNamespace(family=f, address=a)]
-        for n, (f, a) in enumerate(pairs)
-    }
-    return {**found, "hw": [SimpleNamespace(family=17, address="02:42:ac:11:00:02")]}
+    """What psutil returns for interfaces with these addresses, and for the hardware."""
+    hardware = SimpleNamespace(family=17, address="02:42:ac:11:00:02")
+    by_name = {}
+    for number, address in enumerate(addresses):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        entry = SimpleNamespace(family=family, address=address)
+        by_name[f"if{number}"] = [entry]
+    return {**by_name, "hw": [hardware]}
 
 
 @pytest.mark.parametrize(
@@ -173,62 +166,82 @@ def interfaces(*addresses):
 def test_workers_open_no_port_to_others_unasked(addresses, reached, monkeypatch):
     monkeypatch.setattr(cluster.psutil, "net_if_addrs", lambda: interfaces(*addresses))
     assert cluster.reachable() == reached
-    given = ["hardware.workers=2", "model=mlp"]
-    with pytest.raises(ConfigError) if reached else nullcontext() as refused:
-        resolve(composed(given), given, {})
-    if refused:
-        line = f"hardware.open_ports must be true for several workers: TensorFlow opens a port of each on {reached[0]} "
+    overrides = ["hardware.workers=2", "model=mlp"]
+    if reached:
+        with pytest.raises(ConfigError) as refused:
+            resolve(composed(overrides), overrides, {})
         assert str(refused.value).startswith(
-            f"{line}without a password, and whoever reaches it can read and write "
+            "hardware.open_ports must be true for several workers: TensorFlow opens a "
+            f"port of each on {reached[0]} without a password, and whoever reaches it "
+            "can read and write "
         )
+    else:
+        resolve(composed(overrides), overrides, {})
     for more in ("hardware.open_ports=true", "hardware=multi_worker"):
-        assert resolve(composed([more, *given]), given, {}).workers.started
+        assert resolve(composed([more, *overrides]), overrides, {}).workers.started
     resolve(composed(["hardware.workers=1"]), [], {})
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "line"),
-    [
-        ("a secret of the workers\n", 0o600, ""),
-        (
-            "a secret of the workers\n",
-            0o640,
-            "hardware.secret_file must be a file of mode 0600 with at least 16 char",
-        ),
-        (
-            "short\n",
-            0o600,
-            "hardware.secret_file must be a file of mode 0600 with at least 16 characters",
-        ),
-        (
-            None,
-            0o700,
-            "hardware.secret_file must be a file of mode 0600 with at least 16 characters",
-        ),
-    ],
+SECRET = "a secret of the workers"
+WRONG_SECRET = re.escape(
+    "hardware.secret_file must be a file of mode 0600 with at least 16 characters"
 )
-def test_the_secret_of_the_workers(tmp_path, text, mode, line):
-    file = tmp_path / "secret"
-    file.mkdir() if text is None else file.write_text(text)
+
+
+def secret_file(folder, text, mode):
+    file = folder / "secret"
+    file.write_text(text)
     file.chmod(mode)
-    with pytest.raises(ConfigError, match=re.escape(line)) if line else nullcontext():
-        assert cluster.secret(str(file), {}) == b"a secret of the workers"
-    assert cluster.secret(str(file), {"PIPELINE_SECRET": 16 * "x"}) == 16 * b"x"
-    with pytest.raises(
-        ConfigError, match="PIPELINE_SECRET must have at least 16 characters"
-    ):
-        cluster.secret(None, {"PIPELINE_SECRET": ""})
-    with pytest.raises(ConfigError, match="must be a file that can be read"):
-        cluster.secret(str(tmp_path / "nowhere"), {})
-    given = [
+    return file
+
+
+def test_the_workers_have_the_secret_of_a_file(tmp_path):
+    file = secret_file(tmp_path, f"{SECRET}\n", 0o600)
+    assert cluster.secret(str(file), {}) == SECRET.encode()
+
+    overrides = [
         "hardware=multi_worker",
         "hardware.workers=2",
         f"hardware.secret_file={file}",
     ]
-    if not line:
-        spec = resolve(composed(given), given, {})
-        assert spec.config.hardware.secret_file == str(file)
-        assert (
-            str(file)
-            not in f"{spec.recorded} {spec.shared_text()} {mask(' '.join(spec.overrides))}"
-        )
+    spec = resolve(composed(overrides), overrides, {})
+    assert spec.config.hardware.secret_file == str(file)
+    assert str(file) not in str(spec.recorded)
+    assert str(file) not in spec.shared_text()
+    assert str(file) not in mask(" ".join(spec.overrides))
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [(f"{SECRET}\n", 0o640), ("short\n", 0o600)],
+)
+def test_a_secret_that_others_read_or_guess_is_refused(tmp_path, text, mode):
+    file = secret_file(tmp_path, text, mode)
+    with pytest.raises(ConfigError, match=WRONG_SECRET):
+        cluster.secret(str(file), {})
+
+
+def test_a_folder_is_no_secret(tmp_path):
+    folder = tmp_path / "secret"
+    folder.mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match=WRONG_SECRET):
+        cluster.secret(str(folder), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [(f"{SECRET}\n", 0o600), (f"{SECRET}\n", 0o640), ("short\n", 0o600)],
+)
+def test_the_environment_outranks_the_file(tmp_path, text, mode):
+    file = secret_file(tmp_path, text, mode)
+    assert cluster.secret(str(file), {"PIPELINE_SECRET": 16 * "x"}) == 16 * b"x"
+    assert cluster.secret(str(tmp_path), {"PIPELINE_SECRET": 16 * "x"}) == 16 * b"x"
+    with pytest.raises(
+        ConfigError, match="PIPELINE_SECRET must have at least 16 characters"
+    ):
+        cluster.secret(None, {"PIPELINE_SECRET": ""})
+
+
+def test_a_secret_file_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="must be a file that can be read"):
+        cluster.secret(str(tmp_path / "nowhere"), {})

@@ -1,4 +1,4 @@
-"""Dotted names of earlier versions, in configs and in records, mean what they are called now."""
+"""Names of earlier versions, in configs and in records, mean what they are now."""
 
 from __future__ import annotations
 
@@ -29,21 +29,18 @@ FORMER = {
     "pipeline.compose.RunFolders": "pipeline.config.compose.RunFolders",
     "pipeline.datasets.digits.Digits": "pipeline.dataset.builtin.digits.Digits",
 }
-# Not of the table: what still has its name, what only begins like a former one, and text around a name.
+# Not of the table: what still has its name, what only begins like a former one, and
+# text around a name.
 CURRENT = (
-    *(
-        "pipeline.dataset.digits",
-        "pipeline.components.model.mlp",
-        "pipeline.models.mlp",
-        "mypipeline.model.mlp",
-    ),
-    *(
-        "pipeline.model_zoo.mlp",
-        "pipeline.model.",
-        "a pipeline.model.mlp",
-        "pipeline.model.mlp b",
-        "pipeline.mödel",
-    ),
+    "pipeline.dataset.digits",
+    "pipeline.components.model.mlp",
+    "pipeline.models.mlp",
+    "mypipeline.model.mlp",
+    "pipeline.model_zoo.mlp",
+    "pipeline.model.",
+    "a pipeline.model.mlp",
+    "pipeline.model.mlp b",
+    "pipeline.mödel",
 )
 # Where a config may hold a name.
 NODES = {
@@ -64,11 +61,13 @@ CONFIG = NODES | {"number": 1, "nothing": None, "seed": True, "current": list(CU
 
 
 def names_in(node: object) -> set[str]:
-    return {
-        part
-        for value in leaves(node).values()
-        for part in (value if type(value) is list else [value])
-    }
+    names = set()
+    for value in leaves(node).values():
+        if isinstance(value, list):
+            names.update(value)
+        else:
+            names.add(value)
+    return names
 
 
 @pytest.mark.parametrize("name", FORMER)
@@ -104,9 +103,8 @@ def test_names_are_rewritten_wherever_they_are():
         "mypkg",
         "/mnt/pipeline.model.mlp",
     ]
-    assert {key: renamed[key] for key in CONFIG.keys() - NODES.keys()} == {
-        key: CONFIG[key] for key in CONFIG.keys() - NODES.keys()
-    }
+    for key in CONFIG.keys() - NODES.keys():
+        assert renamed[key] == CONFIG[key]
 
 
 def test_a_run_is_called_as_it_likes():
@@ -129,22 +127,18 @@ def test_the_overrides_of_a_recorded_sweep_are_rewritten():
 
 
 def test_a_composed_config_is_rewritten_in_place_and_keeps_its_links():
-    config = OmegaConf.create(
-        {**deepcopy(CONFIG), "link": "${number}", "linked": "${target}", "unset": "???"}
-    )
+    links = {"link": "${number}", "linked": "${target}", "unset": "???"}
+    config = OmegaConf.create({**deepcopy(CONFIG), **links})
     former_names.rename(config)
-    assert OmegaConf.to_container(config) == {
-        **former_names.renamed(CONFIG),
-        **{"link": "${number}", "linked": "${target}", "unset": "???"},
-    }
+    expected = {**former_names.renamed(CONFIG), **links}
+    assert OmegaConf.to_container(config) == expected
 
 
 def test_hydra_finds_former_modules_before_a_config_is_composed():
     """Such as `hydra.callbacks` and `hydra.job_logging` name them."""
     for name, current in FORMER.items():
-        if not name.startswith(
-            "pipeline.datasets."
-        ):  # whose modules Hydra does not import by a former name
+        # Hydra does not import the modules of this one by a former name.
+        if not name.startswith("pipeline.datasets."):
             assert get_object(name) is get_object(current)
     node = OmegaConf.create(
         {"_target_": "hydra.utils.get_class", "path": "pipeline.compose.RunFolders"}
@@ -174,24 +168,23 @@ def test_the_gate_takes_a_record_with_former_names(tmp_path):
     config = composed("model=mlp", "dataset=digits")
     config["tracking"].pop("uri")
     config["model"]["_target_"] = "pipeline.model.mlp"
-    check_config(
-        RecordedRun(None, config, {}, {}, {}).moved(tmp_path), gate, imports=False
+    renamed = RecordedRun(None, config, {}, {}, {}).moved(tmp_path)
+    check_config(renamed, gate, imports=False)
+    message = (
+        r"model\._target_ of a config from a tracking store .*'pipeline\.model\.mlp'"
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"model\._target_ of a config from a tracking store .*'pipeline\.model\.mlp'",
-    ):
-        check_config(config, gate, imports=False)  # not renamed
+    with pytest.raises(ConfigError, match=message):
+        check_config(config, gate, imports=False)
 
 
 def test_a_former_name_that_the_user_allows_is_allowed(tmp_path):
-    config = {"model": {"_target_": "pipeline.model.build"}}  # is no builder
+    # It is no builder.
+    config = {"model": {"_target_": "pipeline.model.build"}}
     renamed = RecordedRun(None, config, {}, {}, {}).moved(tmp_path)
     with pytest.raises(ConfigError, match=r"'pipeline\.components\.model\.build'"):
         check_config(renamed, Gate(tmp_path), imports=False)
-    allowed = [
-        former_names.current("pipeline.model")
-    ]  # as `pipeline rerun --allow` takes it
+    # As `pipeline rerun --allow` takes it.
+    allowed = [former_names.current("pipeline.model")]
     check_config(renamed, Gate(tmp_path, allowed=allowed), imports=False)
     with pytest.raises(ConfigError, match=r"'pipeline\.components\.model\.build'"):
         check_config(renamed, Gate(tmp_path, allowed=["pipeline.model"]), imports=False)
@@ -307,13 +300,12 @@ def test_a_config_composes_with_former_keys_on_the_command_line():
 def test_a_file_with_a_former_key_is_rejected_with_the_current_one(tmp_path):
     experiment = tmp_path / "experiment"
     experiment.mkdir()
-    (experiment / "mine.yaml").write_text(
-        "# @package _global_\ntracking: {noise_every: 3}\n"
+    file = experiment / "mine.yaml"
+    file.write_text("# @package _global_\ntracking: {noise_every: 3}\n")
+    message = (
+        r"^tracking\.noise_every must be written as accumulation\.noise_scale_every"
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"^tracking\.noise_every must be written as accumulation\.noise_scale_every",
-    ):
+    with pytest.raises(ConfigError, match=message):
         compose.composed(["--config-dir", str(tmp_path), "experiment=mine"])
 
 

@@ -1,4 +1,4 @@
-"""What pipeline/config/hydra_internals.py uses of Hydra still is what it was read as."""
+"""What pipeline/config/hydra_internals.py uses of Hydra is still what it was."""
 
 from __future__ import annotations
 

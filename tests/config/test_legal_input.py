@@ -1,12 +1,15 @@
-"""What `fit` takes, a run takes: callbacks, models, losses and metrics of other kinds than the ready configs have.
+"""What `fit` takes, a run takes.
 
-All command lines run in one process (see refused.py), each into an experiment of its own; those of WIDER and of WIDEST
-in others.
+Callbacks, models, losses and metrics are of other kinds than in the ready configs. The
+command lines of a table run in one process (see refused.py), each into an experiment of
+its own.
 """
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -27,16 +30,21 @@ from pipeline.dataset import Data
 rng = np.random.default_rng(0)
 
 def examples(*arrays):
-    return Data(tf.data.Dataset.from_tensor_slices(arrays), tf.data.Dataset.from_tensor_slices(arrays))
+    splits = [tf.data.Dataset.from_tensor_slices(arrays) for _ in range(2)]
+    return Data(*splits)
 
 def classes():
-    return examples(rng.normal(size=(200, 4)).astype("float32"), rng.integers(0, 3, 200))
+    x = rng.normal(size=(200, 4)).astype("float32")
+    return examples(x, rng.integers(0, 3, 200))
 
 def speech():
-    return examples(rng.normal(size=(200, 6, 4)).astype("float32"), rng.integers(1, 3, (200, 2)))
+    x = rng.normal(size=(200, 6, 4)).astype("float32")
+    return examples(x, rng.integers(1, 3, (200, 2)))
 
-def segmented():  # 255: nobody knows what it is
-    return examples(rng.normal(size=(200, 6, 4)).astype("float32"), rng.choice([0, 1, 2, 255], (200, 6)))
+def segmented():
+    x = rng.normal(size=(200, 6, 4)).astype("float32")
+    # 255 is the class of a pixel that nobody knows.
+    return examples(x, rng.choice([0, 1, 2, 255], (200, 6)))
 
 def sick():
     x = rng.normal(size=(200, 4)).astype("float32")
@@ -52,25 +60,33 @@ def text():
     return examples(tokens[:, :-1], tokens[:, 1:])
 
 def sides():
-    x = {side: rng.normal(size=(200, 3)).astype("float32") for side in ("left", "right")}
-    return examples(x, rng.integers(0, 3, 200))
+    left = rng.normal(size=(200, 3)).astype("float32")
+    right = rng.normal(size=(200, 3)).astype("float32")
+    return examples({"left": left, "right": right}, rng.integers(0, 3, 200))
 
-def partly():  # the second output has no sample weights
-    parts = rng.normal(size=(200, 4)), (rng.normal(size=(200, 1)), rng.normal(size=(200, 1))), (np.ones(200), None)
-    return tuple(tf.data.Dataset.from_tensor_slices(parts) for split in ("train", "validation"))
+def partly():
+    x = rng.normal(size=(200, 4))
+    labels = (rng.normal(size=(200, 1)), rng.normal(size=(200, 1)))
+    # The second output has no sample weights.
+    weights = (np.ones(200), None)
+    train = tf.data.Dataset.from_tensor_slices((x, labels, weights))
+    return train, tf.data.Dataset.from_tensor_slices((x, labels, weights))
 
 def two_headed():
     inputs = keras.Input((4,))
     return keras.Model(inputs, [layers.Dense(1, name=name)(inputs) for name in "ab"])
 
 def unbuilt():
-    return keras.Sequential([layers.Dense(8, "tanh"), layers.Dropout(0.1), layers.Dense(3)])
+    model = keras.Sequential([layers.Dense(8, "tanh"), layers.Dropout(0.1)])
+    model.add(layers.Dense(3))
+    return model
 
 class Waves(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("1.0.0")
 
     def _info(self):
-        image, label = tfds.features.Tensor(shape=(4,), dtype=np.float32), tfds.features.ClassLabel(num_classes=3)
+        image = tfds.features.Tensor(shape=(4,), dtype=np.float32)
+        label = tfds.features.ClassLabel(num_classes=3)
         features = tfds.features.FeaturesDict({"image": image, "label": label})
         return tfds.core.DatasetInfo(builder=self, features=features)
 
@@ -79,14 +95,18 @@ class Waves(tfds.core.GeneratorBasedBuilder):
 
     def _generate_examples(self):
         for number in range(200):
-            yield number, {"image": rng.normal(size=4).astype("float32"), "label": number % 3}
+            image = rng.normal(size=4).astype("float32")
+            yield number, {"image": image, "label": number % 3}
 
 class Doubling(layers.Layer):
     def call(self, x):
         return 2 * x
 
 def doubled():
-    return keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu"), Doubling(), layers.Dense(3)])
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu")])
+    model.add(Doubling())
+    model.add(layers.Dense(3))
+    return model
 
 class Unreadable(layers.Layer):
     def __init__(self, factor):
@@ -102,7 +122,8 @@ def unreadable():
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
-        self.hidden, self.head = layers.Dense(8, "tanh"), layers.Dense(3)
+        self.hidden = layers.Dense(8, "tanh")
+        self.head = layers.Dense(3)
 
     def call(self, x):
         return self.head(self.hidden(x))
@@ -111,28 +132,37 @@ def probable():
     return keras.Sequential([keras.Input((4,)), layers.Dense(3, "softmax")])
 
 def sigmoid():
-    return keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu"), layers.Dense(1, "sigmoid")])
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu")])
+    model.add(layers.Dense(1, "sigmoid"))
+    return model
 
 def linear():
     return keras.Sequential([keras.Input((4,)), layers.Dense(1)])
 
 def recurrent():
-    parts = [layers.Embedding(9, 4, mask_zero=True), layers.GRU(8, return_sequences=True), layers.Dense(9)]
-    return keras.Sequential([keras.Input((6,)), *parts])
+    model = keras.Sequential([keras.Input((6,))])
+    model.add(layers.Embedding(9, 4, mask_zero=True))
+    model.add(layers.GRU(8, return_sequences=True))
+    model.add(layers.Dense(9))
+    return model
 
 def embedding():
-    return keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.UnitNormalization()])
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.add(layers.UnitNormalization())
+    return model
 
 def two_sided():
     inputs = {side: keras.Input((3,), name=side) for side in ("left", "right")}
-    return keras.Model(inputs, layers.Dense(3)(layers.Concatenate()([inputs["left"], inputs["right"]])))
+    both = layers.Concatenate()([inputs["left"], inputs["right"]])
+    return keras.Model(inputs, layers.Dense(3)(both))
 
 class Confidence(keras.metrics.Metric):
-    """Neither a name nor a sample weight: both are Keras' to leave out."""
+    """It takes neither a name nor a sample weight, as Keras allows."""
 
     def __init__(self):
         super().__init__()
-        self.total, self.count = self.add_weight(initializer="zeros"), self.add_weight(initializer="zeros")
+        self.total = self.add_weight(initializer="zeros")
+        self.count = self.add_weight(initializer="zeros")
 
     def update_state(self, y_true, y_pred):
         self.total.assign_add(tf.reduce_sum(tf.reduce_max(tf.nn.softmax(y_pred), -1)))
@@ -176,8 +206,14 @@ loss: {_target_: keras.losses.Huber, delta: 0.5}
 metrics: {far: {_target_: keras.metrics.MeanAbsoluteError}}
 """
 MONITORS = {
-    "stop": "keras.callbacks.EarlyStopping, monitor: val_accuracy, patience: 0, min_delta: 2",
-    "save": "keras.callbacks.ModelCheckpoint, monitor: val_accuracy, save_best_only: true, filepath: best.keras",
+    "stop": (
+        "keras.callbacks.EarlyStopping, monitor: val_accuracy, patience: 0, "
+        "min_delta: 2"
+    ),
+    "save": (
+        "keras.callbacks.ModelCheckpoint, monitor: val_accuracy, "
+        "save_best_only: true, filepath: best.keras"
+    ),
     "slow": "keras.callbacks.ReduceLROnPlateau, monitor: accuracy",
     "bar": "keras.callbacks.ProgbarLogger",
 }
@@ -185,10 +221,19 @@ CALLBACKS = " ".join(
     f"'+training.callbacks.{name}={{_target_: {value}}}'"
     for name, value in MONITORS.items()
 )
-LOSS = "~training.metrics.accuracy ~training.loss.from_logits training.loss._target_=keras.losses"
+LOSS = (
+    "~training.metrics.accuracy ~training.loss.from_logits "
+    "training.loss._target_=keras.losses"
+)
 CONFIDENCE = "+training.metrics.sure._target_=mine.Confidence"
-PARTLY = "model=two_headed dataset=partly objective=regression ~training.metrics.mean_absolute_error"
-FUNCTION = "'+training.metrics.own={_target_: keras.metrics.sparse_categorical_accuracy, _partial_: true}'"
+PARTLY = (
+    "model=two_headed dataset=partly objective=regression "
+    "~training.metrics.mean_absolute_error"
+)
+FUNCTION = (
+    "'+training.metrics.own={_target_: keras.metrics.sparse_categorical_accuracy, "
+    "_partial_: true}'"
+)
 LEGAL = {
     # Two logical devices first: TensorFlow takes them once a process.
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
@@ -196,24 +241,44 @@ LEGAL = {
 }
 WIDER = {
     "partly weighted": f"{PARTLY} hardware.replicas=2",
-    "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS} {CONFIDENCE}",
+    "monitored": (
+        "model=unbuilt dataset=classes schedule=constant training.epochs=9 "
+        f"{CALLBACKS} {CONFIDENCE}"
+    ),
     "own objective": "model=linear dataset=heights objective=mine",
     "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
     "unreadable": "model=unreadable dataset=classes tracking.log_model=true",
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
     "regression": "model=linear dataset=heights objective=regression",
-    "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
-    "circle": f"model=embedding dataset=classes {LOSS}.Circle training.loss_over=effective_batch",
+    "ignored": (
+        "model=unbuilt dataset=segmented +training.loss.ignore_class=255 "
+        "~training.metrics.accuracy"
+    ),
+    "circle": (
+        f"model=embedding dataset=classes {LOSS}.Circle "
+        "training.loss_over=effective_batch"
+    ),
     "doubled": "model=doubled dataset=classes tracking.log_model=true",
 }
 WIDEST = {
     "partly weighted and streamed": f"{PARTLY} +dataset.in_memory=false",
-    "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
+    "generalized": (
+        f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy"
+    ),
     "softmax": "model=probable dataset=classes training.loss.from_logits=false",
     "binary": "model=sigmoid dataset=sick objective=binary",
     "language": "model=recurrent dataset=text objective=language_model",
 }
 SHORT = "accumulation.effective_batch_size=50 tracking.system_metrics=false"
+
+
+@dataclass
+class Ran:
+    """Where command lines ran, and what each of them answered."""
+
+    folder: Path
+    store: Store
+    answers: dict[str, dict]
 
 
 @pytest.fixture(scope="module")
@@ -232,47 +297,46 @@ def ran_widest(tmp_path_factory):
 
 
 def run_in(folder, legal):
-    """The folder, its store, and what each command line answered."""
     (folder / "mine.py").write_text(MODULE)
-    for group, names in {"model": MODELS + LOGGED, "dataset": DATASETS}.items():
-        (folder / "conf" / group).mkdir(parents=True)
-        for name in names:
-            (folder / "conf" / group / f"{name}.yaml").write_text(
-                f"_target_: mine.{name}\n"
-            )
-    (folder / "conf" / "dataset" / "waves.yaml").write_text(WAVES)
-    (folder / "conf" / "objective").mkdir()
-    (folder / "conf" / "objective" / "mine.yaml").write_text(OBJECTIVE)
-    more = {"tracking.log_model": "false", "training.epochs": "1"}
-    lines = {}
-    for name, line in legal.items():
-        given = [
-            f"{key}={value}" for key, value in more.items() if f"{key}=" not in line
-        ]
-        lines[name] = (
-            f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment='{name}'"
-        )
+    write_configs(folder / "conf")
     place_store(folder)
     (folder / "home").mkdir()
     shutil.copyfile(migrated_store(), folder / "home" / "store.db")
-    home = "tracking.uri=sqlite:///~/store.db \"hydra.run.dir='~/run'\""  # Hydra wants the second in quotes
+
+    defaults = {"tracking.log_model": "false", "training.epochs": "1"}
+    lines = {}
+    for name, line in legal.items():
+        line = f"train --config-dir conf {line} {SHORT} tracking.experiment='{name}'"
+        for key, value in defaults.items():
+            if f"{key}=" not in line:
+                line += f" {key}={value}"
+        lines[name] = line
+    # Hydra wants the second in quotes.
+    home = "tracking.uri=sqlite:///~/store.db \"hydra.run.dir='~/run'\""
     lines["at home"] = (
-        f"train --config-dir conf model=unbuilt dataset=classes {SHORT} training.updates=1 {home}"
+        "train --config-dir conf model=unbuilt dataset=classes "
+        f"{SHORT} training.updates=1 {home}"
     )
-    return (
-        folder,
-        Store(folder),
-        one_process(
-            lines, folder, CUDA_VISIBLE_DEVICES="-1", HOME=str(folder / "home")
-        ),
-    )
+
+    environment = {"CUDA_VISIBLE_DEVICES": "-1", "HOME": str(folder / "home")}
+    return Ran(folder, Store(folder), one_process(lines, folder, **environment))
+
+
+def write_configs(conf):
+    for group, names in {"model": MODELS + LOGGED, "dataset": DATASETS}.items():
+        (conf / group).mkdir(parents=True)
+        for name in names:
+            (conf / group / f"{name}.yaml").write_text(f"_target_: mine.{name}\n")
+    (conf / "dataset" / "waves.yaml").write_text(WAVES)
+    (conf / "objective").mkdir()
+    (conf / "objective" / "mine.yaml").write_text(OBJECTIVE)
 
 
 @pytest.mark.parametrize("name", LEGAL)
 def test_it_runs_to_its_end(ran, name):
-    _, store, answers = ran
-    assert answers[name]["status"] == 0, answers[name]["err"]
-    assert store.run(name).info.status == "FINISHED"
+    answer = ran.answers[name]
+    assert answer["status"] == 0, answer["err"]
+    assert ran.store.run(name).info.status == "FINISHED"
 
 
 @pytest.mark.slow
@@ -288,27 +352,24 @@ def test_the_rest_runs_to_its_end(ran_widest, name):
 
 
 def test_a_tilde_is_the_home_directory(ran):
-    folder, _, answers = ran
-    assert answers["at home"]["status"] == 0, answers["at home"]["err"]
-    client = MlflowClient(f"sqlite:///{folder}/home/store.db")
-    (run,) = client.search_runs(
-        [client.get_experiment_by_name("pipeline").experiment_id]
-    )
+    answer = ran.answers["at home"]
+    assert answer["status"] == 0, answer["err"]
+    client = MlflowClient(f"sqlite:///{ran.folder}/home/store.db")
+    experiment = client.get_experiment_by_name("pipeline")
+    (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
-    assert (folder / "home" / "run" / "journal.jsonl").exists()
-    assert not [path for path in folder.rglob("*") if "~" in path.name]
+    assert (ran.folder / "home" / "run" / "journal.jsonl").exists()
+    assert not [path for path in ran.folder.rglob("*") if "~" in path.name]
 
 
 def test_a_function_for_a_metric_is_the_mean_of_its_values(ran):
-    store = ran[1]
-    metrics = store.run("builder").data.metrics
+    metrics = ran.store.run("builder").data.metrics
     assert metrics["train/own"] == metrics["train/accuracy"]
 
 
 @pytest.mark.slow
 def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran_wider):
-    _, store, _ = ran_wider
-    run = store.run("own objective")
+    run = ran_wider.store.run("own objective")
     assert run.data.params["training.loss.delta"] == "0.5"
     assert "training.loss.from_logits" not in run.data.params
     assert {key for key in run.data.metrics if key.startswith("val/")} == {
@@ -320,21 +381,17 @@ def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran_wider):
 
 @pytest.mark.slow
 def test_a_monitored_metric_has_its_direction(ran_wider):
-    folder, store, _ = ran_wider
+    store = ran_wider.store
+    # The second epoch is no better by 2, so it is the last.
     run = store.run("monitored")
-    assert list(store.history(run, "val/accuracy")) == [
-        4,
-        8,
-    ]  # the second epoch is no better by 2, so it ends
-    assert (
-        keras.saving.load_model(folder / "best.keras", compile=False).count_params()
-        == 4 * 8 + 8 + 8 * 3 + 3
-    )
+    assert list(store.history(run, "val/accuracy")) == [4, 8]
+    best = keras.saving.load_model(ran_wider.folder / "best.keras", compile=False)
+    assert best.count_params() == 4 * 8 + 8 + 8 * 3 + 3
 
 
 @pytest.mark.slow
 def test_a_metric_without_a_name_is_logged_by_its_key(ran_wider):
-    _, store, _ = ran_wider
+    store = ran_wider.store
     run = store.run("monitored")
     assert 1 / 3 < store.history(run, "train/sure")[4] < 1
     assert 1 / 3 < store.history(run, "val/sure")[4] < 1
@@ -344,16 +401,14 @@ def test_a_metric_without_a_name_is_logged_by_its_key(ran_wider):
 def test_a_logged_model_of_named_inputs_predicts_the_same(ran_wider, monkeypatch):
     import mlflow
 
-    folder, store, _ = ran_wider
+    store = ran_wider.store
     run = store.run("two_sided")
     assert run.data.tags.get("model.not_logged") is None
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(ran_wider.folder)
     mlflow.set_tracking_uri(store.client.tracking_uri)
     model = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
-    x = {
-        side: np.random.default_rng(1).normal(size=(5, 3)).astype("float32")
-        for side in ("left", "right")
-    }
+    values = np.random.default_rng(1).normal(size=(5, 3)).astype("float32")
+    x = {"left": values, "right": values}
     outputs = model.predict(x)
     np.testing.assert_allclose(outputs, model.get_raw_model()(x), rtol=1e-6)
     assert set(model.metadata.signature.inputs.input_names()) == {"left", "right"}
@@ -361,9 +416,10 @@ def test_a_logged_model_of_named_inputs_predicts_the_same(ran_wider, monkeypatch
 
 @pytest.mark.slow
 def test_a_logged_model_of_own_layers_is_loaded_in_another_folder(ran_wider, tmp_path):
-    _, store, answers = ran_wider
+    store = ran_wider.store
     run = store.run("doubled")
-    assert run.data.tags.get("model.not_logged") is None, answers["doubled"]["err"]
+    error = ran_wider.answers["doubled"]["err"]
+    assert run.data.tags.get("model.not_logged") is None, error
     script = (
         "import sys, mlflow, numpy as np\n"
         f"mlflow.set_tracking_uri({store.client.tracking_uri!r})\n"
@@ -377,12 +433,10 @@ def test_a_logged_model_of_own_layers_is_loaded_in_another_folder(ran_wider, tmp
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_not_left_in_the_store(ran_wider):
-    _, store, answers = ran_wider
+    store = ran_wider.store
     run = store.run("unreadable")
     assert run.info.status == "FINISHED"
     assert run.data.tags["model.not_logged"]
-    assert "the model was not logged: " in answers["unreadable"]["err"]
-    found = store.client.search_logged_models([run.info.experiment_id])
-    assert [
-        model.name for model in found if model.source_run_id == run.info.run_id
-    ] == []
+    assert "the model was not logged: " in ran_wider.answers["unreadable"]["err"]
+    models = store.client.search_logged_models([run.info.experiment_id])
+    assert run.info.run_id not in [model.source_run_id for model in models]

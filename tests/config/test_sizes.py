@@ -1,8 +1,6 @@
-"""Sizes and counters, each line to be checked by hand; the sums against counting one by one."""
+"""Sizes to check by hand, and the counters of a plan against counting one by one."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 
@@ -30,12 +28,12 @@ from pipeline.config.plan import CUTS, HALVED, plan_of, recorded_cuts
     ],
 )
 def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
-    made = sizes.derive(effective, factor, micro, replicas)
-    assert (made.effective_batch_size, made.micro_batch_size, made.factor) == expected
+    cut = sizes.derive(effective, factor, micro, replicas)
+    assert (cut.effective_batch_size, cut.micro_batch_size, cut.factor) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ((128, None, None), "accumulation must give two of"),
         (
@@ -45,7 +43,8 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
         ((128, -1, None), "accumulation.factor must be at least 1. Received: -1."),
         (
             (128, 4, 16),
-            "accumulation.factor must agree with effective batch 128 and micro-batch 16",
+            "accumulation.factor must agree with effective batch 128 and "
+            "micro-batch 16",
         ),
         (
             (16, None, 32),
@@ -57,17 +56,19 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
         ),
         (
             (1, 1, None, 2),
-            "accumulation.effective_batch_size must be at least the number of replicas, 2",
+            "accumulation.effective_batch_size must be at least the number of "
+            "replicas, 2",
         ),
         (
             (10, 6, None),
-            "accumulation.factor must cut 10 examples into equal micro-batches. Received: 6. Choices: 3, 4, 5",
+            "accumulation.factor must cut 10 examples into equal micro-batches. "
+            "Received: 6. Choices: 3, 4, 5",
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(given, message):
+def test_sizes_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ConfigError) as refused:
-        sizes.derive(*given)
+        sizes.derive(*arguments)
     assert message in str(refused.value)
 
 
@@ -83,19 +84,18 @@ def test_sizes_that_do_not_fit_are_refused(given, message):
     ],
 )
 def test_the_horizon_is_counted_in_updates(horizon, length, updates):
-    assert (
-        plan_of(
-            sizes.derive(128, 4, None), 1437, sizes.Horizon(horizon, length)
-        ).updates
-        == updates
-    )
+    batching = sizes.derive(128, 4, None)
+    plan = plan_of(batching, 1437, sizes.Horizon(horizon, length))
+    assert plan.updates == updates
 
 
 def test_the_sum_is_printed():
     plan = plan_of(sizes.derive(128, 4, None), 1437, sizes.Horizon("epochs", 10))
     # 1437 = 11 · 128 + 29
-    expected = "effective batch 128 = 32 × 4 × 1 replica; 1437 examples → 12 updates per epoch (last one 29), 120 in all"  # noqa: E501
-    assert str(plan) == expected
+    assert str(plan) == (
+        "effective batch 128 = 32 × 4 × 1 replica; "
+        "1437 examples → 12 updates per epoch (last one 29), 120 in all"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,43 +110,38 @@ def test_the_sum_is_printed():
     ],
 )
 def test_the_counters_are_what_counting_gives(examples, effective, micro, replicas):
-    plan = plan_of(
-        sizes.derive(effective, None, micro, replicas),
-        examples,
-        sizes.Horizon("epochs", 3),
-    )
+    batching = sizes.derive(effective, None, micro, replicas)
+    plan = plan_of(batching, examples, sizes.Horizon("epochs", 3))
+    epoch = [effective] * (examples // effective)
+    tail = examples % effective
+    if tail:
+        epoch.append(tail)
+
     seen = micro_steps = 0
-    tails = [effective] * (examples // effective) + [examples % effective] * (
-        examples % effective > 0
-    )
-    for update, size in enumerate(itertools.chain(tails, tails, tails), 1):
+    for update, size in enumerate(epoch * 3, 1):
         share = -(-size // replicas)
-        seen, micro_steps = seen + size, micro_steps + len(range(0, share, micro))
+        seen += size
+        micro_steps += len(range(0, share, micro))
         assert plan.batch_size(update) == size
         assert plan.examples_seen(update) == seen
         assert plan.micro_steps(update) == micro_steps
         assert plan.epoch(update) == seen / examples
         assert plan.ends_epoch(update) == (seen % examples == 0)
-    assert (plan.updates, plan.updates_per_epoch, plan.epochs) == (
-        update,
-        len(tails),
-        3,
-    )
+    assert plan.updates == update
+    assert plan.updates_per_epoch == len(epoch)
+    assert plan.epochs == 3
 
 
 def test_an_effective_batch_larger_than_the_split_is_refused():
-    with pytest.raises(
-        ConfigError,
-        match=r"effective_batch_size must be at most the 100 examples .* Received: 128",
-    ):
+    line = r"effective_batch_size must be at most the 100 examples .* Received: 128"
+    with pytest.raises(ConfigError, match=line):
         plan_of(sizes.derive(128, 4, None), 100, sizes.Horizon("epochs", 1))
 
 
 def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_written():
-    whole = plan_of(
-        sizes.derive(128, None, 16), 128 * 300, sizes.Horizon("updates", 300)
-    )
-    halved = whole.halved(119, 8)
+    batching = sizes.derive(128, None, 16)
+    plan = plan_of(batching, 128 * 300, sizes.Horizon("updates", 300))
+    halved = plan.halved(119, 8)
     assert halved.tags == {
         HALVED: "16 up to update 119, 8 then",
         CUTS: "[[16, 119], [8, null]]",
@@ -159,19 +154,19 @@ def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_writt
         968,
         1768,
     ]
-    # Resumed from a checkpoint before it, with the size of the config again, while rows up to 170 are written.
-    resumed = whole.after(recorded, 170)
+    # Resumed from a checkpoint before it, with the size of the config again, while
+    # rows up to 170 are written.
+    resumed = plan.after(recorded, 170)
     assert resumed.tags[HALVED] == "16 up to update 119, 8 up to update 170, 16 then"
     assert [resumed.micro_steps(update) for update in (120, 170, 171)] == [
         968,
         1768,
         1776,
     ]
-    # What did not fit does not fit again: the rows that there are keep their count.
+    # What did not fit does not fit again. The rows that are written keep their counts.
     again = resumed.halved(119, 8)
-    assert (
-        again.tags[HALVED]
-        == "16 up to update 119, 8 up to update 170, 16 up to update 170, 8 then"
+    assert again.tags[HALVED] == (
+        "16 up to update 119, 8 up to update 170, 16 up to update 170, 8 then"
     )
     assert [again.micro_steps(update) for update in (119, 170, 171)] == [
         952,

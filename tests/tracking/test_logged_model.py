@@ -117,6 +117,21 @@ def test_a_sequential_model_without_an_input_is_saved_for_any_number_of_examples
     )
 
 
+@pytest.mark.slow
+def test_a_deterministic_run_prints_no_error_of_tensorflow_that_is_none(tmp_path):
+    """TensorFlow prints 600 characters where the saved model predicts."""
+    done = pipeline(
+        "train",
+        "model=mlp",
+        "training.epochs=1",
+        "hardware.deterministic=true",
+        "tracking.system_metrics=false",
+        cwd=tmp_path,
+        warm=False,
+    )
+    assert "NodeDef" not in done.stderr
+
+
 @pytest.fixture
 def saved(tmp_path):
     folder = tmp_path / NAME
