@@ -128,6 +128,7 @@ def test_a_deterministic_run_prints_no_error_of_tensorflow_that_is_none(tmp_path
         "tracking.system_metrics=false",
         cwd=tmp_path,
         warm=False,
+        TF_CPP_MIN_LOG_LEVEL="2",
     )
     assert "NodeDef" not in done.stderr
 
