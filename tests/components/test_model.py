@@ -233,10 +233,10 @@ def synchronized() -> keras.Model:
         ),
     ],
 )
-def test_what_is_no_model_is_refused(node, message):
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_no_model_is_rejected(node, message):
+    with pytest.raises(ConfigError) as error:
         model.build(OmegaConf.create(node), data((4,)))
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 class Adding(layers.Layer):

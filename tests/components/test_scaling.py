@@ -189,10 +189,10 @@ def test_a_warm_up_counts_updates_of_the_reference_batch():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_refused(batch, overrides, line):
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_rejected(batch, overrides, line):
+    with pytest.raises(ConfigError) as error:
         build(batch, *overrides)
-    assert str(refused.value).startswith(line)
+    assert str(error.value).startswith(line)
 
 
 SEEDS = 200
