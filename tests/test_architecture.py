@@ -6,7 +6,7 @@ All is read in the sources; nothing is imported.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def _imported(name: str, file: Path, known: dict[str, Path]) -> Iterator[str]:
 
 def _nodes_for_types(tree: ast.AST) -> set[ast.AST]:
     """Return the nodes below each `if TYPE_CHECKING`."""
-    nodes = set()
+    nodes: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             nodes.update(ast.walk(node))
@@ -175,9 +175,9 @@ def public_names(file: Path) -> list[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = []
     for node in tree.body:
-        is_assignment = isinstance(node, ast.Assign | ast.AugAssign)
-        if is_assignment and ast.unparse(node).startswith("__all__ "):
-            names += ast.literal_eval(node.value)
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            if ast.unparse(node).startswith("__all__ "):
+                names += ast.literal_eval(node.value)
     return names
 
 
@@ -190,19 +190,19 @@ def public_modules(package: str) -> list[str]:
     return names
 
 
-def test_every_module_lies_in_a_package():
+def test_every_module_lies_in_a_package() -> None:
     assert {package_of(name) for name in modules(ROOT)} == set(PACKAGES)
 
 
-def test_no_import_leads_up():
+def test_no_import_leads_up() -> None:
     assert upward(ROOT) == []
 
 
-def test_no_cycle():
+def test_no_cycle() -> None:
     assert cycles(ROOT) == []
 
 
-def test_accumulation_can_be_copied_into_any_project():
+def test_accumulation_can_be_copied_into_any_project() -> None:
     imported = set()
     for name, others in imports(ROOT).items():
         if package_of(name) == "accumulation":
@@ -210,7 +210,7 @@ def test_accumulation_can_be_copied_into_any_project():
     assert {package_of(module) for module in imported} <= {"accumulation"}
 
 
-def test_other_packages_use_public_names():
+def test_other_packages_use_public_names() -> None:
     """A package's `__init__.py` names in `__all__` what others may use."""
     not_public = []
     for name, others in imports(ROOT).items():
@@ -223,7 +223,7 @@ def test_other_packages_use_public_names():
     assert not_public == []
 
 
-def test_what_comes_from_accumulation_is_listed():
+def test_what_comes_from_accumulation_is_listed() -> None:
     """Other packages use its public names, and those that `internals` lists."""
     folder = ROOT / "pipeline" / "accumulation"
     listed = {
@@ -252,11 +252,13 @@ def test_what_comes_from_accumulation_is_listed():
         ("sweep/again", "def f():\n    from . import parent_run", cycles),
     ],
 )
-def test_a_wrong_import_is_found(tmp_path, module, line, check):
-    for file in source_files(ROOT):
-        copy = tmp_path / file.relative_to(ROOT)
+def test_a_wrong_import_is_found(
+    tmp_path: Path, module: str, line: str, check: Callable[[Path], list[str]]
+) -> None:
+    for source in source_files(ROOT):
+        copy = tmp_path / source.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(file.read_bytes())
+        copy.write_bytes(source.read_bytes())
     with (tmp_path / "pipeline" / f"{module}.py").open("a") as file:
         file.write(f"\n{line}\n")
     assert check(tmp_path)
