@@ -102,16 +102,18 @@ AUGMENTED = []  # by `noting_shift`
 
 def noting_shift(image, seed):
     AUGMENTED.append(1)
-    return tf.roll(
-        image, tf.random.stateless_uniform([2], seed, 0, 3, tf.int32), [0, 1]
-    )
+    pixels = tf.random.stateless_uniform([2], seed, 0, 3, tf.int32)
+    return tf.roll(image, pixels, [0, 1])
 
 
 def augmentation():
-    """Shifts an image, and notes each that it has shifted."""
-    return lambda image, seed: tf.ensure_shape(
-        tf.py_function(noting_shift, [image, seed], image.dtype), image.shape
-    )
+    """Return a function that shifts an image, and notes each call."""
+
+    def shift(image, seed):
+        shifted = tf.py_function(noting_shift, [image, seed], image.dtype)
+        return tf.ensure_shape(shifted, image.shape)
+
+    return shift
 
 
 SHIFTING = {"augment": {"_target_": f"{__name__}.augmentation"}}
@@ -272,9 +274,9 @@ def test_workers_read_examples_of_unequal_length_whole(node):
             slices = [Slice(8, 1)]
             return batching.effective_batches(node, data, slices, 0, reader=reader)
 
-        of_one = list(batches(None))
-        of_worker = list(batches(ShareReader(1, 1, 2)))
-        for (x, y), (worker_x, worker_y) in zip(of_one, of_worker, strict=True):
+        alone = list(batches(None))
+        of_a_worker = list(batches(ShareReader(1, 1, 2)))
+        for (x, y), (worker_x, worker_y) in zip(alone, of_a_worker, strict=True):
             assert (y == worker_y).numpy().all()
             if pad is None:
                 assert x.to_list() == worker_x.to_list()
@@ -559,7 +561,7 @@ def test_each_worker_decodes_its_share_of_an_evaluation_alone(digits):
 
 @pytest.mark.slow
 def test_a_training_split_of_ones_own_is_not_read_as_it_was_stored(digits, monkeypatch):
-    """Its examples are changed, so the records that they were made of are not asked."""
+    """Its examples are changed, so the records that they come from are not read."""
     plain = load.digits(digits)
 
     def brighter():
@@ -598,12 +600,11 @@ def test_a_builder_with_a_way_of_its_own_to_read_is_never_read_another_way(tmp_p
     ways = [batching.in_order(data.validation, 90, None, reader, records)]
     for in_memory in (True, False):
         node = OmegaConf.create({**BY_FILES, "in_memory": in_memory})
-        for who in (None, reader):
-            ways.append(
-                batching.effective_batches(
-                    node, data, [Slice(500, 1)], seed=0, reader=who
-                )
+        for reader_or_none in (None, reader):
+            batches = batching.effective_batches(
+                node, data, [Slice(500, 1)], seed=0, reader=reader_or_none
             )
+            ways.append(batches)
     for batches in ways:
         images = [parts_of(element)[0] for element in batches.as_numpy_iterator()]
         assert min(map(np.min, images)) == 1
