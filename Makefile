@@ -4,8 +4,9 @@
 
 PYTHON ?= python3
 ARGS   ?=
-# TensorFlow's CUDA libraries too, where an NVIDIA driver answers.
+# TensorFlow's CUDA libraries too, where an NVIDIA driver answers: that lock begins with the other one.
 LOCK   := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements-gpu.lock || echo requirements.lock)
+LOCKS  := $(sort requirements.lock $(LOCK))
 STAMP  := .venv/$(LOCK).installed
 PEERS  := .venv-peers/requirements-peers.lock.installed
 RUN    := .venv/bin/python -m
@@ -18,6 +19,8 @@ COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --
 	--no-emit-index-url --no-emit-find-links
 # PyTorch for Linux on PyPI links CUDA's libraries and is not imported without them; it runs on a CPU without these.
 UNUSED := $(addprefix --no-emit-package=,triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cuda-cccl nvidia-nvtx)
+# What requirements.lock pins already, as it stands when the recipe comes to it.
+IN_BASE = $$(sed -n 's/^\([A-Za-z0-9._-]*\).*==.*/--no-emit-package=\1/p' requirements.lock)
 
 # Containers often set it, and then each of the processes compiles this package, and pytest rewrites its tests, anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -63,7 +66,8 @@ screenshot: $(STAMP) ## the README's picture of a run, in a real browser; ARGS=s
 
 lock: ## requirements*.lock again from pyproject.toml; ARGS=--upgrade for newer versions
 	$(COMPILE) --group dev pyproject.toml -o requirements.lock $(ARGS)
-	$(COMPILE) --group dev --extra gpu pyproject.toml -c requirements.lock -o requirements-gpu.lock $(ARGS)
+	$(COMPILE) --group dev --extra gpu $(IN_BASE) pyproject.toml -c requirements.lock -o requirements-gpu.lock $(ARGS)
+	sed -i '1i -r requirements.lock' requirements-gpu.lock
 	$(COMPILE) --group pyproject.toml:peers $(UNUSED) -c requirements.lock -o requirements-peers.lock $(ARGS)
 
 clean: ## removes .venv, .venv-peers, caches and build outputs; keeps runs and stores
@@ -71,15 +75,15 @@ clean: ## removes .venv, .venv-peers, caches and build outputs; keeps runs and s
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip of the outer interpreter installs into .venv, so that a Python without ensurepip will do. The lock brings
-# .venv a pip of its own. The project is installed in place: what is edited is what runs. A copy of the lock stays in
-# .venv: a run records which one that is.
-$(STAMP): $(LOCK) pyproject.toml
+# .venv a pip of its own. The project is installed in place: what is edited is what runs. A copy of what was installed
+# stays in .venv: a run records which lock that is.
+$(STAMP): $(LOCKS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 to 3.13 is needed, for which TensorFlow has wheels, this is %d.%d: make PYTHON=…" % sys.version_info[:2] if not (3, 11) <= sys.version_info < (3, 14) else 0)'
 	@echo "Setting up .venv from $(LOCK): a few minutes the first time."
 	$(PYTHON) -m venv --without-pip .venv
 	$(PYTHON) -m pip --python .venv/bin/python install --quiet --disable-pip-version-check --require-hashes -r $(LOCK)
 	$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	@cp $< $@
+	@cat $(LOCKS) > $@
 
 # Without what is left out of the lock, which pip would ask for.
 $(PEERS): requirements-peers.lock

@@ -95,9 +95,15 @@ def test_every_import_is_of_a_declared_dependency():
 
 
 def test_both_locks_pin_every_dependency_without_an_address():
+    base = versions("requirements.lock")
+    for_gpus = versions("requirements-gpu.lock")
     dependencies = normal_names(pyproject("project")["dependencies"])
+    assert dependencies <= set(base)
+    # The lock for GPUs includes the other one and repeats nothing of it.
+    assert read("requirements-gpu.lock").startswith("-r requirements.lock\n")
+    assert {"nvidia-cudnn-cu12", "nvidia-ml-py"} <= set(for_gpus)
+    assert base.keys() & for_gpus.keys() == set()
     for lock in LOCKS:
-        assert dependencies <= set(versions(lock))
         assert "://" not in read(lock)
 
 
@@ -127,9 +133,11 @@ def test_make_rejects_a_python_that_tensorflow_has_no_wheel_for(
 
     planned = make(tmp_path, "-n", "setup")
     planned.check_returncode()
-    # A run records the lock that is copied here.
+    # A run records what was installed: one lock, or the lock for GPUs and the other.
     copy = re.compile(
-        r"^cp (requirements(-gpu)?\.lock) \.venv/\1\.installed$", re.MULTILINE
+        r"^cat (requirements-gpu\.lock )?requirements\.lock"
+        r" > \.venv/requirements(-gpu)?\.lock\.installed$",
+        re.MULTILINE,
     )
     assert copy.search(planned.stdout)
     assert pyproject("project")["requires-python"] == ">=3.11,<3.14"

@@ -17,8 +17,22 @@ from pipeline.common.secrets import mask
 # Environment variable that `--quiet` sets, for jobs and workers, too.
 QUIET = "PIPELINE_QUIET"
 NOT_SHIPPED = 4  # exit status
-# Lines of TensorFlow that name no cause.
-PREAMBLE = ("Graph execution error:", "Detected at node", "<stack traces")
+# Lines of Keras and TensorFlow that say where an error occurred, before its cause.
+_PREAMBLE = (
+    "Exception encountered when calling ",
+    "Graph execution error:",
+    "Detected at node",
+    "<stack traces",
+)
+_TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+# What TensorFlow writes around the cause on its line, and what stays of it: positions in
+# the graph, the iterator, the list of all labels, and the frame of an assertion.
+_AROUND_THE_CAUSE = (
+    (r"\{\{.*?\}\} | \[Op:.*$", ""),
+    (r"^Error in user-defined function .* iterator: Iterator::\S+ ", ""),
+    (r" +Label values: .*$", ""),
+    (r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1"),
+)
 _NOT_GIVEN: Any = object()
 _LONGEST_VALUE = 300  # characters
 _MOST_CHOICES = 40
@@ -153,43 +167,49 @@ def _printable_character(character: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message; its type if it has none."""
-    # TensorFlow appends its position in the graph.
-    text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))
+    """Return the line of an exception's message that names the cause.
+
+    It is the first line, unless Keras, AutoGraph or TensorFlow put lines before it that
+    say where the error occurred. An exception without a message is named by its type.
+    """
+    text = _TERMINAL_COLOR.sub("", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    # AutoGraph puts its trace first.
-    line = lines[-1] if lines[0] == "in user code:" else lines[0]
+    line = _line_of_cause(lines)
+    for pattern, replacement in _AROUND_THE_CAUSE:
+        line = re.sub(pattern, replacement, line)
     return line.rstrip(".")
 
 
-def cause(error: BaseException) -> str:
-    """Return the cause that TensorFlow names.
-
-    Its position in the graph and its iterator are left out.
-    """
-    line = _line_of_cause(error)
-    line = re.sub(r"\{\{.*?\}\} | \[Op:.*$", "", line)
-    iterator = r"^Error in user-defined function .* iterator: Iterator::\S+ "
-    line = re.sub(iterator, "", line)
-    line = re.sub(r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1", line)
-    return line.rstrip(".")
-
-
-def _line_of_cause(error: BaseException) -> str:
-    """Return the line before that of the position in the graph."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _line_of_cause(lines: list[str]) -> str:
+    """Return which of the lines of a message names the cause."""
     if "[[{{node PyFunc}}]]" in lines:
         # Python code raised it: the exception comes first, then its traceback, then its
         # message once more.
-        for line in lines:
-            if not line.startswith(PREAMBLE):
-                return line
-    positions = [i for i, line in enumerate(lines) if "[[{{node" in line]
-    if positions and positions[0] > 0:
-        return lines[positions[0] - 1]
-    return first_line(error)
+        return _first_without_preamble(lines)
+
+    # TensorFlow prints the position in the graph on the next line.
+    for i, line in enumerate(lines):
+        if i > 0 and "[[{{node" in line:
+            return lines[i - 1]
+
+    # AutoGraph puts its trace first.
+    if lines[0] == "in user code:":
+        return lines[-1]
+
+    # Keras ran a layer's `call` to infer the shape of its output.
+    for i, line in enumerate(lines[:-1]):
+        if line.endswith("Error encountered:"):
+            return lines[i + 1]
+    return _first_without_preamble(lines)
+
+
+def _first_without_preamble(lines: list[str]) -> str:
+    for line in lines:
+        if not line.startswith(_PREAMBLE):
+            return line
+    return lines[0]
 
 
 def described(error: BaseException) -> str:

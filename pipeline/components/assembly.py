@@ -364,6 +364,7 @@ def _build_network(
     data = source.data
     with run_devices.strategy.scope():
         network = model.build(spec.node("model"), data)
+        load.check_single_examples(data, network)
         goal = objective.build(spec.node("training"))
         stages_known = None if data.loaders else plan
         built_optimizer, scaling = optimizer.build(spec, plan.updates, stages_known)

@@ -1,6 +1,7 @@
 """The training of a run's parts, on the chief and on every other worker."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from pipeline.checkpoints.fork import Fork
 from pipeline.components import devices, utilization
 from pipeline.components.assembly import Parts
 from pipeline.config.plan import ENDLESS, UNCUT
-from pipeline.dataset import bad_example, tokens
+from pipeline.dataset import bad_example, non_finite, tokens
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Evaluations, Evaluator
 from pipeline.training.loop import Trainer
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
 from pipeline.training.progress import Progress
-from pipeline.training.recorder import Recorder
+from pipeline.training.recorder import NonFiniteError, Recorder
 
 # Callbacks of Keras that write files, which only the chief does.
 WRITING = {
@@ -88,7 +89,7 @@ def fit(
         stop: returns an exception if the run is to end.
     """
     tracker = recorder.tracker
-    with bad_example.located(parts.data, parts.files):
+    with bad_example.located(parts.data, parts.files), _non_finite_data_named(parts):
         assigned = parts.assigned_by_forward()
         callbacks: Mapping[str, keras.callbacks.Callback] = parts.objective.callbacks
         profiler = Profiler()
@@ -119,6 +120,23 @@ def fit(
             profiler=profiler,
             agree=parts.devices.agree,
         ).fit(start)
+
+
+@contextmanager
+def _non_finite_data_named(parts: Parts) -> Iterator[None]:
+    """Add to the error of an update that is not finite if its data are not."""
+    try:
+        yield
+    except NonFiniteError as error:
+        batch = next(iter(parts.effective_batches(error.update - 1)))
+        part = non_finite.non_finite_part(batch)
+        if not part:
+            raise
+        raise NonFiniteError(
+            f"{error}: the {part} of update {error.update} have a value that is NaN or "
+            "infinite",
+            error.update,
+        ) from error
 
 
 def _token_counter(parts: Parts) -> Callable[[Any], tf.Tensor] | None:

@@ -16,6 +16,17 @@ from pipeline.common.errors import ConfigError
 from pipeline.dataset.splits import Data
 from pipeline.trust import instantiate
 
+# Why the dataset has nothing to offer for a parameter.
+_NOT_OFFERED = {
+    "classes": (
+        "must be given, as with +model.classes=10: the dataset does not say how many "
+        "classes it has, as a pipeline.dataset.Data with classes does"
+    ),
+    "input_shape": (
+        "must be given, or the model must not need it: the dataset has several inputs"
+    ),
+}
+
 
 def build(node: DictConfig, data: Data) -> keras.Model:
     """Return the model of `node`.
@@ -32,6 +43,9 @@ def build(node: DictConfig, data: Data) -> keras.Model:
         offers["training_examples"] = data.train
     builder = instantiate.locate(node, "model")
     arguments = instantiate.accepted(builder, node, **offers)
+    for name in instantiate.required(builder) & arguments.keys():
+        if arguments[name] is None:
+            raise ConfigError(f"model.{name}", _NOT_OFFERED[name])
     model = instantiate.build(node, "model", **arguments)
     if not isinstance(model, keras.Model):
         rule = "must give a keras.Model"

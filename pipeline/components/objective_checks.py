@@ -77,7 +77,10 @@ def check(
     """
     goal = objective.training
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    with refused("model", f"must take inputs of {_shape(x)}", model.name):
+    rule = f"must take inputs of {_shape(x)}"
+    if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
+        rule += ", which dataset.pad would bring to one length"
+    with refused("model", rule, model.name):
         outputs = model(x, training=False)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
@@ -263,7 +266,11 @@ def _check_metric(
     _trace(update_metrics)
     result = metric.result()
     if tf.nest.is_nested(result) or tf.convert_to_tensor(result).shape.rank != 0:
-        raise ValueError("its result is not one number")
+        reason = "its result is not one number"
+        # Keras' scores of several classes have one result for each by default.
+        if getattr(metric, "average", "") is None:
+            reason += "; with average=macro it is"
+        raise ValueError(reason)
 
 
 def _layer_metrics(model: keras.Model) -> list[keras.metrics.Metric]:

@@ -22,6 +22,14 @@ from pipeline.trust import instantiate
 # The least number of updates of each length in a schedule. A warm-up also has to end
 # within the horizon.
 _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
+# Arguments of schedules that are learning rates.
+_RATES = {
+    "end_learning_rate",
+    "initial_learning_rate",
+    "learning_rate",
+    "values",
+    "warmup_target",
+}
 
 
 def build(
@@ -93,6 +101,8 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
         boundaries = list(lengths.boundaries)
         if boundaries != sorted(boundaries):
             raise ConfigError("schedule.boundaries", "must rise", list(node.boundaries))
+    for name in _RATES & lengths.keys():
+        lengths[name] = _as_float(lengths[name])
     schedule = instantiate.build(lengths, "schedule")
     kinds = keras.optimizers.schedules.LearningRateSchedule | float | int
     if not isinstance(schedule, kinds):
@@ -230,6 +240,15 @@ def _in_updates(value: Any, updates: int, key: str, reference: float = 1.0) -> A
     if isinstance(value, int | float) and name in _LEAST:
         return _checked_length(value, updates, key, reference)
     return value
+
+
+def _as_float(rate: Any) -> Any:
+    """Return a rate, or a list of them, as floats: Keras rejects a whole number."""
+    if isinstance(rate, ListConfig):
+        return [_as_float(value) for value in rate]
+    if isinstance(rate, int) and not isinstance(rate, bool):
+        return float(rate)
+    return rate
 
 
 def _share_in_updates(text: str, updates: int, key: str) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from pipeline.common.errors import DataError, cause, say
+from pipeline.common.errors import DataError, first_line, say
 from pipeline.common.signals import Terminated
 from pipeline.dataset.checksums import Files
 from pipeline.dataset.splits import Data
@@ -47,7 +47,9 @@ def located(data: Data, files: Files) -> Iterator[None]:
         # Every example can be read: the text named the iterator after a good batch.
         if not place and not is_of_data:
             raise
-        raise DataError(f"the data cannot be read: {place or cause(error)}") from error
+        raise DataError(
+            f"the data cannot be read: {place or first_line(error)}"
+        ) from error
 
 
 def _search(data: Data) -> str:
@@ -75,7 +77,7 @@ def _first_unreadable(data: Data) -> str:
                 # If a split is shorter than its cardinality, no file is at fault.
                 if "expected to contain" not in str(error):
                     place += _place_in_file(data, name, number)
-                return f"{place}, counted from 0: {cause(error)}"
+                return f"{place}, counted from 0: {first_line(error)}"
             if example is None:
                 break
 

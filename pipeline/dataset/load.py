@@ -27,6 +27,10 @@ _KEYS_OF_PROGRAM = (
 )
 
 
+# Examples that are read to see whether they have one size.
+_SAMPLE = 20
+
+
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
     """Load the data that the `dataset` group of the config names.
 
@@ -49,6 +53,9 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         splits = {name: loader.examples() for name, loader in loaders.items()}
     else:
         splits = {name: _checked(split, name) for name, split in data.splits.items()}
+    # Padding brings images to one size; files are read by other ways than the splits.
+    if not loaders and node.get("pad") is None and not data.shards:
+        splits = {name: _with_image_sizes(split) for name, split in splits.items()}
     _check_labels(splits)
     return replace(data, **splits, loaders=loaders)
 
@@ -317,13 +324,83 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
             "or batches with dataset.batched=true"
         )
         raise ConfigError(stream.KEY, rule, count)
-    if _is_batched(dataset):
-        rule = (
-            f"must give single examples in its {split} split, not batches: "
-            "leave `batch` out"
-        )
-        raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in _leaves(dataset)])
+    if not all(map(_is_image_of_unknown_size, _leaves(dataset))):
+        _reject_batches(dataset, split)
     return _as_parts(dataset)
+
+
+def check_single_examples(data: Data, model: keras.Model) -> None:
+    """Raise a `ConfigError` if an example has the shape of a batch of the model.
+
+    Batches of images that a decoder has made look like single images of other things:
+    no size is known. Only the model tells them apart, if its inputs are known.
+    """
+    inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
+    batch_shapes = [tf.TensorShape(tensor.shape) for tensor in inputs]
+    if data.loaders or not batch_shapes:
+        return
+    for name, split in data.splits.items():
+        leaves = tf.nest.flatten(split.element_spec[0])
+        if len(leaves) != len(batch_shapes):
+            continue
+        looks_alike = [
+            leaf.shape.rank is not None and shape.is_compatible_with(leaf.shape)
+            for leaf, shape in zip(leaves, batch_shapes, strict=True)
+        ]
+        if all(looks_alike):
+            rule = (
+                f"must give single examples in its {name} split, not batches: the "
+                f"inputs have the shape of a batch of {model.name}"
+            )
+            raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in leaves])
+
+
+def _is_image_of_unknown_size(leaf: Any) -> bool:
+    """Return whether a part of an example may come out of an image decoder."""
+    if not isinstance(leaf, tf.TensorSpec) or leaf.shape.rank is None:
+        return False
+    return leaf.shape.rank >= 3 and leaf.shape[:2].as_list() == [None, None]
+
+
+def _with_image_sizes(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Give images of unknown size the size that the first `_SAMPLE` of them share.
+
+    A later image of another size fails when it is read. If the first ones differ, the
+    dataset stays as it is, and batches of it are ragged.
+    """
+    leaves = _leaves(dataset)
+    unknown = [i for i, leaf in enumerate(leaves) if _is_image_of_unknown_size(leaf)]
+    if not unknown:
+        return dataset
+    shapes: dict[int, set[tuple[int, ...]]] = {i: set() for i in unknown}
+    for element in dataset.take(_SAMPLE):
+        values = tf.nest.flatten(element)
+        for i in unknown:
+            shapes[i].add(tuple(values[i].shape))
+    shared = {}
+    for i, sampled in shapes.items():
+        if len(sampled) == 1:
+            shared[i] = sampled.pop()
+
+    @tf.autograph.experimental.do_not_convert
+    def sized(*example: Any) -> tuple:
+        values = tf.nest.flatten(example)
+        for i, shape in shared.items():
+            values[i] = tf.ensure_shape(values[i], shape)
+        return tf.nest.pack_sequence_as(example, values)
+
+    return dataset.map(sized)
+
+
+def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
+    """Raise a `ConfigError` if the elements of a split look like batches."""
+    if not _is_batched(dataset):
+        return
+    rule = (
+        f"must give single examples in its {split} split, not batches: leave `batch` "
+        "out; if they are single ones, give their shape with tf.ensure_shape"
+    )
+    raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in _leaves(dataset)])
 
 
 def _is_batched(dataset: tf.data.Dataset) -> bool:
@@ -338,7 +415,7 @@ def _is_batched(dataset: tf.data.Dataset) -> bool:
         if leaf.shape[0] is not None:
             return False
     lengths = []
-    for element in dataset.take(20):
+    for element in dataset.take(_SAMPLE):
         first_part = tf.nest.flatten(element)[0]
         lengths.append(int(tf.shape(first_part)[0]))
     if len(lengths) < 2:

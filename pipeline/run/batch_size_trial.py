@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 
 from pipeline.common import imports, memory_budget
-from pipeline.common.errors import ConfigError, cause, described
+from pipeline.common.errors import ConfigError, described, first_line
 from pipeline.config import resolve
 from pipeline.config.resolve import RunSpec
 
@@ -264,10 +264,10 @@ def _failure(error: BaseException) -> dict[str, Any]:
     chain = list(_causes(error))
     for link in chain:
         if isinstance(link, MemoryError | tf.errors.ResourceExhaustedError):
-            return {"why": cause(link)}
+            return {"why": first_line(link)}
     for link in chain:
         if _suggests_memory(link):
-            why = f"{type(link).__name__}: {cause(link)}"
+            why = f"{type(link).__name__}: {first_line(link)}"
             return {"why": why, "failed": True}
     if not isinstance(error, ConfigError):
         reason = described(error)

@@ -169,8 +169,9 @@ def _open_sizes(schema: Any, tensors: Any) -> None:
     if len(symbolic) != 1 or len(schema.inputs) != 1:
         return
     spec = schema.inputs[0]
-    shape = []
-    for size in symbolic[0].shape:
+    # A `Sequential` without an `Input` keeps the number of examples that built it.
+    shape = [-1]
+    for size in symbolic[0].shape[1:]:
         if size is None:
             size = -1
         shape.append(size)

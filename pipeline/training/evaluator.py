@@ -6,7 +6,7 @@ The best evaluation so far is kept here, too.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,9 @@ import keras
 import tensorflow as tf
 
 from pipeline.accumulation import Evaluation
+from pipeline.common.errors import say
 from pipeline.config.plan import Plan
+from pipeline.dataset import non_finite
 from pipeline.training.oom_retry import assign_all, halve
 
 # Called between two batches. What it raises ends the evaluation.
@@ -120,6 +122,7 @@ class Evaluator:
     on_halved: Callable[[str, int], None] = _ignore_halved
     changed: Sequence[tf.Variable] = ()
     retry: bool = True
+    _warned: bool = field(default=False, init=False)
 
     def __call__(self, check: Check = lambda: None) -> dict[str, float]:
         """Return the loss and the metrics over the split.
@@ -133,7 +136,17 @@ class Evaluator:
         while results is None:
             assign_all(self.changed, before)
             results = self._evaluate(check)
+        self._warn_once(results)
         return results
+
+    def _warn_once(self, results: dict[str, float]) -> None:
+        """Print a line if a result is not finite, and why if the data are not."""
+        if self._warned:
+            return
+        line = non_finite.warning_of_evaluation(self.name, results, self.batches)
+        if line:
+            say(line)
+            self._warned = True
 
     @cached_property
     def _evaluate_batch(self) -> Callable[[Any], Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipeline.accumulation import Evaluation, Update
-from pipeline.common.errors import OutOfMemoryError, cause, say
+from pipeline.common.errors import OutOfMemoryError, first_line, say
 
 # Takes an effective batch, and returns the results of its update.
 Step = Callable[[Any], tf.Tensor]
@@ -112,7 +112,7 @@ class OomRetry:
         if not self._retry:
             raise OutOfMemoryError(
                 f"update {number} does not fit into memory, and one of several workers "
-                f"cannot try it in smaller pieces: {cause(error)}"
+                f"cannot try it in smaller pieces: {first_line(error)}"
             ) from error
         batch = self._batch_of_last_run(error)
         while True:
@@ -161,7 +161,7 @@ class OomRetry:
     ) -> None:
         if self._may_be_applied():
             raise OutOfMemoryError(
-                f"memory ran out while update {number} was applied: {cause(error)}"
+                f"memory ran out while update {number} was applied: {first_line(error)}"
             ) from error
 
 
@@ -179,7 +179,7 @@ def halve(
     if size == 1:
         raise OutOfMemoryError(
             "not even a micro-batch of one example fits into memory in "
-            f"{name}: {cause(error)}"
+            f"{name}: {first_line(error)}"
         ) from error
     half = -(-size // 2)  # rounded up
     step.micro_batch_size = half

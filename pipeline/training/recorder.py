@@ -24,7 +24,16 @@ TOKENS = "tokens"  # a result of an update that is logged per second
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient is NaN or infinite."""
+    """The loss or the gradient is NaN or infinite.
+
+    Args:
+        message: One line.
+        update: The number of the first update that is not finite.
+    """
+
+    def __init__(self, message: str, update: int):
+        super().__init__(message)
+        self.update = update
 
 
 class _UnfetchedUpdate(NamedTuple):
@@ -143,7 +152,8 @@ class Recorder:
                 results = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
                     f"{' and '.join(results)} at update {entry.update}, found when "
-                    f"updates {group[0].update} to {group[-1].update} were fetched"
+                    f"updates {group[0].update} to {group[-1].update} were fetched",
+                    entry.update,
                 )
         examples_per_second = performance.get("examples_per_second")
         self.progress.show(group[-1].update, self.last, examples_per_second)

@@ -40,9 +40,12 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
         ConfigError: the target does not exist, cannot be called, or rejects its
             arguments.
     """
-    _check_arguments(locate(node, key), node, key, arguments)
+    target = locate(node, key)
+    _check_arguments(target, node, key, arguments)
     try:
-        return instantiate(node, _convert_="all", **arguments)
+        return instantiate(
+            node, _convert_="all", **{**_whole_floats(target, node), **arguments}
+        )
     except HydraException as error:
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
@@ -91,6 +94,15 @@ def accepted(
         if name in parameters and node.get(name) is None:
             taken[name] = offer
     return taken
+
+
+def required(target: Callable[..., Any]) -> set[str]:
+    """Return the names of the parameters of a target that have no default."""
+    names = set()
+    for name, parameter in (_parameters(target) or {}).items():
+        if parameter.default is parameter.empty:
+            names.add(name)
+    return names
 
 
 def _failed_path(error: HydraException, key: str) -> str:
@@ -187,6 +199,21 @@ def _is_flag(parameter: inspect.Parameter) -> bool:
     if parameter.annotation is parameter.empty:
         return isinstance(parameter.default, bool)
     return parameter.annotation in (True, bool, "bool")
+
+
+def _whole_floats(target: Callable[..., Any], node: DictConfig) -> dict[str, float]:
+    """Return the whole numbers among the arguments for which a float is the default.
+
+    Keras takes `momentum=0.0` but rejects `momentum=0`.
+    """
+    floats = {}
+    parameters = _parameters(target) or {}
+    for name, value in _arguments(node).items():
+        if name not in parameters or type(value) is not int:
+            continue
+        if isinstance(parameters[name].default, float):
+            floats[name] = float(value)
+    return floats
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:

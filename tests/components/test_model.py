@@ -35,6 +35,11 @@ def build(target, shape, classes=10, **arguments):
     )
 
 
+def test_what_a_dataset_does_not_say_is_named_with_the_way_to_give_it():
+    with pytest.raises(ConfigError, match=r"model\.classes must be given.*classes=10"):
+        build("pipeline.components.model.mlp", (4,), classes=None)
+
+
 @pytest.mark.parametrize(
     ("target", "shape", "classes", "arguments", "parameters"),
     [

@@ -93,6 +93,35 @@ def test_lengths_are_shares_of_the_horizon(name):
     )  # float32
 
 
+SCHEDULES = sorted(path.stem for path in Path(directory(), "schedule").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "schedule", mostly_slow(SCHEDULES, ["constant", "exponential"])
+)
+def test_a_whole_number_is_a_learning_rate_as_the_float_is(schedule):
+    def rates_of(rate):
+        config = compose(
+            "optimizer=momentum",
+            f"optimizer.learning_rate={rate}",
+            f"schedule={schedule}",
+        )
+        made = build(config, 128)
+        made.build([keras.Variable(np.ones(2))])
+        found = []
+        for update in (0, 50, HORIZON):
+            made.iterations.assign(update)
+            found.append(float(made.learning_rate))
+        return found
+
+    assert rates_of("1") == rates_of("1.0")
+
+
+def test_a_whole_number_is_a_momentum():
+    made = build(compose("optimizer=momentum", "optimizer.momentum=0"), 128)
+    assert made.momentum == 0.0
+
+
 def test_inverse_square_root_is_its_formula():
     made = rates(
         "schedule=inverse_sqrt",

@@ -375,7 +375,8 @@ PREPARED = {
     f"train {TWO} 'training.class_weight={{0: 1}}'": "training.class_weight must be null where an example is not (x, "
     "y) with labels of one output, and of one length. Received: …",
     f"train {MLP} dataset._target_=mine.batched +model.classes=3": "dataset._target_ must give single examples in its "
-    "train split, not batches: leave `batch` out. Received: …",
+    "train split, not batches: leave `batch` out; if they are single ones, give their shape with tf.ensure_shape. "
+    "Received: …",
     f"train {MLP} training.loss._target_=keras.losses.sparse_categorical_crossentropy {NO_LOGITS}": (
         "training.loss.y_true must be given: keras.losses.sparse_categorical_crossentropy has no default for it; where "
         "the function itself is meant, training.loss._partial_ is true."
@@ -489,7 +490,8 @@ PREPARED_TOO = {
     f"train {MLP} +training.loss.ignore_class=3 +model.classes=9": "training.loss must fit … (label 9 is outside of "
     "the 9 outputs). Received: …",
     f"train {MLP} training.metrics.accuracy._target_=mine.Vector {ONE_HOT}": (
-        "training.metrics.accuracy must fit … (its result is not one number). Received: 'F1Score'."
+        "training.metrics.accuracy must fit … (its result is not one number; with average=macro it is). "
+        "Received: 'F1Score'."
     ),
     f"train {MLP} training.metrics.accuracy._target_=keras.losses.Huber": "training.metrics.accuracy._target_ must "
     "give a keras.metrics.Metric. Received: 'Huber'.",

@@ -99,6 +99,24 @@ def test_a_model_may_predict_what_its_precision_rounds_to(
     assert (tmp_path / NAME).exists() == is_same
 
 
+def test_a_sequential_model_without_an_input_is_saved_for_any_number_of_examples(
+    tmp_path,
+):
+    x = np.random.default_rng(0).normal(size=(4, 5)).astype("float32")
+    model = keras.Sequential([layers.Dense(3)])
+    expected = np.asarray(model(x))
+    logged_model.save(tmp_path / NAME, model, x, [])
+    loaded = mlflow.pyfunc.load_model(str(tmp_path / NAME))
+    for tensor in (
+        *loaded.metadata.signature.inputs,
+        *loaded.metadata.signature.outputs,
+    ):
+        assert tensor.shape[0] == -1
+    np.testing.assert_allclose(
+        loaded.predict(np.concatenate([x, x])), np.tile(expected, (2, 1)), rtol=1e-6
+    )
+
+
 @pytest.fixture
 def saved(tmp_path):
     folder = tmp_path / NAME

@@ -1,0 +1,55 @@
+"""Finds data that are not finite, once a loss was not."""
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from pipeline.accumulation import internals
+
+_PARTS = ("inputs", "labels", "sample weights")
+
+
+def non_finite_part(batch: Any) -> str:
+    """Return which part of a batch has a value that is NaN or infinite.
+
+    Args:
+        batch: as an update or an evaluation takes it.
+
+    Returns:
+        `inputs`, `labels` or `sample weights`; empty if all values are finite.
+    """
+    for name, part in zip(_PARTS, internals.parts_of(batch), strict=True):
+        for leaf in tf.nest.flatten(part, expand_composites=True):
+            if leaf is None or not leaf.dtype.is_floating:
+                continue
+            if not tf.reduce_all(tf.math.is_finite(leaf)):
+                return name
+    return ""
+
+
+def warning_of_evaluation(
+    split: str, results: dict[str, float], batches: tf.data.Dataset
+) -> str:
+    """Return a line about an evaluation whose loss or metrics are not finite.
+
+    Args:
+        split: the name of the split.
+        results: the loss and the metrics by name.
+        batches: of the split. They are read once more if a result is not finite.
+
+    Returns:
+        The line; empty if all results are finite.
+    """
+    wrong = []
+    for name, value in results.items():
+        if not math.isfinite(value):
+            wrong.append(f"{name}={value}")
+    if not wrong:
+        return ""
+    line = f"the {split} split gives {' and '.join(wrong)}"
+    for batch in batches:
+        part = non_finite_part(batch)
+        if part:
+            return f"{line}: its {part} have a value that is NaN or infinite"
+    return line
