@@ -24,7 +24,7 @@ MOST = 1000  # metrics that one call of `log_batch` takes
 
 
 @dataclass
-class Made:
+class PlantedSweep:
     """A sweep in a store: `job` adds a child with its curves.
 
     Attributes:
@@ -218,7 +218,7 @@ def at_fixed_micro_batch(
     seeds: Sequence[int] = (0, 1, 2),
     critical: float = 200.0,
     noise_scale: float = 190.0,
-) -> Made:
+) -> PlantedSweep:
     """Make a sweep over batches of 32 to 512, with a critical batch size.
 
     The losses fall straight from 2, by 1 in the examples of `cost_of`. All jobs see
@@ -237,7 +237,7 @@ def at_fixed_micro_batch(
     for factor in (1, 2, 4, 8, 16):
         for seed in seeds:
             jobs.append((factor, seed))
-    made = Made(
+    sweep = PlantedSweep(
         store,
         [_name(factor, seed) for factor, seed in jobs],
         ["accumulation.factor", "seed"],
@@ -248,7 +248,7 @@ def at_fixed_micro_batch(
         batch = 32 * factor
         examples = batch * np.arange(1, horizon // batch + 1)
         loss = np.maximum(2 - examples / cost_of(batch, seed, critical), 0.01)
-        made.job(
+        sweep.job(
             _name(factor, seed),
             _curves(loss, factor, noise_scale),
             factor=factor,
@@ -257,8 +257,8 @@ def at_fixed_micro_batch(
             seconds=0.01 * factor,
             memory=(300 + factor) * 2**20,
         )
-    made.end()
-    return made
+    sweep.end()
+    return sweep
 
 
 def cost_of(batch: int, seed: int, critical: float = 200.0) -> float:
@@ -291,7 +291,7 @@ def _curves(loss: np.ndarray, factor: int, noise_scale: float) -> dict[str, Any]
     return curves
 
 
-def at_fixed_batch(store: Store, precision: str, updates: int = 120) -> Made:
+def at_fixed_batch(store: Store, precision: str, updates: int = 120) -> PlantedSweep:
     """Make a sweep over factors 1, 2 and 4 at a batch of 64, in `precision`.
 
     The loss falls from 1.98 by 1% an update. In float32, factor 2 differs from factor 1
@@ -300,7 +300,7 @@ def at_fixed_batch(store: Store, precision: str, updates: int = 120) -> Made:
     differ by 1e-15 throughout.
     """
     names = {factor: f"factor={factor}" for factor in (1, 2, 4)}
-    made = Made(
+    sweep = PlantedSweep(
         store,
         list(names.values()),
         ["accumulation.factor"],
@@ -313,12 +313,12 @@ def at_fixed_batch(store: Store, precision: str, updates: int = 120) -> Made:
         difference = np.full(updates, 1e-15)
     for factor, share in ((1, 0.0), (2, 1.0), (4, 0.5)):
         loss = 2 * 0.99 ** (steps + 1) * (1 - share * difference)
-        made.job(
+        sweep.job(
             names[factor],
             {"train/loss": loss},
             factor=factor,
             seconds=0.01 * (1 + factor / 10),
             params={"hardware.precision": precision},
         )
-    made.end()
-    return made
+    sweep.end()
+    return sweep
