@@ -49,10 +49,12 @@ def built(*overrides: str) -> Built:
     batch_schedule = asked(spec.config.accumulation.batch_schedule)
     plan = plan_of(spec.batching, EXAMPLES, spec.horizon, batch_schedule)
 
-    made, scaling = optimizer.build(spec, plan.updates, plan)
-    schedule = made._learning_rate
+    built_optimizer, scaling = optimizer.build(spec, plan.updates, plan)
+    schedule = built_optimizer._learning_rate
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        return Built([float(made.learning_rate)] * plan.updates, scaling, plan)
+        return Built(
+            [float(built_optimizer.learning_rate)] * plan.updates, scaling, plan
+        )
 
     rate = tf.function(schedule, input_signature=[tf.TensorSpec([], tf.int64)])
     rates = [float(rate(update)) for update in range(plan.updates)]

@@ -111,7 +111,7 @@ def test_the_peak_of_a_run_is_not_that_of_the_process_that_started_it():
 
 
 class Sorted(tfds.core.GeneratorBasedBuilder):
-    """Numbers from 0 to 999 in files sorted by class, which is the number's hundreds."""
+    """The numbers 0 to 999 in files sorted by class, which is their hundreds digit."""
 
     VERSION = tfds.core.Version("1.0.0")
 
