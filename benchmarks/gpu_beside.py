@@ -68,7 +68,7 @@ def pytorch(tiny: bool) -> Iterator[Figure]:
             "PyTorch",
             "installations found",
             [0],
-            note=f"asked at {time.strftime('%H:%M')}",
+            note=f"at {time.strftime('%H:%M')}",
         )
         return
 
