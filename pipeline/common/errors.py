@@ -236,7 +236,7 @@ def exits_as_failures() -> Iterator[None]:
 
 
 @contextmanager
-def refused(key: str, rule: str, received: object) -> Iterator[None]:
+def as_config_error(key: str, rule: str, received: object) -> Iterator[None]:
     """Turn any error into a `ConfigError` about `key`.
 
     The `rule` is followed by the error in parentheses.

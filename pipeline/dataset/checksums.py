@@ -41,7 +41,7 @@ def sha256_of(path: Path) -> str:
     return checksum
 
 
-class Files:
+class DataFiles:
     """The files of a run's data, in their state when the object is created.
 
     Attributes:

@@ -99,7 +99,7 @@ def compare(
     """
     compared = []
     for metric in old:
-        if same_cut or not metric_names.of(metric).of_the_cut:
+        if same_cut or not metric_names.treatment_of(metric).of_the_cut:
             compared.append(metric)
     points = _points(old, new, compared, until)
 
@@ -279,7 +279,7 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
         precision: a key of `rounding.BY_PRECISION`.
         examples: how many examples the values are of; None if that is not known.
     """
-    metric = metric_names.of(point.metric)
+    metric = metric_names.treatment_of(point.metric)
     if metric.counted or point.old is None or point.new is None:
         return False
     bound = rounding.BY_PRECISION[precision].bound(point.step) * metric.rounding

@@ -272,7 +272,9 @@ def _search(spec: RunSpec, budget: dict[str, Any]) -> Found:
 
         def attempt(size: int, *, timed: bool) -> _Attempt:
             answer = trial(size, timed)
-            attempts.append(_attempt(spec.batching.of(size), timed, answer))
+            attempts.append(
+                _attempt(spec.batching.with_micro_batch_size(size), timed, answer)
+            )
             say(f"  {attempts[-1]}")
             return attempts[-1]
 

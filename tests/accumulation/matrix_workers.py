@@ -99,7 +99,7 @@ def _serve(index: int, ports: list[int]) -> None:
         keras.config.set_dtype_policy(precision)
 
     def share(batch: Any) -> Share:
-        return Share.of(batch, index, 1, len(ports))
+        return Share.for_replicas(batch, index, 1, len(ports))
 
     def weights(case: list[str], precision: str, folder: str) -> str:
         set_precision(precision)

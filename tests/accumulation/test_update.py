@@ -21,7 +21,7 @@ from keras import layers, losses
 from pipeline import accumulation
 from pipeline.accumulation import Evaluation, Update, accumulate_gradients
 from pipeline.accumulation.internals import Objective
-from pipeline.training.evaluator import Evaluator
+from pipeline.training.evaluator import SplitEvaluator
 from tests.accumulation import reference
 from tests.accumulation.one_weight import Outputs, one_weight
 from tests.accumulation.replicas import strategy_on
@@ -414,7 +414,7 @@ def test_evaluation_is_exact_over_a_ragged_split(float64, devices, reduction):
     split = tf.data.Dataset.from_tensor_slices((x, y, sample_weight)).batch(128)
     objective = Objective(loss, metrics=[accuracy])
     evaluation = Evaluation(model, objective, 24, strategy=strategy)
-    evaluate = Evaluator(evaluation, split)
+    evaluate = SplitEvaluator(evaluation, split)
 
     outputs = model(x)
     expected = {

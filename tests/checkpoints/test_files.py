@@ -34,7 +34,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, batches
-from pipeline.training.evaluator import Evaluations, Evaluator
+from pipeline.training.evaluator import Evaluations, SplitEvaluator
 from pipeline.training.loop import Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
@@ -284,7 +284,7 @@ class Run:
             return None
 
         with Checkpoints(folder / "checkpoints", every, self.plan, keep) as checkpoints:
-            validation = Evaluator(evaluation, batches.in_order(data.train, SIZE))
+            validation = SplitEvaluator(evaluation, batches.in_order(data.train, SIZE))
             self.loss = Trainer(
                 update,
                 effective_batches,

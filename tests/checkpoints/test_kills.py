@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.checkpoints import files as checkpoint
 from pipeline.checkpoints import snapshot
-from pipeline.tracking.journal_file import NAME, has_begun
+from pipeline.tracking.journal_file import JOURNAL_NAME, has_begun
 from tests.killing import CALLS, MOMENT, Plan
 from tests.running import Store, pipeline, start, wait
 from tests.shared import note, place_store
@@ -127,7 +127,7 @@ def next_plan(chance: random.Random, folder: Path, number: int) -> Plan:
         who = chance.choice(["shipper", "trainer"])
     else:
         who = chance.choice(["shipper", "trainer", "trainer", "sync"])
-    if not has_begun(folder / "run" / NAME):
+    if not has_begun(folder / "run" / JOURNAL_NAME):
         who = "trainer"
     notes = folder / f"kill {number}"
     notes.mkdir()
@@ -182,7 +182,7 @@ def expected_statuses(plan: Plan) -> list[int]:
 
 
 def finished(folder: Path) -> bool:
-    journal = folder / "run" / NAME
+    journal = folder / "run" / JOURNAL_NAME
     return journal.exists() and '"end":"FINISHED"' in journal.read_text()
 
 

@@ -379,7 +379,7 @@ def test_a_damaged_config_is_rejected_by_its_line(tmp_path):
     start = {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}
     for name, (content, _) in CONFIGS.items():
         (tmp_path / name).mkdir()
-        writer = journal_file.create(tmp_path / name / journal_file.NAME)
+        writer = journal_file.create(tmp_path / name / journal_file.JOURNAL_NAME)
         writer.write({"start": start})
         writer.close()
         (tmp_path / name / "config.yaml").write_bytes(content)

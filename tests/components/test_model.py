@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.accumulation.internals import (
     batch_dependent_layers,
-    normalising_layers,
+    normalizing_layers,
     trace_forward,
 )
 from pipeline.common.errors import ConfigError
@@ -173,7 +173,7 @@ def test_layers_that_assign_state_depend_on_the_cut(target, names, unheld):
     seen = trace_forward(network, np.ones((2, 4), np.float32), same_noise=False)
     assert batch_dependent_layers(network, seen) == names
     # The others move once an update.
-    held_back = normalising_layers(network)
+    held_back = normalizing_layers(network)
     assert batch_dependent_layers(network, seen, held_back) == unheld
     for variable, before in zip(network.variables, values_before, strict=True):
         np.testing.assert_array_equal(variable, before)

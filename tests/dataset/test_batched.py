@@ -19,8 +19,8 @@ from pipeline.config import sizes
 from pipeline.config.plan import UNCUT, stream_plan
 from pipeline.config.sizes import Horizon
 from pipeline.dataset.bad_example import located
-from pipeline.dataset.batches import of_stream
-from pipeline.dataset.checksums import Files
+from pipeline.dataset.batches import stream_batches
+from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Loader, Stream
 from tests.checkpoints.test_resume_rules import MINE
@@ -124,7 +124,7 @@ def test_updates_equal_those_of_the_large_batches(kind, tmp_path, monkeypatch):
     stream = Stream(Loader(source(), "train"), FACTOR)
     update = Update(ours, ours.loss, ours.optimizer, UNCUT)
     step = tf.function(update, autograph=False)
-    batches = iter(of_stream(stream, 0))
+    batches = iter(stream_batches(stream, 0))
     large_batches = list(windows(source(), epochs=2))
     seen = 0
     for number, batch in enumerate(large_batches):
@@ -158,7 +158,7 @@ def test_no_batch_is_cut_or_joined_unless_the_micro_batch_size_says_so():
     source = tf.data.Dataset.from_generator(
         lambda: iter(batches), output_signature=spec
     )
-    (batch,) = of_stream(Stream(Loader(source, "train"), FACTOR), 0).take(1)
+    (batch,) = stream_batches(Stream(Loader(source, "train"), FACTOR), 0).take(1)
     assert isinstance(batch, Batches)
     variable = tf.Variable(1.0)
     shapes = []
@@ -190,8 +190,10 @@ def test_what_comes_before_an_update_is_replayed_and_has_its_checksum(tmp_path):
     folder = written(tmp_path)
     from_start = Stream(Loader(images(folder), "train"), FACTOR)
     from_update_6 = Stream(Loader(images(folder), "train"), FACTOR)
-    inputs = [batch.batch[0].numpy() for batch in of_stream(from_start, 0).take(8)]
-    rest = [batch.batch[0].numpy() for batch in of_stream(from_update_6, 6).take(2)]
+    inputs = [batch.batch[0].numpy() for batch in stream_batches(from_start, 0).take(8)]
+    rest = [
+        batch.batch[0].numpy() for batch in stream_batches(from_update_6, 6).take(2)
+    ]
     np.testing.assert_array_equal(np.concatenate(inputs[6:]), np.concatenate(rest))
     assert from_start.windows[:8] == from_update_6.windows[:8]
     assert len({window.digest for window in from_start.windows[:8]}) == 8
@@ -199,7 +201,7 @@ def test_what_comes_before_an_update_is_replayed_and_has_its_checksum(tmp_path):
 
 def test_counters_of_batches_of_any_size():
     stream = Stream(Loader(generator, "train"), FACTOR)
-    for _ in of_stream(stream, 0).take(6):
+    for _ in stream_batches(stream, 0).take(6):
         pass
     cut = sizes.Batching(9, 2, FACTOR)
     two_epochs = Horizon("epochs", 2)
@@ -248,11 +250,11 @@ def test_what_a_loader_raises_in_the_middle_is_shown():
     loader = Loader(failing, "train")
     data = Data(loader.examples(), None, loaders={"train": loader})
     step = tf.function(lambda batches: next(batches).sizes)
-    batches = iter(of_stream(Stream(loader, FACTOR), 0))
+    batches = iter(stream_batches(Stream(loader, FACTOR), 0))
     step(batches)
     place = f"batch {2 * FACTOR} of the train split, counted from 0"
     line = f"^the data cannot be read: {place}: RuntimeError: page 7 is missing$"
-    with pytest.raises(DataError, match=line), located(data, Files()):
+    with pytest.raises(DataError, match=line), located(data, DataFiles()):
         step(batches)
 
 

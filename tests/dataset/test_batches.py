@@ -14,7 +14,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
 from pipeline.config.plan import Plan, plan_of
 from pipeline.config.schema import TrainingConfig
-from pipeline.config.stages import Asked, Slice
+from pipeline.config.stages import ScheduledStage, Slice
 from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.builtin.digits import Digits
@@ -291,10 +291,10 @@ def staged():
     epoch.
     """
     stages = [
-        Asked("updates", 0, 5),
-        Asked("updates", 2, 3),
-        Asked("examples", 19, 8),
-        Asked("examples", 31, 15),
+        ScheduledStage("updates", 0, 5),
+        ScheduledStage("updates", 2, 3),
+        ScheduledStage("examples", 19, 8),
+        ScheduledStage("examples", 31, 15),
     ]
     horizon = sizes.Horizon("epochs", 3)
     return plan_of(sizes.derive(5, 1, None), EXAMPLES, horizon, stages)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.report import comparison, plots, writer
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot
 from pipeline.report.writer import summarize
@@ -24,7 +24,7 @@ def store(tmp_path_factory):
     return synthetic.store(tmp_path_factory.mktemp("store"))
 
 
-def read(sweep: PlantedSweep) -> Comparison:
+def read(sweep: PlantedSweep) -> SweepResult:
     return comparison.read(sweep.store.uri, sweep.run_id)
 
 
