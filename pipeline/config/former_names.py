@@ -211,8 +211,11 @@ def _with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
         value = config[group].pop(name)
         new_group, _, new_name = key.partition(".")
         section = config.get(new_group) or {}
+        # A group that is no mapping is rejected later, whatever it would get here.
         if isinstance(section, dict):
-            config[new_group] = {new_name: value, **section}
+            section = dict(section)
+            section.setdefault(new_name, value)
+            config[new_group] = section
     return config
 
 

@@ -186,9 +186,10 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> int:
-    """Return the fastest micro-batch, of `most` examples and of powers of two below.
+    """Return the smallest of the micro-batches that are about as fast as the fastest.
 
-    Of those about as fast, that is the smallest.
+    Tried are `most` and, from large to small, the sizes of evenly cut shares that powers
+    of two lead to, until two in succession are clearly slower.
 
     Args:
         most: Examples that fit.
@@ -198,17 +199,20 @@ def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> in
     """
     exponents = range(most.bit_length())
     sizes = {balanced(share, 2**exponent) for exponent in exponents}
-    candidates = [size for size in sizes | {most} if size <= most]
 
     rates: dict[int, float] = {}
-    for size in sorted(candidates, reverse=True):
+    slower_in_succession = 0
+    for size in sorted(sizes | {most}, reverse=True):
         rate = rate_of(size)
-        if rate is not None:
-            rates[size] = rate
-        if len(rates) > 2:
-            slower = SLOWER * max(rates.values())
-            if all(rate < slower for rate in list(rates.values())[-2:]):
-                break
+        if rate is None:
+            continue
+        rates[size] = rate
+        if rate < SLOWER * max(rates.values()):
+            slower_in_succession += 1
+        else:
+            slower_in_succession = 0
+        if slower_in_succession == 2:
+            break
     if not rates:
         return most
     fast_enough = ALIKE * max(rates.values())
