@@ -113,7 +113,7 @@ def test_a_gpu_that_tensorflow_does_not_use_is_no_reason_to_train_on_the_cpu(
     site, driver, monkeypatch
 ):
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(nvidia, "of_tensorflow", lambda: (0, ["libcusolver.so.11"]))
+    monkeypatch.setattr(nvidia, "gpus_of_tensorflow", lambda: (0, ["libcusolver.so.11"]))
     for required in (False, True):
         with pytest.raises(
             ConfigError,
@@ -124,7 +124,7 @@ def test_a_gpu_that_tensorflow_does_not_use_is_no_reason_to_train_on_the_cpu(
 
 def test_a_process_that_lost_the_gpu_does_not_go_on_on_the_cpu(driver, monkeypatch):
     """Such as a process that tries a micro-batch size for a run on the GPU."""
-    monkeypatch.setattr(nvidia, "of_tensorflow", lambda: (2, []))
+    monkeypatch.setattr(nvidia, "gpus_of_tensorflow", lambda: (2, []))
     why = "TensorFlow lists 2 GPUs in a new process and none in this one"
     with pytest.raises(ConfigError, match=rf"must be cpu \({why}"):
         nvidia.why_no_gpu(required=False)
@@ -140,7 +140,7 @@ def test_tensorflow_is_asked_in_a_process(monkeypatch):
 
 
 def test_what_is_not_installed_or_hidden_is_said(driver, monkeypatch):
-    monkeypatch.setattr(nvidia, "of_tensorflow", lambda: (0, ["libcudnn.so.9"]))
+    monkeypatch.setattr(nvidia, "gpus_of_tensorflow", lambda: (0, ["libcudnn.so.9"]))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "are not installed: see requirements-gpu.lock" in nvidia.why_no_gpu(False)
 

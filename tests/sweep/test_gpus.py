@@ -13,7 +13,7 @@ from pipeline.sweep import gpus
 
 def slots(monkeypatch, listed, settings, of_tensorflow=(8, [])):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    monkeypatch.setattr(nvidia, "of_tensorflow", lambda: of_tensorflow)
+    monkeypatch.setattr(nvidia, "gpus_of_tensorflow", lambda: of_tensorflow)
     hardware = OmegaConf.structured(HardwareConfig(**settings))
     return gpus.slots([hardware], hardware.parallel_jobs)
 
