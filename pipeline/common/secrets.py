@@ -29,7 +29,7 @@ _NAME = (
 # A quote or full stop after the value belongs to the sentence around it.
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
-# The place of a secret, in an override or in YAML.
+# The path of a file with a secret, in an override or in YAML.
 _SECRET_FILE = re.compile(
     r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)"""
     r"""((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)"""
@@ -43,15 +43,15 @@ _SECRET_NAMES = re.compile(
 # Masking shorter values would hide half of every text.
 _SHORTEST_SECRET = 6  # characters
 
-# Of this process: errors quote pieces of URIs that no pattern recognizes.
+# The secrets of this process. Errors quote pieces of URIs that no pattern recognizes.
 _remembered: set[str] = set()
 
 
 def remember(uri: str) -> None:
     """Mask the secrets of this URI, and pieces of them, from now on.
 
-    An error may quote a piece: for `http://me:Hunter7#x@host`, a parser reports the port
-    'Hunter7', which is no number.
+    An error may quote a piece: for `http://me:Hunter7#x@host`, a parser reports the
+    port 'Hunter7', which is not a number.
     """
     rest = uri.partition("://")[2]
     secrets = _credentials(rest)
