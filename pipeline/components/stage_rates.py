@@ -20,7 +20,7 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.stages import SCHEDULE
 
-# The rules that change nothing but the rate, which can follow the stages.
+# The rules that change only the rate, which can follow the stages.
 _OF_THE_RATE_ALONE = ("none", "linear", "sqrt", "surge")
 
 
@@ -52,7 +52,7 @@ def check(spec: RunSpec) -> None:
 def counts_examples(spec: RunSpec) -> bool:
     """Return whether the clock of the schedule counts the examples seen.
 
-    Such a clock counts them in updates of the first effective batch.
+    The clock counts them in units of the first effective batch.
     """
     return bool(spec.resolved["schedule"].get("clock") == "examples")
 
@@ -111,8 +111,8 @@ class StageRates(scaling.DerivedSchedule):
         stages: a list for each stage: [updates before it, effective batch size, epoch
             in which it begins, examples of that epoch before it, updates in an epoch].
         factors: a number for each stage.
-        examples: in an epoch; the clock is then the examples seen ÷ the first effective
-            batch size. None for a clock of updates.
+        examples: number of examples in an epoch. The clock is then the examples seen ÷
+            the first effective batch size. None for a clock of updates.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class StageRates(scaling.DerivedSchedule):
         return rate * tf.constant(self.factors, rate.dtype)[number]
 
     def _examples_seen(self, updates: tf.Tensor, stage: tf.Tensor) -> tf.Tensor:
-        """Return the examples of so many updates, as `Plan.examples_seen` counts."""
+        """Return the examples seen after `updates`, as `Plan.examples_seen` does."""
         after, size, epoch, first, in_epoch = tf.unstack(stage)
         epochs = epoch + (updates - after) // in_epoch
         updates_of_epoch = (updates - after) % in_epoch
