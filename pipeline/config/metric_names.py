@@ -15,7 +15,7 @@ NAME_RULE = (
 
 
 def is_name(name: str) -> bool:
-    """Return whether MLflow takes a name of a metric or a param, which is a path."""
+    """Return whether MLflow accepts a name of a metric or a param, which is a path."""
     return (
         bool(_NAME.fullmatch(name))
         and posixpath.normpath(name) == name
@@ -29,7 +29,8 @@ class UpdateMetric(NamedTuple):
     Attributes:
         counted: it counts examples, steps or epochs, so two runs agree on it exactly.
         of_the_cut: its value depends on how a batch is cut into micro-batches.
-        rounding: times the rounding of a loss that it may differ by between two runs.
+        rounding: by how many times the rounding of a loss it may differ between two
+            runs.
         share: it may be a share of the examples, which moves by whole examples.
     """
 
@@ -60,7 +61,7 @@ UPDATE_METRICS = {
         UpdateMetric(counted=True, of_the_cut=True),
     ),
 }
-USERS = UpdateMetric(share=True)  # of a metric under any other name
+USERS = UpdateMetric(share=True)  # for a metric with any other name
 
 
 def of(metric: str) -> UpdateMetric:

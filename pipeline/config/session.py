@@ -20,7 +20,7 @@ class Session:
 
     Attributes:
         config_dir: the user's folder of configs, where Hydra's plugins have to find it;
-            None where Hydra knows it.
+            None if Hydra knows it.
         key: the config key of the run directory.
         run_dir: the folder that this key names.
         new_folders: the folders that Hydra makes for it, the innermost first.
