@@ -39,14 +39,14 @@ class Continuation:
     """A run that is resumed.
 
     Attributes:
-        run_dir: Of the run.
-        spec: Keys that the config leaves open, such as `auto`, have the values of the
-            run.
-        past: Its journal is locked.
-        checkpoint: From which the run goes on; None if it was interrupted before its
-            first one.
-        changes: Of the config, a line each.
-        finished: Whether there is nothing left to train.
+        run_dir: the run's directory.
+        spec: the spec. Keys that the config leaves open, such as `auto`, have the
+            values of the run.
+        past: the run's past, whose journal is locked.
+        checkpoint: the checkpoint from which the run goes on; None if the run was
+            interrupted before its first one.
+        changes: the changes of the config, a line each.
+        finished: whether there is nothing left to train.
     """
 
     run_dir: Path
@@ -70,7 +70,7 @@ class Continuation:
         """Check that the data are those that the run began with.
 
         Raises:
-            ConfigError: They differ from the record, or it cannot be read.
+            ConfigError: they differ from the record, or it cannot be read.
         """
         file = self.run_dir / DESCRIBED
         if not self.past.described or not file.exists():
@@ -84,7 +84,7 @@ class Continuation:
         """Check that the checkpoint fits the model, and that there is more to train.
 
         Raises:
-            ConfigError: It does not fit, or the horizon is reached.
+            ConfigError: it does not fit, or the horizon is reached.
         """
         from pipeline.checkpoints import snapshot
 
@@ -127,15 +127,15 @@ def of(run_dir: Path, spec: RunSpec, *, required: bool) -> Continuation | None:
     """Return the run in `run_dir`, to be resumed with `spec`.
 
     Args:
-        run_dir: Of the run.
-        spec: As the config says now.
-        required: Whether the run must exist, and must have a checkpoint.
+        run_dir: the run's directory.
+        spec: the spec by the current config.
+        required: whether the run must exist, and must have a checkpoint.
 
     Returns:
         None if there is no run, so that one may begin there.
 
     Raises:
-        ConfigError: The run cannot be resumed.
+        ConfigError: the run cannot be resumed.
     """
     if not required and not has_begun(run_dir / NAME):
         return None
@@ -216,7 +216,7 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
 def _with_recorded_choices(
     spec: RunSpec, recorded: dict[str, Any], past: Past
 ) -> RunSpec:
-    """Return the spec with what the run has chosen where the config leaves it open.
+    """Return the spec with the run's own choices for what the config leaves open.
 
     Keys that the record does not know are removed.
     """
@@ -250,7 +250,7 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     """Return a line for each change from the `recorded` config to that of `spec`.
 
     Raises:
-        ConfigError: A change makes it another run.
+        ConfigError: a change makes it another run.
     """
     _check_store(spec.config.tracking.uri, past)
     _check_effective_batch(recorded, spec, past)

@@ -70,8 +70,8 @@ class State:
     """A snapshot in host memory.
 
     Attributes:
-        arrays: By name.
-        values: JSON values.
+        arrays: the arrays, by name.
+        values: the JSON values.
     """
 
     arrays: dict[str, np.ndarray]
@@ -91,7 +91,7 @@ class State:
             What else `read` needs, as JSON.
 
         Raises:
-            OSError: An array was read back other than it was written.
+            OSError: an array was read back other than it was written.
         """
         with tf.device("CPU:0"):
             variables = []
@@ -129,13 +129,14 @@ def capture(
     """Copy everything that an update changes.
 
     Args:
-        update: Its model and optimizer are copied.
-        recorder: It must have fetched all of its rows.
-        callbacks: Whose `get_state` may return JSON values and arrays only.
-        loop: The state of the training loop, as JSON.
+        update: the update whose model and optimizer are copied.
+        recorder: the recorder, which must have fetched all of its rows.
+        callbacks: the callbacks, whose `get_state` may return only JSON values and
+            arrays.
+        loop: the state of the training loop, as JSON.
 
     Raises:
-        TypeError: The state of a callback is something else.
+        TypeError: the state of a callback is something else.
     """
     arrays = _copied(_variables(update))
     callback_states: dict[str, Any] = {}
@@ -165,7 +166,7 @@ def restore_variables(state: State, update: Update, takes: Takes = _take_all) ->
     """Restore the variables whose names `takes` accepts.
 
     Raises:
-        ConfigError: One of them does not fit. No variable was changed.
+        ConfigError: one of them does not fit. No variable was changed.
     """
     if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
         with update.strategy.scope():
@@ -204,7 +205,7 @@ def restore(
 def adapt(update: Update, state: State) -> None:
     """Give `Normalization` layers the statistics of the snapshot.
 
-    It is called before a trace captures constants of theirs.
+    Call it before a trace captures their statistics as constants.
     """
     layers = []
     names: set[str] = set()
@@ -240,7 +241,7 @@ def check(meta: Mapping[str, Any], update: Update, takes: Takes = _take_all) -> 
     Variables whose names `takes` leaves out are not checked.
 
     Raises:
-        ConfigError: They differ.
+        ConfigError: they differ.
     """
     saved_specs: dict[str, str] = {}
     for name, shape, dtype in meta["arrays"]:
@@ -271,7 +272,7 @@ def check_state(name: str, callback: keras.callbacks.Callback) -> None:
     """Check, before the training, that a checkpoint can hold a callback's state.
 
     Raises:
-        TypeError: It cannot.
+        TypeError: it cannot.
     """
     if _offers_state(callback):
         # Some attributes may be there only once the training has begun.
