@@ -38,7 +38,7 @@ ALIVE = "sweep.alive"  # tag of the parent: the last heartbeat, in ms since the 
 SIGNS = ("train/loss", "system/cpu_utilization_percentage")
 HEARTBEAT = 20.0  # seconds between two heartbeats
 GONE = 120.0  # seconds of silence after which a process is gone
-# Seconds that a job's shipper has to close the run after the job ended, beside its
+# Seconds that a job's shipper has to close the run after the job ended, besides its
 # patience.
 GRACE = 15.0
 _LONGEST_PARAM = 6000  # MLflow takes no longer value
@@ -53,7 +53,7 @@ class ParentRun(SweepRecord):
     names: list[str] = field(default_factory=list)  # of all planned jobs, in order
     # Config keys in which the jobs differ.
     varied: list[str] = field(default_factory=list)
-    # Metrics that the jobs measure beside the loss.
+    # Metrics that the jobs measure besides the loss.
     metrics: list[str] = field(default_factory=list)
     # Why a job returned no loss, by its name.
     lost: dict[str, str] = field(default_factory=dict)
@@ -195,8 +195,8 @@ def begin(
     """Create the parent run of a multirun, or reopen it; start its heartbeats.
 
     Args:
-        config: of the multirun.
-        names: of the first jobs.
+        config: the config of the multirun.
+        names: the names of the first jobs.
         varied: config keys in which they differ.
     """
     name = config.hydra.job.config_name
@@ -224,7 +224,7 @@ def left_open(folder: Path, own: OwnStore) -> ParentRun | None:
     """Return the sweep in `folder` if its process did not close it, else None.
 
     Args:
-        folder: of the sweep.
+        folder: the folder of the sweep.
         own: the user's store, in which the sweep has to be.
     """
     try:
@@ -273,7 +273,7 @@ def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:
     """Close runs whose processes ended without closing them.
 
     Args:
-        client: of the store.
+        client: MLflow's client of the store.
         parent: the sweep's parent run.
         children: runs of its jobs; those that are RUNNING are closed.
 

@@ -44,9 +44,9 @@ class SearchSweeper(Sweeper):
     chooses the same jobs.
 
     Args:
-        trials: jobs in all.
-        at_once: jobs of a batch.
-        seed: of Optuna's sampler.
+        trials: number of jobs in all.
+        at_once: number of jobs in a batch.
+        seed: seed of Optuna's sampler.
         params: the search space of the config; that of the command line is added.
     """
 
