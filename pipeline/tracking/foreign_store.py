@@ -32,8 +32,8 @@ class ForeignStore:
     """A store that exists and answers; `open` returns one.
 
     Attributes:
-        uri: where it is.
-        places: where artifacts may lie that do not lie with the store.
+        uri: its address.
+        places: where artifacts may lie, in addition to the store.
     """
 
     uri: str
@@ -44,7 +44,7 @@ class ForeignStore:
         """Return the store at `uri`.
 
         Args:
-            uri: where it is.
+            uri: its address.
             allow: the entries of `trust.allow` and `--allow`.
 
         Raises:
@@ -125,8 +125,8 @@ class ForeignStore:
 
         Args:
             key: the argument that named the run.
-            kind: what the run is, in an error.
-            start: what the argument was.
+            kind: the word for the run in an error.
+            start: the value of the argument.
             matches: the runs that it may mean.
             known: the choices if there are none.
         """

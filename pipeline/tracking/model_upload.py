@@ -22,7 +22,7 @@ from pipeline.common import imports
 
 TAG = "pipeline.model"  # of a logged model: the name of its folder
 TOLD = 1.0  # seconds between two signs that an upload goes on
-# MLflow's error codes that another try may not have.
+# MLflow's error codes that may not recur at another try.
 AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
 
 Tell = Callable[[], object]
@@ -38,12 +38,12 @@ def ship(
     """Log the model in `folder`, and remove the folder.
 
     Args:
-        client: of the store.
+        client: MLflow's client of the store.
         experiment_id: the experiment of the run.
         run_id: the run.
-        folder: the model. If it does not exist any more, the model was shipped.
-        tell: is called every second while the files are uploaded, as a large model
-            takes minutes.
+        folder: the model. If it no longer exists, the model was shipped.
+        tell: called every second while the files are uploaded, as a large model takes
+            minutes.
 
     Raises:
         OSError: the folder holds a link or the like. A run directory may be somebody
@@ -79,7 +79,7 @@ def ship(
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether the store may take a request at another try.
+    """Return whether the store may accept a request at another try.
 
     It may if it is away, or answers that it is busy.
     """

@@ -1,6 +1,6 @@
 """What a run records about its environment and its data.
 
-With it the run can be run again, and what differs can be named.
+With this record, a run can be repeated, and differences can be named.
 """
 
 from __future__ import annotations
@@ -282,7 +282,8 @@ def dataset(
         data: the dataset.
         checksum: `full`, or `none` to leave them out.
         files: keeps the checksums of the files.
-        of_files: read all files now; else only checksums that are known are recorded.
+        of_files: whether to read all files now; otherwise only known checksums are
+            recorded.
     """
     is_wanted = checksum == "full"
     files = files or Files(data.files)
@@ -379,7 +380,8 @@ def _installed_packages() -> dict[str, str | None]:
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
         head = (text or "").partition("\n\n")[0]
         fields = dict(re.findall(r"^(Name|Version): *(\S+)", head, re.MULTILINE))
-        # Of two with one name, the first on the path is imported.
+        # Of two distributions with the same name, the first one on the path is
+        # imported.
         if "Name" in fields and fields["Name"] not in versions:
             versions[fields["Name"]] = fields.get("Version")
     return dict(sorted(versions.items()))
