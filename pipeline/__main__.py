@@ -58,8 +58,9 @@ VERBS = {  # name → function in this package, and help text
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status.
 
-    It is 0 when done, 1 when failed, 2 for wrong input, 3 for results that differ, 4
-    for a run that trained but is not all in the store, 130 or 143 when interrupted.
+    The status is 0 when done, 1 when failed, 2 for wrong input, 3 for results that
+    differ, 4 for a run that trained but is not all in the store, 130 or 143 when
+    interrupted.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--quiet" in arguments:
         arguments.remove("--quiet")
         os.environ[QUIET] = "1"
-    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # MLflow takes it for unset, too.
+    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # MLflow counts it as unset, too.
         del os.environ["MLFLOW_TRACKING_URI"]
     try:
         if arguments[:1] == ["-sc"]:
@@ -186,7 +187,7 @@ def command() -> None:
 def _open_closed_streams() -> None:
     """Open the standard streams that are closed.
 
-    The next file that is opened would be taken for one of them.
+    Otherwise the next file that is opened would become one of them.
     """
     for number in range(3):
         try:
