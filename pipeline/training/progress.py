@@ -1,4 +1,4 @@
-"""Progress of a run on standard error: a bar on a terminal, else a line now and then."""
+"""Progress of a run on standard error: a bar on a terminal, else lines at intervals."""
 
 import os
 import sys

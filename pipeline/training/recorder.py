@@ -165,7 +165,7 @@ class Recorder:
         self._log_last()
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Log the results over a split, and exclude the evaluation from the update times.
+        """Log the results over a split; exclude the evaluation from the update times.
 
         Args:
             split: `val` or `test`.
