@@ -48,7 +48,7 @@ def _limits_of_group(controllers: str, group: Path) -> list[int]:
 
 
 def address_space() -> int | None:
-    """Return the limit of this process' address space in bytes; None if there is none."""
+    """Return the limit of the address space in bytes; None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
 

@@ -31,7 +31,7 @@ _WORDS = {
 
 
 class FormError(ValueError):
-    """A file is damaged; the message names the file, the line and what is wrong there."""
+    """A file is damaged. The message names the file, the line and the fault."""
 
 
 class _Loader(yaml.SafeLoader):

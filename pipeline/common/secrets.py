@@ -10,18 +10,18 @@ from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 HIDDEN = "***"
 
-# The credentials of a URI within a text. With a password, they reach up to the last @ of
-# the word, since a password may contain any character, even a slash or a quote. Without a
-# colon, and so without a password, they end at the last @ before a slash, where the path
-# starts.
+# The credentials of a URI within a text. With a password, they reach up to the last @
+# in the word, since a password may contain any character, even a slash or a quote.
+# Without a colon, and so without a password, they end at the last @ before a slash,
+# where the path starts.
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s:@]*:\S*|[^/\s\"']+)@")
-# In a text that is a URI, or an override with one, the credentials reach up to the last @
-# of the line: a blank belongs to the password.
+# In a text that is a URI, or an override with one, the credentials reach up to the last
+# @ of the line, as a blank is part of the password.
 _CREDENTIALS_OF_LINE = re.compile(
     r"\A([+~]*(?:[\w.\-]+=)?[\"']?[\w+\-]+://)[^/:@\n]*:.*@"
 )
 # The name of a secret in a query. `viewStateShareKey` of MLflow's pages names a saved
-# view, and is none.
+# view, and is not a secret.
 _NAME = (
     r"((?:[?&;]|%3B)(?!viewStateShareKey=)"
     r"[\w\-]*(?:token|secret|passw|pwd|key|sig|odbc_connect)[\w\-]*(?:=|%3D))"
