@@ -63,14 +63,14 @@ class PartsRecord:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run trains with."""
+    """The parts that a run trains with."""
 
     spec: RunSpec  # with the decision whether the data are kept in memory
     devices: Devices
     data: Data
-    files: Files  # of `data`, as they were before they were read
+    files: Files  # the files of `data`, in their state before reading
     plan: Plan
-    batches: tf.data.Dataset  # of the updates to come; a worker has its share of them
+    batches: tf.data.Dataset  # of the updates to come; a worker has its share of each
     model: keras.Model  # compiled with its built optimizer
     objective: RunObjective
     inputs: Any  # of at most four training examples, on the host
@@ -138,7 +138,7 @@ class Parts:
         size = self.plan.batching.effective_batch_size
         return evaluated(self.data, name, size, node.get("pad"), reader, keep)
 
-    @cached_property  # traced once: a layer may draw while it is traced
+    @cached_property  # traced once: a layer may draw a seed while it is traced
     def forward(self) -> internals.Forward:
         """The random draws and the assignments of a forward pass in training."""
         return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
@@ -255,8 +255,8 @@ def _open_dataset(
 def _read_again(node: DictConfig, data: Data) -> tuple[Any, ...]:
     """Return the files that are read while the run trains.
 
-    A training split in memory is read once, before. The other splits are read as the
-    run trains, whether they are kept or not.
+    A training split in memory is read once, before the training. The other splits are
+    read as the run trains, whether they are kept or not.
     """
     paths: set[Any] = set()
     for name, shards in data.shards.items():
@@ -347,7 +347,7 @@ def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Network:
-    """A compiled model, and what was found out about it."""
+    """A compiled model, and what is known about it."""
 
     model: keras.Model
     objective: RunObjective

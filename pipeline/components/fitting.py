@@ -124,7 +124,7 @@ def fit(
 
 @contextmanager
 def _non_finite_data_named(parts: Parts) -> Iterator[None]:
-    """Say so in the error of a non-finite update if its data are not finite."""
+    """Report non-finite data in the error of a non-finite update."""
     try:
         yield
     except NonFiniteError as error:

@@ -236,7 +236,7 @@ def _check_metrics(
     labels: Mapping[str, Any],
     example: _Example,
 ) -> None:
-    """Update each metric of a group alone, and reset it."""
+    """Update each metric of a group by itself, and reset it."""
     metrics: Any = getattr(goal, group)
     metrics_by_output = metrics if isinstance(metrics, Mapping) else {None: metrics}
     for output, metrics_of_output in metrics_by_output.items():
@@ -267,7 +267,7 @@ def _check_metric(
     result = metric.result()
     if tf.nest.is_nested(result) or tf.convert_to_tensor(result).shape.rank != 0:
         reason = "its result is not one number"
-        # Keras' scores of several classes have one result for each by default.
+        # By default, Keras' scores of several classes have one result per class.
         if getattr(metric, "average", "") is None:
             reason += "; with average=macro it is"
         raise ValueError(reason)

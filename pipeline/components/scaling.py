@@ -51,7 +51,7 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
 
 
 def check(scaling: ScalingConfig) -> None:
-    """Raise a ConfigError for a key that the rule needs, or that it does not read."""
+    """Raise a ConfigError if the rule lacks a key, or does not read one that is set."""
     rule = scaling.rule.name
     peak = scaling.peak_batch_size
     if rule == "surge" and peak is None:

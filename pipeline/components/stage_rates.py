@@ -127,7 +127,7 @@ class StageRates(scaling.DerivedSchedule):
         updates = tf.cast(step, tf.int64)
         stages = tf.constant(self.stages, tf.int64)
         begun = tf.cast(updates >= stages[:, 0], tf.int64)
-        number = tf.reduce_sum(begun) - 1  # of the stage, from 0 on
+        number = tf.reduce_sum(begun) - 1  # index of the stage, from 0 on
 
         clock = step
         if self.examples is not None:
@@ -156,7 +156,7 @@ class StageRates(scaling.DerivedSchedule):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         # Models that version 0.1.0 saved have an argument of a removed feature. It is
-        # None if that was not used.
+        # None if the feature was not used.
         if "peak" in config and config["peak"] is None:
             config = {name: value for name, value in config.items() if name != "peak"}
         return super().from_config(config)
