@@ -431,7 +431,7 @@ def _leaves(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset whose elements are tuples without labels that are None."""
+    """Return a dataset of tuples, without the labels that are None."""
     has_none = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in _leaves(dataset))
     if isinstance(dataset.element_spec, tuple) and not has_none:
         return dataset

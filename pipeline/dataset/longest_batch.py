@@ -121,7 +121,7 @@ def _varies(spec: tf.TypeSpec) -> bool:
 
 
 def _rank(spec: Any) -> int:
-    """Return how many lengths of axes `_lengths` has for a part."""
+    """Return the number of axis lengths that `_lengths` returns for a part."""
     if isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) and spec.shape.rank:
         return int(spec.shape.rank)
     return 0

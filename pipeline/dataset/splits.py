@@ -61,7 +61,7 @@ class Data:
             `stored` has them.
         stored: the records that splits are made from, by the split's name. With them,
             streamed examples are made after shuffling, and each of several workers
-            makes its share only.
+            makes only its share.
         loaders: with `dataset.batched`, the sources of the batches of each split. The
             split itself then has the first batch only.
     """
