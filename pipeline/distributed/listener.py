@@ -32,7 +32,7 @@ class WorkerConnection(JsonSocket):
     """A connection to the chief, from a worker or from a stranger.
 
     Attributes:
-        challenge: the text that the answer has to prove the secret for.
+        challenge: the text that the proof in the answer has to include.
         until: when the connection is closed if it has not answered, by
             `time.monotonic`.
         greeting: the answer of a worker, with its index, its statement and its own

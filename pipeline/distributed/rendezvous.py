@@ -37,7 +37,7 @@ from pipeline.distributed.straggler import (
     OnLost,
 )
 
-# Seconds for all workers to come: a cluster starts them one after the other.
+# Seconds for all workers to connect: a cluster starts them one after the other.
 PATIENCE = 300.0
 # Seconds for which a chief that rejects its config waits for workers, to tell them.
 REJECTING = 10.0
@@ -344,7 +344,7 @@ class Client:
     def _greet(
         self, connection: JsonSocket, greeting: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Answer the chief's challenge and return its reply; None without one."""
+        """Answer the chief's challenge and return its reply; None if there is none."""
         # The chief may first search for a micro-batch size.
         message = connection.read()
         if message is None:
