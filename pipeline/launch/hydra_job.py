@@ -148,8 +148,8 @@ def _shows_user_keys(options: Any) -> bool:
 def _by_environment(overrides: Sequence[Override]) -> list[str]:
     """Return the overrides as texts, with secrets in the environment instead.
 
-    Hydra writes the overrides of a sweep's jobs into files. A secret that is swept
-    stays.
+    Hydra writes the overrides of a sweep's jobs into files. A swept secret stays in its
+    override.
     """
     texts = []
     for number, override in enumerate(overrides):
@@ -164,10 +164,10 @@ def _by_environment(overrides: Sequence[Override]) -> list[str]:
 
 @contextmanager
 def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
-    """Let Hydra read these arguments, and raise what it would print."""
+    """Let Hydra read these arguments, and raise the errors that it would print."""
     arguments_before = sys.argv
     full_error_before = os.environ.get("HYDRA_FULL_ERROR", "0")
-    sys.argv = ["pipeline", *arguments]  # Hydra wants the overrides side by side.
+    sys.argv = ["pipeline", *arguments]  # Hydra needs the overrides in a row.
     # Otherwise Hydra prints an error in many lines and exits with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
