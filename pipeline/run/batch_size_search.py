@@ -246,7 +246,7 @@ def _locked(file: Path) -> AbstractContextManager[Any]:
 
 
 def _recalled(file: Path, most: int) -> Found | None:
-    """Return the entry of the cache; None if there is none, or if it cannot be right."""
+    """Return the entry of the cache; None if it is missing or cannot be right."""
     entry = disk_cache.recall(file, _ENTRY)
     if not entry:
         return None
@@ -331,8 +331,8 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, int | float):
             optimizer[key] = bool(value)
     hardware: dict[str, Any] = {}
-    # A trial depends on the memory and the GPUs of the machine, too, but not on what the
-    # run opens.
+    # A trial also depends on the memory and the GPUs of the machine, but not on the
+    # ports and files that the run opens.
     for key, value in config["hardware"].items():
         facts = key_kinds.facts_of(f"hardware.{key}")
         if facts.kind not in (Kind.PLACE, Kind.LOG) and not facts.of_one_call:
@@ -370,8 +370,8 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
 def _gpus(names: Sequence[str]) -> Sequence[str]:
     """Return the names of the GPUs that this process may use.
 
-    `names` are those of all GPUs of the machine. CUDA ignores what follows an index that
-    does not exist in `CUDA_VISIBLE_DEVICES`.
+    `names` are those of all GPUs of the machine. In `CUDA_VISIBLE_DEVICES`, CUDA
+    ignores what follows an index that does not exist.
     """
     if not names:
         return names

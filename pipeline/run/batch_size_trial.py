@@ -277,7 +277,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then what caused it, and so on."""
+    """Yield an error, then its cause, then the cause of that one, and so on."""
     link: BaseException | None = error
     while link is not None:
         yield link

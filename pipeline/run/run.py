@@ -96,7 +96,7 @@ def run(
 
 
 def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
-    """Return the spec of a composed config; if it is rejected, tell the other workers."""
+    """Return the spec of a config; if it is rejected, tell the other workers."""
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
