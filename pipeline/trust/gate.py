@@ -31,7 +31,7 @@ _TFDS = "pipeline.dataset.from_tfds"
 # TFDS would download code for a name with a namespace, and a name could have arguments
 # such as data_dir. Neither is accepted.
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
-# A home, a URL or a drive, a share.
+# A path in a home folder, a URL, a drive or a network share.
 _ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|(?i:file|data):|\\)|\s+/")
 # The ID of a run, or its start, and perhaps an update.
 _RUN = re.compile(r"[0-9a-f]{4,32}(@\d{1,10})?", re.ASCII)

@@ -54,7 +54,7 @@ APPLICATIONS = "keras.applications."
 # namespaces themselves, and are not.
 _FUNCTIONS = ("keras.src.applications.", "keras.src.losses.", "keras.src.metrics.")
 
-# Most callbacks write. So those that do not are listed, and a new one of Keras is
+# Most callbacks write files, so those that do not are listed. A new one of Keras is
 # rejected until it is listed here.
 CALLBACKS = {
     "keras.callbacks.EarlyStopping",
