@@ -1,4 +1,4 @@
-"""`pipeline critical RUN@UPDATE`: measure the critical batch by branches of a checkpoint.
+"""`pipeline critical RUN@UPDATE`: measure the critical batch from a checkpoint.
 
 the run's config ─► one stage more, from UPDATE on
     ─► a sweep over its effective batch ─► report/critical_batch.py
@@ -30,7 +30,7 @@ LARGEST = 64  # the largest batch, in batches of the run
 LEAST_UPDATES = 3  # the fewest updates with the largest batch
 UPDATES = 200  # default length of a branch, in updates of the run's batch
 _NEVER = 2**31 - 1  # Only the last update is evaluated.
-# What all branches do differently from their run.
+# The values in which all branches differ from their run.
 _BRANCH: dict[str, dict[str, Any]] = {
     "accumulation": {"factor": None},
     "training": {
@@ -61,7 +61,7 @@ class _Stage(NamedTuple):
 def critical(arguments: Sequence[str]) -> int:
     """Measure the critical batch by branches of a checkpoint.
 
-    They are trained at 1, 2, 4, … times the batch of its run.
+    The branches are trained at 1, 2, 4, … times the batch of its run.
 
     The run directory is trusted like your own files: what its config names is imported.
     """
@@ -218,8 +218,9 @@ def _branch_config(
 ) -> dict[str, Any]:
     """Return the config of a branch.
 
-    It is that of its run with the `stages`, a constant learning rate, and no callbacks.
-    The rate at k times the batch of the run is √k times the rate at the checkpoint.
+    It is the config of the run with the `stages`, a constant learning rate, and no
+    callbacks. The rate at k times the batch of the run is √k times the rate at the
+    checkpoint.
     """
     batch = stages[-1].effective_batch_size
     scaling = config.get("scaling") or {}

@@ -24,7 +24,7 @@ from pipeline.trust import artifact_locations
 if TYPE_CHECKING:  # importing it takes a second
     from pipeline.sweep.parent_run import ParentRun
 
-# Takes the run ID of a sweep, and returns the command that runs what is missing of it.
+# Takes the run ID of a sweep, and returns the command that runs its missing jobs.
 CommandAgain = Callable[[str], list[str]]
 
 
@@ -187,7 +187,7 @@ def _recorded_overrides(
     options: argparse.Namespace, file: list[str], rest: list[str]
 ) -> list[str]:
     """Return the recorded overrides of the sweep `options.again`, then `rest`."""
-    # What is swept is left out, as it composes to several configs.
+    # Swept values are left out, as they compose to several configs.
     keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")
     place = [text for text in rest if text.startswith(keys_of_place)]
     config = compose.composed([*file, *place])
@@ -213,7 +213,7 @@ def run_one(
 ) -> float:
     """Train the run of a composed config, or resume it; return its last loss."""
     if config.hardware.device.name == "gpu" and not nvidia.visible():
-        # It fails at once, while TensorFlow would take seconds.
+        # This fails at once; TensorFlow would take seconds.
         nvidia.why_no_gpu(required=True)
     from pipeline.run import run
 
