@@ -131,7 +131,7 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 def own_folder() -> str | None:
     """Return the folder `conf` of the working directory, if it is the user's own.
 
-    It is if it holds config groups and is not the package's folder.
+    It is the user's own if it holds config groups and is not the package's folder.
     """
     folder = Path("conf").absolute()
     if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()):

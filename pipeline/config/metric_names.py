@@ -1,4 +1,4 @@
-"""The metrics that an update returns or that are derived from it, with an entry each.
+"""The metrics that an update returns or that are derived from it, one entry for each.
 
 A new metric of an update is computed in `pipeline.accumulation` and has its entry here.
 """
@@ -27,11 +27,13 @@ class UpdateMetric(NamedTuple):
     """How a metric of an update is treated.
 
     Attributes:
-        counted: it counts examples, steps or epochs, so two runs agree on it exactly.
-        of_the_cut: its value depends on how a batch is cut into micro-batches.
+        counted: whether it counts examples, steps or epochs, so that two runs agree on
+            it exactly.
+        of_the_cut: whether its value depends on how a batch is cut into micro-batches.
         rounding: by how many times the rounding of a loss it may differ between two
             runs.
-        share: it may be a share of the examples, which moves by whole examples.
+        share: whether it may be a share of the examples, which changes by whole
+            examples.
     """
 
     counted: bool = False
@@ -40,8 +42,8 @@ class UpdateMetric(NamedTuple):
     share: bool = False
 
 
-# Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by
-# 2e-5 within one update while the loss moved by nothing.
+# Rounding may switch a ReLU or a pooling to another input: the gradient's norm then
+# changed by 2e-5 within one update, while the loss did not change.
 _OF_THE_GRADIENT = 30.0
 UPDATE_METRICS = {
     "loss": UpdateMetric(),

@@ -80,5 +80,5 @@ def mapped(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """Return a plain value in which OmegaConf takes no text for an interpolation."""
+    """Return a plain value whose texts OmegaConf does not read as interpolations."""
     return mapped(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))

@@ -278,7 +278,7 @@ def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
 
 
 def _check_any_batch_size(composed: DictConfig) -> None:
-    """Reject what needs to know the size of a batch before it is read."""
+    """Reject values that need the size of a batch before it is read."""
     reason = f"with {sizes.BATCHED}=true: batches have any size"
     xla = composed.hardware.xla
     if xla not in ("auto", False):

@@ -1,7 +1,7 @@
 """The typed schema of a run: every key with its type, its kind and its legacy default.
 
 Hydra composes a config by these classes, and `RunSpec.config` is made of instances of
-them. The default of a field is what a run did before there was the key, since an old
+them. The default of a field is what a run did before the key existed, since an old
 record lacks it. The defaults of new runs stand in `conf/`, and may differ. The comment
 above a field is its line in the config reference (docs/reference.py).
 """
@@ -49,16 +49,18 @@ class KeyFacts:
 
     Attributes:
         kind: what the key decides.
-        fixed: a resumed run must have the value that the run began with. This is the
-            default for keys of the training.
-        each_workers_own: each of several workers keeps its own value, and does not get
-            the chief's. This is the default for keys of the log and of a machine.
-        of_one_call: it says where one call of the command reads and writes, or what it
-            opens, so it is never taken from the record of a sweep.
-        set_by_a_sweep: only a sweep sets it, for its jobs; no help text shows it.
-        same_data: another value changes where the data are or how they are read, but
-            not which data they are.
-        sets_rate: the learning rate depends on it.
+        fixed: whether a resumed run must have the value that the run began with. This
+            is the default for keys of the training.
+        each_workers_own: whether each of several workers keeps its own value, and does
+            not get the chief's. This is the default for keys of the log and of a
+            machine.
+        of_one_call: whether it says where one call of the command reads and writes, or
+            what it opens. It is then never taken from the record of a sweep.
+        set_by_a_sweep: whether only a sweep sets it, for its jobs; no help text shows
+            it.
+        same_data: whether another value changes where the data are or how they are
+            read, but not which data they are.
+        sets_rate: whether the learning rate depends on it.
     """
 
     kind: Kind

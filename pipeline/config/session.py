@@ -1,7 +1,7 @@
 """One call of Hydra: what its plugins need to know, and what they leave behind.
 
-Hydra makes its callbacks and launchers by itself and returns nothing of theirs, so a
-context variable gives them the session.
+Hydra makes its callbacks and launchers itself and does not return them, so a context
+variable gives them the session.
 """
 
 from collections.abc import Iterator, Sequence

@@ -53,7 +53,7 @@ class Batching:
         return ceil_div(self.effective_batch_size, self.replicas)
 
     def of(self, micro_batch_size: int) -> Batching:
-        """Return how the same effective batch is cut into micro-batches of this size."""
+        """Return how the effective batch is cut into micro-batches of this size."""
         factor = ceil_div(self.share, micro_batch_size)
         return replace(self, micro_batch_size=micro_batch_size, factor=factor)
 
@@ -83,7 +83,7 @@ def derive(
     replicas: int = 1,
     most: int = 0,
 ) -> Batching:
-    """Derive the third size from the two that are not None; three have to agree.
+    """Derive the third size from the two that are not None; all three have to agree.
 
     Args:
         effective: effective batch size.

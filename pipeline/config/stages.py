@@ -76,7 +76,7 @@ class Stage(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Examples that are read in batches of one size, in some epochs before `end`."""
+    """Examples that are read in batches of one size, in the epochs before `end`."""
 
     size: int
     end: int

@@ -179,7 +179,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_bool(value: object) -> bool:
-    # OmegaConf takes any number for a bool.
+    # OmegaConf accepts any number as a bool.
     return isinstance(value, bool)
 
 
@@ -249,7 +249,7 @@ _SIZE = Check(
 _SWITCH = Check("true, false or auto", lambda value: _is_bool(value) or value == "auto")
 _FLAG = Check("true or false", _is_bool)
 
-# With other values Keras mostly gives no warning, and clips nothing or diverges.
+# With other values, Keras mostly does not warn, and clips nothing or diverges.
 _KERAS_OPTIMIZER_CHECKS = {
     "optimizer.clipnorm": _POSITIVE.or_null(),
     "optimizer.global_clipnorm": _POSITIVE.or_null(),
