@@ -115,7 +115,7 @@ def _remove_replaced(config: dict[str, Any], request: Request) -> None:
     """
     for key in request.values.keys() - request.deleted:
         is_merged = isinstance(request.values[key], dict)
-        # The data directory is in its place already.
+        # The data directory is already in place.
         is_replaced = key != "dataset.data_dir" and not is_merged
         if is_replaced or key in request.groups:
             _remove(config, key)
