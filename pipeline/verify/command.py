@@ -1,4 +1,4 @@
-"""The verb `pipeline verify`: whether accumulating equals the large batch."""
+"""The verb `pipeline verify`: whether accumulation equals the large batch."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ def _outcome(
 
 
 def _untrained(model: keras.Model) -> list[Any]:
-    """Return the variables of numbers that a forward pass may change, without metrics.
+    """Return the numeric variables that a forward pass may change, without metrics.
 
     Seeds are uint32, and lookup tables hold strings.
     """
