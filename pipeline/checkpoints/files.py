@@ -8,7 +8,7 @@ A thread writes them into a folder whose name starts with a dot, syncs it to the
 verifies it, and renames it. A folder under its final name is therefore complete,
 whenever the process is killed. The manifest reveals damage by the disk.
 
-This module imports no TensorFlow.
+This module does not import TensorFlow.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def _with_recorded_choices(
 
 
 def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
-    """Return the spec with the order of the examples of the `recorded` dataset group."""
+    """Return the spec with the order of the examples in the `recorded` dataset."""
     node = spec.dataset
     values: dict[str, Any] = {}
     if node.get("in_memory") == "auto":
@@ -257,7 +257,7 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
 
     values_then = leaves(recorded)
     values_now = leaves(spec.recorded)
-    # What a missing key meant is the schema's default.
+    # A missing key meant the schema's default.
     defaults = leaves(plain(OmegaConf.structured(Config)))
     new_keys = [key for key in values_now if key not in values_then]
     lines = []

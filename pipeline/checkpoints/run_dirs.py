@@ -1,4 +1,4 @@
-"""Run directories: which there are, which one is meant, and what its run began with."""
+"""Run directories: how they are found, and what their runs began with."""
 
 import os
 import re

@@ -39,7 +39,7 @@ Callbacks = Mapping[str, keras.callbacks.Callback]
 # Variables by unique name. Each is a list of its copies on the replicas, or of one copy
 # if all are equal.
 Variables = dict[str, Sequence[Any]]
-# Takes the name of a variable, and returns whether it is meant.
+# Takes the name of a variable, and returns whether it is selected.
 Takes = Callable[[str], bool]
 
 _SEED = "keras' global seed"
@@ -47,8 +47,8 @@ _SAME_PATH = " #"  # `PATH #2` is the second variable with that path.
 _REPLICA = " on replica "  # `NAME on replica 1` differs from the copy on replica 0.
 _ARRAY = "__array__"  # `{"__array__": NAME}` stands for the array NAME.
 
-# Attributes that Keras' own callbacks keep from one epoch to the next. `best_weights` is
-# a list of arrays.
+# Attributes that Keras' own callbacks keep from one epoch to the next. Of these,
+# `best_weights` is a list of arrays.
 _KEPT_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: (
         "best",
@@ -110,7 +110,7 @@ def _take_all(name: str) -> bool:
 
 
 def read(folder: Path, meta: Mapping[str, Any]) -> State:
-    """Return the snapshot that `State.write` wrote into `folder` and described by `meta`."""
+    """Return the snapshot in `folder`; `meta` is what `State.write` returned."""
     variables = []
     with tf.device("CPU:0"):
         for _, shape, dtype in meta["arrays"]:
@@ -355,7 +355,7 @@ def _offers_state(callback: keras.callbacks.Callback) -> bool:
 
 
 def _state_of(callback: Any) -> Any:
-    """Return `get_state()` of a callback, or what Keras' own ones keep; None if neither."""
+    """Return a callback's `get_state()`, or what Keras' own ones keep, or None."""
     if _offers_state(callback):
         return callback.get_state()
     for kind, attributes in _KEPT_ATTRIBUTES.items():
