@@ -21,7 +21,8 @@ from pipeline.config import allow_list, former_names, key_kinds, plain
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
-# Where one call of the command reads and writes, and what it opens; not part of the sweep.
+# Where one call of the command reads and writes, and what it opens. These keys are not
+# part of the sweep.
 _LOCATIONS = (
     "tracking",
     *key_kinds.keys_where(lambda facts: facts.of_one_call),

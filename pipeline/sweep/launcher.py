@@ -72,7 +72,7 @@ class SweepLauncher(Launcher):
         task_function: TaskFunction,
         config: DictConfig,
     ) -> None:
-        """Keep what Hydra gives; let SIGTERM and SIGHUP interrupt as Ctrl-C does."""
+        """Keep what Hydra gives; let SIGTERM and SIGHUP interrupt like Ctrl-C."""
         self.config = config
         self.hydra_context = hydra_context
         self.task_function = task_function
@@ -140,7 +140,7 @@ class SweepLauncher(Launcher):
 
     def _varied(self, values: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the keys that the sweep varies, from the values of each job by key."""
-        # A swept key is in the name even if this batch has one value of it.
+        # A swept key is in the name even if this batch has only one value of it.
         swept = set()
         for override in _parsed(self._task_overrides()):
             if override.is_sweep_override():

@@ -50,7 +50,7 @@ def announce(sweep: ParentRun) -> None:
 def complete(sweep: ParentRun) -> dict[str, Any]:
     """Color the jobs and add their results to the parent's description.
 
-    Returns the jobs' runs by name.
+    Return the jobs' runs by name.
     """
     children = sweep.children()
     color(sweep.client(), {name: run.info.run_id for name, run in children.items()})

@@ -48,9 +48,9 @@ _LONGEST_PARAM = 6000  # MLflow takes no longer value
 class ParentRun(SweepRecord):
     """The parent run, and the state of its jobs."""
 
-    name: str = ""  # of the sweep file, or `multirun`
+    name: str = ""  # the name of the sweep file, or `multirun`
     places: tuple[str, ...] = ()  # where artifacts may be, besides the store
-    names: list[str] = field(default_factory=list)  # of all planned jobs, in order
+    names: list[str] = field(default_factory=list)  # all planned jobs, in order
     # Config keys in which the jobs differ.
     varied: list[str] = field(default_factory=list)
     # Metrics that the jobs measure besides the loss.
@@ -109,7 +109,7 @@ class ParentRun(SweepRecord):
         """End the parent run, and print how each job ended.
 
         Args:
-            status: `KILLED` or `FAILED` if the sweep itself was.
+            status: `KILLED` or `FAILED` if the sweep itself was killed or failed.
 
         Returns:
             0 if all jobs finished, else 1.
@@ -182,7 +182,7 @@ class ParentRun(SweepRecord):
 
 @dataclass(frozen=True)
 class _JobRow:
-    """A line of what is printed when a sweep ends."""
+    """A line that is printed when a sweep ends."""
 
     name: str
     status: str

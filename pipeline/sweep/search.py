@@ -1,7 +1,7 @@
 """`hydra/sweeper=search`: Optuna chooses the jobs of a sweep to minimize their loss.
 
-The published `hydra-optuna-sweeper` 1.3.0 is pinned to Optuna 2; this one uses ask and
-tell of today's Optuna. The search space has the same grammar, under
+The published `hydra-optuna-sweeper` 1.3.0 is pinned to Optuna 2; this one uses the
+ask-and-tell interface of current Optuna. The search space has the same grammar, under
 `hydra.sweeper.params`:
 
     KEY: interval(1e-4, 1e-1)               a number between the two
