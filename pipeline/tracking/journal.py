@@ -383,7 +383,7 @@ class Journal:
             self.shipper.send({"ship": str(self._path), "may_exist": True})
 
     def _warn_if_behind(self) -> None:
-        """Tell the user if many points have waited ever since the last look."""
+        """Print a line if many points have waited since the last check."""
         waiting = []
         while (answer := self.shipper.answer(0)) is not None:
             waiting.append(answer.get("left", 0))

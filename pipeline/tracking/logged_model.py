@@ -100,7 +100,7 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
         if own_classes:
             reloaded = _predicted_elsewhere(path, example)
         else:
-            # With deterministic operations TensorFlow prints an error that is none.
+            # With deterministic operations, TensorFlow prints a false error.
             with imports.without_chatter():
                 reloaded = predicted(path, example)
         _check_equal(model, reloaded, predictions)

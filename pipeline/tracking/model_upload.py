@@ -1,7 +1,7 @@
 """Ships a model that a run saved in its directory to MLflow.
 
 The model becomes a logged model of its run. A tag with the name of its folder, which no
-other model has, finds it again: shipping it twice makes no second one.
+other model has, finds it again, so shipping it twice makes no second model.
 """
 
 import shutil
@@ -49,8 +49,8 @@ def ship(
         OSError: the folder holds a link or the like. A run directory may be somebody
             else's.
     """
-    # The folder is renamed before it is removed, so that no half of it is shipped after
-    # a kill in between.
+    # The folder is renamed before it is removed, so that half of it is never shipped if
+    # the process is killed in between.
     removed = folder.with_name(f".{folder.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if not folder.is_symlink() and not folder.exists():

@@ -82,7 +82,7 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
 def config_hash_1(resolved: Mapping[str, Any], run_dir: str | None) -> str:
     """Return the hash of version 1, by which records of schema 1 and 2 are checked.
 
-    It stays as it was, over the config as it was recorded, under its former names.
+    It does not change: it covers the config as it was recorded, under its former names.
     """
     same = {
         key: value
@@ -248,7 +248,7 @@ def _is_own(module: str, file: str) -> bool:
 def _hash_on_path(file: str) -> str | None:
     """Return the SHA-256 of the file that Python would import; None without one.
 
-    The name may be from a record, and leads nowhere else.
+    The name may come from a record, and cannot lead anywhere else.
     """
     if not re.fullmatch(r"\w+(/\w+)*\.py", file):
         return None
@@ -373,7 +373,8 @@ def _git(*arguments: str) -> str | None:
 def _installed_packages() -> dict[str, str | None]:
     """Return the version of every installed distribution, by its name.
 
-    The files are read as text: the `metadata` of a distribution parses all of each.
+    The files are read as text: the `metadata` of a distribution parses each one
+    completely.
     """
     versions: dict[str, str | None] = {}
     for distribution in metadata.distributions():

@@ -105,7 +105,7 @@ class Uploader:
         self._folder = path.parent
         self._tell = tell
 
-        # What was read and is not in the store yet: points, and all other lines.
+        # Points and other lines that were read and are not in the store yet.
         self._points: list[Metric] = []
         self._lines: list[dict[str, Any]] = []
         # Metric → 1 at each step that the store has.
@@ -185,7 +185,7 @@ class Uploader:
         self._samples += 1
 
     def ship(self) -> None:
-        """Send what was read; what the store has not confirmed is kept for next time.
+        """Send what was read, and keep what the store has not confirmed.
 
         Raises:
             StoreGoneError: the store's file was moved or deleted.
@@ -209,7 +209,7 @@ class Uploader:
 
         Args:
             patience: seconds without progress after which an error is raised.
-            report: is called with each error before that.
+            report: called with each error before that.
         """
         has_more = True
         while has_more:
