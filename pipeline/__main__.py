@@ -110,7 +110,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser that prints the version, the help, or a wrong usage, and exits."""
+    """Return the parser that prints the version, the help or an error, and exits."""
     from pipeline import __version__
 
     lines = ["verbs:"]
@@ -154,7 +154,7 @@ def _complete(arguments: list[str]) -> int:
         print(" ".join(names))
         return 0
 
-    # Hydra completes what follows the verb and its name, as of `train`.
+    # Hydra completes the words after the verb and its name, as for `train`.
     rest = words[3:] if takes_name else words[2:]
     os.environ["COMP_LINE"] = " ".join([words[0], *rest])
     folders = []
