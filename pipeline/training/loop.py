@@ -212,7 +212,7 @@ class Trainer:
             raise Interrupted(reason)
 
     def evaluate(self) -> None:
-        """Evaluate the validation split if it is due, and end the epoch if it is over."""
+        """Evaluate the validation split if it is due; end the epoch if it is over."""
         plan = self.recorder.plan
         ended = self.ended
         results: dict[str, float] = {}
