@@ -272,7 +272,7 @@ class _Planned:
 
     spec: RunSpec  # with the sizes of the first batch of a user's loader
     plan: Plan
-    stream: Stream | None  # of the batches of a user's loader
+    stream: Stream | None  # the batches of a user's loader
 
 
 def _planned(spec: RunSpec, data: Data) -> _Planned:

@@ -11,7 +11,7 @@ _PARTS = ("inputs", "labels", "sample weights")
 
 
 def non_finite_part(batch: Any) -> str:
-    """Return the part of a batch that has a value that is NaN or infinite.
+    """Return the part of a batch that has a NaN or an infinite value.
 
     Args:
         batch: the batch of an update or of an evaluation.

@@ -47,8 +47,8 @@ class Loader:
         self._source = source
         self._split = split
 
-        # The first batch shows the form of all. The rest of the first epoch follows
-        # when it is trained on.
+        # The first batch shows the form of all batches. The rest of the first epoch
+        # follows when it is trained on.
         self._begun_epoch: Iterator[tuple] | None = None
         epoch = self.epoch()
         first = next(epoch, None)

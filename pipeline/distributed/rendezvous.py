@@ -322,7 +322,7 @@ class Client:
     def wait(self) -> None:
         """Wait until the chief has closed the run and ended, which ends this process.
 
-        The thread of `watch` ends this process.
+        The thread of `watch` does so.
         """
         self._done = True
         sys.stderr.flush()

@@ -42,7 +42,7 @@ class SweepPlan:
 
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
     varied: list[str]  # config keys in which the jobs differ
-    hardware: list[HardwareConfig]  # of each job
+    hardware: list[HardwareConfig]  # the `hardware` group of each job
 
 
 @dataclass

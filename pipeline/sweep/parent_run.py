@@ -59,7 +59,7 @@ class ParentRun(SweepRecord):
     lost: dict[str, str] = field(default_factory=dict)
     # When a job's process ended, by its name, in seconds of a monotonic clock.
     ended: dict[str, float] = field(default_factory=dict)
-    folder: str = ""  # of the sweep
+    folder: str = ""  # the folder of the sweep
     patience: float = 60.0  # of a job's shipper with the store, in seconds
     closed: threading.Event = field(default_factory=threading.Event)  # no heartbeats
     note: TextIO | None = None  # open and locked file in `folder`, see `left_open`

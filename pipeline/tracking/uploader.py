@@ -53,7 +53,7 @@ REJECTIONS = (
     "RESOURCE_ALREADY_EXISTS",
     "INVALID_STATE",
 )
-MOST_FORKS = 140  # that fit in a tag
+MOST_FORKS = 140  # the most that fit in a tag
 
 # Tags of a run.
 UNWRITTEN = "journal.unwritten"  # the segment whose end the full disk may not have
