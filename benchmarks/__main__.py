@@ -1,24 +1,33 @@
 """Benchmarks: ratios of contenders that take turns in one session.
 
-Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]     (`make bench`)
+Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]
+           (`make bench`)
 Run time:  about 40 minutes on two CPU cores, on a quiet machine.
-Expect:    a table with each figure and whether it meets its target, also as JSON in benchmarks/results/.
+Expect:    a table with each figure and whether it meets its target, and the medians and
+           quartiles as JSON in benchmarks/results/.
 
 Parts:
-    update       the update ÷ the limit: factor × bare forward+backward + one optimizer apply, each measured alone
-    peers        the training loop ÷ Keras' fit, PyTorch, Accelerate and Lightning; the last three with `make peers`
-    tracking     the training loop that logs every update ÷ the same one that logs nothing; CPU time of a logged update
-    checkpoints  how long one checkpoint stalls the training loop, and what it costs
-    replicas     the training loop under MirroredStrategy with 2 and 4 logical CPU devices ÷ with 1
-    memory       peak memory by factor and by effective batch
-    main         seconds of the README's main job, and of the same by Keras and by Lightning ÷ ours
+    startup      seconds until `pipeline --help` answers, a wrong config is rejected,
+                 and the first update is done
+    main         seconds of the README's main job, and of the same by Keras and by
+                 Lightning ÷ ours
     auto         examples/s with `micro_batch_size=auto_fastest` ÷ with the best by hand
-    startup      seconds until `pipeline --help` answers, a wrong config is refused, and the first update is done
+    memory       peak memory by factor and by effective batch
+    update       the update ÷ the limit: factor × bare forward+backward + one optimizer
+                 apply, each measured alone
+    peers        the training loop ÷ Keras' fit, PyTorch, Accelerate and Lightning; the
+                 last three with `make peers`
+    tracking     the training loop that logs every update ÷ the same one that logs
+                 nothing; CPU time of a logged update
+    checkpoints  how long one checkpoint stalls the training loop, and what it costs
+    replicas     the training loop under MirroredStrategy with 2 and 4 logical CPU
+                 devices ÷ with 1
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -26,50 +35,52 @@ from pathlib import Path
 
 from benchmarks import main_job, memory, processes
 from benchmarks.figures import Figure, table
-from benchmarks.workloads import LARGE, NAMES
+from benchmarks.workloads import NAMES, WORKLOADS, Workload
 from pipeline.common import imports
 
-PARTS = (
-    "startup",
-    "main",
-    "auto",
-    "memory",
-    "update",
-    "peers",
-    "tracking",
-    "checkpoints",
-    "replicas",
-)
+# These compute in processes of their own.
+PARTS_ELSEWHERE = ("startup", "main", "auto", "memory")
+PARTS_HERE = ("update", "peers", "tracking", "checkpoints", "replicas")
+PARTS = (*PARTS_ELSEWHERE, *PARTS_HERE)
 RESULTS = Path(__file__).parent / "results"
+AUTO_TURNS = 2  # of each size in `auto`, for each start of a command
 
 
 def main() -> None:
     options = _options()
-    begun, load = time.time(), os.getloadavg()[0]
+    begun = time.time()
+    load = os.getloadavg()[0]
     if {"main", "peers"} & set(options.parts):
         processes.check_peers()
+
     # These come before TensorFlow takes memory and threads in this process.
     figures = _in_other_processes(options)
     device = "not used"
-    if set(options.parts) - {"startup", "main", "auto", "memory"}:
+    if set(options.parts) & set(PARTS_HERE):
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with imports.without_chatter():
-            from benchmarks import models, peers
+            from benchmarks import keras_models, peers
 
-        device = models.device()
+        device = keras_models.device_name()
         for name in options.models:
-            figures += _of_model(name, options)
+            figures += _with_model(WORKLOADS[name], options)
         figures += peers.overall(figures)
-    said = f"{device}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
-    print(f"\n{said}\n{table(figures)}")
-    path = Path(
-        options.output
-        or RESULTS / time.strftime("%Y-%m-%d_%H-%M-%S.json", time.localtime(begun))
-    )
-    found = [figure.as_dict() for figure in figures]
-    versions = processes.peer_versions()
+
+    seconds = time.time() - begun
+    print(f"\n{device}, {os.cpu_count()} processors; {seconds:.0f} s")
+    print(table(figures))
+    path = options.output
+    if path is None:
+        local_time = time.localtime(begun)
+        path = RESULTS / time.strftime("%Y-%m-%d_%H-%M-%S.json", local_time)
     processes.write(
-        path, begun, options, versions, device=device, load=load, figures=found
+        path,
+        begun,
+        options,
+        processes.peer_versions(),
+        device=device,
+        load=load,
+        figures=[dataclasses.asdict(figure.summary()) for figure in figures],
     )
     print(f"written to {path}", file=sys.stderr)
 
@@ -86,33 +97,38 @@ def _in_other_processes(options: argparse.Namespace) -> list[Figure]:
     if "auto" in options.parts:
         from benchmarks import micro_batches
 
-        figures += micro_batches.measure(False, 128, (64, 128), 2 * options.starts)
+        figures += micro_batches.measure(
+            tiny=False,
+            effective=128,
+            filters=(64, 128),
+            rounds=AUTO_TURNS * options.starts,
+        )
     if "memory" in options.parts:
         name = "cnn" if "cnn" in options.models else options.models[0]
-        figures += memory.measure(name, options.starts)
+        figures += memory.measure(WORKLOADS[name], options.starts)
     return figures
 
 
-def _of_model(name: str, options: argparse.Namespace) -> list[Figure]:
+def _with_model(workload: Workload, options: argparse.Namespace) -> list[Figure]:
     """Measure the parts that compute with a model in this process."""
     from benchmarks import checkpoints, peers, replicas, tracking, update
 
+    rounds = options.rounds
+    seconds = options.seconds
+    tracked_rounds = options.tracked_rounds
+    tracked_seconds = options.tracked_seconds
     figures: list[Figure] = []
     if "update" in options.parts:
-        figures += update.measure(name, options.rounds, options.seconds, options.xla)
+        figures += update.measure(workload, rounds, seconds, options.xla)
     if "peers" in options.parts:
-        figures += peers.measure(name, options.rounds, options.seconds, options.xla)
-    # Of a large model, a turn would be two updates.
-    if "tracking" in options.parts and name not in LARGE:
-        figures += tracking.measure(
-            name, options.tracked_rounds, options.tracked_seconds
-        )
+        figures += peers.measure(workload, rounds, seconds, options.xla)
+    # With a large model, a turn would be two updates.
+    if "tracking" in options.parts and not workload.is_large:
+        figures += tracking.measure(workload, tracked_rounds, tracked_seconds)
     if "checkpoints" in options.parts:
-        figures += checkpoints.measure(
-            name, options.tracked_rounds, options.tracked_seconds
-        )
-    if "replicas" in options.parts and name in replicas.NAMES:
-        figures += replicas.measure(name, options.rounds, options.seconds)
+        figures += checkpoints.measure(workload, tracked_rounds, tracked_seconds)
+    if "replicas" in options.parts and workload.name in replicas.NAMES:
+        figures += replicas.measure(workload, rounds, seconds)
     return figures
 
 
@@ -124,7 +140,7 @@ def _options() -> argparse.Namespace:
         "parts",
         nargs="*",
         metavar="PART",
-        help=", ".join(PARTS) + "; all where none is given",
+        help=", ".join(PARTS) + "; all if none is given",
     )
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument(
@@ -154,7 +170,8 @@ def _options() -> argparse.Namespace:
     for part in options.parts:
         if part not in PARTS:
             parser.error(f"PART must be one of {', '.join(PARTS)}. Received: {part}")
-    options.parts = options.parts or PARTS
+    if not options.parts:
+        options.parts = PARTS
     return options
 
 

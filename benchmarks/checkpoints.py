@@ -1,8 +1,9 @@
-"""What one checkpoint costs the training loop: how long it stalls, and the time that its writing takes from training.
+"""What one checkpoint costs the training loop: how long it stalls, and the seconds.
 
-Both contenders are `pipeline.training.loop.Trainer`. One begins each of its turns with a checkpoint and ends it when
-that is written, synced and verified, so that all of it is in the turn. The difference of two turns is what one
-checkpoint costs; at the default interval of `training.checkpoint_every` that is a share of five minutes at most.
+Both contenders are `pipeline.training.loop.Trainer`. One begins each of its turns with
+a checkpoint and ends it when that is written, synced and verified, so that all of it is
+in the turn. The difference of two turns is what one checkpoint costs. At the default
+interval of `training.checkpoint_every` that is a share of five minutes at most.
 """
 
 from __future__ import annotations
@@ -16,56 +17,67 @@ from statistics import median
 from benchmarks import fit
 from benchmarks.figures import Figure
 from benchmarks.turns import Coroutine, alternate
+from benchmarks.workloads import Workload
 from pipeline.checkpoints.files import AUTO_SECONDS, Checkpoints
 from pipeline.checkpoints.snapshot import State
 from pipeline.config.plan import Plan
 
 
-def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
-    """The stall, the cost, and the ratio at the default interval."""
-    updates = fit.updates_within(name, seconds)
+def measure(workload: Workload, rounds: int, seconds: float) -> list[Figure]:
+    """Return the stall, the cost, and the ratio at the default interval."""
+    updates = fit.updates_within(workload, seconds)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = Metered(Path(folder), updates, fit.plan(name))
+        checkpoints = TimedCheckpoints(Path(folder), updates, fit.plan(workload))
         contenders = {
-            "with": Coroutine(fit.ours(name, updates, checkpoints=checkpoints)),
-            "bare": Coroutine(fit.ours(name, updates)),
+            "with": Coroutine(fit.ours(workload, updates, checkpoints=checkpoints)),
+            "bare": Coroutine(fit.ours(workload, updates)),
         }
         alternate(contenders, 2)
         checkpoints.stalls.clear()
         times = alternate(contenders, rounds)
         for contender in contenders.values():
             contender.close()
-    costs = [
-        with_one - bare
-        for with_one, bare in zip(times["with"], times["bare"], strict=True)
-    ]
+
+    costs = []
+    for with_checkpoint, bare in zip(times["with"], times["bare"], strict=True):
+        costs.append(with_checkpoint - bare)
     shares = [AUTO_SECONDS / (AUTO_SECONDS + max(cost, 0)) for cost in costs]
-    note = f"turns of {updates} updates"
-    share = Figure(
-        "checkpoints", name, "every five minutes ÷ bare", shares, at_least=0.99
-    )
-    if median(costs) > median(
-        times["bare"]
-    ):  # most of the turn is then the wait for the end of the writing
-        share.at_least, share.note = (
-            None,
-            "at least: writing takes longer than a turn, which waits for it",
-        )
+
+    target: float | None = 0.99
+    note = ""
+    # Then most of the turn is the wait for the end of the writing.
+    if median(costs) > median(times["bare"]):
+        target = None
+        note = "at least: writing takes longer than a turn, which waits for it"
     return [
         Figure(
             "checkpoints",
-            name,
+            workload.name,
             "stall",
             [1e3 * stall for stall in checkpoints.stalls],
-            "ms",
+            unit="ms",
         ),
-        Figure("checkpoints", name, "cost of one", costs, "s", note=note),
-        share,
+        Figure(
+            "checkpoints",
+            workload.name,
+            "cost of one",
+            costs,
+            unit="s",
+            note=f"turns of {updates} updates",
+        ),
+        Figure(
+            "checkpoints",
+            workload.name,
+            "every five minutes ÷ bare",
+            shares,
+            at_least=target,
+            note=note,
+        ),
     ]
 
 
-class Metered(Checkpoints):
-    """Notes how long each stalls."""
+class TimedCheckpoints(Checkpoints):
+    """Measures how long each checkpoint stalls the loop."""
 
     def __init__(self, folder: Path, every: int, plan: Plan):
         super().__init__(folder, every, plan)

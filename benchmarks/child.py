@@ -1,7 +1,9 @@
-"""The child's side of a contender in a process of its own; `processes.Process` is the parent's side.
+"""The child's side of a contender in a process of its own.
 
-The child first writes a line of JSON with facts about itself. For each line with a number that it reads, it runs as
-many updates and writes a line. It exits when its standard input is closed. Imports only the standard library.
+`processes.Process` is the parent's side. The child first writes a line of JSON with
+facts about itself. For each line with a number that it reads, it runs as many updates
+and writes a line. It exits when its standard input is closed. This module imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ class Child:
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # libraries print to standard error
-        self._left = 0
+        self._remaining = 0
 
     def ready(self, **facts: object) -> None:
         """Send the facts about this contender, and wait for the first turn."""
@@ -25,13 +27,13 @@ class Child:
 
     def updated(self) -> None:
         """Count an update; after the last one of a turn, wait for the next turn."""
-        self._left -= 1
-        if self._left == 0:
+        self._remaining -= 1
+        if self._remaining == 0:
             self._answer("done")
 
     def _answer(self, text: str) -> None:
         print(text, file=self._answers, flush=True)
         line = sys.stdin.readline()
         if not line:
-            os._exit(0)  # inside a library's training loop
-        self._left = int(line)
+            os._exit(0)  # within a library's training loop
+        self._remaining = int(line)

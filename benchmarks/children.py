@@ -1,9 +1,13 @@
-"""Runs each piece of a benchmark in a process of its own with a time limit, so that one that crashes fails alone.
+"""Runs each piece of a benchmark in a process with a time limit.
 
-    parent ─► forkserver of Python's `multiprocessing`, which has imported TensorFlow ─► each piece
+So a piece that crashes fails alone.
 
-Within a process, TensorFlow does not release GPU memory, and has one precision and one setting of determinism. If the
-forkserver or its forked processes cannot use the GPU, each piece is a new process.
+    parent ─► forkserver of Python's `multiprocessing`, which has imported TensorFlow
+           ─► each piece
+
+Within a process, TensorFlow does not release GPU memory, and has one precision and one
+setting of determinism. If the forkserver or its forked processes cannot use the GPU,
+each piece is a new process.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,14 +29,32 @@ from typing import Any
 from pipeline.sweep.job_call import importing_only_this_package
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
-methods = (
-    ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]
-)  # the first one is used
+LONGEST_MESSAGE = 400  # characters of an exception's message
+
+# How processes are started: the first one is used. It is removed if it does not work.
+start_methods = ["spawn"]
+if sys.platform == "linux":
+    start_methods.insert(0, "forkserver")
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a child sends: a value, or at the end why it failed.
+
+    Attributes:
+        value: that the generator yielded.
+        is_last: the generator has ended.
+        failure: the error of the last message; empty if there is none.
+    """
+
+    value: Any = None
+    is_last: bool = False
+    failure: str = ""
 
 
 def prepare() -> None:
     """Start the forkserver, which imports TensorFlow in the background."""
-    if methods[0] == "forkserver":
+    if start_methods[0] == "forkserver":
         multiprocessing.set_forkserver_preload(["pipeline.sweep.warm"])
         with importing_only_this_package():
             forkserver.ensure_running()
@@ -53,34 +76,35 @@ def run(
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = _started(theirs, function, arguments, seconds)
     theirs.close()
-    found: list[Any] = []
+    values: list[Any] = []
     deadline = time.monotonic() + seconds
     try:
         while True:
-            if not ours.poll(max(0.0, deadline - time.monotonic())):
-                return found, f"took longer than {seconds:.0f} s"
-            done, value = ours.recv()
-            if done:
-                return found, value
-            found.append(value)
+            remaining = max(0.0, deadline - time.monotonic())
+            if not ours.poll(remaining):
+                return values, f"took longer than {seconds:.0f} s"
+            message = ours.recv()
+            if message.is_last:
+                return values, message.failure
+            values.append(message.value)
     except (EOFError, OSError):  # it ended, maybe while sending
         process.join(GRACE)
-        status = process.exitcode or 0
-        return (
-            found,
-            f"killed by {signal.Signals(-status).name}"
-            if status < 0
-            else f"ended with status {status}",
-        )
+        return values, _exit_reason(process.exitcode or 0)
     finally:
         ours.close()
         _end(process)
 
 
+def _exit_reason(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
 def _started(
     theirs: Connection, function: str, arguments: Mapping[str, Any], seconds: float
 ) -> Any:
-    context: Any = multiprocessing.get_context(methods[0])
+    context: Any = multiprocessing.get_context(start_methods[0])
     process = context.Process(
         target=_main, args=(theirs, function, dict(arguments), seconds)
     )
@@ -88,9 +112,9 @@ def _started(
         with importing_only_this_package():
             process.start()
     except (EOFError, OSError):  # the forkserver failed to import, or may not be forked
-        if len(methods) == 1:
+        if len(start_methods) == 1:
             raise
-        del methods[0]
+        del start_methods[0]
         return _started(theirs, function, arguments, seconds)
     return process
 
@@ -98,18 +122,18 @@ def _started(
 def _main(
     connection: Connection, function: str, arguments: dict[str, Any], seconds: float
 ) -> None:
-    """Run in the child: send (False, value) for each value, then (True, error message)."""
+    """Run in the child: send a message for each value, and a last one."""
     os.setsid()  # a process group, to be killed with its own children
     signal.alarm(math.ceil(seconds + GRACE))  # in case the parent was killed
     os.dup2(2, 1)  # standard output is for the table
-    why = ""
+    failure = ""
     try:
         for value in pkgutil.resolve_name(function)(**arguments):
-            connection.send((False, value))
+            connection.send(Message(value))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        why = f"{type(error).__name__}: {lines[0][:400]}"
-    connection.send((True, why))
+        failure = f"{type(error).__name__}: {lines[0][:LONGEST_MESSAGE]}"
+    connection.send(Message(is_last=True, failure=failure))
 
 
 def _end(process: Any) -> None:

@@ -5,21 +5,37 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-BEST = "train ÷ best peer"
+BEST_PEER = "train ÷ best peer"
+HEAD = (
+    "part",
+    "of",
+    "figure",
+    "median",
+    "quartiles",
+    "target",
+    "",
+    "best round of each",
+)
 
 
-@dataclasses.dataclass
+@dataclass(frozen=True)
 class Figure:
     """One line of the table.
 
     Attributes:
-        part, subject, what: which benchmark, of which model or command, and what is compared with what.
+        part: the benchmark.
+        subject: the model or the command that is measured.
+        what: what is measured, or what is compared with what.
         values: one per round; a ratio is that of two contenders in the same round.
         unit: of the values; empty for a ratio.
         best: the best round of each contender, in `best_unit`.
-        over: examples of the effective batch, of a figure that is drawn over it.
-        at_least, at_most: the target; without one, `note` says why.
+        best_unit: of `best`.
+        over: examples of the effective batch, if the figure is drawn over it.
+        at_least: the target, if there is one.
+        at_most: the target, if there is one.
+        note: conditions, or why there is no target.
     """
 
     part: str
@@ -47,17 +63,57 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median meets the target; None where there is none."""
+        """Whether the median meets the target; None if there is no target."""
         if self.at_least is not None:
             return self.median >= self.at_least
-        return None if self.at_most is None else self.median <= self.at_most
+        if self.at_most is not None:
+            return self.median <= self.at_most
+        return None
 
-    def as_dict(self) -> dict[str, object]:
-        computed = {"median": self.median, "quartiles": self.quartiles, "met": self.met}
-        return dataclasses.asdict(self) | computed
+    def summary(self) -> Summary:
+        """Return what the JSON file holds of this figure."""
+        return Summary(
+            part=self.part,
+            subject=self.subject,
+            what=self.what,
+            rounds=len(self.values),
+            median=self.median,
+            quartiles=self.quartiles,
+            unit=self.unit,
+            best=self.best,
+            best_unit=self.best_unit,
+            over=self.over,
+            at_least=self.at_least,
+            at_most=self.at_most,
+            met=self.met,
+            note=self.note,
+        )
 
 
-@dataclasses.dataclass
+@dataclass(frozen=True)
+class Summary:
+    """A figure in the JSON file: median and quartiles in place of the values.
+
+    The attributes are those of `Figure`, and `rounds` is the number of its values.
+    """
+
+    part: str
+    subject: str
+    what: str
+    rounds: int
+    median: float
+    quartiles: tuple[float, float]
+    unit: str
+    best: Mapping[str, float]
+    best_unit: str
+    over: int | None
+    at_least: float | None
+    at_most: float | None
+    met: bool | None
+    note: str
+
+
+@dataclass(frozen=True)
 class Missing:
     """A line of the table for a figure that is missing, and why."""
 
@@ -68,62 +124,76 @@ class Missing:
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     """Return the ratio in each round."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+    pairs = zip(above, below, strict=True)
+    return [numerator / denominator for numerator, denominator in pairs]
 
 
-def table(figures: Sequence[Figure | Missing]) -> str:
-    """Format all figures as a table, one per line, with those that are missing."""
-    head = (
-        "part",
-        "of",
-        "figure",
-        "median",
-        "quartiles",
-        "target",
-        "",
-        "best round of each",
-    )
-    rows = [head, *(_row(figure) for figure in figures)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "─" * max(len(line) for line in lines), *lines[1:]])
+def table(lines: Sequence[Figure | Missing]) -> str:
+    """Format figures as a table, one per line, with those that are missing."""
+    rows: list[Sequence[str]] = [HEAD]
+    for line in lines:
+        if isinstance(line, Missing):
+            rows.append(_missing_row(line))
+        else:
+            rows.append(_row(line))
+
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    formatted = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        formatted.append("  ".join(cells).rstrip())
+    rule = "─" * max(map(len, formatted))
+    return "\n".join([formatted[0], rule, *formatted[1:]])
 
 
-def _row(figure: Figure | Missing) -> tuple[str, ...]:
-    if isinstance(figure, Missing):
-        return figure.part, figure.subject, "no figure", *[""] * 4, figure.why
-    first, third = figure.quartiles
+def _missing_row(line: Missing) -> Sequence[str]:
+    return [line.part, line.subject, "no figure", "", "", "", "", line.why]
+
+
+def _row(figure: Figure) -> Sequence[str]:
+    what = figure.what
+    if figure.over is not None:
+        what += f", effective batch {figure.over}"
     unit = f" {figure.unit}" if figure.unit else ""
-    target = ""
-    if figure.at_least is not None:
-        target = f"≥ {_fixed(figure.at_least)}{unit}"
-    elif figure.at_most is not None:
-        target = f"≤ {_fixed(figure.at_most)}{unit}"
-    best = ", ".join(f"{name} {_number(value)}" for name, value in figure.best.items())
-    if best and figure.best_unit:
-        best += f" {figure.best_unit}"
-    return (
+    first, third = figure.quartiles
+    verdicts = {None: "", True: "met", False: "MISSED"}
+    remarks = [_best(figure), figure.note]
+    return [
         figure.part,
         figure.subject,
-        figure.what
-        if figure.over is None
-        else f"{figure.what}, effective batch {figure.over}",
-        f"{_fixed(figure.median)}{unit}",
+        what,
+        _fixed(figure.median) + unit,
         f"{_fixed(first)} … {_fixed(third)}",
-        target,
-        {None: "", True: "met", False: "MISSED"}[figure.met],
-        "; ".join(text for text in (best, figure.note) if text),
-    )
+        _target(figure),
+        verdicts[figure.met],
+        "; ".join(filter(None, remarks)),
+    ]
+
+
+def _best(figure: Figure) -> str:
+    rounds = [f"{name} {_number(value)}" for name, value in figure.best.items()]
+    text = ", ".join(rounds)
+    if text and figure.best_unit:
+        text += f" {figure.best_unit}"
+    return text
+
+
+def _target(figure: Figure) -> str:
+    unit = f" {figure.unit}" if figure.unit else ""
+    if figure.at_least is not None:
+        return f"≥ {_fixed(figure.at_least)}{unit}"
+    if figure.at_most is not None:
+        return f"≤ {_fixed(figure.at_most)}{unit}"
+    return ""
 
 
 def _fixed(value: float) -> str:
-    return f"{value:.2f}" if value == 0 or abs(value) >= 0.005 else f"{value:.1e}"
+    if value == 0 or abs(value) >= 0.005:
+        return f"{value:.2f}"
+    return f"{value:.1e}"
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

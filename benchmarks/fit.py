@@ -1,21 +1,22 @@
-"""Two loops as contenders that pause between their turns: `pipeline.training.loop.Trainer`, and Keras' `fit`.
+"""Two loops as contenders that pause between their turns: our `Trainer`, and `fit`.
 
-`fit` accumulates with `gradient_accumulation_steps`. Model, optimizer, examples and the `tf.data` pipeline are the
-same; only the size of a batch differs, which is the effective one here and a micro-batch there.
+`fit` accumulates with `gradient_accumulation_steps`. Model, optimizer, examples and the
+`tf.data` pipeline are the same; only the size of a batch differs. Ours gets effective
+batches, and `fit` gets micro-batches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
-from contextlib import closing, nullcontext
 
 import keras
 import tensorflow as tf
 
-from benchmarks import models
+from benchmarks import keras_models
 from benchmarks.turns import Coroutine, repeats
-from benchmarks.workloads import EPOCH, sizes
+from benchmarks.workloads import EPOCH, Workload
 from pipeline.accumulation import Update
 from pipeline.checkpoints.files import Checkpoints
 from pipeline.config.plan import Plan
@@ -27,87 +28,97 @@ from pipeline.training.recorder import Recorder
 
 FOREVER = 10**9
 
+Body = Callable[[Callable[[], None]], object]  # called with `pause`
 
-def updates_within(name: str, seconds: float, xla: bool = False) -> int:
+
+def updates_within(workload: Workload, seconds: float, xla: bool = False) -> int:
     """Return how many updates of our loop take at least `seconds`."""
-    with closing(Coroutine(ours(name, 1, xla=xla))) as warm:
-        return repeats(warm, seconds)
+    body = ours(workload, 1, xla=xla)
+    with contextlib.closing(Coroutine(body)) as one_update:
+        return repeats(one_update, seconds)
 
 
-def plan(name: str) -> Plan:
-    micro, factor = sizes(name)
-    return Plan(
-        Batching(micro * factor, micro, factor), EPOCH * micro * factor, FOREVER
-    )
+def plan(workload: Workload) -> Plan:
+    """Return a plan of epochs without end."""
+    batching = Batching(workload.effective, workload.micro, workload.factor)
+    return Plan(batching, EPOCH * workload.effective, FOREVER)
 
 
 def ours(
-    name: str,
+    workload: Workload,
     updates: int,
     recorder: Recorder | None = None,
     xla: bool = False,
     checkpoints: Checkpoints | None = None,
     strategy: tf.distribute.Strategy | None = None,
-) -> Callable[[Callable[[], None]], object]:
-    """`Trainer.fit`, which pauses after every `updates` updates with results fetched and checkpoints written."""
-    recorder = recorder or Recorder(
-        None, plan(name), 1, lambda: 0, Progress(FOREVER, shown=False)
-    )
+) -> Body:
+    """Return `Trainer.fit`, which pauses after every `updates` updates.
+
+    At a pause, results are fetched and checkpoints are written.
+    """
+    if recorder is None:
+        progress = Progress(FOREVER, shown=False)
+        recorder = Recorder(None, plan(workload), 1, lambda: 0, progress)
 
     def body(pause: Callable[[], None]) -> object:
-        with nullcontext() if strategy is None else strategy.scope():
-            model, optimizer = models.build(name), models.optimizer()
+        scope = contextlib.nullcontext() if strategy is None else strategy.scope()
+        with scope:
+            model = keras_models.build(workload)
+            optimizer = keras_models.optimizer()
             optimizer.build(model.trainable_variables)
         update = Update(
             model,
-            models.loss(),
+            keras_models.loss(),
             optimizer,
-            sizes(name).micro,
+            workload.micro,
             strategy=strategy,
             jit_compile=xla,
         )
 
-        done = itertools.count(1)
+        finished_updates = itertools.count(1)
 
-        def between() -> None:
-            if next(done) % updates == 0:
+        def after_update() -> None:
+            if next(finished_updates) % updates == 0:
                 recorder.fetch()
                 if checkpoints is not None:
                     checkpoints.wait()
                 pause()
                 recorder.restart_clock()
 
-        batches = models.batches(name, sizes(name).effective)
-        oom_retry = OomRetry(update, [], batches.element_spec)
+        batches = keras_models.batches(workload, workload.effective)
         trainer = Trainer(
             update,
             batches,
             recorder,
             checkpoints=checkpoints,
-            oom_retry=oom_retry,
-            stop=between,
+            oom_retry=OomRetry(update, [], batches.element_spec),
+            stop=after_update,
         )
         return trainer.fit()
 
     return body
 
 
-def keras_fit(
-    name: str, updates: int, steps_per_execution: int
-) -> Callable[[Callable[[], None]], object]:
-    """`fit`, which pauses after every `updates` updates, at the end of what it takes for an epoch."""
+def keras_fit(workload: Workload, updates: int, steps_per_execution: int) -> Body:
+    """Return `fit`, which pauses after every `updates` updates.
+
+    That is the end of what it takes for an epoch.
+    """
 
     def body(pause: Callable[[], None]) -> object:
-        model, (micro, factor) = models.build(name), sizes(name)
-        optimizer = models.optimizer(gradient_accumulation_steps=factor)
-        model.compile(optimizer, models.loss(), steps_per_execution=steps_per_execution)
+        model = keras_models.build(workload)
+        model.compile(
+            keras_models.optimizer(gradient_accumulation_steps=workload.factor),
+            keras_models.loss(),
+            steps_per_execution=steps_per_execution,
+        )
         pausing = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: pause()
         )
         return model.fit(
-            models.batches(name, micro),
+            keras_models.batches(workload, workload.micro),
             epochs=FOREVER,
-            steps_per_epoch=factor * updates,
+            steps_per_epoch=workload.factor * updates,
             callbacks=[pausing],
             verbose=0,
         )

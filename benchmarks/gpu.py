@@ -1,29 +1,41 @@
-"""What a GPU has to show, what is most wanted first.
+"""What a GPU has to show, in order of importance.
 
-Command:   python benchmarks/gpu.py [PART …] [--tiny] [--seconds-limit S] [--output FILE]
-Run time:  20 minutes on an H100, by estimate, most of it XLA compiling; with --tiny two minutes on two CPU cores.
-Expect:    a line of JSON after each piece, then a table that says of each target whether it is met; the same as JSON in
-           benchmarks/results/. The exit status is 1 where a target is missed or a figure is missing.
+Command:   python benchmarks/gpu.py [PART …] [--tiny] [--seconds-limit S]
+                                    [--output FILE]
+Run time:  20 minutes on an H100, by estimate, most of it XLA compiling; with --tiny two
+           minutes on two CPU cores.
+Expect:    a line of JSON after each piece, then a table that says of each target
+           whether it is met; the same, with quartiles in place of the rounds, as JSON
+           in benchmarks/results/. The exit status is 1 if a target is missed or a
+           figure is missing.
 
 Parts:
-    found            whether TensorFlow finds the GPU, and how long it takes; else its own reason, and the end
+    found            whether TensorFlow finds the GPU, and how long it takes; else its
+                     own reason, and the end
     train            `pipeline train` as it is, in float32 and bfloat16
-    equal            float64: weights after 20 updates in micro-batches on the GPU − those of the CPU
+    equal            float64: weights after 20 updates in micro-batches on the GPU −
+                     those of the CPU
     repeatable       two runs under determinism: weights that differ in any bit
     memory           growth of the peak of memory from factor 2 to 64
-    update           the update ÷ its strict limit, and the apply's share of the copy bandwidth
+    update           the update ÷ its strict limit, and the apply's share of the copy
+                     bandwidth
     tf32             how far TF32 is from float64
-    two              two logical devices on one card: equal, how fast, and what the traced graph has where
+    two              two logical devices on one card: equal, how fast, and what the
+                     traced graph has where
     profile          ten updates of a profile, left beside the JSON
     layers           dropout with `same_noise`, an LSTM, an embedding
-    peak             the matrix-product peak of each precision, and the bandwidth of copies
-    large            a transformer of 353 million weights in bfloat16 with XLA: share of the peak, compiling apart
-    beside           the update beside `fit(jit_compile="auto")`, and beside PyTorch where it is installed
-    limits           an update that runs out of memory, and `auto_fastest` beside the best micro-batch by hand
+    peak             the matrix-product peak of each precision, and the bandwidth of
+                     copies
+    large            a transformer of 353 million weights in bfloat16 with XLA: share of
+                     the peak, compiling apart
+    beside           the update beside `fit(jit_compile="auto")`, and beside PyTorch if
+                     it is installed
+    limits           an update that runs out of memory, and `auto_fastest` beside the
+                     best micro-batch by hand
     sizes            examples/s by micro-batch, 1 to 256, without and with XLA
 
-Each piece, and each side of a comparison, is a process of its own with a limit. One that fails is a line of the table.
-What the time limit of the whole leaves no time for is another.
+Each piece, and each side of a comparison, is a process of its own with a limit. A piece
+that fails, or that the total time limit leaves out, is a line of the table.
 """
 
 from __future__ import annotations
@@ -35,54 +47,50 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-if (
-    not __package__
-):  # run as a file: its folder has modules with names that others have too
-    sys.path[:] = [
-        str(ROOT),
-        *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks"),
+if not __package__:
+    # This is run as a file. Its folder has modules with names that others have too.
+    others = [
+        entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks"
     ]
-
-import numpy as np  # noqa: E402
+    sys.path[:] = [str(ROOT), *others]
 
 from benchmarks import children, processes  # noqa: E402
 from benchmarks.figures import Figure, Missing, table  # noqa: E402
+from benchmarks.gpu_comparisons import (  # noqa: E402
+    COMPARISONS,
+    FEWER_MICRO_BATCHES,
+    MORE_MICRO_BATCHES,
+    updates,
+)
 from pipeline.common import nvidia  # noqa: E402
 
 PARTS = (
-    *(
-        "found",
-        "train",
-        "equal",
-        "repeatable",
-        "memory",
-        "update",
-        "tf32",
-        "two",
-        "profile",
-        "layers",
-        "peak",
-    ),
-    *("large", "beside", "limits", "sizes"),
+    "found",
+    "train",
+    "equal",
+    "repeatable",
+    "memory",
+    "update",
+    "tf32",
+    "two",
+    "profile",
+    "layers",
+    "peak",
+    "large",
+    "beside",
+    "limits",
+    "sizes",
 )
-UPDATES, UPDATES_TINY = 20, 4  # of a trajectory
-# Of as many micro-batches: the operations of each run in another order, and the peak is that of the worst one. At
-# factor 1 there is nothing to sum, and a gradient less in memory.
-CUTS = ({"factor": 2, "updates": 64}, {"factor": 64, "updates": 2})
 LIMIT = 1800.0  # seconds
-LATE, LATE_TINY = (
-    2.5,
-    10.0,
-)  # times its expected seconds a piece may take: a CPU may be slow, and busy
+# A piece may take so many times its expected seconds. A CPU may be slow, and busy.
+LATE = 2.5
+LATE_TINY = 10.0
 START = 120.0  # seconds that TensorFlow may take to find a device
-
-Weights = list[tuple[str, list[np.ndarray]]]  # of each network
-Sizes = list[tuple[int, int]]  # the peak of memory and the effective batch, in bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +98,12 @@ class Piece:
     """What one process does.
 
     Attributes:
-        part, subject: of its figures; two pieces of one subject are the sides of a comparison.
-        function, arguments: the generator that it calls, as `module:name`, and with what beside `tiny`.
-        seconds: that are expected on a fast GPU.
+        part: of its figures.
+        subject: of its figures; two pieces of one subject are the sides of a
+            comparison.
+        function: the generator that it calls, as `module:name`.
+        arguments: of the function, except `tiny`.
+        seconds: that it is expected to take on a fast GPU.
         side: of the comparison.
     """
 
@@ -104,120 +115,158 @@ class Piece:
     side: str = ""
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.subject, self.side)))
+        return f"{self.subject} {self.side}".strip()
+
+
+class Results:
+    """The lines of the table so far.
+
+    A comparison has its lines once both sides are there.
+    """
+
+    def __init__(self, tiny: bool):
+        self.lines: list[Figure | Missing] = []
+        self._tiny = tiny
+        self._sides: dict[tuple[str, str], list[list[Any]]] = {}
+
+    def add(
+        self, piece: Piece, values: list[Any], failure: str
+    ) -> list[Figure | Missing]:
+        """Add the values of a piece, and why it has no more; return the new lines."""
+        new_lines: list[Figure | Missing] = []
+        if failure:
+            new_lines.append(Missing(piece.part, str(piece), failure))
+        if piece.part in COMPARISONS:
+            sides = self._sides.setdefault((piece.part, piece.subject), [])
+            sides.append(values)
+            if len(sides) == 2 and all(sides):
+                compare = COMPARISONS[piece.part]
+                new_lines += compare(piece.subject, *sides, self._tiny)
+        else:
+            new_lines += values
+        self.lines += new_lines
+        return new_lines
+
+    def as_expected(self) -> bool:
+        """Return whether no figure is missing and no target is missed."""
+        for line in self.lines:
+            if isinstance(line, Missing) or line.met is False:
+                return False
+        return True
 
 
 def main() -> None:
     options = _options()
-    begun, deadline = time.time(), time.monotonic() + options.seconds_limit
-    store = (
-        tempfile.TemporaryDirectory()
-    )  # which takes seconds to make: one for all runs
+    begun = time.time()
+    deadline = time.monotonic() + options.seconds_limit
+    # Making a store takes seconds: there is one for all runs.
+    store = tempfile.TemporaryDirectory()
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{store.name}/mlflow.db"
     children.prepare()
     facts = _facts(options.tiny)
     print(json.dumps(facts), flush=True)
-    sides: dict[tuple[str, str], list[Any]] = {}
-    found: dict[str, list[Figure | Missing]] = {part: [] for part in options.parts}
+
+    results = Results(options.tiny)
     for piece in pieces(options.parts, options.tiny, options.output.parent):
         since = time.monotonic()
-        values, why = _values(piece, options, deadline)
-        lines = found[piece.part]
-        before = len(lines)
-        if why:
-            lines.append(Missing(piece.part, str(piece), why))
-        if piece.part in COMPARED:
-            both = sides.setdefault((piece.part, piece.subject), [])
-            both.append(values)
-            values = (
-                COMPARED[piece.part](piece.subject, *both, options.tiny)
-                if len(both) == 2 and all(both)
-                else []
-            )
-        lines += values
-        figures = [dataclasses.asdict(line) for line in lines[before:]]
-        taken = {
+        values, failure = _values(piece, options, deadline)
+        lines = results.add(piece, values, failure)
+        progress = {
             "piece": f"{piece.part} {piece}".strip(),
             "seconds": round(time.monotonic() - since, 1),
+            "figures": [dataclasses.asdict(line) for line in lines],
         }
-        print(json.dumps({**taken, "figures": figures}, default=str), flush=True)
-        _write(options, facts, begun, found)
-    lines = [line for part in found.values() for line in part]
+        print(json.dumps(progress, default=str), flush=True)
+        # The process may be killed during the next piece.
+        _write(options, facts, begun, results.lines)
+
     print(f"written to {options.output}", file=sys.stderr, flush=True)
-    said = (
-        f"{facts['device']}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
-    )
-    print(f"\n{said}\n{table(lines)}")
-    sys.exit(any(isinstance(line, Missing) or line.met is False for line in lines))
+    seconds = time.time() - begun
+    print(f"\n{facts['device']}, {os.cpu_count()} processors; {seconds:.0f} s")
+    print(table(results.lines))
+    if not results.as_expected():
+        sys.exit(1)
 
 
 def pieces(parts: Sequence[str], tiny: bool, folder: Path = Path()) -> list[Piece]:
     """Return what is to be done, in order; a profile is left in `folder`."""
-    trajectory = "benchmarks.checks:trajectory"
-    updates = UPDATES_TINY if tiny else UPDATES
-    ours: dict[str, Any] = {
-        "updates": updates,
-        "device": "auto",
-        "precision": "float64",
-    }
-    theirs = {**ours, "device": "cpu", "whole": True}
-    again = {
-        "updates": updates,
+    selected = []
+    for piece in [*_correctness_pieces(tiny), *_speed_pieces(folder)]:
+        # In a test a small network is enough.
+        too_large = tiny and piece.arguments.get("name") == "resnet50"
+        if piece.part in parts and not too_large:
+            selected.append(piece)
+    return selected
+
+
+def _correctness_pieces(tiny: bool) -> list[Piece]:
+    """Return `found` to `memory`."""
+    known = [Piece("found", "", "benchmarks.gpu_device:found", {}, 5)]
+    for precision in ("float32", "bfloat16"):
+        arguments = {"precision": precision}
+        known.append(
+            Piece("train", precision, "benchmarks.gpu_runs:train", arguments, 26)
+        )
+
+    trajectory = "benchmarks.gpu_checks:trajectory"
+    in_float64 = {"update_count": updates(tiny), "precision": "float64"}
+    on_gpu = {**in_float64, "device": "auto"}
+    on_cpu = {**in_float64, "device": "cpu", "in_one_batch": True}
+    known.append(Piece("equal", "", trajectory, on_gpu, 17, "in micro-batches"))
+    known.append(Piece("equal", "", trajectory, on_cpu, 15, "on the CPU"))
+    deterministic = {
+        "update_count": updates(tiny),
         "device": "auto",
         "precision": "float32",
         "deterministic": True,
     }
+    for run in ("first", "second"):
+        known.append(Piece("repeatable", "", trajectory, deterministic, 17, run))
+
+    # Both sides compute as many micro-batches: the operations of each run in another
+    # order, and the peak is that of the worst one. At factor 1 there is nothing to sum,
+    # and one gradient less in memory.
+    micro_batches = FEWER_MICRO_BATCHES * MORE_MICRO_BATCHES
+    for name in ("resnet50", "transformer10m"):
+        for factor in (FEWER_MICRO_BATCHES, MORE_MICRO_BATCHES):
+            known.append(
+                Piece(
+                    "memory",
+                    name,
+                    "benchmarks.gpu_checks:peak_memory",
+                    {
+                        "name": name,
+                        "factor": factor,
+                        "update_count": micro_batches // factor,
+                    },
+                    25,
+                    f"factor {factor}",
+                )
+            )
+    return known
+
+
+def _speed_pieces(folder: Path) -> list[Piece]:
+    """Return `update` to `sizes`."""
+    limit = "benchmarks.throughput:update_and_limit"
+    by_size = "benchmarks.throughput:by_size"
+    resnet = {"name": "resnet50", "precision": "float32"}
+    transformer = {"name": "transformer10m", "precision": "bfloat16"}
     large = {
         "name": "transformer350m",
         "precision": "bfloat16",
         "xla": True,
         "micro": 32,
     }
-    by_size = {"name": "transformer10m", "precision": "bfloat16"}
-    resnet = {"name": "resnet50", "precision": "float32"}
-    known = [
-        Piece("found", "", "benchmarks.gpu_workloads:found", {}, 5),
-        *(
-            Piece("train", p, "benchmarks.gpu_runs:train", {"precision": p}, 26)
-            for p in ("float32", "bfloat16")
-        ),
-        Piece("equal", "", trajectory, ours, 17, "in micro-batches"),
-        Piece("equal", "", trajectory, theirs, 15, "on the CPU"),
-        *(
-            Piece("repeatable", "", trajectory, again, 17, run)
-            for run in ("first", "second")
-        ),
-        *(
-            Piece(
-                "memory",
-                name,
-                "benchmarks.checks:peak_memory",
-                {"name": name, **cut},
-                25,
-                f"factor {cut['factor']}",
-            )
-            for name in ("resnet50", "transformer10m")
-            for cut in CUTS
-        ),
-        Piece(
-            "update", "resnet50 float32", "benchmarks.throughput:of_limit", resnet, 53
-        ),
-        Piece(
-            "update",
-            "transformer10m bfloat16",
-            "benchmarks.throughput:of_limit",
-            by_size,
-            38,
-        ),
+    profile = {"folder": str(folder.absolute())}
+    without_xla = {**transformer, "xla": False}
+    with_xla = {**transformer, "xla": True}
+    return [
+        Piece("update", "resnet50 float32", limit, resnet, 53),
+        Piece("update", "transformer10m bfloat16", limit, transformer, 38),
         Piece("tf32", "", "benchmarks.gpu_layers:tf32", {}, 12),
         Piece("two", "", "benchmarks.gpu_layers:two", {}, 19),
-        Piece(
-            "profile",
-            "",
-            "benchmarks.gpu_runs:profile",
-            {"folder": str(folder.absolute())},
-            23,
-        ),
+        Piece("profile", "", "benchmarks.gpu_runs:profile", profile, 23),
         Piece("layers", "", "benchmarks.gpu_layers:layers", {}, 15),
         Piece("peak", "", "benchmarks.peak:measure", {}, 5),
         Piece("large", "", "benchmarks.throughput:measure", large, 125),
@@ -225,128 +274,71 @@ def pieces(parts: Sequence[str], tiny: bool, folder: Path = Path()) -> list[Piec
         Piece("beside", "PyTorch", "benchmarks.gpu_beside:pytorch", {}, 30),
         Piece("limits", "out of memory", "benchmarks.gpu_runs:out_of_memory", {}, 16),
         Piece("limits", "auto", "benchmarks.micro_batches:measure", {}, 200),
-        Piece(
-            "sizes", "", "benchmarks.throughput:by_size", {**by_size, "xla": False}, 40
-        ),
-        Piece(
-            "sizes",
-            "XLA",
-            "benchmarks.throughput:by_size",
-            {**by_size, "xla": True},
-            250,
-        ),
-    ]
-    # A small network will do in a test.
-    return [
-        p
-        for p in known
-        if p.part in parts and not (tiny and p.arguments.get("name") == "resnet50")
+        Piece("sizes", "", by_size, without_xla, 40),
+        Piece("sizes", "XLA", by_size, with_xla, 250),
     ]
 
 
 def _values(
     piece: Piece, options: argparse.Namespace, deadline: float
 ) -> tuple[list[Any], str]:
-    """Return what a piece has yielded, and why it has no more; empty where it has all."""
-    left, since = deadline - time.monotonic(), time.monotonic()
-    if left <= 0:
+    """Return what a piece has yielded, and why it has no more.
+
+    The reason is empty if the piece has completed.
+    """
+    since = time.monotonic()
+    remaining = deadline - since
+    if remaining <= 0:
         return [], f"left out: {options.seconds_limit:.0f} s were over"
+
     arguments = {**piece.arguments, "tiny": options.tiny}
-    most = piece.seconds * (LATE_TINY if options.tiny else LATE)
-    values, why = children.run(piece.function, arguments, min(left, most))
-    took = f"{time.monotonic() - since:.1f} s, expected {piece.seconds:.0f}"
-    print(
-        f"{piece.part} {piece}: {took}{why and f': {why}'}", file=sys.stderr, flush=True
-    )
-    return values, why
-
-
-def _equal(_: str, ours: Weights, reference: Weights, tiny: bool) -> list[Figure]:
-    def largest(pair: tuple[Any, Any]) -> float:
-        (_, one), (_, other) = pair
-        # Of NumPy, whose largest of anything and NaN is NaN.
-        return float(
-            np.max(
-                [
-                    np.max(np.abs(a - b), initial=0.0)
-                    for a, b in zip(one, other, strict=True)
-                ]
-            )
-        )
-
-    what = f"largest difference of a weight after {UPDATES_TINY if tiny else UPDATES} updates"
-    pairs = zip(ours, reference, strict=True)
-    return [
-        Figure("equal", pair[0][0], what, [largest(pair)], at_most=1e-10)
-        for pair in pairs
-    ]
-
-
-def _repeatable(_: str, first: Weights, second: Weights, tiny: bool) -> list[Figure]:
-    def differing(one: list[np.ndarray], other: list[np.ndarray]) -> int:
-        return sum(
-            int(np.sum(a.view(np.uint32) != b.view(np.uint32)))
-            for a, b in zip(one, other, strict=True)
-        )
-
-    what = f"weights that differ after {UPDATES_TINY if tiny else UPDATES} updates"
-    pairs = zip(first, second, strict=True)
-    return [
-        Figure("repeatable", name, what, [differing(a, b)], at_most=0)
-        for (name, a), (_, b) in pairs
-    ]
-
-
-def _memory(name: str, least: Sizes, most: Sizes, tiny: bool) -> list[Figure]:
-    """The host's batch is taken off only where the growth shows that it lies on the device."""
-    (peak, batch), (larger, larger_batch) = least[0], most[0]
-    grown, own = larger - peak, larger_batch - batch
-    beyond = grown - own if grown > own / 2 else grown
-    note = f"{peak / 1e6:,.0f} → {larger / 1e6:,.0f} MB; the batch is {own / 1e6:,.1f} MB larger"
-    target = None if tiny else 1.0
-    what = f"growth of the peak, factor {CUTS[0]['factor']} to {CUTS[1]['factor']}"
-    return [
-        Figure(
-            "memory", name, what, [100 * beyond / peak], "%", at_most=target, note=note
-        )
-    ]
-
-
-COMPARED: dict[str, Callable[..., list[Figure]]] = {
-    "equal": _equal,
-    "repeatable": _repeatable,
-    "memory": _memory,
-}
+    lateness = LATE_TINY if options.tiny else LATE
+    limit = min(remaining, piece.seconds * lateness)
+    values, failure = children.run(piece.function, arguments, limit)
+    seconds = time.monotonic() - since
+    report = f"{piece.part} {piece}: {seconds:.1f} s, expected {piece.seconds:.0f}"
+    if failure:
+        report += f": {failure}"
+    print(report, file=sys.stderr, flush=True)
+    return values, failure
 
 
 def _facts(tiny: bool) -> dict[str, Any]:
-    """Return what TensorFlow says of the device; let processes be new ones where a fork finds no GPU."""
-    found, why = children.run("benchmarks.gpu_workloads:facts", {}, START)
-    on_gpu = bool(found) and found[0]["on_gpu"]
-    if not on_gpu and nvidia.visible() and len(children.methods) > 1:
+    """Return what TensorFlow says of the device.
+
+    If a fork finds no GPU, all later processes are started anew.
+    """
+    values, failure = children.run("benchmarks.gpu_device:facts", {}, START)
+    on_gpu = bool(values) and values[0]["on_gpu"]
+    if not on_gpu and nvidia.visible() and len(children.start_methods) > 1:
         print(
-            f"a fork finds no GPU {why}: each process imports TensorFlow",
+            f"a fork finds no GPU {failure}: each process imports TensorFlow",
             file=sys.stderr,
             flush=True,
         )
-        del children.methods[0]
+        del children.start_methods[0]
         return _facts(tiny)
-    if not found or not (on_gpu or tiny):
-        why = why or str(found[0]["device"])
-        sys.exit(f"gpu.py: TensorFlow must find a GPU, or --tiny must be given: {why}")
-    return found[0]
+    if not values or not (on_gpu or tiny):
+        reason = failure or str(values[0]["device"])
+        sys.exit(
+            f"gpu.py: TensorFlow must find a GPU, or --tiny must be given: {reason}"
+        )
+    return values[0]
 
 
 def _write(
     options: argparse.Namespace,
     facts: Mapping[str, Any],
     begun: float,
-    found: Mapping[str, list],
+    lines: Sequence[Figure | Missing],
 ) -> None:
-    """Write the results so far, in case the process is killed."""
-    lines = [line for part in found.values() for line in part]
-    figures = [line.as_dict() for line in lines if isinstance(line, Figure)]
-    missing = [dataclasses.asdict(line) for line in lines if isinstance(line, Missing)]
+    figures = []
+    missing = []
+    for line in lines:
+        if isinstance(line, Figure):
+            figures.append(dataclasses.asdict(line.summary()))
+        else:
+            missing.append(dataclasses.asdict(line))
     processes.write(
         options.output, begun, options, **facts, figures=figures, missing=missing
     )
@@ -358,7 +350,7 @@ def _options() -> argparse.Namespace:
         "parts",
         nargs="*",
         metavar="PART",
-        help=", ".join(PARTS) + "; all where none is given",
+        help=", ".join(PARTS) + "; all if none is given",
     )
     parser.add_argument(
         "--tiny",
@@ -372,17 +364,23 @@ def _options() -> argparse.Namespace:
         metavar="S",
         help="after which nothing begins",
     )
-    output = (
-        ROOT / "benchmarks" / "results" / time.strftime("gpu_%Y-%m-%d_%H-%M-%S.json")
+    name = time.strftime("gpu_%Y-%m-%d_%H-%M-%S.json")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "benchmarks" / "results" / name,
+        help="of the JSON",
     )
-    parser.add_argument("--output", type=Path, default=output, help="of the JSON")
     options = parser.parse_args()
     for part in options.parts:
         if part not in PARTS:
-            parser.exit(
-                2, f"gpu.py: PART must be one of {', '.join(PARTS)}. Received: {part}\n"
-            )
-    options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
+            known = ", ".join(PARTS)
+            message = f"gpu.py: PART must be one of {known}. Received: {part}\n"
+            parser.exit(2, message)
+    if options.parts:
+        options.parts = [part for part in PARTS if part in options.parts]
+    else:
+        options.parts = list(PARTS)
     return options
 
 

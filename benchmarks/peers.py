@@ -1,10 +1,11 @@
-"""The training loop ÷ what others offer: Keras' `fit`, a hand-written loop in PyTorch, Accelerate, Lightning.
+"""The training loop ÷ the peers: Keras' `fit`, PyTorch by hand, Accelerate, Lightning.
 
-Ours is `pipeline.training.loop.Trainer` itself, with its recorder and without a tracker. `fit` has `verbose=0` and no
-metrics, at `steps_per_execution` 1, the way people use it, and at as many as the factor is. The other three are in
-`benchmarks.pytorch`, each in a process of `.venv-peers`: eager, as their documentation writes them, with the fastest
-of what it offers. Model, optimizer and examples are the same; all shuffle out of memory. Start and tracing are behind
-all of them when the first turn begins.
+Ours is `pipeline.training.loop.Trainer` itself, with its recorder and without a
+tracker. `fit` has `verbose=0` and no metrics, at `steps_per_execution` 1, as people use
+it, and at the factor. The other three are in `benchmarks.pytorch`, each in a process of
+`.venv-peers`: eager, as their documentation writes them, with the fastest options that
+it offers. Model, optimizer and examples are the same; all shuffle out of memory. All of
+them have started and traced when the first turn begins.
 """
 
 from __future__ import annotations
@@ -14,77 +15,103 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 
-from benchmarks import fit, models
-from benchmarks.figures import BEST, Figure, ratios
+from benchmarks import fit, keras_models
+from benchmarks.figures import BEST_PEER, Figure, ratios
 from benchmarks.processes import PEERS, Process
 from benchmarks.turns import Coroutine, alternate
-from benchmarks.workloads import LARGE, sizes
+from benchmarks.workloads import Workload
 
 LOOPS = ("PyTorch", "Accelerate", "Lightning")
-# GNU's OpenMP, which PyTorch comes with, lets its threads spin for some milliseconds after their last work.
+# GNU's OpenMP, which PyTorch comes with, lets its threads spin for some milliseconds
+# after their last work.
 REST = 0.02
 
 
-def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
-    """One figure for each peer, and one for the best of them."""
-    updates = fit.updates_within(name, seconds, xla)
+def measure(workload: Workload, rounds: int, seconds: float, xla: bool) -> list[Figure]:
+    """Return a figure for each peer, and one for the best of them."""
+    updates = fit.updates_within(workload, seconds, xla)
     bodies = {
-        "train": fit.ours(name, updates, xla=xla),
-        "fit, an update an execution": fit.keras_fit(name, updates, sizes(name).factor),
+        "train": fit.ours(workload, updates, xla=xla),
+        "fit, an update an execution": fit.keras_fit(
+            workload, updates, workload.factor
+        ),
     }
-    if name not in LARGE:
-        bodies["fit"] = fit.keras_fit(name, updates, 1)
-    with ExitStack() as opened:
-        turns: dict[str, Callable[[], object]] = {
-            who: opened.enter_context(closing(Coroutine(body)))
-            for who, body in bodies.items()
-        }
-        for loop in (LOOPS[:1] if name in LARGE else LOOPS) if PEERS.exists() else ():
-            turns[loop] = opened.enter_context(closing(_process(loop, name, updates)))
+    if not workload.is_large:
+        bodies["fit"] = fit.keras_fit(workload, updates, 1)
+
+    with ExitStack() as contenders:
+        turns: dict[str, Callable[[], object]] = {}
+        for name, body in bodies.items():
+            turns[name] = contenders.enter_context(closing(Coroutine(body)))
+        for loop in _loops(workload):
+            process = _process(loop, workload, updates)
+            turns[loop] = contenders.enter_context(closing(process))
         alternate(turns, 2)  # traces, and fills the read-ahead
         times = alternate(turns, rounds, REST)
-    examples = sizes(name).effective * updates
+
+    examples = workload.effective * updates
     figures = []
-    for who in list(times)[1:]:
-        best = {each: examples / min(times[each]) for each in ("train", who)}
-        over = ratios(times[who], times["train"])
+    for name in list(times)[1:]:
         figures.append(
-            Figure("peers", name, f"train ÷ {who}", over, "", best, "examples/s")
+            Figure(
+                "peers",
+                workload.name,
+                f"train ÷ {name}",
+                ratios(times[name], times["train"]),
+                best={who: examples / min(times[who]) for who in ("train", name)},
+                best_unit="examples/s",
+            )
         )
     nearest = min(figures, key=lambda figure: figure.median)
-    note = nearest.what.removeprefix("train ÷ ")
-    return [
-        *figures,
-        Figure("peers", name, BEST, nearest.values, at_least=1.0, note=note),
-    ]
+    figures.append(
+        Figure(
+            "peers",
+            workload.name,
+            BEST_PEER,
+            nearest.values,
+            at_least=1.0,
+            note=nearest.what.removeprefix("train ÷ "),
+        )
+    )
+    return figures
 
 
 def overall(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the geometric mean of the models' figures for their best peers, where there are several."""
-    found = [figure.median for figure in figures if figure.what == BEST]
-    if len(found) < 2:
+    """Return the geometric mean of the best peers, if there are several models."""
+    medians = [figure.median for figure in figures if figure.what == BEST_PEER]
+    if len(medians) < 2:
         return []
-    mean = statistics.geometric_mean(found)
     return [
         Figure(
             "peers",
-            f"{len(found)} models",
-            f"{BEST}, geometric mean",
-            [mean],
+            f"{len(medians)} models",
+            f"{BEST_PEER}, geometric mean",
+            [statistics.geometric_mean(medians)],
             at_least=1.2,
         )
     ]
 
 
-def _process(loop: str, name: str, updates: int) -> Process:
-    threads = str(len(os.sched_getaffinity(0)))  # as TensorFlow has
-    process = Process(
-        [str(PEERS), "-m", "benchmarks.pytorch", loop, name, threads], updates
-    )
-    ours = models.weights(models.build(name))
-    if process.said["weights"] != ours:
+def _loops(workload: Workload) -> Sequence[str]:
+    """Return the loops in PyTorch that take turns."""
+    if not PEERS.exists():
+        return ()
+    if workload.is_large:
+        return LOOPS[:1]
+    return LOOPS
+
+
+def _process(loop: str, workload: Workload, updates: int) -> Process:
+    threads = len(os.sched_getaffinity(0))  # as TensorFlow has
+    command = [str(PEERS), "-m", "benchmarks.pytorch"]
+    command += [loop, workload.name, str(threads)]
+    process = Process(command, updates)
+
+    theirs = process.facts["weights"]
+    ours = keras_models.weight_count(keras_models.build(workload))
+    if theirs != ours:
         process.close()
         raise RuntimeError(
-            f"{name} has {process.said['weights']} weights in PyTorch, not {ours}"
+            f"{workload.name} has {theirs} weights in PyTorch, not {ours}"
         )
     return process

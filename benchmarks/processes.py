@@ -1,4 +1,7 @@
-"""Contenders in processes of their own, and the file of results. Imports no TensorFlow, which would take memory."""
+"""Contenders in processes of their own, and the file of results.
+
+This module imports no TensorFlow, which would take memory.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,28 @@ from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-_NONE: Mapping[str, str] = MappingProxyType({})
 PEERS = ROOT / ".venv-peers" / "bin" / "python"  # made by `make peers`
+PEER_PACKAGES = ("torch", "accelerate", "lightning")
+_NONE: Mapping[str, str] = MappingProxyType({})
+_ERROR_CHARACTERS = 2000  # of the end of a process' standard error
 
 
 class Process:
-    """Runs `updates` updates at each call in a process of its own, which `child.Child` serves.
+    """Runs some updates at each call, in a process that `child.Child` serves.
+
+    Args:
+        command: starts the process.
+        updates: of one call.
 
     Attributes:
-        said: what the child said of itself.
-        updates: of a turn.
+        facts: what the child has sent about itself.
     """
 
     def __init__(self, command: Sequence[str], updates: int):
-        self.updates = updates
+        self._updates = updates
         self._command = " ".join(command)
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the process
+        # It is open as long as the process runs.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -42,13 +51,12 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._errors,
         )
-        self.said = json.loads(self._answer())
+        self.facts = json.loads(self._answer())
 
     def __call__(self) -> None:
-        with suppress(
-            BrokenPipeError
-        ):  # it has ended, and the answer that does not come says why
-            print(self.updates, file=self._process.stdin, flush=True)
+        # If the process has ended, `_answer` raises and says why.
+        with suppress(BrokenPipeError):
+            print(self._updates, file=self._process.stdin, flush=True)
         self._answer()
 
     def close(self) -> None:
@@ -60,9 +68,8 @@ class Process:
         if not line:
             status = self._process.wait()
             self._errors.seek(0)
-            raise RuntimeError(
-                f"{self._command} ended with {status}: {self._errors.read()[-2000:]}"
-            )
+            errors = self._errors.read()[-_ERROR_CHARACTERS:]
+            raise RuntimeError(f"{self._command} ended with {status}: {errors}")
         return line
 
 
@@ -75,20 +82,22 @@ def run(
     """Run a command with further environment variables and return its output.
 
     Raises:
-        RuntimeError: its exit status is not `status`; the message has the end of its standard error.
+        RuntimeError: its exit status is not `status`; the message contains the end of
+            its standard error.
     """
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         cwd=cwd,
         env=environment() | {**variables},
         capture_output=True,
         text=True,
     )
-    if done.returncode != status:
+    if completed.returncode != status:
+        errors = completed.stderr[-_ERROR_CHARACTERS:]
         raise RuntimeError(
-            f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
+            f"{' '.join(command)} ended with {completed.returncode}: {errors}"
         )
-    return done.stdout
+    return completed.stdout
 
 
 def seconds(command: Sequence[str], cwd: Path = ROOT, status: int = 0) -> float:
@@ -99,36 +108,50 @@ def seconds(command: Sequence[str], cwd: Path = ROOT, status: int = 0) -> float:
 
 
 def in_turns(names: Iterable[Any], rounds: int) -> Iterator[tuple[int, Any]]:
-    """Yield the number of the round with each name; every other round has them in reverse."""
-    order = list(names)
+    """Yield each name with the number of the round; odd rounds are in reverse."""
+    forward = list(names)
+    backward = forward[::-1]
     for number in range(rounds):
-        for name in order if number % 2 == 0 else reversed(order):
+        order = forward if number % 2 == 0 else backward
+        for name in order:
             yield number, name
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that imports this checkout and prints little."""
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    return (
-        os.environ
-        | quiet
-        | {
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-            )
-        }
-    )
+    """Return the environment of a process that imports this checkout, quietly."""
+    paths = [str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return {
+        **os.environ,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of packages that an interpreter has."""
+    names = tuple(packages)
+    code = f"from importlib import metadata; print(*map(metadata.version, {names}))"
+    versions = run([python, "-c", code]).split()
+    return dict(zip(packages, versions, strict=True))
 
 
 def peer_versions() -> dict[str, str]:
-    """Return the versions of the other environment's libraries; empty if it does not exist."""
-    names = ("torch", "accelerate", "lightning")
-    asked = f"from importlib import metadata; print(*map(metadata.version, {names}))"
-    return (
-        dict(zip(names, run([str(PEERS), "-c", asked]).split(), strict=True))
-        if PEERS.exists()
-        else {}
-    )
+    """Return the versions of the peers; empty if their environment does not exist."""
+    if not PEERS.exists():
+        return {}
+    return versions_in(str(PEERS), PEER_PACKAGES)
+
+
+def check_peers() -> None:
+    """Print how to set up the environment of the peers if it does not exist."""
+    if not PEERS.exists():
+        print(
+            "PyTorch, Accelerate and Lightning are left out: `make peers` sets them up",
+            file=sys.stderr,
+        )
 
 
 def write(
@@ -136,45 +159,37 @@ def write(
     begun: float,
     options: object,
     peers: Mapping[str, str] = _NONE,
-    **found: Any,
+    **results: Any,
 ) -> None:
-    """Write what was found to a JSON file, with the conditions of the measurement; `peers` are further versions."""
-    result = {
+    """Write results to a JSON file, with the conditions of the measurement.
+
+    Args:
+        path: of the file.
+        begun: when the measurement began, in seconds since 1970.
+        options: of the command line.
+        peers: further versions.
+        results: further keys of the file.
+    """
+    ours = ("tensorflow", "keras", "mlflow")
+    content = {
         "processors": os.cpu_count(),
         "platform": platform.platform(),
         "processor": processor(),
-        "versions": {
-            name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")
-        }
-        | {**peers},
+        "versions": {name: metadata.version(name) for name in ours} | {**peers},
         "begun": begun,
         "seconds": time.time() - begun,
         "options": vars(options),
-        **found,
+        **results,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 def processor() -> str:
-    """Return the processor's name in Linux."""
+    """Return the name of the processor."""
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            (
-                line.split(":")[1].strip()
-                for line in lines
-                if line.startswith("model name")
-            ),
-            "",
-        )
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+        return ""
     return platform.processor()
-
-
-def check_peers() -> None:
-    """Print how to set up the environment of the other libraries if it does not exist."""
-    if not PEERS.exists():
-        print(
-            "PyTorch, Accelerate and Lightning are left out: `make peers` sets them up",
-            file=sys.stderr,
-        )

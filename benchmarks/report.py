@@ -1,8 +1,8 @@
-"""The table and the pictures of docs/performance.md, from what `python -m benchmarks` has written.
+"""The table and the pictures of docs/performance.md, from the JSON of `benchmarks`.
 
 Command:   python -m benchmarks.report RESULT.json [--docs FOLDER]
-Expect:    the JSON as docs/bench.json, the table between two comments in docs/performance.md, docs/bench_peers.png
-           and docs/bench_memory.png.
+Expect:    the JSON as docs/bench.json, the table between two comments in
+           docs/performance.md, docs/bench_peers.png and docs/bench_memory.png.
 """
 
 from __future__ import annotations
@@ -12,20 +12,27 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import memory
-from benchmarks.figures import BEST
+from benchmarks.figures import BEST_PEER, Summary
 from benchmarks.workloads import NAMES
 
-BEGIN, END = "<!-- what benchmarks.report writes -->", "<!-- its end -->"
-PICTURES = """\
-![The speed of the training loop ÷ that of each peer, by model](bench_peers.png)
+BEGIN = "<!-- what benchmarks.report writes -->"
+END = "<!-- its end -->"
+PEERS_PICTURE = "The speed of the training loop ÷ that of each peer, by model"
+MEMORY_PICTURE = (
+    "Peak memory over the effective batch: "
+    "accumulated, by Keras, and as one large batch"
+)
+PICTURES = f"""\
+![{PEERS_PICTURE}](bench_peers.png)
 
-![Peak memory over the effective batch: accumulated, by Keras, and as one large batch](bench_memory.png)"""
-COLOURS = ("#1f77b4", "#aec7e8", "#d62728", "#ff7f0e", "#2ca02c")
+![{MEMORY_PICTURE}](bench_memory.png)"""
+COLORS = ("#1f77b4", "#aec7e8", "#d62728", "#ff7f0e", "#2ca02c")
+RATIO_TICKS = (0.5, 0.75, 1, 1.5, 2, 3, 5, 10)
 
 
 def main() -> None:
@@ -33,29 +40,28 @@ def main() -> None:
         prog="python -m benchmarks.report", description=__doc__.splitlines()[0]
     )
     parser.add_argument("result", type=Path)
-    parser.add_argument(
-        "--docs", type=Path, default=Path(__file__).parent.parent / "docs"
-    )
+    default_docs = Path(__file__).parent.parent / "docs"
+    parser.add_argument("--docs", type=Path, default=default_docs)
     options = parser.parse_args()
+
     result = json.loads(options.result.read_text())
+    figures = [Summary(**figure) for figure in result["figures"]]
+    text = "\n\n".join([conditions(result, figures), table(figures), PICTURES])
     page = options.docs / "performance.md"
-    page.write_text(
-        filled(
-            page.read_text(),
-            "\n\n".join([conditions(result), table(result["figures"]), PICTURES]),
-        )
-    )
-    if options.result.resolve() != (options.docs / "bench.json").resolve():
-        shutil.copyfile(options.result, options.docs / "bench.json")
-    draw_peers(result["figures"], options.docs / "bench_peers.png")
-    draw_memory(result["figures"], options.docs / "bench_memory.png")
+    page.write_text(filled(page.read_text(), text))
+
+    copy = options.docs / "bench.json"
+    if options.result.resolve() != copy.resolve():
+        shutil.copyfile(options.result, copy)
+    draw_peers(figures, options.docs / "bench_peers.png")
+    draw_memory(figures, options.docs / "bench_memory.png")
 
 
 def filled(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     """Return the page with `text` between the two comments.
 
     Raises:
-        ValueError: the page has not both.
+        ValueError: the page does not have both comments.
     """
     if not re.search(f"{begin}.*{end}", page, re.DOTALL):
         raise ValueError(f"the page needs a line {begin} and after it a line {end}")
@@ -67,108 +73,90 @@ def filled(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     )
 
 
-def conditions(result: dict[str, Any]) -> str:
-    """Return when, on what and how it was measured, and how many targets were missed."""
+def conditions(result: Mapping[str, Any], figures: Sequence[Summary]) -> str:
+    """Return when and on what it was measured, and how many targets were missed."""
     day = time.strftime("%-d %B %Y", time.gmtime(result["begun"]))
-    versions = ", ".join(
-        f"{name} {version}" for name, version in result["versions"].items()
-    )
-    met = [figure["met"] for figure in result["figures"] if figure["met"] is not None]
+    minutes = result["seconds"] / 60
+    versions = [f"{name} {version}" for name, version in result["versions"].items()]
+    met = [figure.met for figure in figures if figure.met is not None]
     return (
-        f"Measured on {day} in {result['seconds'] / 60:.0f} minutes with `make bench`, on {result['device']}: "
-        f"{result['processors']} cores of {result['processor']}, {result['platform']}; {versions}. "
-        f"Of {len(met)} targets {met.count(False)} were missed. All figures are in `docs/bench.json`."
+        f"Measured on {day} in {minutes:.0f} minutes with `make bench`, "
+        f"on {result['device']}: {result['processors']} cores of "
+        f"{result['processor']}, {result['platform']}; {', '.join(versions)}. "
+        f"Of {len(met)} targets {met.count(False)} were missed. "
+        "All figures are in `docs/bench.json`."
     )
 
 
-def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Return a row for each figure and a column for each model: the median with its quartiles."""
-    shown = [
-        figure for figure in figures if figure["over"] is None
-    ]  # the others are drawn
-    models = [
-        name for name in NAMES if any(figure["subject"] == name for figure in shown)
-    ]
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+def table(figures: Sequence[Summary]) -> str:
+    """Return a row for each figure and a column for each model.
+
+    A cell is the median with its quartiles. Figures over the effective batch are left
+    out, as they are drawn.
+    """
+    shown = [figure for figure in figures if figure.over is None]
+    models = _models_of(shown)
+
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     targets: dict[tuple[str, str], str] = {}
+    has_other_subjects = False
     for figure in shown:
-        of_model = figure["subject"] in models
-        row = (
-            figure["part"],
-            figure["what"] if of_model else f"{figure['subject']}: {figure['what']}",
-        )
-        rows.setdefault(row, {})[figure["subject"] if of_model else ""] = _cell(figure)
-        targets[row] = targets.get(row) or _target(figure)  # some models have none
-    columns = [*models, *([""] if any("" in cells for cells in rows.values()) else [])]
+        if figure.subject in models:
+            column = figure.subject
+            row = (figure.part, figure.what)
+        else:
+            column = ""
+            row = (figure.part, f"{figure.subject}: {figure.what}")
+            has_other_subjects = True
+        cells.setdefault(row, {})[column] = _cell(figure)
+        # Some models have no target where others have one.
+        if not targets.get(row):
+            targets[row] = _target(figure)
+
+    columns = list(models)
+    if has_other_subjects:
+        columns.append("")
     lines = [
-        f"| part | figure | target | {' | '.join(columns)} |",
+        _table_line(["part", "figure", "target", *columns]),
         f"| --- | --- | --- |{' --- |' * len(columns)}",
     ]
-    for row, cells in rows.items():
-        lines.append(
-            f"| {' | '.join([*row, targets[row], *(cells.get(name, '') for name in columns)])} |"
-        )
+    for row, cells_by_column in cells.items():
+        values = [cells_by_column.get(column, "") for column in columns]
+        lines.append(_table_line([*row, targets[row], *values]))
     return "\n".join(lines)
 
 
-def _target(figure: dict[str, Any]) -> str:
-    unit = f" {figure['unit']}" if figure["unit"] else ""
-    if figure["at_least"] is not None:
-        return f"≥ {figure['at_least']:.2f}{unit}"
-    return "" if figure["at_most"] is None else f"≤ {figure['at_most']:.2f}{unit}"
-
-
-def _cell(figure: dict[str, Any]) -> str:
-    first, third = figure["quartiles"]
-    spread = f" [{first:.2f}…{third:.2f}]" if len(figure["values"]) > 1 else ""
-    unit = f" {figure['unit']}" if figure["unit"] else ""
-    of = f", {figure['note']}" if figure["what"] == BEST else ""
-    return f"{figure['median']:.2f}{unit}{spread}{of}{', **missed**' if figure['met'] is False else ''}"
-
-
-def draw_peers(figures: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_peers(figures: Sequence[Summary], path: Path) -> None:
     """Draw ours ÷ each peer by model, with quartiles."""
-    found = [
-        figure
-        for figure in figures
-        if figure["part"] == "peers" and figure["subject"] in NAMES
-    ]
-    found = [figure for figure in found if figure["what"] != BEST]
-    if not found:
+    drawn = []
+    for figure in figures:
+        of_a_peer = figure.part == "peers" and figure.what != BEST_PEER
+        if of_a_peer and figure.subject in NAMES:
+            drawn.append(figure)
+    if not drawn:
         return
-    pyplot = _pyplot()
-    models = [
-        name for name in NAMES if any(figure["subject"] == name for figure in found)
-    ]
-    whats = list(dict.fromkeys(figure["what"] for figure in found))
-    picture, axes = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
-    for number, (what, colour) in enumerate(zip(whats, COLOURS, strict=False)):
-        of_one = {
-            figure["subject"]: figure for figure in found if figure["what"] == what
-        }
-        places = [
-            models.index(name) + (number - (len(whats) - 1) / 2) / (len(whats) + 1)
-            for name in of_one
-        ]
-        medians = [figure["median"] for figure in of_one.values()]
-        spreads = [
-            [
-                abs(figure["quartiles"][side] - figure["median"])
-                for figure in of_one.values()
-            ]
-            for side in (0, 1)
-        ]
-        label = what.removeprefix("train ÷ ").replace("fit", "Keras' fit", 1)
+
+    models = _models_of(drawn)
+    comparisons = list(dict.fromkeys(figure.what for figure in drawn))
+    picture, axes = _pyplot().subplots(figsize=(10, 3.6), layout="constrained")
+    for number, what in enumerate(comparisons[: len(COLORS)]):
+        # The points of a model stand side by side, around its tick.
+        shift = (number - (len(comparisons) - 1) / 2) / (len(comparisons) + 1)
+        points = [figure for figure in drawn if figure.what == what]
+        medians = [figure.median for figure in points]
+        below = [abs(figure.quartiles[0] - figure.median) for figure in points]
+        above = [abs(figure.quartiles[1] - figure.median) for figure in points]
         axes.errorbar(
-            places,
+            [models.index(figure.subject) + shift for figure in points],
             medians,
-            spreads,
+            [below, above],
             fmt="o",
-            color=colour,
-            label=label,
+            color=COLORS[number],
+            label=what.removeprefix("train ÷ ").replace("fit", "Keras' fit", 1),
             capsize=3,
             markersize=5,
         )
+
     axes.axhline(1, color="black", linewidth=1)
     axes.set(
         xticks=range(len(models)),
@@ -176,14 +164,13 @@ def draw_peers(figures: Sequence[dict[str, Any]], path: Path) -> None:
         ylabel="speed of ours ÷ theirs",
         yscale="log",
     )
-    ticks = (0.5, 0.75, 1, 1.5, 2, 3, 5, 10)
     lowest, highest = axes.get_ylim()
-    axes.set_yticks([tick for tick in ticks if lowest <= tick <= highest])
+    axes.set_yticks([tick for tick in RATIO_TICKS if lowest <= tick <= highest])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y", linewidth=0.4)
     axes.legend(
-        ncols=len(whats),
+        ncols=len(comparisons),
         fontsize="small",
         loc="upper center",
         bbox_to_anchor=(0.5, 1.15),
@@ -192,50 +179,85 @@ def draw_peers(figures: Sequence[dict[str, Any]], path: Path) -> None:
     picture.savefig(path, dpi=110)
 
 
-def draw_memory(figures: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the peak of memory over the effective batch: accumulated, at factor 1, and by Keras."""
-    found = [
-        figure
-        for figure in figures
-        if figure["part"] == "memory" and figure["over"] is not None
-    ]
-    if not found:
+def draw_memory(figures: Sequence[Summary], path: Path) -> None:
+    """Draw peak memory over the effective batch: accumulated, at factor 1, by Keras."""
+    drawn = []
+    effective_batches = set()
+    for figure in figures:
+        if figure.part == "memory" and figure.over is not None:
+            drawn.append(figure)
+            effective_batches.add(figure.over)
+    if not drawn:
         return
-    pyplot = _pyplot()
-    picture, axes = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
-    labels = {
-        memory.ACCUMULATED: f"accumulated, micro-batch {memory.MICRO}",
-        memory.KERAS: f"{memory.KERAS}, micro-batch {memory.MICRO}",
-        memory.WHOLE: "one large batch",
-    }
-    for (what, label), colour in zip(
-        labels.items(), ("#1f77b4", "#aec7e8", "#d62728"), strict=True
-    ):
-        points = sorted(
-            (figure["over"], figure["median"])
-            for figure in found
-            if figure["what"] == what
-        )
-        axes.plot(
-            *zip(*points, strict=True),
-            "o-",
-            color=colour,
-            label=label,
-            markersize=4,
-            linewidth=1,
-        )
-    sizes = sorted({figure["over"] for figure in found})
+
+    picture, axes = _pyplot().subplots(figsize=(10, 3.6), layout="constrained")
+    accumulated = f"accumulated, micro-batch {memory.MICRO}"
+    by_keras = f"{memory.KERAS}, micro-batch {memory.MICRO}"
+    _draw_peaks(axes, drawn, memory.ACCUMULATED, accumulated, "#1f77b4")
+    _draw_peaks(axes, drawn, memory.KERAS, by_keras, "#aec7e8")
+    _draw_peaks(axes, drawn, memory.ONE_BATCH, "one large batch", "#d62728")
+
+    ticks = sorted(effective_batches)
     axes.set_xscale("log", base=2)
     axes.set(
-        xticks=sizes,
-        xticklabels=sizes,
+        xticks=ticks,
+        xticklabels=ticks,
         xlabel="effective batch",
         ylabel="peak memory (MiB)",
         ylim=(0, None),
     )
     axes.grid(linewidth=0.4)
-    axes.legend(title=found[0]["subject"])
+    axes.legend(title=drawn[0].subject)
     picture.savefig(path, dpi=110)
+
+
+def _draw_peaks(
+    axes: Any, figures: Sequence[Summary], what: str, label: str, color: str
+) -> None:
+    points = [(figure.over, figure.median) for figure in figures if figure.what == what]
+    effective_batches, peaks = zip(*sorted(points), strict=True)
+    axes.plot(
+        effective_batches,
+        peaks,
+        "o-",
+        color=color,
+        label=label,
+        markersize=4,
+        linewidth=1,
+    )
+
+
+def _models_of(figures: Sequence[Summary]) -> list[str]:
+    """Return the models that have a figure, in the order of `NAMES`."""
+    subjects = {figure.subject for figure in figures}
+    return [name for name in NAMES if name in subjects]
+
+
+def _table_line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _target(figure: Summary) -> str:
+    unit = f" {figure.unit}" if figure.unit else ""
+    if figure.at_least is not None:
+        return f"≥ {figure.at_least:.2f}{unit}"
+    if figure.at_most is not None:
+        return f"≤ {figure.at_most:.2f}{unit}"
+    return ""
+
+
+def _cell(figure: Summary) -> str:
+    text = f"{figure.median:.2f}"
+    if figure.unit:
+        text += f" {figure.unit}"
+    if figure.rounds > 1:
+        first, third = figure.quartiles
+        text += f" [{first:.2f}…{third:.2f}]"
+    if figure.what == BEST_PEER:
+        text += f", {figure.note}"
+    if figure.met is False:
+        text += ", **missed**"
+    return text
 
 
 def _pyplot() -> Any:

@@ -1,11 +1,14 @@
-"""What a sweep adds to its jobs: seconds of a sweep ÷ seconds of as many `pipeline train`, one after the other.
+"""What a sweep adds to its jobs: seconds of a sweep ÷ seconds of the same jobs by hand.
+
+By hand is as many `pipeline train`, one after the other.
 
 Command:   python -m benchmarks.sweeps [--jobs N] [--rounds N]
 Run time:  about 65 seconds a round of 8 jobs on two CPU cores.
-Expect:    about 0.7 for one job at a time and 0.5 for two at once; at most 1.10 and 0.75.
+Expect:    about 0.7 for one job at a time and 0.5 for two at once; at most 1.10 and
+           0.75.
 
-The contenders take turns, so that a machine that is busy for some minutes is busy for all three of them. All log to
-one store, which is there before the first of them starts.
+The contenders take turns, so that a machine that is busy for some minutes is busy for
+all three of them. All log to one store, which exists before the first of them starts.
 """
 
 from __future__ import annotations
@@ -29,69 +32,57 @@ TINY = (
 
 
 def measure(jobs: int, rounds: int) -> list[Figure]:
-    """Two ratios: a sweep of one job at a time, and of two at once, ÷ the same jobs by hand."""
+    """Return a sweep of one job at a time, and of two at once, ÷ the jobs by hand."""
     with tempfile.TemporaryDirectory() as folder:
         uri = f"tracking.uri=sqlite:///{Path(folder) / 'mlflow.db'}"
 
         def by_hand(turn: str) -> None:
             for seed in range(jobs):
-                _pipeline(
-                    [
-                        "train",
-                        *TINY,
-                        uri,
-                        f"seed={seed}",
-                        f"hydra.run.dir={folder}/{turn}/{seed}",
-                    ]
-                )
+                run_dir = f"hydra.run.dir={folder}/{turn}/{seed}"
+                _train(uri, f"seed={seed}", run_dir)
 
-        def sweep(turn: str, at_once: int) -> None:
+        def sweep(turn: str, parallel_jobs: int) -> None:
             seeds = ",".join(map(str, range(jobs)))
-            more = [
-                f"hardware.parallel_jobs={at_once}",
+            _train(
+                "-m",
+                uri,
+                f"seed={seeds}",
+                f"hardware.parallel_jobs={parallel_jobs}",
                 f"hydra.sweep.dir={folder}/{turn}",
-            ]
-            _pipeline(["train", "-m", *TINY, uri, f"seed={seeds}", *more])
+            )
 
         contenders: dict[str, Callable[[str], None]] = {
             "by hand": by_hand,
             "sweep": lambda turn: sweep(turn, 1),
             "two at once": lambda turn: sweep(turn, 2),
         }
-        _pipeline(["train", *TINY, uri, f"hydra.run.dir={folder}/first"])
+        _train(uri, f"hydra.run.dir={folder}/first")  # makes the store
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for number, name in processes.in_turns(contenders, rounds):
             begun = time.perf_counter()
             contenders[name](f"{name} {number}".replace(" ", "_"))
             seconds[name].append(time.perf_counter() - begun)
+
     best = {name: min(values) for name, values in seconds.items()}
-    subject = f"{jobs} jobs"
-    over = ratios(seconds["sweep"], seconds["by hand"])
-    parallel = ratios(seconds["two at once"], seconds["by hand"])
-    return [
-        Figure(
-            "sweeps",
-            subject,
-            "sweep ÷ by hand",
-            over,
-            best=best,
-            best_unit="s",
-            at_most=1.1,
-        ),
-        Figure(
-            "sweeps",
-            subject,
-            "two at once ÷ by hand",
-            parallel,
-            best=best,
-            best_unit="s",
-            at_most=0.75,
-        ),
-    ]
+    figures = []
+    for name, target in (("sweep", 1.1), ("two at once", 0.75)):
+        figures.append(
+            Figure(
+                "sweeps",
+                f"{jobs} jobs",
+                f"{name} ÷ by hand",
+                ratios(seconds[name], seconds["by hand"]),
+                best=best,
+                best_unit="s",
+                at_most=target,
+            )
+        )
+    return figures
 
 
-def _pipeline(arguments: list[str]) -> None:
-    processes.run([sys.executable, "-m", "pipeline", *arguments], Path.cwd())
+def _train(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pipeline", "train", *TINY, *arguments]
+    processes.run(command, Path.cwd())
 
 
 def main() -> None:

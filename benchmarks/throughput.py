@@ -1,9 +1,12 @@
-"""How fast a network trains on a device: examples/s, and the share of the device's own measured peak.
+"""How fast a network trains on a device, and its share of the device's measured peak.
 
-The matrix-product peak is measured in the same process, just after, in the precision of the run: in float32 with TF32
-where the GPU has it, as TensorFlow and so a run leave it on. FLOPs are those of the model, as `training_flops` counts
-them. One apply of Adam reads a gradient, a weight and two moments of float32, and writes the latter three: 28 bytes a
-weight, whose share of the copy bandwidth says how far the apply is from the least that it could take.
+The matrix-product peak is measured in the same process, just after the training, in the
+same precision. In float32 that is with TF32 if the GPU has it, as TensorFlow and so a
+run leave it on. FLOPs are those of the model, as `training_flops` counts them.
+
+One apply of Adam reads a gradient, a weight and two moments of float32, and writes the
+latter three: 28 bytes a weight. These bytes per second, as a share of the copy
+bandwidth, say how close the apply is to the least time that it could take.
 """
 
 from __future__ import annotations
@@ -17,155 +20,189 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from benchmarks import models, peak, update
+from benchmarks import keras_models, peak, update
 from benchmarks.figures import Figure, ratios
-from benchmarks.gpu_workloads import FACTOR, Workload, setup, updates, workload
-from benchmarks.turns import alternate, repeats
+from benchmarks.gpu_device import setup, updates
+from benchmarks.turns import alternate_repeated, repeats, seconds_of
+from benchmarks.workloads import Workload, on_gpu
 from pipeline.accumulation import training_flops
 from pipeline.common.memory_budget import readable
 from pipeline.components import devices
 
 ROUNDS = 5
 SECONDS = 3.0  # of all turns of a network, about
-SIZES = (1, 4, 16, 64, 256)  # micro-batches
-APPLY = 28  # bytes a weight
-SHARE = {"transformer350m bfloat16": 0.45}  # of the matrix-product peak, at least
+MICRO_BATCH_SIZES = (1, 4, 16, 64, 256)
+APPLY_BYTES = 28  # of a weight
+# The targets: shares of the matrix-product peak.
+LEAST_SHARES = {"transformer350m bfloat16": 0.45}
 
 
 def measure(
     name: str, precision: str, xla: bool, tiny: bool, micro: int | None = None
 ) -> Iterator[Figure]:
-    """Yield the speed of training `name`, whose best is in examples/s, as share of the matrix-product peak.
+    """Yield the time to compile, and the share of the matrix-product peak.
 
-    `micro` is the micro-batch size, halved until it fits. The first update, which is traced and compiled, is apart.
+    `micro` is the micro-batch size, halved until it fits. The first update, which is
+    traced and compiled, is not part of the speed.
     """
     machine = setup(precision)
-    of = workload(name, tiny)
-    of = of if micro is None or tiny else dataclasses.replace(of, micro=micro)
-    model = of.build()
-    weights = sum(math.prod(weight.shape) for weight in model.trainable_weights)
-    subject = f"{name} {precision}{', XLA' if xla else ''}"
+    workload = on_gpu(name, tiny)
+    if micro is not None and not tiny:
+        workload = dataclasses.replace(workload, micro=micro)
+    model = keras_models.build(workload)
+    subject = f"{name} {precision}"
+    if xla:
+        subject += ", XLA"
+
+    seconds = 0.1 if tiny else SECONDS
     begun = time.perf_counter()
-    fitting, rates = _rates(of, model, xla, 0.1 if tiny else SECONDS)
-    compiled = time.perf_counter() - begun - ROUNDS * FACTOR * fitting / max(rates)
+    fitting, rates = _rates(workload, model, xla, seconds)
+    turns = ROUNDS * workload.factor * fitting / max(rates)
+    before_turns = time.perf_counter() - begun - turns
     memory = devices.peak_memory(machine)
     yield Figure(
         "large",
         subject,
         "seconds before it is measured: traced, compiled, tried",
-        [max(0.0, compiled)],
-        "s",
+        [max(0.0, before_turns)],
+        unit="s",
     )
+
     possible = max(peak.products(precision, tiny))
-    flops, unknown = training_flops(model, models.loss(), of.examples(2))
+    flops, unknown = training_flops(model, keras_models.loss(), workload.examples(2))
     assert not unknown, unknown
-    best = {"examples/s": max(rates)} | (
-        {"tokens/s": of.tokens * max(rates)} if of.tokens else {}
-    )
-    note = f"{fitting} × {FACTOR}, {weights / 1e6:.1f} M weights, {readable(memory)}, {possible / 1e12:.4g} TFLOP/s"
-    target = None if tiny else SHARE.get(f"{name} {precision}")
-    shares = [rate * flops / possible for rate in rates]
+    best = {"examples/s": max(rates)}
+    if workload.tokens:
+        best["tokens/s"] = workload.tokens * max(rates)
+    target = None if tiny else LEAST_SHARES.get(f"{name} {precision}")
     yield Figure(
         "large",
         subject,
         "share of matrix-product peak",
-        shares,
-        "",
-        best,
+        [rate * flops / possible for rate in rates],
+        best=best,
         at_least=target,
-        note=note,
+        note=(
+            f"{fitting} × {workload.factor}, {_weights(model) / 1e6:.1f} M weights, "
+            f"{readable(memory)}, {possible / 1e12:.4g} TFLOP/s"
+        ),
     )
 
 
 def by_size(name: str, precision: str, xla: bool, tiny: bool) -> Iterator[Figure]:
-    """Yield examples/s for each micro-batch size, at factor 1; the first that does not fit ends it."""
+    """Yield examples/s for each micro-batch size, at factor 1.
+
+    The first size that does not fit ends it.
+    """
     setup(precision)
-    of = workload(name, tiny)
-    model = of.build()
-    for micro in SIZES[:2] if tiny else SIZES:
+    workload = on_gpu(name, tiny)
+    model = keras_models.build(workload)
+    subject = f"{name} {precision}"
+    if xla:
+        subject += ", XLA"
+    sizes = list(MICRO_BATCH_SIZES)
+    turn_seconds = 0.3
+    if tiny:
+        sizes = sizes[:2]
+        turn_seconds = 0.02
+
+    for micro in sizes:
         begun = time.perf_counter()
-        step = updates(model, of.examples(micro), micro, xla)
+        step = updates(model, workload.examples(micro), micro, xla)
         step()["loss"].numpy()
-        first = time.perf_counter() - begun
-        count = repeats(step, 0.02 if tiny else 0.3)
-        times = alternate({"": update.repeated(step, count)}, ROUNDS)[""]
-        subject = f"{name} {precision}{', XLA' if xla else ''}, micro-batch {micro}"
-        rates = [count * micro / each for each in times]
+        first_update = time.perf_counter() - begun
+
+        count = repeats(step, turn_seconds)
+        times = seconds_of(step, count, ROUNDS)
         yield Figure(
             "sizes",
-            subject,
+            f"{subject}, micro-batch {micro}",
             "examples per second",
-            rates,
-            "1/s",
-            {"first update": first},
-            "s",
+            [count * micro / seconds for seconds in times],
+            unit="1/s",
+            best={"first update": first_update},
+            best_unit="s",
         )
 
 
-def of_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
-    """Yield the update ÷ its strict limit, and what its apply makes of the copy bandwidth."""
+def update_and_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
+    """Yield the update ÷ its strict limit, and the apply's share of the bandwidth."""
     setup(precision)
-    of = workload(name, tiny)
-    model = of.build()
-    x, y = map(tf.constant, of.examples(FACTOR * of.micro))
-    known = update.contenders(model, x, y, of.micro, xla=False)
-    parts = {part: known[part] for part in ("update", "strict", "apply")}
-    count = repeats(parts["update"], 0.05 if tiny else 0.5)
-    times = alternate(
-        {part: update.repeated(call, count) for part, call in parts.items()}, ROUNDS
-    )
-    limit = [
-        passes + apply
-        for passes, apply in zip(times["strict"], times["apply"], strict=True)
-    ]
+    workload = on_gpu(name, tiny)
+    model = keras_models.build(workload)
+    x, y = map(tf.constant, workload.examples(workload.effective))
+    contenders = update.contenders(model, x, y, workload.micro, xla=False)
+    calls = {part: contenders[part] for part in ("update", "strict", "apply")}
+    turn_seconds = 0.05 if tiny else 0.5
+    count = repeats(calls["update"], turn_seconds)
+    times = alternate_repeated(calls, count, ROUNDS)
+
+    limit = update.limits(times["strict"], times["apply"])
     examples = count * len(x)
-    best = {"update": examples / min(times["update"]), "limit": examples / min(limit)}
-    subject, target = f"{name} {precision}", None if tiny else 0.97
+    subject = f"{name} {precision}"
+    target = None if tiny else 0.97
     yield Figure(
         "update",
         subject,
         "update ÷ limit, strict",
         ratios(limit, times["update"]),
-        "",
-        best,
-        "examples/s",
+        best={
+            "update": examples / min(times["update"]),
+            "limit": examples / min(limit),
+        },
+        best_unit="examples/s",
         at_least=target,
     )
-    moved = APPLY * sum(math.prod(weight.shape) for weight in model.trainable_weights)
+
+    moved = APPLY_BYTES * _weights(model)
     possible = max(peak.copies(tiny))
-    shares = [count * moved / seconds / possible for seconds in times["apply"]]
-    note = f"{1e3 * min(times['apply']) / count:.3g} ms for {readable(moved)}, of {possible / 1e9:.4g} GB/s"
-    yield Figure("update", subject, "apply, share of copy bandwidth", shares, note=note)
+    milliseconds = 1e3 * min(times["apply"]) / count
+    yield Figure(
+        "update",
+        subject,
+        "apply, share of copy bandwidth",
+        [count * moved / seconds / possible for seconds in times["apply"]],
+        note=(
+            f"{milliseconds:.3g} ms for {readable(moved)}, of {possible / 1e9:.4g} GB/s"
+        ),
+    )
 
 
 def _rates(
-    of: Workload, model: keras.Model, xla: bool, seconds: float
+    workload: Workload, model: keras.Model, xla: bool, seconds: float
 ) -> tuple[int, list[float]]:
-    """Return the micro-batch size, halved until it fits, and examples/s of each turn."""
-    micro = of.micro
-    while (rates := _tried(of, model, micro, xla, seconds)) is None:
+    """Return the micro-batch size, halved until it fits, and examples/s by turn."""
+    micro = workload.micro
+    rates = _rates_if_it_fits(workload, model, micro, xla, seconds)
+    while rates is None:
         gc.collect()  # the optimizer's moments
         micro //= 2
+        rates = _rates_if_it_fits(workload, model, micro, xla, seconds)
     return micro, rates
 
 
-def _tried(
-    of: Workload, model: keras.Model, micro: int, xla: bool, seconds: float
+def _rates_if_it_fits(
+    workload: Workload, model: keras.Model, micro: int, xla: bool, seconds: float
 ) -> list[float] | None:
-    """Return examples/s of each turn; None where it does not fit into memory."""
+    """Return examples/s of each turn; None if it does not fit into memory."""
     if tf.config.list_logical_devices("GPU"):
-        tf.config.experimental.reset_memory_stats(
-            "GPU:0"
-        )  # the peak of a try that did not fit
-    step = updates(model, of.examples(FACTOR * micro), micro, xla)
+        # The peak so far may be that of a size that did not fit.
+        tf.config.experimental.reset_memory_stats("GPU:0")
+    examples = workload.factor * micro
+    step = updates(model, workload.examples(examples), micro, xla)
     try:
         count = repeats(step, seconds / ROUNDS)
-        times = alternate({"": update.repeated(step, count)}, ROUNDS)[""]
+        times = seconds_of(step, count, ROUNDS)
     except tf.errors.ResourceExhaustedError:
         if micro == 1:
             raise
         return None
+
     loss = float(step()["loss"])
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
-    return [count * FACTOR * micro / each for each in times]
+    return [count * examples / turn for turn in times]
+
+
+def _weights(model: keras.Model) -> int:
+    return sum(math.prod(weight.shape) for weight in model.trainable_weights)

@@ -1,12 +1,15 @@
-"""The training loop that logs every update ÷ the same loop that logs nothing, and the CPU time of a logged update.
+"""The training loop that logs every update ÷ the same loop that logs nothing.
 
-Both are `pipeline.training.loop.Trainer`. The tracked one has a journal and a shipper with a SQLite store, as
-`pipeline train` has, and logs ten metrics an update beside the system's. While the other one has its turn the
-shipper is stopped (SIGSTOP), so that all it does is charged to the turns of the loop that it works for: at least
-one writing into the store in each, because a pair of turns is longer than what lies between two.
+The CPU time of a logged update is measured too. Both loops are
+`pipeline.training.loop.Trainer`. The tracked one has a journal and a shipper with a
+SQLite store, as `pipeline train` has, and logs ten metrics an update beside the
+system's. During a turn of the other one the shipper is stopped (SIGSTOP), so that all
+its work is charged to the turns of the loop that it works for. Each of these turns has
+at least one write into the store, because a pair of turns is longer than the time
+between two writes.
 
-CPU time is that of the trainer's thread inside the recorder, fetching included, and of the shipper's whole process
-until the last row is in the store; their start is not in it.
+CPU time is that of the trainer's thread within the recorder, fetching included, and of
+the shipper's process until the last row is in the store, without their start.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,123 +28,152 @@ import psutil
 from benchmarks import fit
 from benchmarks.figures import Figure, ratios
 from benchmarks.turns import Coroutine, alternate
-from benchmarks.workloads import sizes
+from benchmarks.workloads import Workload
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
 SLOW = 0.050  # seconds of an update from which on the ratio has a target
+PATIENCE = 60  # seconds that the shipper may take to bring its rows to the store
 
 
-def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
-    """The ratio and the CPU time."""
-    updates = fit.updates_within(name, seconds)
+@dataclass(frozen=True)
+class Measurement:
+    """The seconds of all turns, and what logging cost in them.
+
+    Attributes:
+        times: the seconds of every contender in every round.
+        logged: updates that were logged.
+        cpu_seconds: CPU time of these updates.
+    """
+
+    times: dict[str, list[float]]
+    logged: int
+    cpu_seconds: float
+
+
+def measure(workload: Workload, rounds: int, seconds: float) -> list[Figure]:
+    """Return the ratio and the CPU time of an update."""
+    updates = fit.updates_within(workload, seconds)
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "mlflow.db"
-        journal = Journal(f"sqlite:///{store}", "benchmark")
-        journal.ready()
-        tracker = Tracker(journal, Path(folder), fit.plan(name))
-        run = {
-            "experiment": "benchmark",
-            "name": name,
-            "params": {},
-            "tags": {},
-            "system_metrics": True,
-        }
-        run_id = journal.start(Path(folder) / "journal.jsonl", run)["run_id"]
-        recorder = Metered(
-            tracker, fit.plan(name), 1, lambda: 0, Progress(fit.FOREVER, shown=False)
-        )
-        contenders = {
-            "tracked": Coroutine(fit.ours(name, updates, recorder)),
-            "bare": Coroutine(fit.ours(name, updates)),
-        }
-        try:
-            alternate(contenders, 1)
-            _wait(store, run_id, recorder.logged)
-            first, cpu = (
-                recorder.logged,
-                recorder.cpu + _cpu(journal.shipper.process.pid),
-            )
-            turns = contenders | {
-                "bare": _stopped(journal.shipper.process.pid, contenders["bare"])
-            }
-            times = alternate(turns, rounds)
-            _wait(store, run_id, recorder.logged)
-            each = (recorder.cpu + _cpu(journal.shipper.process.pid) - cpu) / (
-                recorder.logged - first
-            )
-        finally:
-            for contender in contenders.values():
-                contender.close()
-            journal.close("FINISHED")
-    best = {
-        who: sizes(name).effective * updates / min(values)
-        for who, values in times.items()
-    }
-    ratio = Figure(
-        "tracking",
-        name,
-        "tracked ÷ bare",
-        ratios(times["bare"], times["tracked"]),
-        "",
-        best,
-        "examples/s",
-    )
-    update = min(times["bare"]) / updates
-    if update >= SLOW:
-        ratio.at_least = 0.98
+        measurement = _measured(workload, updates, rounds, Path(folder))
+    times = measurement.times
+
+    examples = workload.effective * updates
+    update_seconds = min(times["bare"]) / updates
+    target = None
+    note = ""
+    if update_seconds >= SLOW:
+        target = 0.98
     else:
-        ratio.note = f"an update takes {1e3 * update:.1f} ms: no target under {1e3 * SLOW:.0f} ms"
-    logged = f"over {recorder.logged - first} updates of {1e3 * update:.1f} ms"
+        note = (
+            f"an update takes {1e3 * update_seconds:.1f} ms: "
+            f"no target under {1e3 * SLOW:.0f} ms"
+        )
     return [
-        ratio,
         Figure(
             "tracking",
-            name,
+            workload.name,
+            "tracked ÷ bare",
+            ratios(times["bare"], times["tracked"]),
+            best={who: examples / min(turns) for who, turns in times.items()},
+            best_unit="examples/s",
+            at_least=target,
+            note=note,
+        ),
+        Figure(
+            "tracking",
+            workload.name,
             "CPU of a logged update",
-            [1e3 * each],
-            "ms",
+            [1e3 * measurement.cpu_seconds / measurement.logged],
+            unit="ms",
             at_most=1.0,
-            note=logged,
+            note=f"over {measurement.logged} updates of {1e3 * update_seconds:.1f} ms",
         ),
     ]
 
 
-class Metered(Recorder):
+def _measured(
+    workload: Workload, updates: int, rounds: int, folder: Path
+) -> Measurement:
+    """Run both loops in turns, with a store in `folder`."""
+    store = folder / "mlflow.db"
+    journal = Journal(f"sqlite:///{store}", "benchmark")
+    journal.ready()
+    run = {
+        "experiment": "benchmark",
+        "name": workload.name,
+        "params": {},
+        "tags": {},
+        "system_metrics": True,
+    }
+    run_id = journal.start(folder / "journal.jsonl", run)["run_id"]
+    shipper = journal.shipper.process.pid
+
+    plan = fit.plan(workload)
+    tracker = Tracker(journal, folder, plan)
+    progress = Progress(fit.FOREVER, shown=False)
+    recorder = TimedRecorder(tracker, plan, 1, lambda: 0, progress)
+    contenders = {
+        "tracked": Coroutine(fit.ours(workload, updates, recorder)),
+        "bare": Coroutine(fit.ours(workload, updates)),
+    }
+    try:
+        # The start is no part of the CPU time.
+        alternate(contenders, 1)
+        _wait(store, run_id, recorder.logged)
+        logged = recorder.logged
+        cpu_seconds = recorder.cpu_seconds + _cpu_seconds(shipper)
+
+        bare = _with_process_stopped(shipper, contenders["bare"])
+        times = alternate(contenders | {"bare": bare}, rounds)
+        _wait(store, run_id, recorder.logged)
+        return Measurement(
+            times,
+            recorder.logged - logged,
+            recorder.cpu_seconds + _cpu_seconds(shipper) - cpu_seconds,
+        )
+    finally:
+        for contender in contenders.values():
+            contender.close()
+        journal.close("FINISHED")
+
+
+class TimedRecorder(Recorder):
     """Counts the rows it logs and the CPU time of its thread for them."""
 
-    cpu = 0.0
+    cpu_seconds = 0.0
     logged = 0
 
     def fetch(self) -> None:
-        begun, rows = time.thread_time(), len(self._unfetched)
+        begun = time.thread_time()
+        rows = len(self._unfetched)
         super().fetch()
-        self.cpu += time.thread_time() - begun
+        self.cpu_seconds += time.thread_time() - begun
         self.logged += rows
 
 
-def _stopped(pid: int, turn: Callable[[], None]) -> Callable[[], None]:
-    def stopped() -> None:
+def _with_process_stopped(pid: int, turn: Callable[[], None]) -> Callable[[], None]:
+    def turn_of_this_process() -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
             turn()
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    return stopped
+    return turn_of_this_process
 
 
-def _cpu(pid: int) -> float:
+def _cpu_seconds(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
 
 def _wait(store: Path, run_id: str, rows: int) -> None:
-    """Until the shipper has brought all `rows` updates there."""
+    """Wait until the shipper has brought all `rows` updates to the store."""
     query = "SELECT COUNT(*) FROM metrics WHERE run_uuid = ? AND key = 'train/loss'"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with sqlite3.connect(store, timeout=30) as connection:
             if connection.execute(query, (run_id,)).fetchone()[0] >= rows:

@@ -1,7 +1,8 @@
 """Contenders take turns, so that changes of the machine affect all of them.
 
-The speed of a machine that is shared or changes its clock drifts by a factor of two within a minute. So every round
-runs each contender for a fraction of a second, and only times of the same round are compared.
+The speed of a machine that is shared or changes its clock drifts by a factor of two
+within a minute. So every round runs each contender for a fraction of a second, and only
+times of the same round are compared.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ class Stopped(BaseException):
 
 
 class Coroutine:
-    """Runs `body(pause)` in a thread; each call of this object continues it until its next call of `pause`.
+    """Runs `body(pause)` in a thread; each call continues it until it calls `pause`.
 
-    So the training loop of a library can be measured in turns, once it has started and traced. Switching threads takes
-    some ten microseconds.
+    So the training loop of a library can be measured in turns, once it has started and
+    traced. Switching threads takes some ten microseconds.
     """
 
     def __init__(self, body: Callable[[Callable[[], None]], object]):
         self._body = body
-        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._go = threading.Semaphore(0)
+        self._paused = threading.Semaphore(0)
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -68,12 +70,13 @@ class Coroutine:
 def alternate(
     contenders: Mapping[str, Callable[[], object]], rounds: int, rest: float = 0.0
 ) -> dict[str, list[float]]:
-    """Return the seconds of every contender in every round; every other round has them in reverse.
+    """Return the seconds of every contender in every round; odd rounds are in reverse.
 
     Args:
         contenders: by name.
         rounds: how many.
-        rest: seconds before each turn, for the threads of the previous contender to go to sleep.
+        rest: seconds before each turn, for the threads of the previous contender to go
+            to sleep.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _, name in in_turns(contenders, rounds):
@@ -86,8 +89,38 @@ def alternate(
     return seconds
 
 
+def alternate_repeated(
+    calls: Mapping[str, Callable[[], object]], count: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of turns of `count` calls, see `alternate` and `repeated`."""
+    turns = {name: repeated(call, count) for name, call in calls.items()}
+    return alternate(turns, rounds)
+
+
+def repeated(call: Callable[[], object], count: int) -> Callable[[], None]:
+    """Return a turn of `count` calls, which ends when the last result has been read."""
+    call()  # traces
+
+    def turn() -> None:
+        for _ in range(count):
+            result = call()
+        for value in tf.nest.flatten(result)[:1]:
+            if value is not None:
+                value.numpy()
+
+    return turn
+
+
+def seconds_of(call: Callable[[], object], count: int, rounds: int) -> list[float]:
+    """Return the seconds of `count` calls in each round, without other contenders."""
+    return alternate({"": repeated(call, count)}, rounds)[""]
+
+
 def repeats(call: Callable[[], object], seconds: float) -> int:
-    """Return how many calls take at least `seconds`; the first call, which traces, does not count."""
+    """Return how many calls take at least `seconds`.
+
+    The first call, which traces, does not count.
+    """
     call()
     times = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A real MLflow server and a real Chromium, for tests and pictures of what a person sees."""
+"""A real MLflow server and a real Chromium, for tests and pictures of their pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
-# What a user of MLflow's UI has clicked on the first day: training mode, and the assistant's panel closed.
+# What a user of MLflow's UI has clicked on the first day: training mode, and the
+# assistant's panel closed.
 PREFERENCES = """
 localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
 localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
@@ -39,33 +40,27 @@ localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
 
 @contextmanager
 def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
-    """An MLflow server on `store_uri`, on a free port of 127.0.0.1; gives its address.
+    """Run an MLflow server on a free port of 127.0.0.1, and give its address.
 
     Args:
-        store_uri: the backend store, as `tracking.uri` has it.
+        store_uri: the backend store, in the form of `tracking.uri`.
         seconds: how long it may take to answer.
     """
     port = _free_port()
     address = f"http://127.0.0.1:{port}"
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-m", "mlflow", "server"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--backend-store-uri", store_uri, "--workers", "1"]
     environment = {
         **os.environ,
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
     with tempfile.TemporaryFile() as log:
-        # A session of its own: the server starts others, and ending the first leaves some behind.
+        # It has a session of its own: the server starts other processes, and ending the
+        # first one leaves some of them behind.
         process = subprocess.Popen(
-            [*command, "--backend-store-uri", store_uri, "--workers", "1"],
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -75,9 +70,8 @@ def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
         try:
             if not _answers(f"{address}/health", process, seconds):
                 log.seek(0)
-                raise RuntimeError(
-                    f"mlflow server did not answer:\n{log.read().decode(errors='replace')[-4000:]}"
-                )
+                end_of_log = log.read().decode(errors="replace")[-4000:]
+                raise RuntimeError(f"mlflow server did not answer:\n{end_of_log}")
             yield address
         finally:
             _end_group(process)
@@ -85,11 +79,13 @@ def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
 
 @contextmanager
 def browser(width: int = 1600, height: int = 1000) -> Iterator[webdriver.Chrome]:
-    """Headless Chromium with a new profile and a page of `width` × `height`."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    """Run a headless Chromium with a new profile and a page of `width` × `height`."""
+    chromium = shutil.which("chromium")
+    driver = shutil.which("chromedriver")
     if chromium is None or driver is None:
         raise RuntimeError(
-            "chromium and chromedriver are needed (Debian's chromium and chromium-driver)"
+            "chromium and chromedriver are needed "
+            "(Debian's chromium and chromium-driver)"
         )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = Options()
@@ -108,16 +104,18 @@ def browser(width: int = 1600, height: int = 1000) -> Iterator[webdriver.Chrome]
 def window(
     chrome: webdriver.Chrome, width: int = 1600, height: int = 1000
 ) -> Iterator[webdriver.Chrome]:
-    """A new window of `chrome` with a page of `width` × `height`; `chrome` is in it until it is closed."""
+    """Open a window of `chrome` with a page of `width` × `height`.
+
+    `chrome` acts on it until it is closed at the end.
+    """
     before = chrome.current_window_handle
     _new_window(chrome, width, height)
     opened = chrome.current_window_handle
     try:
         yield chrome
     finally:
-        chrome.switch_to.window(
-            opened
-        )  # a test may have ended in a window that the page opened
+        # A test may have ended in a window that the page opened.
+        chrome.switch_to.window(opened)
         chrome.close()
         chrome.switch_to.window(before)
 
@@ -126,14 +124,14 @@ def _new_window(chrome: webdriver.Chrome, width: int, height: int) -> None:
     chrome.switch_to.new_window("window")
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    chrome.execute_cdp_cmd(
-        "Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES}
-    )
-    chrome.get_log("browser")  # what others have logged
+    script = {"source": PREFERENCES}
+    chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)
+    # What other windows have logged is read here, so that a test finds only its own.
+    chrome.get_log("browser")
 
 
 def picture(chrome: webdriver.Chrome, path: Path) -> None:
-    """Writes what the window shows as a PNG."""
+    """Write what the window shows as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(chrome.get_screenshot_as_png())
 

@@ -1,4 +1,7 @@
-"""What the tests share. TensorFlow is imported only by the modules that need it: most tests start the command."""
+"""Hooks and fixtures of all tests.
+
+TensorFlow is imported only by the modules that need it: most tests start the command.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ from tests import programs, shared
 
 ROOT = Path(__file__).parents[1]
 
-# Workers with trainers and shippers of their own share two cores: more threads only wait for each other. No test
-# asserts a speed.
+# Environment variable: when the check's time is up, in seconds since the epoch.
+UNTIL = "PIPELINE_TEST_UNTIL"
+
+# Workers with trainers and shippers of their own share two cores: more threads would
+# only wait for each other. No test asserts a speed.
 ONE_THREAD = (
     "TF_NUM_INTRAOP_THREADS",
     "TF_NUM_INTEROP_THREADS",
@@ -34,70 +40,77 @@ for _name in ONE_THREAD:
     os.environ.setdefault(_name, "1")
 
 
+# What a file shares with its tests: fixtures, or what TensorFlow has traced for it.
+SHARING = re.compile(
+    r'scope="module"|mlflow_server|^(import|from) (tensorflow|keras)\b', re.MULTILINE
+)
+TEST_IN_TABLE = re.compile(r"`([\w/]+\.py::\w+)`")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    """Begin the session, and start the warm process while the workers collect."""
     if not hasattr(config, "workerinput"):
         shared.begin()
         if config.getoption("numprocesses", None):
-            shared.warm_server()  # while the workers collect
+            shared.warm_server()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave what needs a browser to `make test-all`; let workers begin with the guarantees, in case time runs out.
+    """Mark what needs a browser as slow; order the tests of workers by importance.
 
-    Then follow the files that share something, those with the most tests first: all would wait for a large one that
-    began last. Of the others something else is left out each time.
+    Workers begin with the guarantees of CONTRIBUTING.md, in case time runs out. Then
+    follow the files that share something, those with the most tests first: all would
+    wait for a large one that began last. The others have another order in each check,
+    so that not always the same tests are left out.
     """
     for item in items:
         if "chromium" in item.fixturenames:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return  # one process leaves a module once, with its fixtures
-    listed = set(
-        re.findall(
-            r"`([\w/]+\.py::\w+)`",
-            (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"),
-        )
-    )
-    until = os.environ.get("PIPELINE_TEST_UNTIL")
-    file_of = {item: str(item.nodeid).partition("::")[0] for item in items}
-    sizes = Counter(
-        file
-        for item, file in file_of.items()
-        if _shares(file) and item.get_closest_marker("slow")
-    )
+
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    guarantees = set(TEST_IN_TABLE.findall(contributing))
+    slow_tests = Counter()
+    for item in items:
+        if item.get_closest_marker("slow") and _shares(_file_of(item)):
+            slow_tests[_file_of(item)] += 1
 
     def place(item: pytest.Item) -> tuple[bool, int, int]:
-        test, file = (
-            str(item.nodeid).partition("[")[0].removeprefix("tests/"),
-            file_of[item],
-        )
-        return (
-            test not in listed,
-            -sizes[file],
-            zlib.crc32(f"{until} {file}".encode()) if until else 0,
-        )
+        file = _file_of(item)
+        test = str(item.nodeid).partition("[")[0].removeprefix("tests/")
+        return test not in guarantees, -slow_tests[file], _drawn_place(file)
 
     items.sort(key=place)
 
 
+def _file_of(item: pytest.Item) -> str:
+    return str(item.nodeid).partition("::")[0]
+
+
+def _drawn_place(file: str) -> int:
+    """Return a number that depends on the file and the check; 0 without a check."""
+    until = os.environ.get(UNTIL)
+    if not until:
+        return 0
+    return zlib.crc32(f"{until} {file}".encode())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out the rest of what `make test-all` adds where the check's time is up; `make test` is always whole."""
-    until = os.environ.get("PIPELINE_TEST_UNTIL")  # seconds since the epoch
-    if (
-        until is not None
-        and time.time() > float(until)
-        and item.get_closest_marker("slow")
-    ):
+    """Skip slow tests once the time of the check is up; `make test` is complete."""
+    until = os.environ.get(UNTIL)
+    is_late = until is not None and time.time() > float(until)
+    if is_late and item.get_closest_marker("slow"):
         pytest.skip("the time of the check was up on this machine")
 
 
 class Scheduling(LoadScopeScheduling):
-    """Gives one worker what shares something; all else is given out test by test, after these groups.
+    """Gives a file that shares something to one worker, all else test by test.
 
-    A file shares its fixtures, or what TensorFlow has traced for it. xdist's own `loadgroup` finds no group with
-    pytest 9.2, whose IDs of tests are not text.
+    xdist's own `loadgroup` finds no group with pytest 9.2, whose IDs of tests are not
+    text.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -108,13 +121,7 @@ class Scheduling(LoadScopeScheduling):
 @cache
 def _shares(file: str) -> bool:
     text = (ROOT / file).read_text(encoding="utf-8")
-    return bool(
-        re.search(
-            r'scope="module"|mlflow_server|^(import|from) (tensorflow|keras)\b',
-            text,
-            re.MULTILINE,
-        )
-    )
+    return SHARING.search(text) is not None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -123,7 +130,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table of what was killed where; each of these was recovered from, or its test has failed."""
+    """Print how often each process was killed where.
+
+    Each of these was recovered from, or its test has failed.
+    """
     kills = shared.noted()
     if kills:
         terminalreporter.section(f"{sum(kills.values())} kills, each recovered from")
@@ -138,7 +148,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Collect each module's garbage at its end, and look no more at what stays: a worker's heap is large."""
+    """Collect each module's garbage at its end, and freeze what stays.
+
+    A worker's heap is large: each later collection would look at it again.
+    """
     yield
     gc.collect()
     gc.freeze()
@@ -146,10 +159,10 @@ def collected() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def three_devices() -> None:
-    """Three logical CPU devices, for a MirroredStrategy in this process: the host, or two replicas beside it.
+    """Make three logical CPU devices: the host, and two replicas of a MirroredStrategy.
 
-    TensorFlow takes them only before its first operation. A module that needs them imports TensorFlow at its
-    top, so it is loaded by now, and builds nothing there.
+    TensorFlow takes them only before its first operation. A module that needs them
+    imports TensorFlow at its top, so it is loaded by now, and builds nothing there.
     """
     if "tensorflow" in sys.modules:
         import tensorflow as tf
@@ -163,16 +176,18 @@ def three_devices() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def open_streams() -> None:
-    """Let absl, which comes with TensorFlow, keep no stream of pytest's: it closes it when Hydra sets up logging."""
+    """Give absl, which TensorFlow imports, the real stream in place of pytest's.
+
+    It would close that one when Hydra sets up logging.
+    """
     if "absl.logging" in sys.modules:
-        sys.modules[
-            "absl.logging"
-        ].get_absl_handler().python_handler.stream = sys.__stderr__
+        handler = sys.modules["absl.logging"].get_absl_handler()
+        handler.python_handler.stream = sys.__stderr__
 
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator:
-    """The worker's one browser; what a test opens in a `window` of it is closed with it."""
+    """Give the worker's one browser; a test opens a `window` of it, and closes that."""
     programs.need("chromium", "chromedriver")
     from tests.browser import browser
 
@@ -182,24 +197,31 @@ def chromium() -> Iterator:
 
 @pytest.fixture
 def precision() -> Iterator:
-    """A function that sets Keras' precision by the name of its policy; the test's end restores it."""
+    """Give a function that sets Keras' precision by the name of its policy.
+
+    The end of the test restores the precision.
+    """
     import keras
 
-    before = keras.config.floatx(), keras.config.dtype_policy()
+    floatx = keras.config.floatx()
+    policy = keras.config.dtype_policy()
 
     def set_precision(name: str) -> None:
         # Losses and metrics have no policy of their own: they follow floatx.
-        keras.config.set_floatx("float64" if name == "float64" else "float32")
+        if name == "float64":
+            keras.config.set_floatx("float64")
+        else:
+            keras.config.set_floatx("float32")
         keras.config.set_dtype_policy(name)
         keras.utils.set_random_seed(0)
 
     set_precision("float32")
     yield set_precision
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
 
 
 @pytest.fixture
 def float64(precision) -> None:
-    """Double precision: where two ways to compute the same differ by rounding alone, it shows."""
+    """Set double precision, in which a difference beyond rounding is seen."""
     precision("float64")

@@ -1,4 +1,4 @@
-"""A small disk of a test's own, which it may fill."""
+"""Mounts a small disk for one test, which may fill it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ FILLER = "filler"
 
 @contextmanager
 def disk(folder: Path, size: str = "3m") -> Iterator[Path]:
-    """A tmpfs at `folder`; the test is skipped where none can be mounted."""
+    """Mount a tmpfs at `folder`; skip the test where that is not allowed.
+
+    Args:
+        folder: where it is mounted; made if it does not exist.
+        size: as mount's option `size` takes it.
+    """
     folder.mkdir(exist_ok=True)
-    mounted = os.geteuid() == 0 and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
-        capture_output=True,
-    )
-    if not mounted or mounted.returncode:
+    if not _mount(folder, size):
         pytest.skip("only root may mount a tmpfs")
     try:
         yield folder
@@ -42,3 +43,10 @@ def fill(folder: Path) -> None:
 def free(folder: Path) -> None:
     """Give back what `fill` took."""
     (folder / FILLER).unlink()
+
+
+def _mount(folder: Path, size: str) -> bool:
+    if os.geteuid() != 0:
+        return False
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return subprocess.run(command, capture_output=True).returncode == 0

@@ -1,4 +1,7 @@
-"""Parameters of which `make test` takes a few, `make test-all` more, and `make soak` the rest of long tables."""
+"""Marks the parameters of long tables: `make test` takes a few of them.
+
+`make test-all` takes more, and `make soak` the rest.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,29 @@ import pytest
 def mostly_slow(
     values: Iterable[Any], fast: Collection[Any], slow: Collection[Any] | None = None
 ) -> list[Any]:
-    """Return the values as parameters. A tuple holds several arguments.
+    """Return the values as parameters; a tuple holds several arguments.
 
-    Those not in `fast` are marked slow; of these, where `slow` is given, those not in it are marked soak.
+    Args:
+        values: all parameters of the test.
+        fast: those that get no mark.
+        slow: those that are marked slow; all others are marked soak. None to mark all
+            others slow.
     """
     values = list(values)
-    assert all(value in values for value in (*fast, *(slow or ()))), (
-        "a renamed parameter would be tested by nobody"
-    )
+    chosen = list(fast)
+    if slow is not None:
+        chosen += slow
+    unknown = [value for value in chosen if value not in values]
+    assert not unknown, f"a renamed parameter would be tested by nobody: {unknown}"
 
-    def parameter(value: Any) -> Any:
+    parameters = []
+    for value in values:
         if value in fast:
-            return value
-        mark = pytest.mark.slow if slow is None or value in slow else pytest.mark.soak
-        return pytest.param(
-            *(value if isinstance(value, tuple) else (value,)), marks=mark
-        )
-
-    return [parameter(value) for value in values]
+            parameters.append(value)
+            continue
+        mark = pytest.mark.soak
+        if slow is None or value in slow:
+            mark = pytest.mark.slow
+        arguments = value if isinstance(value, tuple) else (value,)
+        parameters.append(pytest.param(*arguments, marks=mark))
+    return parameters

@@ -1,4 +1,4 @@
-"""What the workers of one test session share: a process that has imported TensorFlow, and a store that is migrated."""
+"""What all workers of a test session share: a warm process and a migrated store."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def begin() -> None:
 
 
 def end() -> None:
+    """End the warm process, if it was started, and remove the session's folder."""
     if warm_server.cache_info().currsize:
         warm_server().close()
     shutil.rmtree(os.environ.pop(FOLDER))
@@ -34,14 +35,17 @@ def warm_server() -> warm.Server:
 
 
 def warm_address() -> str:
-    """Return the address of the session's warm process; without workers the first who asks starts it."""
+    """Return the address of the session's warm process.
+
+    Without workers, the first call starts that process.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         warm_server()
     return warm.address_in(_folder())
 
 
 def note(*lines: str) -> None:
-    """Keep lines for `noted`, of whichever worker."""
+    """Keep lines for `noted`, from whichever worker."""
     with (_folder() / "notes").open("a") as file:
         file.writelines(f"{line}\n" for line in lines)
 
@@ -49,11 +53,16 @@ def note(*lines: str) -> None:
 def noted() -> Counter[str]:
     """Return how often each line was kept in this session."""
     file = _folder() / "notes"
-    return Counter(file.read_text().splitlines() if file.exists() else [])
+    if not file.exists():
+        return Counter()
+    return Counter(file.read_text().splitlines())
 
 
 def place_store(folder: Path) -> None:
-    """Put a new store where a command in `folder` looks for it: to make one takes MLflow seconds of migrations."""
+    """Put an empty store where a command in `folder` looks for it, unless there is one.
+
+    A command that finds none spends seconds on MLflow's migrations.
+    """
     database = folder / "mlruns" / "mlflow.db"
     if not database.exists():
         database.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +71,7 @@ def place_store(folder: Path) -> None:
 
 @cache
 def migrated_store() -> Path:
-    """Return a new store of MLflow's, an SQLite file to copy."""
+    """Return an empty MLflow store, an SQLite file to copy; made once a session."""
     from pipeline.tracking.store import Store
 
     folder = _folder() / "store"

@@ -1,4 +1,7 @@
-"""What the package imports is what its wheel asks for: the development group is not there where it is installed."""
+"""What the package imports is declared as a dependency, and the locks pin it.
+
+The development group is not there where the wheel is installed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 
 import pytest
@@ -14,148 +18,146 @@ import pytest
 from tests.running import ROOT
 
 OURS = {"pipeline", "hydra_plugins"}
+LOCKS = ("requirements.lock", "requirements-gpu.lock")
+PINNED = re.compile(r"^([\w.\-]+)(?:\[.*\])?==(\S+)", re.MULTILINE)
 
 
 def normal(requirement: str) -> str:
-    """The name of a distribution as PEP 503 compares it."""
-    return re.sub(r"[-_.]+", "-", re.match(r"[\w.\-]+", requirement)[0]).lower()
+    """Return the name of a distribution in the form in which PEP 503 compares it."""
+    name = re.match(r"[\w.\-]+", requirement)[0]
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def normal_names(requirements: Iterable[str]) -> set[str]:
+    return {normal(requirement) for requirement in requirements}
+
+
+def read(name: str) -> str:
+    """Return the text of a file at the root of the project."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def pyproject(table: str) -> dict:
+    """Return a table of pyproject.toml."""
+    return tomllib.loads(read("pyproject.toml"))[table]
+
+
+def versions(lock: str) -> dict[str, set[str]]:
+    """Return the pinned versions of each distribution.
+
+    There may be one for each version of Python.
+    """
+    versions_by_name: dict[str, set[str]] = {}
+    for name, version in PINNED.findall(read(lock)):
+        versions_by_name.setdefault(normal(name), set()).add(version)
+    return versions_by_name
 
 
 def imported() -> dict[str, set[str]]:
-    """Every top-level module that is not of the standard library, and the files that import it."""
-    found: dict[str, set[str]] = {}
-    for path in (path for folder in OURS for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-            names += (
-                [node.module]
-                if isinstance(node, ast.ImportFrom) and node.module and not node.level
-                else []
-            )
-            for name in (
-                {name.split(".")[0] for name in names} - OURS - sys.stdlib_module_names
-            ):
-                found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
-    return found
+    """Return, by top-level module, the files that import it.
+
+    The standard library and this project are left out.
+    """
+    files_by_module: dict[str, set[str]] = {}
+    for folder in OURS:
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in imported_by(path.read_text(encoding="utf-8")):
+                if name not in OURS and name not in sys.stdlib_module_names:
+                    files = files_by_module.setdefault(name, set())
+                    files.add(str(path.relative_to(ROOT)))
+    return files_by_module
+
+
+def imported_by(source: str) -> Iterator[str]:
+    """Yield the top-level modules that a source imports, without relative imports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name.split(".")[0]
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
 
 
 def test_every_import_is_of_a_declared_dependency():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
-    extras = [
-        requirement
-        for extra in project["optional-dependencies"].values()
-        for requirement in extra
-    ]
-    declared = {
-        normal(requirement) for requirement in [*project["dependencies"], *extras]
-    }
+    project = pyproject("project")
+    declared = normal_names(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        declared |= normal_names(extra)
+
     providers = metadata.packages_distributions()
-    assert "tensorflow" in imported()
-    undeclared = {
-        name: files
-        for name, files in imported().items()
-        if not declared & set(map(normal, providers.get(name, [])))
-    }
+    files_by_module = imported()
+    assert "tensorflow" in files_by_module
+    undeclared = {}
+    for name, files in files_by_module.items():
+        if not declared & normal_names(providers.get(name, [])):
+            undeclared[name] = files
     assert undeclared == {}
 
 
 def test_both_locks_pin_every_dependency_without_an_address():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
     base = versions("requirements.lock")
     for_gpus = versions("requirements-gpu.lock")
-    gpu_lock = (ROOT / "requirements-gpu.lock").read_text(encoding="utf-8")
-
-    assert {normal(requirement) for requirement in project["dependencies"]} <= set(base)
+    dependencies = normal_names(pyproject("project")["dependencies"])
+    assert dependencies <= set(base)
     # The lock for GPUs includes the other one and repeats nothing of it.
-    assert gpu_lock.startswith("-r requirements.lock\n")
+    assert read("requirements-gpu.lock").startswith("-r requirements.lock\n")
     assert {"nvidia-cudnn-cu12", "nvidia-ml-py"} <= set(for_gpus)
     assert base.keys() & for_gpus.keys() == set()
-    for lock in ("requirements.lock", "requirements-gpu.lock"):
-        assert "://" not in (ROOT / lock).read_text(encoding="utf-8")
+    for lock in LOCKS:
+        assert "://" not in read(lock)
 
 
 @pytest.mark.parametrize(
-    ("version", "refused"), [((3, 10), True), ((3, 14), True), ((3, 13), False)]
+    ("version", "rejected"), [((3, 10), True), ((3, 14), True), ((3, 13), False)]
 )
-def test_make_refuses_a_python_that_tensorflow_has_no_wheel_for(
-    tmp_path, version, refused
+def test_make_rejects_a_python_that_tensorflow_has_no_wheel_for(
+    tmp_path, version, rejected
 ):
-    for name in (
-        "Makefile",
-        "pyproject.toml",
-        "requirements.lock",
-        "requirements-gpu.lock",
-    ):
-        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"))
+    for name in ("Makefile", "pyproject.toml", *LOCKS):
+        (tmp_path / name).write_text(read(name))
     python = tmp_path / "python"  # that makes no environment
     code = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
     python.write_text(
         f"#!/bin/sh\n[ $1 = -c ] && exec {sys.executable} -c '{code}' \"$2\"\nexit 9\n"
     )
     python.chmod(0o755)
-    done = subprocess.run(
-        ["make", "setup", f"PYTHON={python}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+
+    done = make(tmp_path, "setup", f"PYTHON={python}")
+    line = (
+        "Python 3.11 to 3.13 is needed, for which TensorFlow has wheels, "
+        f"this is 3.{version[1]}: make PYTHON=…"
     )
-    line = f"Python 3.11 to 3.13 is needed, for which TensorFlow has wheels, this is 3.{version[1]}: make PYTHON=…"
     assert done.returncode == 2
-    assert (line in done.stderr.splitlines()) == refused
-    assert ("Setting up .venv" in done.stdout) != refused
-    rest = subprocess.run(
-        ["make", "-n", "setup"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    assert (line in done.stderr.splitlines()) == rejected
+    assert ("Setting up .venv" in done.stdout) != rejected
+
+    planned = make(tmp_path, "-n", "setup")
+    planned.check_returncode()
     # A run records what was installed: one lock, or the lock for GPUs and the other.
-    assert re.search(
+    copy = re.compile(
         r"^cat (requirements-gpu\.lock )?requirements\.lock"
         r" > \.venv/requirements(-gpu)?\.lock\.installed$",
-        rest,
         re.MULTILINE,
     )
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
-    assert project["requires-python"] == ">=3.11,<3.14"
+    assert copy.search(planned.stdout)
+    assert pyproject("project")["requires-python"] == ">=3.11,<3.14"
+
+
+def make(folder, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", *arguments], cwd=folder, capture_output=True, text=True
+    )
 
 
 def test_the_peers_have_a_lock_of_their_own_that_shares_versions():
     """`make bench` runs MLflow in both environments."""
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "dependency-groups"
-    ]
-    peers, ours = (
-        versions(lock) for lock in ("requirements-peers.lock", "requirements.lock")
-    )
-    assert {normal(requirement) for requirement in groups["peers"]} <= set(peers)
-    assert {name: peers[name] for name in peers.keys() & ours.keys()} == {
-        name: ours[name] for name in peers.keys() & ours.keys()
-    }
+    peers = versions("requirements-peers.lock")
+    ours = versions("requirements.lock")
+    assert normal_names(pyproject("dependency-groups")["peers"]) <= set(peers)
+    for name in peers.keys() & ours.keys():
+        assert peers[name] == ours[name], name
     assert "torch" not in ours
-    text = (ROOT / "requirements-peers.lock").read_text(encoding="utf-8")
+
+    text = read("requirements-peers.lock")
     assert "://" not in text
     assert text.count("==") <= text.count("--hash=sha256:")
-
-
-def versions(lock: str) -> dict[str, set[str]]:
-    """The pinned versions of each distribution: there may be one for each version of Python."""
-    found: dict[str, set[str]] = {}
-    for name, version in re.findall(
-        r"^([\w.\-]+)(?:\[.*\])?==(\S+)",
-        (ROOT / lock).read_text(encoding="utf-8"),
-        re.MULTILINE,
-    ):
-        found.setdefault(normal(name), set()).add(version)
-    return found

@@ -1,6 +1,7 @@
-"""What README.md and docs/*.md say is true: commands compose, code is that of the examples, links and paths lead there.
+"""What README.md, CONTRIBUTING.md and docs/*.md say is true.
 
-The examples themselves are run by tests/examples/.
+Commands compose, code is that of the examples, and links and paths lead somewhere. The
+examples themselves are run by tests/examples/.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,59 +29,74 @@ from pipeline.config.sizes import Batching
 from pipeline.rerun.request import parse_command_line
 from pipeline.sweep.files import sweep_files
 from tests.running import ROOT, environment
-from tests.test_architecture import ROOMS
+from tests.test_architecture import PACKAGES
 
-README = ROOT / "README.md"
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in (
-        README,
-        ROOT / "CONTRIBUTING.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-    )
-}
-BLOCKS = [
-    (page, kind, text)
-    for page, content in PAGES.items()
-    for kind, text in re.findall(
-        r"^```(\w+)\n(.*?)^```$", content, re.DOTALL | re.MULTILINE
-    )
-]
-SHELL = "".join(text for _, kind, text in BLOCKS if kind == "sh")
-COMMANDS = sorted(
-    {
-        re.sub(r"\s+# .*", "", line)
-        for line in re.sub(r" \\\n +", " ", SHELL).split("\n")
-    }
-)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 PATH = re.compile(
     r"`((?:pipeline|conf|sweeps|examples|tests|docs|benchmarks|hydra_plugins)/[\w./]*)`"
 )
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 WIDTH = 90  # characters of code that fit the column of the site
-FOLDERS = ",".join(
-    f"'file://{folder}'" for folder in sorted((ROOT / "examples").glob("*/conf"))
-)
+CONFS_OF_EXAMPLES = sorted((ROOT / "examples").glob("*/conf"))
+FOLDERS = ",".join(f"'file://{folder}'" for folder in CONFS_OF_EXAMPLES)
 
 
-def of(verb: str) -> list[str]:
-    """The documented command lines of a verb, without `pipeline`."""
-    return [
-        line.removeprefix("pipeline ")
-        for line in COMMANDS
-        if line.startswith(f"pipeline {verb}")
-    ]
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: its `kind`, such as `sh`, and its `text`."""
+
+    page: str
+    kind: str
+    text: str
+
+
+def read_pages() -> dict[str, str]:
+    """Return the text of each page by its path."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    files += sorted((ROOT / "docs").glob("*.md"))
+    texts = {}
+    for file in files:
+        texts[file.relative_to(ROOT).as_posix()] = file.read_text(encoding="utf-8")
+    return texts
+
+
+def read_blocks(pages: dict[str, str]) -> list[Block]:
+    """Return the fenced blocks of all pages."""
+    blocks = []
+    for page, content in pages.items():
+        for kind, text in FENCE.findall(content):
+            blocks.append(Block(page, kind, text))
+    return blocks
+
+
+def read_commands(blocks: list[Block]) -> list[str]:
+    """Return the lines of the shell's blocks, sorted, without comments."""
+    shell = "".join(block.text for block in blocks if block.kind == "sh")
+    lines = re.sub(r" \\\n +", " ", shell).split("\n")
+    return sorted({re.sub(r"\s+# .*", "", line) for line in lines})
+
+
+PAGES = read_pages()
+BLOCKS = read_blocks(PAGES)
+COMMANDS = read_commands(BLOCKS)
+
+
+def lines_of(verb: str) -> list[str]:
+    """Return the documented command lines of a verb, without `pipeline`."""
+    lines = [line for line in COMMANDS if line.startswith(f"pipeline {verb}")]
+    return [line.removeprefix("pipeline ") for line in lines]
 
 
 def test_the_pages_were_read():
     assert len(PAGES) >= 10
-    assert len(of("train")) >= 25
-    assert len(of("sweep")) >= 6
-    assert {verb for verb in VERBS if of(verb)} >= {"train", "sweep", "rerun", "report"}
+    assert len(lines_of("train")) >= 25
+    assert len(lines_of("sweep")) >= 6
+    for verb in ("train", "sweep", "rerun", "report"):
+        assert lines_of(verb), verb
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(PAGES["README.md"].splitlines()) <= 150
 
 
 def test_the_table_of_commands_has_every_verb():
@@ -87,40 +104,44 @@ def test_the_table_of_commands_has_every_verb():
     assert set(re.findall(r"^\| `pipeline (\w+)", table, re.MULTILINE)) == set(VERBS)
 
 
-def named_in(file: Path) -> dict[str, bool]:
-    """Return the tests in a file by name, and whether all of one is left to `make test-all`."""
+def slow_by_test(file: Path) -> dict[str, bool]:
+    """Return, by the name of each test in a file, whether it is not in `make test`.
+
+    A test of which only some parameters are marked slow is in it.
+    """
     if not file.is_file():
         return {}
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    marked = {
-        node.name: set(map(ast.unparse, node.decorator_list))
-        for node in tree.body
-        if hasattr(node, "name")
-    }
-    slow = {"pytest.mark.slow", "pytest.mark.soak"}
-    return {
-        name: bool(marks & slow)
-        for name, marks in marked.items()
-        if name.startswith("test_")
-    }
+    slow_marks = {"pytest.mark.slow", "pytest.mark.soak"}
+    is_slow = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = {ast.unparse(mark) for mark in node.decorator_list}
+            is_slow[node.name] = bool(marks & slow_marks)
+    return is_slow
 
 
 def lacking(table: str) -> list[str]:
-    """Return the tests in a table of guarantees that do not exist, and those of `make test` that are left out of it."""
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in table.splitlines()
-        if line.startswith("| ") and "::test_" in line
-    ]
-    found = []
-    for _, *cells in rows:
-        for wider, cell in enumerate(cells):
-            file, name = cell.strip(" |`").split("::")
-            if named_in(ROOT / "tests" / file).get(name, True) and (
-                not wider or name not in named_in(ROOT / "tests" / file)
-            ):
-                found.append(f"{file}::{name}")
-    return found
+    """Return the tests in a table of guarantees that are not there.
+
+    In the first column a test has to be one of `make test`.
+    """
+    missing = []
+    for line in table.splitlines():
+        if not line.startswith("| ") or "::test_" not in line:
+            continue
+        _, test, *wider_tests = line.strip("| ").split(" | ")
+        if is_slow_test(test) is not False:
+            missing.append(test.strip(" |`"))
+        for wider in wider_tests:
+            if is_slow_test(wider) is None:
+                missing.append(wider.strip(" |`"))
+    return missing
+
+
+def is_slow_test(cell: str) -> bool | None:
+    """Return whether the test in a cell is not in `make test`; None if there is none."""
+    file, name = cell.strip(" |`").split("::")
+    return slow_by_test(ROOT / "tests" / file).get(name)
 
 
 def test_every_guarantee_has_its_test():
@@ -138,49 +159,35 @@ def test_a_guarantee_without_its_test_is_found():
     ]
 
 
-@pytest.mark.parametrize("line", of("train"), ids=str)
+@pytest.mark.parametrize("line", lines_of("train"), ids=str)
 def test_every_training_composes_and_passes_the_checks(line):
     words = shlex.split(line)[1:]
     if words == ["--help"]:
         return  # tests/cli/test_cli.py
-    sizes_of(
-        [
-            word.replace("1,2,4,8", "2")
-            for word in words
-            if word not in ("-m", "--config-dir", "conf")
-        ]
-    )
+    overrides = [word for word in words if word not in ("-m", "--config-dir", "conf")]
+    sizes_of([override.replace("1,2,4,8", "2") for override in overrides])
 
 
 def sizes_of(overrides: list[str]) -> Batching:
+    """Return the batch sizes of `pipeline train OVERRIDES`."""
     register()
     GlobalHydra.instance().clear()
+    where = ["hydra/launcher=basic", f"hydra.searchpath=[{FOLDERS}]"]
     with initialize_config_dir(directory(), version_base="1.3"):
-        config = compose(
-            "config",
-            [*overrides, "hydra/launcher=basic", f"hydra.searchpath=[{FOLDERS}]"],
-        )
+        config = compose("config", [*overrides, *where])
     return resolve(config, overrides).batching
 
 
-@pytest.mark.parametrize("line", of("sweep"), ids=str)
+@pytest.mark.parametrize("line", lines_of("sweep"), ids=str)
 def test_every_sweep_composes(line):
-    words = shlex.split(line)[1:]
-    where = sweep_files()[words[0]]
-    file = ["--config-dir", str(where.parent), "--config-name", words[0]]
-    composed(
-        [
-            *file,
-            *(
-                word
-                for word in words[1:]
-                if not word.startswith(("--", "SWEEP", "https:"))
-            ),
-        ]
-    )
+    _, name, *words = shlex.split(line)
+    folder = sweep_files()[name].parent
+    no_overrides = ("--", "SWEEP", "https:")
+    overrides = [word for word in words if not word.startswith(no_overrides)]
+    composed(["--config-dir", str(folder), "--config-name", name, *overrides])
 
 
-@pytest.mark.parametrize("line", of("rerun"), ids=str)
+@pytest.mark.parametrize("line", lines_of("rerun"), ids=str)
 def test_every_rerun_is_understood(line):
     request = parse_command_line(shlex.split(line)[1:], None)
     assert request.run_id in ("RUN_ID", "SWEEP")
@@ -192,12 +199,10 @@ def test_every_option_is_one_of_the_verb(verb, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([verb, "--help"])
     printed = capsys.readouterr().out
-    options = {
-        word for line in of(verb) for word in shlex.split(line) if word.startswith("--")
-    }
-    assert {
-        option for option in options if not re.search(rf"{option}\b", printed)
-    } == set()
+    for line in lines_of(verb):
+        for word in shlex.split(line):
+            if word.startswith("--"):
+                assert re.search(rf"{word}\b", printed), line
 
 
 @pytest.mark.slow
@@ -215,66 +220,59 @@ def test_the_sums_beside_the_sizes_are_right():
 
 
 def test_other_commands_name_what_is_there():
-    """The targets of make, the modules and scripts of Python, the folders that are entered."""
-    targets = re.findall(
-        r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    named = {
-        name
-        for content in PAGES.values()
-        for name in re.findall(r"(?:^|`)make ([a-z-]+)", content, re.MULTILINE)
-    }
-    assert named <= set(targets)
+    """Targets of make, modules and scripts of Python, and folders to enter."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for content in PAGES.values():
+        named = re.findall(r"(?:^|`)make ([a-z-]+)", content, re.MULTILINE)
+        assert set(named) <= targets
+
     for line in COMMANDS:
         words = line.split()
         if words[:2] == ["python", "-m"] and words[2] != "pip":
             module = ROOT / words[2].replace(".", "/")
-            assert (
-                module.with_suffix(".py").is_file()
-                or (module / "__main__.py").is_file()
-            ), line
+            files = [module.with_suffix(".py"), module / "__main__.py"]
+            assert any(file.is_file() for file in files), line
         elif words[:1] in (["python"], ["sbatch"], ["cd"]) and words[1] != "-m":
             assert (ROOT / words[1]).exists(), line
 
 
 def test_code_is_that_of_the_examples():
     """A block that names a file in its first line is a part of that file."""
-    shown = [
-        (page, *text.split("\n", 1))
-        for page, kind, text in BLOCKS
-        if kind in ("python", "yaml")
-    ]
-    assert len(shown) >= 8
-    for page, first, code in shown:
+    blocks = [block for block in BLOCKS if block.kind in ("python", "yaml")]
+    assert len(blocks) >= 8
+    for block in blocks:
+        first, code = block.text.split("\n", 1)
         file = re.fullmatch(r"# (examples/\S+)", first)
         assert file, (
-            f"{page}: a block of code begins with `# examples/…`, the file that it is from; not with {first}"
+            f"{block.page}: a block of code begins with `# examples/…`, the file that "
+            f"it is from; not with {first}"
         )
-        assert code in (ROOT / file[1]).read_text(encoding="utf-8"), (
-            f"{page}: not in {file[1]}:\n{code}"
-        )
+        source = (ROOT / file[1]).read_text(encoding="utf-8")
+        assert code in source, f"{block.page}: not in {file[1]}:\n{code}"
 
 
 def anchors(content: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub and MyST make them."""
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
     prose = re.sub(r"^```.*?^```$", "", content, flags=re.DOTALL | re.MULTILINE)
-    titles = [
-        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
-        for title in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
-    ]
-    return {
-        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
-    }
+    names = set()
+    for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE):
+        title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)  # a link's text
+        title = re.sub(r"[^\w\- ]", "", title.lower())
+        names.add(title.replace(" ", "-"))
+    return names
 
 
 def broken(page: str, content: str) -> Iterator[str]:
-    """The relative links of a page that lead nowhere."""
+    """Yield the relative links of a page that lead nowhere."""
     for path, anchor in LINK.findall(content):
-        target = (ROOT / page).parent / path if path else ROOT / page
-        if not target.exists() or (
-            anchor and anchor not in anchors(target.read_text(encoding="utf-8"))
-        ):
+        target = ROOT / page
+        if path:
+            target = target.parent / path
+        if not target.exists():
             yield f"{path}#{anchor}" if anchor else path
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+            yield f"{path}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -283,9 +281,13 @@ def test_every_link_and_every_anchor_exists(page):
 
 
 def test_a_broken_link_is_found():
-    links = "[a](docs/design.md#rooms) [b](docs/design.md#room) [c](docs/nothing.md) [d](#how-to) [e](#how-not-to)"
-    assert list(broken("README.md", f"## How to\n{links}")) == [
-        "docs/design.md#room",
+    content = """
+## How to
+[a](docs/design.md#packages) [b](docs/design.md#package) [c](docs/nothing.md)
+[d](#how-to) [e](#how-not-to)
+"""
+    assert list(broken("README.md", content)) == [
+        "docs/design.md#package",
         "docs/nothing.md",
         "#how-not-to",
     ]
@@ -293,39 +295,32 @@ def test_a_broken_link_is_found():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_that_is_named_exists(page):
-    assert [
-        path
-        for path in PATH.findall(PAGES[page])
-        if not re.search("NAME|_build", path) and not (ROOT / path).exists()
-    ] == []
+    for path in PATH.findall(PAGES[page]):
+        if not re.search("NAME|_build", path):
+            assert (ROOT / path).exists(), path
 
 
 def test_no_block_is_wider_than_the_column():
     """A block is fenced, or indented by four spaces."""
-    shown = [(page, line) for page, _, text in BLOCKS for line in text.split("\n")]
-    shown += [
-        (page, line[4:])
-        for page, text in PAGES.items()
-        for line in re.findall("^    .*", text, re.MULTILINE)
-    ]
-    assert [(page, line) for page, line in shown if len(line) > WIDTH] == []
+    for block in BLOCKS:
+        for line in block.text.split("\n"):
+            assert len(line) <= WIDTH, block.page
+    for page, text in PAGES.items():
+        for line in re.findall("^    (.*)", text, re.MULTILINE):
+            assert len(line) <= WIDTH, page
 
 
 def test_the_list_of_modules_is_that_of_the_package():
-    generated = reference.modules()
-    rooms = re.split(r"^### (\w+)$", generated, flags=re.MULTILINE)[1:]
-    named = {
-        f"{room}/{module}.py"
-        for room, text in zip(rooms[::2], rooms[1::2], strict=True)
-        for module in re.findall(r"^\| `([\w/]+)` \| \S", text, re.MULTILINE)
-    }
-    package = ROOT / "pipeline"
-    files = {
-        path.relative_to(package).as_posix()
-        for path in package.glob("*/**/*.py")
-        if path.name != "__init__.py"
-    }
-    assert named == files
+    # Split by a pattern with a group: the parts between are names and texts by turns.
+    _, *parts = re.split(r"^### (\w+)$", reference.modules(), flags=re.MULTILINE)
+    listed = set()
+    for package, text in zip(parts[::2], parts[1::2], strict=True):
+        for module in re.findall(r"^\| `([\w/]+)` \| \S", text, re.MULTILINE):
+            listed.add(f"{package}/{module}.py")
+
+    root = ROOT / "pipeline"
+    files = [path for path in root.glob("*/**/*.py") if path.name != "__init__.py"]
+    assert listed == {path.relative_to(root).as_posix() for path in files}
 
 
 def test_the_config_reference_describes_every_key():
@@ -335,21 +330,20 @@ def test_the_config_reference_describes_every_key():
     choices = re.findall(
         r"^\| `(\w+)=(\w+)` \| \S", reference.config_groups(), re.MULTILINE
     )
-    files = [
-        path.relative_to(ROOT / "conf").with_suffix("").as_posix()
-        for path in (ROOT / "conf").glob("*/*.yaml")
-    ]
-    alone = {"accumulation/default", "training/default"}
-    assert {"/".join(choice) for choice in choices} == set(files) - alone
+    conf = ROOT / "conf"
+    files = set()
+    for path in conf.glob("*/*.yaml"):
+        files.add(path.relative_to(conf).with_suffix("").as_posix())
+    only_choices = {"accumulation/default", "training/default"}
+    assert {"/".join(choice) for choice in choices} == files - only_choices
 
 
-def test_every_room_says_what_it_is_for():
-    """The tree of the documentation is made from the docstrings of the doors."""
-    for room in ROOMS[1:]:
-        tree = ast.parse(
-            (ROOT / "pipeline" / room / "__init__.py").read_text(encoding="utf-8")
-        )
-        assert ast.get_docstring(tree), room
+def test_every_package_says_what_it_is_for():
+    """The list of packages in the documentation is made from their docstrings."""
+    for package in PACKAGES[1:]:
+        file = ROOT / "pipeline" / package / "__init__.py"
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), package
 
 
 def site(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -363,25 +357,22 @@ def site(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_site_is_built_without_a_warning(tmp_path):
     done = site(ROOT / "docs", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "accumulate_gradients" in (tmp_path / "accumulation.html").read_text(
-        encoding="utf-8"
-    )
-    assert "accumulation.same_noise" in (tmp_path / "config_reference.html").read_text(
-        encoding="utf-8"
-    )
-    assert 'href="your_own_code.html#in-your-own-loop"' in (
-        tmp_path / "index.html"
-    ).read_text(encoding="utf-8")
+    expected = {
+        "accumulation.html": "accumulate_gradients",
+        "config_reference.html": "accumulation.same_noise",
+        "index.html": 'href="your_own_code.html#in-your-own-loop"',
+    }
+    for page, text in expected.items():
+        assert text in (tmp_path / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.soak
-def test_the_site_is_refused_with_a_dead_link(tmp_path):
-    shutil.copytree(
-        ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build")
-    )
+def test_the_site_is_rejected_with_a_dead_link(tmp_path):
+    ignored = shutil.ignore_patterns("_build")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=ignored)
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
-    for folder in ("pipeline", "conf", "tests"):  # of which pages are generated
+    for folder in ("pipeline", "conf", "tests"):  # pages are generated from them
         (tmp_path / folder).symlink_to(ROOT / folder)
     with (tmp_path / "README.md").open("a", encoding="utf-8") as file:
         file.write("\n[one](docs/nothing.md) [two](docs/design.md#nothing)\n")

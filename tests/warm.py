@@ -1,10 +1,15 @@
-"""Python processes that have TensorFlow and MLflow loaded when they begin: forks of one that has imported them.
+"""Starts Python processes that have TensorFlow and MLflow loaded when they begin.
 
-    pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`, the processes that it starts itself, and its forkserver
+They are forks of one server that has imported both:
 
-The import is the larger part of what a small run costs. What is forked has its own session, folder, environment, pipes
-and module `__main__`, as if it had been started; no code of the project has run in it but the imports, and no device
-is open. What reads the environment while it is imported, and what is about starting, needs a new process.
+    pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`
+                                                ├─► the processes that it starts itself
+                                                └─► its forkserver
+
+The import is the larger part of what a small run costs. A fork has its own session,
+folder, environment, pipes and module `__main__`, as if it had been started. No code of
+the project has run in it except the imports, and no device is open. A test of something
+that reads the environment at import, or of the start itself, needs a new process.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,32 +38,30 @@ from tests import killing
 
 # The first sets what MLflow reads when it is imported.
 IMPORTS = (
-    *(
-        "pipeline.tracking.store",
-        "mlflow.store.tracking.sqlalchemy_store",
-        "mlflow.models",
-        "mlflow.keras",
-    ),
-    *("tensorflow", "keras", "tensorflow_datasets", "sklearn.datasets", "hydra.main"),
-    *(
-        "hydra_plugins.hydra_submitit_launcher.submitit_launcher",
-        "hydra_plugins.pipeline_launcher",
-    ),
-    *(
-        "pipeline.cli.train",
-        "pipeline.run.run",
-        "pipeline.components.fitting",
-        "pipeline.tracking.sync_run",
-    ),
+    "pipeline.tracking.store",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.models",
+    "mlflow.keras",
+    "tensorflow",
+    "keras",
+    "tensorflow_datasets",
+    "sklearn.datasets",
+    "hydra.main",
+    "hydra_plugins.hydra_submitit_launcher.submitit_launcher",
+    "hydra_plugins.pipeline_launcher",
+    "pipeline.cli.train",
+    "pipeline.run.run",
+    "pipeline.components.fitting",
+    "pipeline.tracking.sync_run",
 )
 PATIENCE = 180  # seconds for the imports, on a busy machine
 
 
 class Server:
-    """The process that imports and forks; it ends with the process that made it.
+    """The process that imports and forks. It ends with the process that made it.
 
     Args:
-        folder: for its socket and its log.
+        folder: where its socket and its log are.
     """
 
     def __init__(self, folder: Path):
@@ -70,7 +74,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                # A shell's background job ignores Ctrl-C, and so would all that it starts.
+                # A shell's background job ignores Ctrl-C, and so would its children.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
@@ -86,14 +90,15 @@ def address_in(folder: Path) -> str:
 
 
 class Python:
-    """`python ARGUMENTS`, forked; used as a `subprocess.Popen`.
+    """`python ARGUMENTS` as a fork of the server; used like a `subprocess.Popen`.
 
     Args:
         address: of the server.
-        arguments: `-m MODULE …` or `-c CODE …`, after `-P` where the folder is not to be searched for modules.
-        cwd, env: of the process.
+        arguments: `-m MODULE …` or `-c CODE …`; with `-P` before them, modules are not
+            searched in the folder.
+        cwd, env: folder and environment of the process; None for those of this one.
         stdin: None for no input, or `subprocess.PIPE`.
-        stdout, stderr: `subprocess.PIPE`, an open file, or None for that of this process.
+        stdout, stderr: `subprocess.PIPE`, an open file, or None for this process's own.
         text: whether the pipes carry text, not bytes.
     """
 
@@ -109,31 +114,35 @@ class Python:
         stderr: IO | int | None = subprocess.PIPE,
         text: bool = True,
     ):
-        self.args, self.returncode = ["python", *arguments], None
+        self.args = ["python", *arguments]
+        self.returncode: int | None = None
         self.stdin: IO | None = None
         self.stdout: IO | None = None
         self.stderr: IO | None = None
+
         request = {
             "arguments": list(arguments),
             "folder": str(cwd or Path.cwd()),
             "environment": dict(env or os.environ),
         }
         kind = "" if text else "b"
-        with contextlib.ExitStack() as given:  # their ends of the pipes
+        # The fork gets copies of its ends of the pipes; this process closes its own.
+        with contextlib.ExitStack() as its_ends:
             out = err = 0
             if stdin == subprocess.PIPE:
-                commands, self.stdin = _pipe(given, f"w{kind}")
+                commands, self.stdin = _pipe(its_ends, f"w{kind}")
             else:
                 commands = os.open(os.devnull, os.O_RDONLY)
-                given.callback(os.close, commands)
+                its_ends.callback(os.close, commands)
             if stdout == subprocess.PIPE:
-                out, self.stdout = _pipe(given, f"r{kind}")
+                out, self.stdout = _pipe(its_ends, f"r{kind}")
             else:
-                out = _number(stdout, 1)
+                out = _descriptor(stdout, default=1)
             if stderr == subprocess.PIPE:
-                err, self.stderr = _pipe(given, f"r{kind}")
+                err, self.stderr = _pipe(its_ends, f"r{kind}")
             else:
-                err = _number(stderr, 2)
+                err = _descriptor(stderr, default=2)
+
             self._connection = _connected(address)
             socket.send_fds(self._connection, [b" "], [commands, out, err])
             self._connection.sendall(json.dumps(request).encode() + b"\n")
@@ -151,12 +160,16 @@ class Python:
         self.wait()
 
     def poll(self) -> int | None:
-        """Return the exit status, minus the signal's number where one ended it; None while it runs."""
+        """Return the exit status; None while it runs.
+
+        If a signal ended it, this is minus the signal's number.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, at most `timeout` seconds, and return its exit status."""
         if self.returncode is None:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
@@ -174,27 +187,35 @@ class Python:
             with contextlib.suppress(BrokenPipeError), self.stdin:
                 if input:
                     self.stdin.write(input)
-        until = None if timeout is None else time.monotonic() + timeout
+
+        until = None
+        if timeout is not None:
+            until = time.monotonic() + timeout
+
+        def remaining() -> float | None:
+            if until is None:
+                return None
+            return max(until - time.monotonic(), 0)
+
         texts: list[Any] = [None, None]
 
         def read(index: int, stream: IO) -> None:
             texts[index] = stream.read()
 
-        streams = [
-            (index, stream)
-            for index, stream in enumerate((self.stdout, self.stderr))
-            if stream is not None
-        ]
-        readers = [
-            threading.Thread(target=read, args=each, daemon=True) for each in streams
-        ]
+        # Both pipes are read at once: a full one would stop the process.
+        readers = []
+        for index, stream in enumerate((self.stdout, self.stderr)):
+            if stream is not None:
+                reader = threading.Thread(
+                    target=read, args=(index, stream), daemon=True
+                )
+                reader.start()
+                readers.append(reader)
         for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join(None if until is None else max(until - time.monotonic(), 0))
+            reader.join(remaining())
             if reader.is_alive():
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-        self.wait(None if until is None else max(until - time.monotonic(), 0))
+        self.wait(remaining())
         return texts[0], texts[1]
 
     def send_signal(self, number: int) -> None:
@@ -209,39 +230,71 @@ class Python:
         self.send_signal(signal.SIGKILL)
 
 
-def _pipe(given: contextlib.ExitStack, mode: str) -> tuple[int, IO]:
-    """Return the end that is given away, which `given` closes, and this process' end, opened in `mode`."""
+def _pipe(its_ends: contextlib.ExitStack, mode: str) -> tuple[int, IO]:
+    """Return the two ends of a pipe: the other process' and this one's.
+
+    The first is closed by `its_ends`; the second is opened in `mode`.
+    """
     reader, writer = os.pipe()
-    away, kept = (writer, reader) if mode.startswith("r") else (reader, writer)
-    given.callback(os.close, away)
-    return away, os.fdopen(kept, mode)
+    if mode.startswith("r"):
+        its_ends.callback(os.close, writer)
+        return writer, os.fdopen(reader, mode)
+    its_ends.callback(os.close, reader)
+    return reader, os.fdopen(writer, mode)
 
 
-def _number(stream: IO | int | None, own: int) -> int:
-    """Return the descriptor of an open file; that of this process, `own`, where there is none."""
+def _descriptor(stream: IO | int | None, default: int) -> int:
+    """Return the descriptor of an open file; `default` for None."""
     if stream is None:
-        return own
-    return stream if isinstance(stream, int) else stream.fileno()
+        return default
+    if isinstance(stream, int):
+        return stream
+    return stream.fileno()
 
 
 def _connected(address: str) -> socket.socket:
+    """Connect to the server, which may still import."""
     until = time.monotonic() + PATIENCE
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(address)
             return connection
-        except OSError:  # it still imports
+        except OSError:
             connection.close()
             if time.monotonic() > until:
-                raise RuntimeError(
-                    f"no warm process: {Path(address).with_suffix('.log').read_text()}"
-                ) from None
+                log = Path(address).with_suffix(".log").read_text()
+                raise RuntimeError(f"no warm process: {log}") from None
             time.sleep(0.05)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What `Python` sends to the server: the process that a fork has to become.
+
+    Attributes:
+        arguments: of the interpreter.
+        folder: its current directory.
+        environment: its variables.
+        descriptors: standard input, output and error.
+    """
+
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    descriptors: list[int]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A process that the server has forked, and the connection of the one who asked."""
+
+    pid: int
+    connection: socket.socket
+
+
 def main() -> None:
-    """Fork for each connection until standard input ends; in a fork, become what was asked for."""
+    """Fork for each connection until standard input ends; a fork runs its request."""
     (address,) = sys.argv[1:]
     before = dict(os.environ)
     for name in IMPORTS:
@@ -255,132 +308,177 @@ def main() -> None:
         listener.bind(f"{address}.new")
         listener.listen(128)
         os.rename(f"{address}.new", address)
-        asked = _serve(listener)
-    if asked is not None:
-        request, descriptors = asked
-        request["environment"] = {**set_by_imports, **request["environment"]}
-        _become(address, request, descriptors)
+        request = _serve(listener)
+    if request is not None:
+        _become(address, request, set_by_imports)
 
 
-def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return what is asked of this process, which is then a fork; None in the server, at its end."""
+def _serve(listener: socket.socket) -> Request | None:
+    """Fork for each connection.
+
+    Returns:
+        the request in a fork that was made for it; None in the server, at its end.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.fileobj == 0:
-                    for other in selector.get_map().values():
-                        if other.data is not None:
-                            os.killpg(other.data[0], signal.SIGKILL)
+                    for fork in _running_forks(selector):
+                        os.killpg(fork.pid, signal.SIGKILL)
                     return None
-                if key.fileobj is not listener:  # a fork has ended
-                    pid, connection = key.data
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    _say(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                    connection.close()
-                    continue
-                connection, _ = listener.accept()
-                _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-                with connection.makefile("r") as text:
-                    request = json.loads(text.readline())
-                pid = os.fork()
-                if pid == 0:
-                    connection.close()
-                    for other in selector.get_map().values():
-                        if other.data is not None:
-                            os.close(other.fd)
-                            other.data[1].close()
-                    return request, descriptors
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                _say(connection, pid)
-                selector.register(
-                    os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection)
-                )
+                if key.fileobj is listener:
+                    request = _fork_for_connection(listener, selector)
+                    if request is not None:
+                        return request
+                else:
+                    _report_end(key, selector)
 
 
-def _say(connection: socket.socket, number: int) -> None:
+def _fork_for_connection(
+    listener: socket.socket, selector: selectors.BaseSelector
+) -> Request | None:
+    """Fork for the next connection; return its request in the fork, None otherwise."""
+    connection, _ = listener.accept()
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("r") as text:
+        request = Request(**json.loads(text.readline()), descriptors=descriptors)
+
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        for key in _keys_of_forks(selector):
+            os.close(key.fd)
+            key.data.connection.close()
+        return request
+
+    for descriptor in descriptors:
+        os.close(descriptor)
+    _answer(connection, pid)
+    process = os.pidfd_open(pid)
+    selector.register(process, selectors.EVENT_READ, Fork(pid, connection))
+    return None
+
+
+def _report_end(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+    """Send the exit status of a fork that has ended to who asked for it."""
+    selector.unregister(key.fd)
+    os.close(key.fd)
+    _, status = os.waitpid(key.data.pid, 0)
+    _answer(key.data.connection, os.waitstatus_to_exitcode(status))
+    key.data.connection.close()
+
+
+def _keys_of_forks(selector: selectors.BaseSelector) -> list[selectors.SelectorKey]:
+    return [key for key in selector.get_map().values() if key.data is not None]
+
+
+def _running_forks(selector: selectors.BaseSelector) -> list[Fork]:
+    return [key.data for key in _keys_of_forks(selector)]
+
+
+def _answer(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # who asked has ended
         connection.sendall(f"{number}\n".encode())
 
 
-def _become(address: str, request: dict[str, Any], descriptors: list[int]) -> None:
-    """Make this process `python ARGUMENTS`, started where and as was asked."""
+def _become(address: str, request: Request, set_by_imports: dict[str, str]) -> None:
+    """Make this process the `python ARGUMENTS` of a request.
+
+    Args:
+        address: of the server, for the processes that this one starts.
+        request: its arguments, folder, environment and streams.
+        set_by_imports: variables that the imports set, as they would have here.
+    """
     os.setsid()
-    for number, descriptor in enumerate(descriptors):
+    for number, descriptor in enumerate(request.descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.chdir(request["folder"])
+    os.chdir(request.folder)
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(set_by_imports | request.environment)
     fork_children(address)
     _fork_forkserver()
-    arguments = request["arguments"]
+
+    arguments = list(request.arguments)
     killing.arm(arguments)
-    sys.path[0] = request["folder"]
-    searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [folder for folder in searched if folder and folder not in sys.path]
+    _search_modules_in(request.folder)
     if arguments[0] == "-P":
         del arguments[0], sys.path[0]
-    with contextlib.suppress(
-        OSError
-    ):  # its name in the table of processes, of 15 characters
+    # Its name in the table of processes has at most 15 characters.
+    with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(arguments[1][-15:])
-    how, what, *rest = arguments
-    sys.argv = [how, *rest]
-    if how == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+
+    option, code, *rest = arguments
+    sys.argv = [option, *rest]
+    if option == "-m":
+        runpy.run_module(code, run_name="__main__", alter_sys=True)
     else:
         sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
+        exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+
+
+def _search_modules_in(folder: str) -> None:
+    """Search modules in `folder` first, then in those of PYTHONPATH."""
+    sys.path[0] = folder
+    more = []
+    for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if path and path not in sys.path:
+            more.append(path)
+    sys.path[1:1] = more
 
 
 def fork_children(address: str) -> None:
-    """Have forked as well what this process would start of the package's own, by `python -P`.
+    """Fork from the server what this process starts of the package's by `python -P`.
 
-    These are the shipper of a run, its workers, the trials of micro-batches, and the trial of a logged model: each
-    imports TensorFlow or MLflow.
+    These are the shipper of a run, its workers, the trials of micro-batches, and the
+    trial of a logged model: each imports TensorFlow or MLflow.
     """
-    start = subprocess.Popen
+    popen = subprocess.Popen
 
-    def popen(command: Sequence[str], *more: Any, **options: Any) -> Any:
+    def forked_popen(command: Sequence[str], *more: Any, **options: Any) -> Any:
         if isinstance(command, str) or list(command[:2]) != [sys.executable, "-P"]:
-            return start(command, *more, **options)
-        kept = {
-            key: options.get(key) for key in ("cwd", "env", "stdin", "stdout", "stderr")
-        }
+            return popen(command, *more, **options)
+        names = ("cwd", "env", "stdin", "stdout", "stderr")
+        kept = {name: options.get(name) for name in names}
         return Python(address, command[1:], **kept, text=options.get("text", False))
 
-    subprocess.Popen = popen  # type: ignore[assignment,misc]
+    subprocess.Popen = forked_popen  # type: ignore[assignment,misc]
 
 
 def _fork_forkserver() -> None:
-    """Have the forkserver of a sweep forked from this process where it would be started: it imports TensorFlow."""
-    start = multiprocessing.util.spawnv_passfds
+    """Fork a sweep's forkserver from this process, in place of starting it.
 
-    def spawnv_passfds(
+    A new process would import TensorFlow.
+    """
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def forked_spawn(
         path: bytes, arguments: Sequence[str], descriptors: Sequence[int]
     ) -> int:
-        if not arguments[-1].startswith("from multiprocessing.forkserver"):
-            return start(path, arguments, descriptors)
+        code = arguments[-1]
+        if not code.startswith("from multiprocessing.forkserver"):
+            return spawn(path, arguments, descriptors)
         pid = os.fork()
         if pid == 0:
             try:
-                for descriptor in {
-                    int(name) for name in os.listdir("/proc/self/fd")
-                } - {0, 1, 2, *descriptors}:
-                    with contextlib.suppress(OSError):
-                        os.close(descriptor)
+                _close_all_except({0, 1, 2, *descriptors})
                 for number in (signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
-                exec(arguments[-1], {})
+                exec(code, {})
             finally:
                 os._exit(0)
         return pid
 
-    multiprocessing.util.spawnv_passfds = spawnv_passfds
+    multiprocessing.util.spawnv_passfds = forked_spawn
+
+
+def _close_all_except(descriptors: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Accelerate: `accelerator.accumulate`, and the loop that its guide writes for samples of variable size."""
+"""Accelerate: `accumulate`, and the loop of its guide for variable sizes."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -17,71 +17,79 @@ prepare = in_torch.prepare
 NO_LOG = Outcome(note="Accelerate logs what a loop gives it, and when")
 
 
+class Prepared(NamedTuple):
+    """What Accelerate has wrapped."""
+
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    loader: Any
+
+
 def accumulate(case: Case) -> Outcome:
     if case.logged:
         return NO_LOG
-    accelerator, model, sgd, scheduler, loader = _prepared(case)
+    accelerator, model, optimizer, scheduler, loader = _prepared(case)
     for _ in range(case.epochs):
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(mean(case, model, batch))
                 if case.clip is not None and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), case.clip)
-                sgd.step()
+                optimizer.step()
                 scheduler.step()
-                sgd.zero_grad()
-    return by_weights(weights(model.parameters()), in_torch.large(case)[0])
+                optimizer.zero_grad()
+    return by_weights(weights(model.parameters()), in_torch.large(case).weights)
 
 
 def variable_size(case: Case) -> Outcome:
     if case.logged:
         return NO_LOG
-    accelerator, model, sgd, scheduler, loader = _prepared(case)
+    prepared = _prepared(case)
+    accelerator, model, optimizer, scheduler, loader = prepared
     for _ in range(case.epochs):
         batches = iter(loader)
-        remainder = len(loader) % FACTOR or FACTOR
-        updates = -(-len(loader) // FACTOR)
-        for update in range(updates):
-            now = [
-                next(batches)
-                for _ in range(FACTOR if update < updates - 1 else remainder)
-            ]
-            items = torch.stack([size(case, *rest) for _, *rest in now]).sum()
-            items = accelerator.gather(items).sum().item()
-            for number, (x, *rest) in enumerate(now, 1):
-                several = accelerator.num_processes > 1
-                with (
-                    model.no_sync()
-                    if several and number < len(now)
-                    else contextlib.nullcontext()
-                ):
-                    loss = (
-                        total(model(x), *rest)
-                        * FACTOR
-                        * accelerator.num_processes
-                        / items
-                    )
-                    accelerator.backward(loss + penalty(case, model))
+        for first in range(0, len(loader), FACTOR):
+            count = min(FACTOR, len(loader) - first)
+            _backward(case, prepared, [next(batches) for _ in range(count)])
             if case.clip is not None:
                 accelerator.clip_grad_norm_(model.parameters(), case.clip)
-            sgd.step()
+            optimizer.step()
             scheduler.step()
-            sgd.zero_grad()
-    note = (
-        "with Σw in place of the number of tokens"
-        if case.divided_by == "weights"
-        else ""
-    )
-    return by_weights(weights(model.parameters()), in_torch.large(case)[0], note)
+            optimizer.zero_grad()
+
+    note = ""
+    if case.divided_by == "weights":
+        note = "with Σw in place of the number of tokens"
+    return by_weights(weights(model.parameters()), in_torch.large(case).weights, note)
 
 
-def _prepared(case: Case) -> Any:
+def _backward(case: Case, prepared: Prepared, batches: list[Any]) -> None:
+    """Sum the gradients of the micro-batches of one update."""
+    accelerator = prepared.accelerator
+    model = prepared.model
+    sizes = torch.stack([size(case, *targets) for _, *targets in batches])
+    items = accelerator.gather(sizes.sum()).sum().item()
+    for number, (x, *targets) in enumerate(batches, 1):
+        is_last = number == len(batches)
+        if accelerator.num_processes == 1 or is_last:
+            synchronization = contextlib.nullcontext()
+        else:
+            synchronization = model.no_sync()
+        with synchronization:
+            scale = FACTOR * accelerator.num_processes
+            loss = total(model(x), *targets) * scale / items
+            accelerator.backward(loss + penalty(case, model))
+
+
+def _prepared(case: Case) -> Prepared:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=FACTOR)
     network = Network()
     optimizer, scheduler = in_torch.sgd(case, network)
-    return accelerator, *accelerator.prepare(
-        network, optimizer, scheduler, in_torch.loader(case)
-    )
+    loader = in_torch.loader(case)
+    wrapped = accelerator.prepare(network, optimizer, scheduler, loader)
+    return Prepared(accelerator, *wrapped)
 
 
 WAYS: dict[str, Way] = {"accumulate": accumulate, "variable_size": variable_size}

@@ -1,7 +1,9 @@
-"""The catalogue: what is trained in each case, in NumPy, so that every library gets the same numbers.
+"""The catalogue: what is trained in each case.
 
-The network is dense, tanh, dense; the loss is the cross-entropy of three classes; the optimizer is plain SGD, whose
-change of the weights is the gradient times the rate. So a gradient that is wrong by a factor shows as what it is.
+The data are NumPy's, so that every library gets the same numbers. The network is dense,
+tanh, dense; the loss is the cross-entropy of three classes. The optimizer is plain SGD,
+whose change of the weights is the gradient times the rate: a gradient that is wrong by
+a factor shows as that factor.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import numpy as np
 
 Arrays = tuple[np.ndarray, ...]
 
-FACTOR, MICRO = 4, 4  # micro-batches an update, examples a micro-batch
+FACTOR = 4  # micro-batches of an update
+MICRO = 4  # examples of a micro-batch
 RATE = 0.5
-FEATURES, HIDDEN, CLASSES, TIME = 6, 8, 3, 8
+FEATURES = 6
+HIDDEN = 8
+CLASSES = 3
+TIME = 8  # tokens of a padded text
 IGNORED = -100  # the label of a token that does not count; PyTorch's default
 
 
@@ -26,16 +32,17 @@ class Case:
     Attributes:
         name: in the JSON.
         title: in the table.
-        trap: what goes wrong where it does.
+        trap: what goes wrong in a library that falls into it.
         sizes: examples of each update of an epoch.
         epochs: how many.
-        tokens: an example is a text of 1 to TIME tokens, and each of them has a label.
-        divided_by: where examples have weights, `count` for Σwl / N and `weights` for Σwl / Σw.
+        tokens: an example is a text of 1 to TIME tokens, and each token has a label.
+        divided_by: of examples with weights, `count` for Σwl / N and `weights` for
+            Σwl / Σw; empty if they have no weights.
         decay: update n, from 0, has the rate RATE · decayⁿ.
         clip: the largest norm of a gradient.
         penalty: this times the sum of all squared weights is added to the loss.
-        logged: what is compared are the logged losses, not the weights.
-        devices: that share a micro-batch.
+        logged: the logged losses are compared, not the weights.
+        devices: how many share a micro-batch.
     """
 
     name: str
@@ -65,22 +72,25 @@ CASES = (
     Case(
         "ragged",
         "a smaller last micro-batch",
-        "14 examples are 4 + 4 + 4 + 2; in the mean of four means the last two count double",
+        "14 examples are 4 + 4 + 4 + 2; in the mean of four means "
+        "the last two count double",
         sizes=(14,),
         epochs=3,
     ),
     Case(
         "tail",
         "the tail of an epoch",
-        "24 examples are one update of 16 and one of 8; the gradient of the last 8 waits for the next epoch, or is "
-        "divided by four micro-batches where there are two",
+        "24 examples are one update of 16 and one of 8; the gradient of the last 8 "
+        "waits for the next epoch, or is divided by four micro-batches where there are "
+        "two",
         sizes=(16, 8),
         epochs=2,
     ),
     Case(
         "tokens",
         "texts of unequal length",
-        "1 to 8 tokens a text; the mean over the tokens of each micro-batch weighs tokens of short texts more",
+        "1 to 8 tokens a text; the mean over the tokens of each micro-batch weighs "
+        "tokens of short texts more",
         tokens=True,
     ),
     Case(
@@ -92,13 +102,15 @@ CASES = (
     Case(
         "weights_by_sum",
         "sample weights, Σwl / Σw",
-        "the mean that PyTorch takes with class weights; each micro-batch is divided by its own Σw",
+        "the mean that PyTorch takes with class weights; each micro-batch is divided "
+        "by its own Σw",
         divided_by="weights",
     ),
     Case(
         "schedule",
         "a learning-rate schedule",
-        "the rate of update n is 0.5 · 0.75ⁿ; a schedule that counts micro-batches is four times as far",
+        "the rate of update n is 0.5 · 0.75ⁿ; a schedule that counts micro-batches is "
+        "four times as far",
         sizes=(16,) * 6,
         decay=0.75,
     ),
@@ -111,25 +123,29 @@ CASES = (
     Case(
         "penalty",
         "a term added to the loss",
-        "Σw² / 16, which should count once; with each micro-batch's part of a sum it counts four times",
+        "Σw² / 16, which should count once; with each micro-batch's part of a sum it "
+        "counts four times",
         penalty=0.0625,
     ),
     Case(
         "logs",
         "the log: a row an update",
-        "four rows on one step, or one row with the loss of the last micro-batch, or a mean over the epoch",
+        "four rows on one step, or one row with the loss of the last micro-batch, or a "
+        "mean over the epoch",
         logged=True,
     ),
     Case(
         "devices",
         "two devices",
-        "equal micro-batches of 2 + 2 examples; the first case again where each half has its device",
+        "equal micro-batches of 2 + 2 examples; the first case again where each half "
+        "has its device",
         devices=2,
     ),
     Case(
         "devices_tokens",
         "two devices, texts of unequal length",
-        "the mean over devices of each one's mean weighs tokens as the mean of micro-batches does",
+        "the mean over devices of each one's mean weighs tokens as the mean of "
+        "micro-batches does",
         tokens=True,
         devices=2,
     ),
@@ -137,27 +153,36 @@ CASES = (
 
 
 def examples(case: Case) -> Arrays:
-    """Return x, y and, where they have weights, w of an epoch: (examples, …, FEATURES), (examples, …), (examples,)."""
+    """Return x, y and, if the examples have weights, their weights.
+
+    The shapes are (examples, …, FEATURES), (examples, …) and (examples,).
+    """
     random = np.random.default_rng(0)
     count = sum(case.sizes)
     shape = (count, TIME) if case.tokens else (count,)
     x = random.normal(size=(*shape, FEATURES))
-    y = np.argmax(x[..., :CLASSES] + 0.5 * random.normal(size=(*shape, CLASSES)), -1)
+    noise = random.normal(size=(*shape, CLASSES))
+    y = np.argmax(x[..., :CLASSES] + 0.5 * noise, -1)
     if case.tokens:
         lengths = random.integers(1, TIME + 1, (count, 1))
         y[np.arange(TIME) >= lengths] = IGNORED
-    return (x, y, random.uniform(0.1, 3, count)) if case.divided_by else (x, y)
+    if case.divided_by:
+        return x, y, random.uniform(0.1, 3, count)
+    return x, y
 
 
 def effective_batches(case: Case) -> Iterator[Arrays]:
-    """Yield what each update should be of."""
+    """Yield what each update should train on."""
     yield from _cut(case, list(case.sizes))
 
 
 def micro_batches(case: Case) -> Iterator[Arrays]:
-    """Yield an epoch after the other in micro-batches, the last of which may be smaller."""
-    whole, rest = divmod(sum(case.sizes), MICRO)
-    yield from _cut(case, [MICRO] * whole + [rest] * bool(rest))
+    """Yield the micro-batches of each epoch, the last of which may be smaller."""
+    full, rest = divmod(sum(case.sizes), MICRO)
+    sizes = [MICRO] * full
+    if rest:
+        sizes.append(rest)
+    yield from _cut(case, sizes)
 
 
 def initial_weights() -> Arrays:
@@ -168,6 +193,8 @@ def initial_weights() -> Arrays:
 
 
 def _cut(case: Case, sizes: list[int]) -> Iterator[Arrays]:
+    """Yield consecutive batches of the examples, epoch after epoch."""
     stops = np.cumsum(sizes)[:-1]
     for _ in range(case.epochs):
-        yield from zip(*(np.split(each, stops) for each in examples(case)), strict=True)
+        arrays = [np.split(array, stops) for array in examples(case)]
+        yield from zip(*arrays, strict=True)

@@ -1,4 +1,7 @@
-"""The network of the cases in PyTorch in float64, its data, and the large batch by a plain loop."""
+"""The network of the cases in PyTorch, its data, and the large batch by a plain loop.
+
+All of it is in float64.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ from benchmarks.conformance.cases import (
     examples,
     initial_weights,
 )
+from benchmarks.conformance.outcome import LargeBatches
 
-Batch = list[Tensor]  # x, y and, where examples have weights, w
+Batch = list[Tensor]  # x, y and, if the examples have weights, these
 
 
 def prepare() -> None:
-    """Let Accelerate, which the Trainer uses too, take the processor where there is a GPU."""
+    """Let Accelerate, which the Trainer uses, take the CPU even if there is a GPU."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
@@ -38,47 +42,46 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.logits = (
-            nn.Linear(FEATURES, HIDDEN).double(),
-            nn.Linear(HIDDEN, CLASSES).double(),
-        )
+        self.hidden = nn.Linear(FEATURES, HIDDEN).double()
+        self.logits = nn.Linear(HIDDEN, CLASSES).double()
         with torch.no_grad():
-            for parameter, value in zip(
-                self.parameters(), initial_weights(), strict=True
-            ):
+            pairs = zip(self.parameters(), initial_weights(), strict=True)
+            for parameter, value in pairs:
                 parameter.copy_(torch.from_numpy(value.T))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(torch.tanh(self.hidden(x)))
 
 
-def total(logits: Tensor, y: Tensor, w: Tensor | None = None) -> Tensor:
+def total(logits: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return Σ w·loss over examples or tokens."""
-    values = functional.cross_entropy(
+    losses = functional.cross_entropy(
         logits.flatten(0, -2), y.flatten(), ignore_index=IGNORED, reduction="none"
     )
-    return (values if w is None else values * w).sum()
+    if weights is not None:
+        losses = losses * weights
+    return losses.sum()
 
 
-def size(case: Case, y: Tensor, w: Tensor | None = None) -> Tensor:
+def size(case: Case, y: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return what the mean divides by."""
-    return (
-        w.sum()
-        if w is not None and case.divided_by == "weights"
-        else (y != IGNORED).sum()
-    )
+    if weights is not None and case.divided_by == "weights":
+        return weights.sum()
+    return (y != IGNORED).sum()
 
 
 def penalty(case: Case, network: nn.Module) -> Tensor | float:
-    return case.penalty and case.penalty * sum(
-        (parameter**2).sum() for parameter in network.parameters()
-    )
+    """Return the term that is added to the loss."""
+    if not case.penalty:
+        return 0.0
+    squares = [(parameter**2).sum() for parameter in network.parameters()]
+    return case.penalty * sum(squares)
 
 
 def mean(case: Case, network: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of a batch, as a user writes it who knows nothing of accumulation."""
-    x, *rest = batch
-    return total(network(x), *rest) / size(case, *rest) + penalty(case, network)
+    """Return the loss of a batch, as written without a thought of accumulation."""
+    x, *targets = batch
+    return total(network(x), *targets) / size(case, *targets) + penalty(case, network)
 
 
 def sgd(
@@ -90,17 +93,17 @@ def sgd(
 
 def loader(case: Case) -> DataLoader:
     """Return the micro-batches of one device, in order."""
-    return DataLoader(
-        TensorDataset(*map(torch.from_numpy, examples(case))), MICRO // case.devices
-    )
+    dataset = TensorDataset(*map(torch.from_numpy, examples(case)))
+    return DataLoader(dataset, MICRO // case.devices)
 
 
-def large(case: Case) -> tuple[Arrays, list[float]]:
-    """Return the weights after the last update, and the loss of each."""
-    network, losses = Network(), []
+def large(case: Case) -> LargeBatches:
+    """Train on large batches."""
+    network = Network()
     optimizer, scheduler = sgd(case, network)
+    losses = []
     for batch in effective_batches(case):
-        loss = mean(case, network, [torch.from_numpy(each) for each in batch])
+        loss = mean(case, network, [torch.from_numpy(array) for array in batch])
         optimizer.zero_grad()
         loss.backward()
         if case.clip is not None:
@@ -108,9 +111,9 @@ def large(case: Case) -> tuple[Arrays, list[float]]:
         optimizer.step()
         scheduler.step()
         losses.append(loss.item())
-    return weights(network.parameters()), losses
+    return LargeBatches(weights(network.parameters()), losses)
 
 
 def weights(parameters: Iterable[nn.Parameter]) -> Arrays:
-    """Return them in the layout of `cases.initial_weights`."""
+    """Return parameters in the layout of `cases.initial_weights`."""
     return tuple(np.array(parameter.detach().numpy().T) for parameter in parameters)

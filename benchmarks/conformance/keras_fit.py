@@ -21,38 +21,36 @@ prepare = in_keras.prepare
 
 
 def fit(case: Case) -> Outcome:
-    weights, losses = in_keras.large(case, list(effective_batches(case)))
+    large = in_keras.large(case, list(effective_batches(case)))
     logged: list[float] = []
-    watching = keras.callbacks.LambdaCallback(
+    log = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: logged.append(logs["loss"])
     )
-    trained = _trained(case, watching)
+    weights = _trained(case, log)
     if case.logged:
-        note = "what callbacks get at the end of each batch, and MLflow's logs: the mean over the epoch so far"
-        return by_log(logged[FACTOR - 1 :: FACTOR], len(logged), losses, note)
+        note = (
+            "what callbacks get at the end of each batch, and MLflow's logs: "
+            "the mean over the epoch so far"
+        )
+        after_updates = logged[FACTOR - 1 :: FACTOR]
+        return by_log(after_updates, len(logged), large.losses, note)
     if case.decay == 1:
-        return by_weights(trained, weights)
+        return by_weights(weights, large.weights)
+
     slower = dataclasses.replace(case, decay=case.decay ** (1 / FACTOR))
-    adjusted = by_weights(_trained(slower), weights).error
-    note = f"it counts micro-batches, as its documentation says; with a schedule four times as long: {adjusted:.2g}"
-    return by_weights(trained, weights, note)
+    adjusted = by_weights(_trained(slower), large.weights).error
+    note = (
+        "it counts micro-batches, as its documentation says; "
+        f"with a schedule four times as long: {adjusted:.2g}"
+    )
+    return by_weights(weights, large.weights, note)
 
 
 def _trained(case: Case, *callbacks: keras.callbacks.Callback) -> Arrays:
     with in_keras.strategy(case).scope():
         model = in_keras.network(case)
         model.compile(in_keras.optimizer(case, FACTOR), in_keras.loss(case))
-    x, y, *weight = examples(case)
-    model.fit(
-        x,
-        y,
-        sample_weight=weight[0] if weight else None,
-        batch_size=MICRO,
-        epochs=case.epochs,
-        shuffle=False,  # the order of the large batches
-        callbacks=list(callbacks),
-        verbose=0,
-    )
+    in_keras.fit(model, examples(case), MICRO, case.epochs, callbacks)
     return tuple(model.get_weights())
 
 

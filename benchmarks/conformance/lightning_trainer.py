@@ -21,11 +21,12 @@ prepare = in_torch.prepare
 
 
 class Module(lightning.LightningModule):
-    """The network as Lightning wants it."""
+    """The network with data, loss and optimizer, for Lightning."""
 
     def __init__(self, case: Case):
         super().__init__()
-        self.case, self.network = case, Network()
+        self.case = case
+        self.network = Network()
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
         loss = mean(self.case, self.network, batch)
@@ -47,39 +48,38 @@ class Module(lightning.LightningModule):
 
 def accumulate_grad_batches(case: Case) -> Outcome:
     module = Module(case)
+    strategy = "ddp" if case.devices > 1 else "auto"
     with tempfile.TemporaryDirectory() as folder:
-        logger = CSVLogger(folder)
+        logger: Any = CSVLogger(folder) if case.logged else False
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=case.devices,
-            strategy="ddp" if case.devices > 1 else "auto",
+            strategy=strategy,
             precision="64-true",
             max_epochs=case.epochs,
             accumulate_grad_batches=FACTOR,
             gradient_clip_val=case.clip,
             log_every_n_steps=1,
             use_distributed_sampler=False,
-            logger=logger if case.logged else False,
+            logger=logger,
             default_root_dir=folder,
-            **dict.fromkeys(
-                ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
-                False,
-            ),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
         trainer.fit(module)
-        expected, losses = in_torch.large(case)
+        large = in_torch.large(case)
         if case.logged:
-            with (Path(logger.log_dir) / "metrics.csv").open() as file:
-                logged = [
-                    float(row["loss"]) for row in csv.DictReader(file) if row["loss"]
-                ]
-            return by_log(
-                logged,
-                len(logged),
-                losses,
-                "`self.log` in `training_step`: that of the last micro-batch",
-            )
-    return by_weights(weights(module.parameters()), expected)
+            losses = _logged_losses(Path(logger.log_dir) / "metrics.csv")
+            note = "`self.log` in `training_step`: that of the last micro-batch"
+            return by_log(losses, len(losses), large.losses, note)
+    return by_weights(weights(module.parameters()), large.weights)
+
+
+def _logged_losses(path: Path) -> list[float]:
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    return [float(row["loss"]) for row in rows if row["loss"]]
 
 
 WAYS: dict[str, Way] = {"accumulate_grad_batches": accumulate_grad_batches}

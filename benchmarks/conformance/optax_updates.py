@@ -25,7 +25,9 @@ from benchmarks.conformance.cases import (
 from benchmarks.conformance.outcome import Outcome, Way, by_weights
 
 NO_LOG = Outcome(note="optax logs nothing")
-Step = Callable[..., tuple[Any, Any]]
+
+# Called with the parameters and a batch: x, y and weights.
+Gradient = Callable[[Any, Any, Any, Any], Any]
 
 
 def prepare() -> None:
@@ -35,60 +37,66 @@ def prepare() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
-def total(weights: Any, x: Any, y: Any, w: Any) -> Any:
+def total(parameters: Any, x: Any, y: Any, weights: Any) -> Any:
     """Return Σ w·loss over examples or tokens."""
-    kernel, bias, *logits = weights
-    outputs = jnp.tanh(x @ kernel + bias) @ logits[0] + logits[1]
-    values = optax.softmax_cross_entropy_with_integer_labels(
-        outputs, jnp.where(y == IGNORED, 0, y)
-    )
-    return jnp.sum(jnp.where(y == IGNORED, 0, values * w))
+    kernel, bias, last_kernel, last_bias = parameters
+    logits = jnp.tanh(x @ kernel + bias) @ last_kernel + last_bias
+    labels = jnp.where(y == IGNORED, 0, y)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(jnp.where(y == IGNORED, 0, losses * weights))
 
 
-def size(case: Case, y: Any, w: Any) -> Any:
+def size(case: Case, y: Any, weights: Any) -> Any:
     """Return what the mean divides by."""
-    return jnp.sum(w) if case.divided_by == "weights" else jnp.sum(y != IGNORED)
+    if case.divided_by == "weights":
+        return jnp.sum(weights)
+    return jnp.sum(y != IGNORED)
 
 
-def penalty(case: Case, weights: Any) -> Any:
-    return case.penalty * sum(jnp.sum(each**2) for each in weights)
+def penalty(case: Case, parameters: Any) -> Any:
+    """Return the term that is added to the loss."""
+    return case.penalty * sum(jnp.sum(array**2) for array in parameters)
 
 
-def mean_gradient(case: Case) -> Callable[..., Any]:
-    return jax.grad(
-        lambda weights, x, y, w: (
-            total(weights, x, y, w) / size(case, y, w) + penalty(case, weights)
-        )
-    )
+def mean_gradient(case: Case) -> Gradient:
+    """Return the gradient of the mean loss of a batch."""
+
+    def mean(parameters: Any, x: Any, y: Any, weights: Any) -> Any:
+        loss = total(parameters, x, y, weights) / size(case, y, weights)
+        return loss + penalty(case, parameters)
+
+    return jax.grad(mean)
 
 
 def sgd(case: Case) -> optax.GradientTransformation:
-    clip = (
-        optax.identity() if case.clip is None else optax.clip_by_global_norm(case.clip)
-    )
+    clip = optax.identity()
+    if case.clip is not None:
+        clip = optax.clip_by_global_norm(case.clip)
     return optax.chain(clip, optax.sgd(optax.exponential_decay(RATE, 1, case.decay)))
 
 
 def multi_steps(case: Case) -> Outcome:
     if case.logged:
         return NO_LOG
-    factors = jnp.array([-(-size // MICRO) for size in case.sizes], jnp.int32)
-    constant = bool((factors == FACTOR).all())
 
-    def trained(every: Any) -> Arrays:
+    def trained(factor: Any) -> Arrays:
         optimizer = optax.MultiSteps(
-            sgd(case), every_k_schedule=every, accumulator_dtype=jnp.float64
+            sgd(case), every_k_schedule=factor, accumulator_dtype=jnp.float64
         )
         return _trained(case, optimizer, mean_gradient(case), micro_batches(case))
 
     expected = _large(case)
-    if constant:
-        return by_weights(trained(FACTOR), expected)
-    leaked = by_weights(trained(FACTOR), expected).error
-    note = f"`every_k_schedule` is a function that gives 4 and 2 in turn; with 4 throughout: {leaked:.2g}"
-    return by_weights(
-        trained(lambda update: factors[update % len(factors)]), expected, note
+    with_constant = by_weights(trained(FACTOR), expected)
+    factors = jnp.array([-(-size // MICRO) for size in case.sizes], jnp.int32)
+    if (factors == FACTOR).all():
+        return with_constant
+
+    note = (
+        "`every_k_schedule` is a function that gives 4 and 2 in turn; "
+        f"with 4 throughout: {with_constant.error:.2g}"
     )
+    in_turn = trained(lambda update: factors[update % len(factors)])
+    return by_weights(in_turn, expected, note)
 
 
 def microbatch(case: Case) -> Outcome:
@@ -97,39 +105,45 @@ def microbatch(case: Case) -> Outcome:
     summed = optax.microbatching.microbatch(
         jax.grad(total), argnums=(1, 2, 3), microbatch_size=MICRO
     )
+    penalty_gradient = jax.grad(lambda parameters: penalty(case, parameters))
 
-    def gradient(weights: Any, x: Any, y: Any, w: Any) -> Any:
-        added = jax.grad(lambda weights: penalty(case, weights))(weights)
+    def gradient(parameters: Any, x: Any, y: Any, weights: Any) -> Any:
+        divisor = size(case, y, weights)
         return jax.tree.map(
-            lambda a, b: a / size(case, y, w) + b, summed(weights, x, y, w), added
+            lambda loss_part, penalty_part: loss_part / divisor + penalty_part,
+            summed(parameters, x, y, weights),
+            penalty_gradient(parameters),
         )
 
-    return by_weights(
-        _trained(case, sgd(case), gradient, effective_batches(case)), _large(case)
-    )
+    trained = _trained(case, sgd(case), gradient, effective_batches(case))
+    return by_weights(trained, _large(case))
 
 
 def _large(case: Case) -> Arrays:
+    """Return the weights after training on large batches."""
     return _trained(case, sgd(case), mean_gradient(case), effective_batches(case))
 
 
 def _trained(
-    case: Case, optimizer: Any, gradient: Callable[..., Any], batches: Iterable[Arrays]
+    case: Case, optimizer: Any, gradient: Gradient, batches: Iterable[Arrays]
 ) -> Arrays:
-    weights = tuple(map(jnp.asarray, initial_weights()))
-    state = optimizer.init(weights)
+    parameters = tuple(map(jnp.asarray, initial_weights()))
+    state = optimizer.init(parameters)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: case.devices]), ("data",))
-    shared = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
     @jax.jit
-    def step(weights: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(gradient(weights, *batch), state, weights)
-        return optax.apply_updates(weights, updates), state
+    def step(parameters: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
+        gradients = gradient(parameters, *batch)
+        updates, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state
 
-    for batch in batches:
-        x, y, w = batch if len(batch) == 3 else (*batch, np.ones(batch[1].shape))
-        weights, state = step(weights, state, *jax.device_put((x, y, w), shared))
-    return tuple(map(np.asarray, weights))
+    for x, y, *weights in batches:
+        if not weights:
+            weights = [np.ones(y.shape)]
+        sharded = jax.device_put((x, y, *weights), sharding)
+        parameters, state = step(parameters, state, *sharded)
+    return tuple(map(np.asarray, parameters))
 
 
 WAYS: dict[str, Way] = {"multi_steps": multi_steps, "microbatch": microbatch}

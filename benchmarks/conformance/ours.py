@@ -1,4 +1,4 @@
-"""Ours: the training loop of `pipeline train` with its batches, its update and its recorder."""
+"""Ours: the training loop of `pipeline train` with its batches, update and recorder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.training.recorder import Recorder
 prepare = in_keras.prepare
 
 
-class Rows(Tracker):
+class LossTracker(Tracker):
     """Keeps the loss of every row, and logs nothing."""
 
     def __init__(self) -> None:
@@ -41,24 +41,29 @@ class Rows(Tracker):
 def ours(case: Case) -> Outcome:
     strategy = in_keras.strategy(case)
     with strategy.scope():
-        model, optimizer = in_keras.network(case), in_keras.optimizer(case)
+        model = in_keras.network(case)
+        optimizer = in_keras.optimizer(case)
         optimizer.build(model.trainable_variables)
     sizes = Batching(case.sizes[0], MICRO // case.devices, FACTOR, case.devices)
     update = Update(
         model, in_keras.loss(case), optimizer, sizes.micro_batch_size, strategy=strategy
     )
+
     data = Data(tf.data.Dataset.from_tensor_slices(examples(case)), None)
     node = OmegaConf.create({"in_memory": True})
-    batches = batching.effective_batches(
-        node, data, [Slice(sizes.effective_batch_size, case.epochs)], seed=0
-    )
-    plan, rows = Plan(sizes, sum(case.sizes), case.updates), Rows()
-    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(case.updates, shown=False))
-    Trainer(update, batches, recorder).fit()
-    weights, losses = in_keras.large(case, list(batches.as_numpy_iterator()))
+    slices = [Slice(sizes.effective_batch_size, case.epochs)]
+    batches = batching.effective_batches(node, data, slices, seed=0)
+
+    plan = Plan(sizes, sum(case.sizes), case.updates)
+    tracker = LossTracker()
+    progress = Progress(case.updates, shown=False)
+    Trainer(update, batches, Recorder(tracker, plan, 1, lambda: 0, progress)).fit()
+
+    # Our batches are shuffled, so they are those of the large batches too.
+    large = in_keras.large(case, list(batches.as_numpy_iterator()))
     if case.logged:
-        return by_log(rows.losses, len(rows.losses), losses)
-    return by_weights(model.get_weights(), weights)
+        return by_log(tracker.losses, len(tracker.losses), large.losses)
+    return by_weights(model.get_weights(), large.weights)
 
 
 WAYS: dict[str, Way] = {"ours": ours}

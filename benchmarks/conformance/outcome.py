@@ -1,4 +1,4 @@
-"""What came out of a case, and whether that is right."""
+"""The outcome of a case, and whether it is right."""
 
 from __future__ import annotations
 
@@ -8,27 +8,44 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.conformance.cases import Case, initial_weights
+from benchmarks.conformance.cases import Arrays, Case, initial_weights
 
-# Rounding is 2⁻⁵³ = 1e-16 an operation. A weight is a sum of some hundred terms, and moves by a tenth of itself: 1e-14
-# of the change. A hundred times for that.
+# Rounding is 2⁻⁵³ = 1e-16 an operation. A weight is a sum of some hundred terms, and
+# moves by a tenth of itself: 1e-14 of the change. The bound is a hundred times that.
 RIGHT = 1e-12
 # Some sum the losses that they log in float32: roundings of 6e-8.
 RIGHT_IN_A_LOG = 1e-6
-WRAPPED = "Exception encountered when calling "  # the first line of what Keras wraps around an exception
+# The first line of what Keras wraps around an exception.
+WRAPPED = "Exception encountered when calling "
+LONGEST_ERROR = 200  # characters
+COLOR = re.compile("\x1b\\[[0-9;]*m")
 
 Weights = Iterable[np.ndarray]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a library made of a case.
+class LargeBatches:
+    """What training on large batches gives: the expected outcome of a case.
 
     Attributes:
-        error: relative; None where there is nothing to compare.
-        rows: logged for each update, where the case is about that.
-        raised: the first sentence of what it raised.
-        note: how it was called, where that is special, or why there is nothing to compare.
+        weights: after the last update.
+        losses: of each update.
+    """
+
+    weights: Arrays
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a case with a library.
+
+    Attributes:
+        error: relative; None if there is nothing to compare.
+        rows: logged for each update, in a case that is about the log.
+        raised: the first sentence of the exception, if there was one.
+        note: how the library was called, if that is special, or why there is nothing to
+            compare.
     """
 
     error: float | None = None
@@ -37,13 +54,15 @@ class Outcome:
     note: str = ""
 
     def verdict(self, case: Case) -> str:
-        """Return `right`, `wrong`, `raises`, or `none` where a library has nothing for a case."""
+        """Return `right`, `wrong`, `raises`, or `none` without anything to compare."""
         if self.raised:
             return "raises"
         if self.error is None:
             return "none"
         bound = RIGHT_IN_A_LOG if case.logged else RIGHT
-        return "right" if self.error <= bound and self.rows in (None, 1) else "wrong"
+        if self.error <= bound and self.rows in (None, 1):
+            return "right"
+        return "wrong"
 
 
 Way = Callable[[Case], Outcome]
@@ -54,24 +73,17 @@ def measured(way: Way, case: Case) -> Outcome:
     try:
         return way(case)
     except Exception as error:  # whatever a library raises
-        lines = [
-            re.sub("\x1b\\[[0-9;]*m", "", line).strip()
-            for line in str(error).splitlines()
-        ]
-        said = [line for line in lines if line and not line.startswith(WRAPPED)]
-        return Outcome(
-            raised=f"{type(error).__name__}: {said[0].partition('. ')[0].strip('.') if said else ''}"[
-                :200
-            ]
-        )
+        sentence = _first_sentence(str(error))
+        raised = f"{type(error).__name__}: {sentence}"
+        return Outcome(raised=raised[:LONGEST_ERROR])
 
 
 def by_weights(weights: Weights, expected: Weights, note: str = "") -> Outcome:
-    """Compare weights: how far they are off ÷ how far the large batches moved them."""
-    after, right, before = map(_flat, (weights, expected, initial_weights()))
-    return Outcome(
-        float(np.linalg.norm(after - right) / np.linalg.norm(right - before)), note=note
-    )
+    """Compare weights: their error ÷ how far the large batches moved them."""
+    after = _flat(weights)
+    right = _flat(expected)
+    moved = np.linalg.norm(right - _flat(initial_weights()))
+    return Outcome(float(np.linalg.norm(after - right) / moved), note=note)
 
 
 def by_log(
@@ -82,5 +94,15 @@ def by_log(
     return Outcome(float(errors.max()), rows / len(expected), note=note)
 
 
+def _first_sentence(message: str) -> str:
+    """Return the first sentence of an exception, without what Keras puts before it."""
+    for line in message.splitlines():
+        text = COLOR.sub("", line).strip()
+        if text and not text.startswith(WRAPPED):
+            return text.partition(". ")[0].strip(".")
+    return ""
+
+
 def _flat(weights: Weights) -> np.ndarray:
-    return np.concatenate([np.asarray(each, np.float64).ravel() for each in weights])
+    vectors = [np.asarray(array, np.float64).ravel() for array in weights]
+    return np.concatenate(vectors)

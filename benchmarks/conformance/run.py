@@ -1,4 +1,7 @@
-"""python -m benchmarks.conformance.run MODULE DEVICES OUTPUT: the cases of so many devices, by one library, as JSON."""
+"""python -m benchmarks.conformance.run MODULE DEVICES OUTPUT: a library's outcomes.
+
+The cases are those of so many devices. The output is JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,18 @@ def main() -> None:
     module, devices, output = sys.argv[1:]
     library = importlib.import_module(f"benchmarks.conformance.{module}")
     library.prepare()
-    cases = [case for case in CASES if case.devices == int(devices)]
-    found = {
-        name: {case.name: dataclasses.asdict(measured(way, case)) for case in cases}
-        for name, way in library.WAYS.items()
-    }
-    if os.environ.get("RANK", "0") == "0":  # of several processes, the first
-        Path(output).write_text(json.dumps(found))
+    outcomes = {}
+    for name, way in library.WAYS.items():
+        outcomes_by_case = {}
+        for case in CASES:
+            if case.devices == int(devices):
+                outcome = measured(way, case)
+                outcomes_by_case[case.name] = dataclasses.asdict(outcome)
+        outcomes[name] = outcomes_by_case
+
+    # If there are several processes, the first one writes.
+    if os.environ.get("RANK", "0") == "0":
+        Path(output).write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The Trainer of transformers: with the loss that the model returns, and with `compute_loss_func`."""
+"""The Trainer of transformers: with the model's loss, and with `compute_loss_func`."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,37 +17,42 @@ from benchmarks.conformance.in_torch import Network, penalty, size, total, weigh
 from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 
 prepare = in_torch.prepare
+NOTES = {
+    "weights_by_sum": "the Trainer counts labels, whatever their weights",
+    "penalty": "added in `compute_loss_func` as it stands, whose results are summed",
+}
 
 
 class Model(nn.Module):
-    """Returns its own loss where it gets labels, as the models of transformers do."""
+    """Returns its own loss if it gets labels, as the models of transformers do.
+
+    The parameter `w` has the weights of the examples. The Trainer passes the columns of
+    the dataset by their names.
+    """
 
     def __init__(self, case: Case):
         super().__init__()
-        self.case, self.network = case, Network()
+        self.case = case
+        self.network = Network()
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, w: Tensor | None = None
     ) -> dict[str, Any]:
-        logits, added = self.network(x), penalty(self.case, self.network)
+        logits = self.network(x)
+        added = penalty(self.case, self.network)
         outputs = {"logits": logits, "w": w, "penalty": added}
         if labels is None:
             return outputs
-        rest = (labels,) if w is None else (labels, w)
-        return {
-            "loss": total(logits, *rest) / size(self.case, *rest) + added,
-            **outputs,
-        }
+        mean = total(logits, labels, w) / size(self.case, labels, w)
+        return {"loss": mean + added, **outputs}
 
 
 def loss_by_the_number_of_items(
     outputs: Any, labels: Tensor, num_items_in_batch: Any
 ) -> Tensor:
-    """Return the part that a micro-batch has of the update's loss."""
-    return (
-        total(outputs["logits"], labels, outputs["w"]) / num_items_in_batch
-        + outputs["penalty"]
-    )
+    """Return the part of the update's loss that a micro-batch has."""
+    sum_of_losses = total(outputs["logits"], labels, outputs["w"])
+    return sum_of_losses / num_items_in_batch + outputs["penalty"]
 
 
 class InOrder(Trainer):
@@ -63,20 +69,13 @@ def own_loss(case: Case) -> Outcome:
 
 
 def loss_function(case: Case) -> Outcome:
-    notes = {
-        "weights_by_sum": "the Trainer counts labels, whatever their weights",
-        "penalty": "added in `compute_loss_func` as it stands, whose results are summed",
-    }
-    return _outcome(case, loss_by_the_number_of_items, notes.get(case.name, ""))
+    return _outcome(case, loss_by_the_number_of_items, NOTES.get(case.name, ""))
 
 
-def _outcome(case: Case, compute_loss_func: Any, note: str) -> Outcome:
+def _outcome(
+    case: Case, compute_loss_func: Callable[..., Tensor] | None, note: str
+) -> Outcome:
     model = Model(case)
-    keys = ("x", "labels", "w")
-    dataset = [
-        dict(zip(keys, map(torch.as_tensor, row), strict=False))
-        for row in zip(*examples(case), strict=True)
-    ]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -94,16 +93,27 @@ def _outcome(case: Case, compute_loss_func: Any, note: str) -> Outcome:
         trainer = InOrder(
             model,
             arguments,
-            train_dataset=dataset,
+            train_dataset=_dataset(case),
             optimizers=in_torch.sgd(case, model),
             compute_loss_func=compute_loss_func,
         )
         trainer.train()
-    expected, losses = in_torch.large(case)
+
+    large = in_torch.large(case)
     if case.logged:
         logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        return by_log(logged, len(logged), losses, note)
-    return by_weights(weights(model.parameters()), expected, note)
+        return by_log(logged, len(logged), large.losses, note)
+    return by_weights(weights(model.parameters()), large.weights, note)
+
+
+def _dataset(case: Case) -> list[dict[str, Tensor]]:
+    """Return a dict for each example, with the arguments of `Model.forward`."""
+    dataset = []
+    for example in zip(*examples(case), strict=True):
+        tensors = map(torch.as_tensor, example)
+        # The weights are missing in most cases.
+        dataset.append(dict(zip(("x", "labels", "w"), tensors, strict=False)))
+    return dataset
 
 
 WAYS: dict[str, Way] = {"own_loss": own_loss, "loss_function": loss_function}

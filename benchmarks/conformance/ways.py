@@ -1,4 +1,4 @@
-"""The libraries, and how each is called: as its own documentation says, on which page."""
+"""The libraries, and how each is called, as its own documentation says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Call:
     Attributes:
         name: of the function in the library's module.
         title: of its column.
-        how: it is called.
+        how: what is called.
         page: of the documentation that says so.
     """
 
@@ -24,14 +24,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Library:
-    """A module here, what it measures, and where it runs.
+    """A library, the module here that measures it, and where it runs.
 
     Attributes:
         module: of this package.
-        packages: whose versions count.
-        calls: into it.
+        packages: those whose versions are recorded.
+        calls: into the library.
         peer: it runs in `.venv-peers`.
-        processes: it needs one for each device.
+        processes: it needs a process for each device.
     """
 
     module: str
@@ -43,124 +43,163 @@ class Library:
 
 LIBRARIES = (
     Library(
-        "ours",
-        ("tensorflow", "keras"),
-        (
+        module="ours",
+        packages=("tensorflow", "keras"),
+        calls=(
             Call(
-                "ours",
-                "ours",
-                "the loop of `pipeline train` with its `Update` and recorder; its effective batches, in the order of a "
-                "seed, are those of w* too",
-                "design.md",
+                name="ours",
+                title="ours",
+                how=(
+                    "the loop of `pipeline train` with its `Update` and recorder; its "
+                    "effective batches, in the order of a seed, are those of w* too"
+                ),
+                page="design.md",
             ),
         ),
         peer=False,
         processes=False,
     ),
     Library(
-        "keras_fit",
-        ("keras", "tensorflow"),
-        (
+        module="keras_fit",
+        packages=("keras", "tensorflow"),
+        calls=(
             Call(
-                "fit",
-                "Keras `fit`",
-                "`compile` with an optimizer that has `gradient_accumulation_steps=4`, and `fit`",
-                "https://keras.io/api/optimizers/",
+                name="fit",
+                title="Keras `fit`",
+                how=(
+                    "`compile` with an optimizer that has "
+                    "`gradient_accumulation_steps=4`, and `fit`"
+                ),
+                page="https://keras.io/api/optimizers/",
             ),
         ),
         peer=False,
         processes=False,
     ),
     Library(
-        "accumulating_optimizer",
-        ("tensorflow", "keras"),
-        (
+        module="accumulating_optimizer",
+        packages=("tensorflow", "keras"),
+        calls=(
             Call(
-                "in_fit",
-                "`AccumulatingOptimizer`, `fit`",
-                "`compile` with `AccumulatingOptimizer(optimizer, 4)`, and `fit` with its `flush_at_epoch_end()`; it "
-                "knows no size of a batch",
-                "accumulation.md#in-any-loop",
+                name="in_fit",
+                title="`AccumulatingOptimizer`, `fit`",
+                how=(
+                    "`compile` with `AccumulatingOptimizer(optimizer, 4)`, and `fit` "
+                    "with its `flush_at_epoch_end()`; it knows no size of a batch"
+                ),
+                page="accumulation.md#in-any-loop",
             ),
             Call(
-                "in_a_loop",
-                "`AccumulatingOptimizer`, a loop",
-                "the same by hand: `apply` with the `weight` of each micro-batch, `flush()` at the end of an epoch",
-                "accumulation.md#in-any-loop",
+                name="in_a_loop",
+                title="`AccumulatingOptimizer`, a loop",
+                how=(
+                    "the same by hand: `apply` with the `weight` of each micro-batch, "
+                    "`flush()` at the end of an epoch"
+                ),
+                page="accumulation.md#in-any-loop",
             ),
         ),
         peer=False,
         processes=False,
     ),
     Library(
-        "accelerate_loops",
-        ("accelerate", "torch"),
-        (
+        module="accelerate_loops",
+        packages=("accelerate", "torch"),
+        calls=(
             Call(
-                "accumulate",
-                "Accelerate `accumulate`",
-                "`with accelerator.accumulate(model)` around the loop's body; clipped where `sync_gradients` says so",
-                "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation",
+                name="accumulate",
+                title="Accelerate `accumulate`",
+                how=(
+                    "`with accelerator.accumulate(model)` around the loop's body; "
+                    "clipped where `sync_gradients` says so"
+                ),
+                page="https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation",
             ),
             Call(
-                "variable_size",
-                "Accelerate, for variable size",
-                "the loop that the same page writes for samples of variable size: an update's micro-batches are "
-                "gathered first, and sums are divided by the number of items in all of them",
-                "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
-                "#gradient-accumulation-on-training-samples-of-variable-size",
-            ),
-        ),
-    ),
-    Library(
-        "transformers_trainer",
-        ("transformers", "accelerate", "torch"),
-        (
-            Call(
-                "own_loss",
-                "Trainer, model's loss",
-                "`TrainingArguments(gradient_accumulation_steps=4)`; a model of one's own returns the mean loss of its "
-                "micro-batch (language models of transformers take `num_items_in_batch`, as in the next column)",
-                "https://huggingface.co/docs/transformers/grad_accumulation",
-            ),
-            Call(
-                "loss_function",
-                "Trainer, `compute_loss_func`",
-                "the same with `compute_loss_func`, which divides a sum by `num_items_in_batch`",
-                "https://huggingface.co/docs/transformers/trainer_recipes#custom-loss-function",
+                name="variable_size",
+                title="Accelerate, for variable size",
+                how=(
+                    "the loop that the same page writes for samples of variable size: "
+                    "an update's micro-batches are gathered first, and sums are "
+                    "divided by the number of items in all of them"
+                ),
+                page=(
+                    "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
+                    "#gradient-accumulation-on-training-samples-of-variable-size"
+                ),
             ),
         ),
     ),
     Library(
-        "lightning_trainer",
-        ("lightning", "torch"),
-        (
+        module="transformers_trainer",
+        packages=("transformers", "accelerate", "torch"),
+        calls=(
             Call(
-                "accumulate_grad_batches",
-                "Lightning",
-                '`Trainer(accumulate_grad_batches=4, precision="64-true")`; `training_step` returns the mean loss of '
-                "its micro-batch",
-                "https://lightning.ai/docs/pytorch/stable/common/trainer.html#accumulate-grad-batches",
+                name="own_loss",
+                title="Trainer, model's loss",
+                how=(
+                    "`TrainingArguments(gradient_accumulation_steps=4)`; a model of "
+                    "one's own returns the mean loss of its micro-batch (language "
+                    "models of transformers take `num_items_in_batch`, as in the next "
+                    "column)"
+                ),
+                page="https://huggingface.co/docs/transformers/grad_accumulation",
+            ),
+            Call(
+                name="loss_function",
+                title="Trainer, `compute_loss_func`",
+                how=(
+                    "the same with `compute_loss_func`, which divides a sum by "
+                    "`num_items_in_batch`"
+                ),
+                page=(
+                    "https://huggingface.co/docs/transformers/trainer_recipes"
+                    "#custom-loss-function"
+                ),
             ),
         ),
     ),
     Library(
-        "optax_updates",
-        ("optax", "jax"),
-        (
+        module="lightning_trainer",
+        packages=("lightning", "torch"),
+        calls=(
             Call(
-                "multi_steps",
-                "optax `MultiSteps`",
-                "`optax.MultiSteps(optimizer, every_k_schedule=4, accumulator_dtype=float64)` gets the mean "
-                "gradient of each micro-batch",
-                "https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html",
+                name="accumulate_grad_batches",
+                title="Lightning",
+                how=(
+                    '`Trainer(accumulate_grad_batches=4, precision="64-true")`; '
+                    "`training_step` returns the mean loss of its micro-batch"
+                ),
+                page=(
+                    "https://lightning.ai/docs/pytorch/stable/common/trainer.html"
+                    "#accumulate-grad-batches"
+                ),
+            ),
+        ),
+    ),
+    Library(
+        module="optax_updates",
+        packages=("optax", "jax"),
+        calls=(
+            Call(
+                name="multi_steps",
+                title="optax `MultiSteps`",
+                how=(
+                    "`optax.MultiSteps(optimizer, every_k_schedule=4, "
+                    "accumulator_dtype=float64)` gets the mean gradient of each "
+                    "micro-batch"
+                ),
+                page="https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html",
             ),
             Call(
-                "microbatch",
-                "optax `microbatch`",
-                "`optax.microbatching.microbatch` sums the gradients of a summed loss over an effective batch; the "
-                "loop divides by its weight and adds the gradient of an added term",
-                "https://optax.readthedocs.io/en/latest/api/microbatching.html",
+                name="microbatch",
+                title="optax `microbatch`",
+                how=(
+                    "`optax.microbatching.microbatch` sums the gradients of a summed "
+                    "loss over an effective batch; the loop divides by its weight and "
+                    "adds the gradient of an added term"
+                ),
+                page="https://optax.readthedocs.io/en/latest/api/microbatching.html",
             ),
         ),
         processes=False,

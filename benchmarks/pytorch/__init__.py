@@ -1,4 +1,5 @@
-"""The same workloads in PyTorch, run by the interpreter of `.venv-peers`: `python -m benchmarks.pytorch`.
+"""The workloads in PyTorch: `python -m benchmarks.pytorch`.
 
-Nothing here imports TensorFlow, Keras or the package.
+The interpreter of `.venv-peers` runs them. This package imports neither TensorFlow nor
+Keras nor `pipeline`.
 """

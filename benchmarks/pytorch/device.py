@@ -1,4 +1,8 @@
-"""python -m benchmarks.pytorch.device JSON: examples/s of a transformer in bfloat16, a line of JSON for each way."""
+"""python -m benchmarks.pytorch.device JSON: examples/s of a transformer in bfloat16.
+
+It prints a line of JSON for each way. The argument has the keys `name`, `tiny` and
+`seconds`.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +14,42 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.pytorch.networks import Transformer
+from benchmarks.pytorch import networks
+from benchmarks.workloads import LEARNING_RATE, Workload, on_gpu
 
 ROUNDS = 5
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    arguments = json.loads(sys.argv[1])
+    workload = on_gpu(arguments["name"], arguments["tiny"])
+    _print_rates(workload, arguments["seconds"], compiled=False)
+    if torch.cuda.is_available():
+        _print_rates(workload, arguments["seconds"], compiled=True)
+
+
+def _print_rates(workload: Workload, seconds: float, compiled: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes, micro = given["sizes"], given["micro"]
-    x, y = (
-        torch.randint(sizes["vocabulary"], (micro, sizes["length"])) for _ in range(2)
-    )
-    for what in ("PyTorch", "PyTorch, compiled") if device == "cuda" else ("PyTorch",):
-        model = Transformer(**sizes).to(device)
-        adam = torch.optim.Adam(model.parameters(), 1e-4, fused=True)
-        forward = torch.compile(model) if "compiled" in what else model
-        rates = measured(
-            lambda: update(forward, adam, x.to(device), y.to(device), device),  # noqa: B023
-            given["seconds"],
-        )
-        note = f"torch {torch.__version__} on {device}"
-        print(
-            json.dumps(
-                {"what": what, "rates": [rate * micro for rate in rates], "note": note}
-            ),
-            flush=True,
-        )
+    shape = (workload.micro, *workload.input_shape)
+    x = torch.randint(workload.classes, shape)
+    y = torch.randint(workload.classes, shape)
+    model = networks.build(workload).to(device)
+    adam = torch.optim.Adam(model.parameters(), LEARNING_RATE, fused=True)
+    forward = model
+    what = "PyTorch"
+    if compiled:
+        forward = torch.compile(model)
+        what = "PyTorch, compiled"
+
+    def step() -> None:
+        update(forward, adam, x.to(device), y.to(device), device)
+
+    result = {
+        "what": what,
+        "rates": [rate * workload.micro for rate in calls_per_second(step, seconds)],
+        "note": f"torch {torch.__version__} on {device}",
+    }
+    print(json.dumps(result), flush=True)
 
 
 def update(
@@ -46,6 +59,7 @@ def update(
     y: torch.Tensor,
     device: str,
 ) -> None:
+    """Make one update, with bfloat16 in the forward pass."""
     with torch.autocast(device, torch.bfloat16):
         loss = nn.functional.cross_entropy(forward(x), y)
     loss.backward()
@@ -53,8 +67,8 @@ def update(
     adam.zero_grad()
 
 
-def measured(call: Callable[[], object], seconds: float) -> list[float]:
-    """Return calls a second in each round."""
+def calls_per_second(call: Callable[[], object], seconds: float) -> list[float]:
+    """Return calls a second in each round of about `seconds`."""
 
     def turn(count: int) -> float:
         begun = time.perf_counter()

@@ -1,4 +1,7 @@
-"""python -m benchmarks.pytorch.job: the README's main job with Lightning and its MLFlowLogger, into ./mlflow.db."""
+"""python -m benchmarks.pytorch.job: the README's main job with Lightning.
+
+Its MLFlowLogger logs into ./mlflow.db.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,16 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.pytorch.loops import Batched, as_it_is
+from benchmarks.main_job_sizes import (
+    EPOCHS,
+    FACTOR,
+    MICRO,
+    TRAINING_EXAMPLES,
+    VALIDATION_EXAMPLES,
+)
+from benchmarks.pytorch.loops import IndexedBatches, as_it_is
 
-EPOCHS, MICRO, FACTOR, TRAINING = 10, 32, 4, 1437
+STORE = "sqlite:///mlflow.db"
 
 
 class Module(lightning.LightningModule):
@@ -22,34 +32,34 @@ class Module(lightning.LightningModule):
 
     def __init__(self, updates: int):
         super().__init__()
-        convolutions: list[nn.Module] = []
-        for before, after in ((1, 64), (64, 128)):
-            convolutions += [
-                nn.Conv2d(before, after, 3, padding=1),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            ]
-        head = [nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10)]
-        self.model, self.loss, self.updates = (
-            nn.Sequential(*convolutions, *head),
-            nn.CrossEntropyLoss(),
-            updates,
+        self.model = nn.Sequential(
+            nn.Conv2d(1, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(64, 128, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(512, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
         )
+        self.loss = nn.CrossEntropyLoss()
+        self.updates = updates
 
     def training_step(self, batch: Any, _: int) -> Tensor:
-        return self._measured(batch, "train")
+        return self._logged_loss(batch, "train")
 
     def validation_step(self, batch: Any, _: int) -> None:
-        self._measured(batch, "val")
+        self._logged_loss(batch, "val")
 
-    def _measured(self, batch: Any, kind: str) -> Tensor:
+    def _logged_loss(self, batch: Any, kind: str) -> Tensor:
         x, y = batch
         logits = self.model(x)
         loss = self.loss(logits, y)
         accuracy = (logits.argmax(1) == y).float().mean()
-        self.log_dict(
-            {f"{kind}/loss": loss, f"{kind}/accuracy": accuracy}, batch_size=len(y)
-        )
+        metrics = {f"{kind}/loss": loss, f"{kind}/accuracy": accuracy}
+        self.log_dict(metrics, batch_size=len(y))
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -66,9 +76,11 @@ def main() -> None:
     digits = load_digits()
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(digits.target)
-    training = Batched(x[:TRAINING], y[:TRAINING])
-    validation = Batched(x[TRAINING : TRAINING + 180], y[TRAINING : TRAINING + 180])
-    mlflow.set_tracking_uri("sqlite:///mlflow.db")
+    end = TRAINING_EXAMPLES + VALIDATION_EXAMPLES
+    training = IndexedBatches(x[:TRAINING_EXAMPLES], y[:TRAINING_EXAMPLES])
+    validation = IndexedBatches(x[TRAINING_EXAMPLES:end], y[TRAINING_EXAMPLES:end])
+
+    mlflow.set_tracking_uri(STORE)
     mlflow.enable_system_metrics_logging()
     with mlflow.start_run() as run:
         trainer = lightning.Trainer(
@@ -77,20 +89,19 @@ def main() -> None:
             max_epochs=EPOCHS,
             accumulate_grad_batches=FACTOR,
             log_every_n_steps=1,
-            logger=MLFlowLogger(
-                tracking_uri="sqlite:///mlflow.db", run_id=run.info.run_id
-            ),
+            logger=MLFlowLogger(tracking_uri=STORE, run_id=run.info.run_id),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        module = Module(EPOCHS * -(-TRAINING // (MICRO * FACTOR)))
+        updates_per_epoch = -(-TRAINING_EXAMPLES // (MICRO * FACTOR))
+        module = Module(EPOCHS * updates_per_epoch)
         trainer.fit(
             module,
             DataLoader(training, MICRO, shuffle=True, collate_fn=as_it_is),
-            DataLoader(validation, 180, collate_fn=as_it_is),
+            DataLoader(validation, VALIDATION_EXAMPLES, collate_fn=as_it_is),
         )
-        # The default traces the graph, which takes longer.
+        # The default format traces the graph, which takes longer.
         mlflow.pytorch.log_model(
             module.model,
             name="model",

@@ -1,7 +1,8 @@
-"""Three loops that accumulate gradients, each as its documentation writes it, and what they share.
+"""Three loops that accumulate gradients, each as its documentation writes it.
 
-What they share is what was fastest of what PyTorch's documentation offers: the fused Adam, whole micro-batches indexed
-at once, the faster layout of images, and sums of sparse gradients for the embedding.
+They share what was fastest of what PyTorch's documentation offers: the fused Adam,
+micro-batches indexed at once, the faster layout of images, and sums of sparse gradients
+for the embedding.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.pytorch import networks
-from benchmarks.workloads import EPOCH, RATE, examples, sizes
+from benchmarks.workloads import EPOCH, LEARNING_RATE, Workload
 
-Updated = Callable[[], None]
+Updated = Callable[[], None]  # called after each update
 
 
-def pytorch(name: str, model: nn.Module, updated: Updated) -> None:
-    factor, adam, loss = sizes(name).factor, optimizer(model), nn.CrossEntropyLoss()
-    loader = batches(name)
+def pytorch(workload: Workload, model: nn.Module, updated: Updated) -> None:
+    """Train without end, by hand."""
+    factor = workload.factor
+    adam = optimizer(model)
+    loss = nn.CrossEntropyLoss()
+    loader = batches(workload)
     while True:
         for number, (x, y) in enumerate(loader, 1):
             (loss(model(x), y) / factor).backward()
@@ -33,10 +37,13 @@ def pytorch(name: str, model: nn.Module, updated: Updated) -> None:
                 updated()
 
 
-def accelerate(name: str, model: nn.Module, updated: Updated) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=sizes(name).factor)
+def accelerate(workload: Workload, model: nn.Module, updated: Updated) -> None:
+    """Train without end, with Accelerate."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=workload.factor)
     loss = nn.CrossEntropyLoss()
-    model, adam, loader = accelerator.prepare(model, optimizer(model), batches(name))
+    model, adam, loader = accelerator.prepare(
+        model, optimizer(model), batches(workload)
+    )
     while True:
         for x, y in loader:
             with accelerator.accumulate(model):
@@ -47,12 +54,32 @@ def accelerate(name: str, model: nn.Module, updated: Updated) -> None:
                 updated()
 
 
+def with_lightning(workload: Workload, model: nn.Module, updated: Updated) -> None:
+    """Train without end, with Lightning."""
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=-1,
+        accumulate_grad_batches=workload.factor,
+        callbacks=[UpdateCallback(workload.factor, updated)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(model), batches(workload))
+
+
+LOOPS = {"PyTorch": pytorch, "Accelerate": accelerate, "Lightning": with_lightning}
+
+
 class Module(lightning.LightningModule):
-    """A model as Lightning wants it."""
+    """A model with loss and optimizer, for Lightning."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.loss = model, nn.CrossEntropyLoss()
+        self.model = model
+        self.loss = nn.CrossEntropyLoss()
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         x, y = batch
@@ -62,11 +89,12 @@ class Module(lightning.LightningModule):
         return optimizer(self.model)
 
 
-class Watch(lightning.Callback):
+class UpdateCallback(lightning.Callback):
     """Calls `updated` once an update."""
 
     def __init__(self, factor: int, updated: Updated):
-        self.factor, self.updated = factor, updated
+        self.factor = factor
+        self.updated = updated
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -75,67 +103,47 @@ class Watch(lightning.Callback):
             self.updated()
 
 
-def with_lightning(name: str, model: nn.Module, updated: Updated) -> None:
-    factor = sizes(name).factor
-    quiet = (
-        "logger",
-        "enable_checkpointing",
-        "enable_progress_bar",
-        "enable_model_summary",
-    )
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=-1,
-        accumulate_grad_batches=factor,
-        callbacks=[Watch(factor, updated)],
-        **dict.fromkeys(quiet, False),
-    )
-    trainer.fit(Module(model), batches(name))
-
-
-LOOPS = {"PyTorch": pytorch, "Accelerate": accelerate, "Lightning": with_lightning}
-
-
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return the fused Adam, which was the fastest on a CPU too.
 
-    It takes no sparse gradient. The sum of the sparse ones is made dense before its step: a dense gradient for each
-    micro-batch took six times as long. `SparseAdam` is another optimizer: its moments of a row that was not looked up
-    stay.
+    It takes no sparse gradient. The sum of the sparse ones is made dense before its
+    step: a dense gradient for each micro-batch took six times as long. `SparseAdam` is
+    another optimizer: it does not change the moments of a row that was not looked up.
     """
-    adam = torch.optim.Adam(model.parameters(), RATE, fused=True)
+    adam = torch.optim.Adam(model.parameters(), LEARNING_RATE, fused=True)
 
-    def densify(*_: Any) -> None:
+    def make_dense(*_: Any) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
 
-    if any(
-        isinstance(layer, nn.Embedding) and layer.sparse for layer in model.modules()
-    ):
-        adam.register_step_pre_hook(densify)
+    if isinstance(model, networks.EmbeddingModel):
+        adam.register_step_pre_hook(make_dense)
     return adam
 
 
-def batches(name: str) -> DataLoader:
-    """Return shuffled micro-batches out of memory, each indexed at once: the default collates single examples."""
-    x, y = map(torch.from_numpy, examples(name, EPOCH * sizes(name).effective))
-    if name in networks.IMAGES:
-        x = x.permute(0, 3, 1, 2)  # channels last in memory, as they lie there
-        x = x if name in networks.CHANNELS_LAST else x.contiguous()
+def batches(workload: Workload) -> DataLoader:
+    """Return shuffled micro-batches out of memory.
+
+    Each is indexed at once: the default collates single examples.
+    """
+    x, y = map(torch.from_numpy, workload.examples(EPOCH * workload.effective))
+    if networks.takes_images(workload):
+        x = x.permute(0, 3, 1, 2)  # the channels remain last in memory
+        if workload.name not in networks.CHANNELS_LAST:
+            x = x.contiguous()
     return DataLoader(
-        Batched(x, y), sizes(name).micro, shuffle=True, collate_fn=as_it_is
+        IndexedBatches(x, y), workload.micro, shuffle=True, collate_fn=as_it_is
     )
 
 
-class Batched(TensorDataset):
-    """Tensors of which a whole batch is indexed at once."""
+class IndexedBatches(TensorDataset):
+    """Tensors of which a batch is indexed at once."""
 
     def __getitems__(self, rows: list[int]) -> tuple[Tensor, ...]:
         return self[torch.tensor(rows)]
 
 
 def as_it_is(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Collate what `Batched` gives."""
+    """Collate a batch of `IndexedBatches`."""
     return batch

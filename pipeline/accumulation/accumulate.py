@@ -44,7 +44,7 @@ from .loss_sums import (
     micro_batch_losses,
 )
 from .micro_batches import sum_over_micro_batches
-from .moving_statistics import normalising_layers, observed
+from .moving_statistics import normalizing_layers, observed
 from .noise_scale import noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
 from .same_noise import Key, drawn, noisy_layers
@@ -209,7 +209,7 @@ def accumulate_share(
         if not kernel.jit_compile:
             wide = wide_layers(model, kernel.micro_batch_size)
         if kernel.hold_statistics:
-            normalizing = normalising_layers(model)
+            normalizing = normalizing_layers(model)
     keys = [Key.from_seed(seed) for seed in context.noise_keys]  # for all micro-batches
     variables = kernel.tf_variables()
 

@@ -26,7 +26,7 @@ class Share(NamedTuple):
     examples: tf.Tensor
 
     @classmethod
-    def of(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:
+    def for_replicas(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:
         """Return the share of `count` of all `replicas`, of which `first` is the first.
 
         `batch` is a batch, or what it is made from, such as the indices of its

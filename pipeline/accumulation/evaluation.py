@@ -39,7 +39,7 @@ class Evaluation:
         reductions_ready: tf.Variable | None = None,
     ):
         self.model = model
-        self.objective = Objective.of(objective)
+        self.objective = Objective.from_loss(objective)
         self.micro_batch_size = micro_batch_size
         self.strategy = strategy or tf.distribute.get_strategy()
         self.jit_compile = jit_compile

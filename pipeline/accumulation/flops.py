@@ -59,7 +59,7 @@ def training_flops(
         The FLOPs, and the types of operations whose products could not be counted.
     """
     parts = parts_of(batch)
-    objective = Objective.of(loss)
+    objective = Objective.from_loss(loss)
 
     @tf.function(autograph=False)
     def gradients() -> list[tf.Tensor]:

@@ -147,7 +147,7 @@ def _own_methods(model: keras.Model) -> Iterator[tuple[str, str]]:
             yield rule, kind.__name__
 
 
-def unknown_to_keras(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
+def untracked_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
     """Yield TensorFlow's own variables and generators in the attributes of layers.
 
     Each comes after a name; names may repeat.

@@ -22,8 +22,8 @@ from .forward_effects import (
     Forward,
     batch_dependent_layers,
     trace_forward,
-    unknown_to_keras,
     unsupported,
+    untracked_variables,
 )
 from .keras_internals import (
     MODEL_CHECKPOINT_KEEPS,
@@ -35,7 +35,7 @@ from .keras_internals import (
     replaced,
 )
 from .loss_sums import added_losses, weighted_sum
-from .moving_statistics import assign_moving_statistics, normalising_layers
+from .moving_statistics import assign_moving_statistics, normalizing_layers
 from .objective import (
     Losses,
     Metrics,
@@ -80,7 +80,7 @@ __all__ = [
     "logits_of",
     "mask_of",
     "noisy_layers",
-    "normalising_layers",
+    "normalizing_layers",
     "not_supported",
     "parts_of",
     "replaced",
@@ -90,8 +90,8 @@ __all__ = [
     "spread",
     "trace_forward",
     "transposed_gradients",
-    "unknown_to_keras",
     "unsupported",
+    "untracked_variables",
     "weighted_sum",
     "wide_layers",
 ]

@@ -38,11 +38,11 @@ class Moved(NamedTuple):
     variance: tf.Tensor  # Σ wₖ(1 − m)(σₖ² − old)
 
 
-# For each of `normalising_layers`, one for each of its calls in a forward pass.
+# For each of `normalizing_layers`, one for each of its calls in a forward pass.
 Moves = tuple[tuple[Moved, ...], ...]
 
 
-def normalising_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+def normalizing_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     """Return the layers whose moving statistics can be those of the effective batch."""
     return [layer for layer in layers_of(model) if _is_normalizing(layer)]
 
@@ -75,7 +75,7 @@ def assign_moving_statistics(model: keras.Model, moves: Moves) -> None:
 
     Call it in the cross-replica context.
     """
-    for layer, calls in zip(normalising_layers(model), moves, strict=True):
+    for layer, calls in zip(normalizing_layers(model), moves, strict=True):
         if calls:
             _move(layer, calls)
 

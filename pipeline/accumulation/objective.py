@@ -70,7 +70,9 @@ class Objective:
         return self.loss_over == "effective_batch"
 
     @classmethod
-    def of(cls, loss: Losses | Objective, loss_over: str | None = None) -> Objective:
+    def from_loss(
+        cls, loss: Losses | Objective, loss_over: str | None = None
+    ) -> Objective:
         """Return `loss` if it is an objective, else an objective of it without metrics.
 
         `loss_over` replaces the objective's own, unless it is None.

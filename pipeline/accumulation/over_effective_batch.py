@@ -28,7 +28,7 @@ from .batch import (
     share_of,
     slice_specs,
 )
-from .forward_effects import Forward, batch_dependent_layers, unknown_to_keras
+from .forward_effects import Forward, batch_dependent_layers, untracked_variables
 from .keras_internals import logits_of, mask_of, with_mask_and_logits
 from .loss_sums import LossSum, divide, scaled_sum, weighted_sum
 from .micro_batches import sum_over_micro_batches
@@ -82,7 +82,7 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
         yield rule, ", ".join(noisy)
 
     moved = batch_dependent_layers(model, forward)
-    moved += [name for name, _ in unknown_to_keras(model)]
+    moved += [name for name, _ in untracked_variables(model)]
     if moved:
         rule = (
             "loss_over must be example for layers that move a state in training, "

@@ -83,7 +83,7 @@ class Update:
         loss_over: str | None = None,
     ):
         self.model = model
-        self.objective = Objective.of(objective, loss_over)
+        self.objective = Objective.from_loss(objective, loss_over)
         if self.objective.over_batch and noise_every:
             rule = (
                 "noise_every must be 0 where loss_over is effective_batch: "

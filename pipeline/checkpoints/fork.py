@@ -63,7 +63,7 @@ class Fork:
             UPDATE: str(self.checkpoint.update),
         }
 
-    def said(self, callbacks: Callbacks) -> list[str]:
+    def messages(self, callbacks: Callbacks) -> list[str]:
         """Return the lines that a run prints about its start."""
         from pipeline.checkpoints import snapshot
 
@@ -130,7 +130,7 @@ class Fork:
         return not is_rate
 
 
-def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
+def find_fork(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
     """Return the checkpoint of another run that this one begins with.
 
     Args:
@@ -146,7 +146,7 @@ def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
     if text is None:
         return None
     source, checkpoint = named(text, RUN, run_dir, update)
-    past = Past.of(source, RUN, running=True)
+    past = Past.read(source, RUN, running=True)
     past.close()
     own_rate = _has_own_rate(spec, recorded_config(source, RUN), past)
     return Fork(

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from pipeline.checkpoints import files
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.run_dirs import recorded_config
-from pipeline.common.errors import ConfigError, refused
+from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.config import key_kinds
@@ -26,7 +26,13 @@ from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
 from pipeline.config.stages import CLOCK
 from pipeline.tracking import provenance
-from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun
+from pipeline.tracking.journal_file import (
+    DESCRIBED,
+    JOURNAL_NAME,
+    Past,
+    absolute,
+    has_begun,
+)
 
 if TYPE_CHECKING:  # importing these takes seconds
     import keras
@@ -76,7 +82,7 @@ class Continuation:
         if not self.past.described or not file.exists():
             return
         rule = f"must have a {DESCRIBED} that can be read"
-        with refused("RUN", rule, str(self.run_dir)):
+        with as_config_error("RUN", rule, str(self.run_dir)):
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
 
@@ -111,19 +117,23 @@ class Continuation:
             )
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
-    def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
+    def messages(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
         """Return the lines that a run prints when it is resumed."""
         from pipeline.checkpoints import snapshot
 
         lines = [f"goes on after update {self.update}", *self.changes]
         if self.past.damage:
-            lines.append(f"{NAME}: {self.past.damage}; what follows is trained again")
+            lines.append(
+                f"{JOURNAL_NAME}: {self.past.damage}; what follows is trained again"
+            )
         if self.update:
             lines += snapshot.starting_anew(callbacks)
         return lines
 
 
-def of(run_dir: Path, spec: RunSpec, *, required: bool) -> Continuation | None:
+def find_continuation(
+    run_dir: Path, spec: RunSpec, *, required: bool
+) -> Continuation | None:
     """Return the run in `run_dir`, to be resumed with `spec`.
 
     Args:
@@ -137,7 +147,7 @@ def of(run_dir: Path, spec: RunSpec, *, required: bool) -> Continuation | None:
     Raises:
         ConfigError: the run cannot be resumed.
     """
-    if not required and not has_begun(run_dir / NAME):
+    if not required and not has_begun(run_dir / JOURNAL_NAME):
         return None
     if not required and spec.config.training.resume is None:
         # A second run in one journal would never be shipped.
@@ -145,7 +155,7 @@ def of(run_dir: Path, spec: RunSpec, *, required: bool) -> Continuation | None:
         key = "hydra.sweep.dir" if is_job else "hydra.run.dir"
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
     key = "RUN" if required else "hydra.run.dir"
-    past = Past.of(run_dir, key)
+    past = Past.read(run_dir, key)
     try:
         return _continuation(run_dir, with_own_store(spec, past), past, required)
     except BaseException:
@@ -191,7 +201,7 @@ def _no_checkpoint(run_dir: Path, past: Past, most: int) -> ConfigError:
         return ConfigError("RUN", rule, str(run_dir))
     rule = (
         f"must have an intact checkpoint after at most {most} updates, of which "
-        f"{NAME} has the rows"
+        f"{JOURNAL_NAME} has the rows"
     )
     if past.damage:
         rule += f" ({past.damage})"

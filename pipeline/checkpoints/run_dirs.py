@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import recorded
-from pipeline.common.errors import ConfigError, refused
+from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config import former_names
-from pipeline.tracking.journal_file import NAME, Past
+from pipeline.tracking.journal_file import JOURNAL_NAME, Past
 
 _GROUPS = (
     "dataset",
@@ -40,7 +40,7 @@ def find(start: str, key: str, but: Path | None = None) -> Path:
         ConfigError: None or several match.
     """
     folder = Path(start)
-    if (folder / NAME).exists() and not _is_same(folder, but):
+    if (folder / JOURNAL_NAME).exists() and not _is_same(folder, but):
         return folder
     matching = []
     for run_id, run_dir in by_id(key, but).items():
@@ -69,7 +69,7 @@ def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
         # The journal of another version raises a ConfigError, and is passed over.
         with (
             suppress(ConfigError),
-            closing(Past.of(run_dir, key, running=True)) as past,
+            closing(Past.read(run_dir, key, running=True)) as past,
         ):
             if past.run:
                 run_dirs_by_id[past.run["run_id"]] = run_dir
@@ -88,10 +88,10 @@ def run_dirs(folders: Sequence[str]) -> list[str]:
     for folder in folders or ["."]:
         inside = []
         for path, _, files in os.walk(folder):
-            if NAME in files:
+            if JOURNAL_NAME in files:
                 inside.append(os.path.normpath(path))
         if folders and not inside:
-            rule = f"must be a folder with a {NAME} in it"
+            rule = f"must be a folder with a {JOURNAL_NAME} in it"
             raise ConfigError("RUN_DIR", rule, folder)
         found |= dict.fromkeys(sorted(inside))
     return list(found)
@@ -117,7 +117,7 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read. The error names the argument `key`.
     """
-    with refused(key, "must have a config.yaml that can be read", str(run_dir)):
+    with as_config_error(key, "must have a config.yaml that can be read", str(run_dir)):
         config = recorded.read(run_dir / "config.yaml", CONFIG)
         return dict(former_names.migrated(config))
 

@@ -28,7 +28,7 @@ from pipeline.accumulation.internals import (
     MODEL_CHECKPOINT_KEEPS,
     global_seed,
     layers_of,
-    unknown_to_keras,
+    untracked_variables,
 )
 from pipeline.common.errors import ConfigError
 
@@ -302,7 +302,7 @@ def _variables(update: Update) -> Variables:
     for variable in model.variables:
         if id(variable) not in trainable_ids:
             named.append((f"model/{variable.path}", copies_of(variable.value)))
-    for name, variable in unknown_to_keras(model):
+    for name, variable in untracked_variables(model):
         named.append((f"model/{name}", copies_of(variable)))
     for variable in update.optimizer.variables:
         named.append((f"optimizer/{variable.path}", [variable.value]))

@@ -20,7 +20,7 @@ from pipeline.cli.resume import complete, overridden_keys
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, say
 from pipeline.config import compose, key_kinds
-from pipeline.launch import record
+from pipeline.launch import recorded_job
 from pipeline.sweep import again
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
 from pipeline.tracking.journal_file import Past
@@ -69,7 +69,7 @@ def critical(arguments: Sequence[str]) -> int:
     run_dir, start = fork.named(options.run, RUN)
     run_dir = run_dir.absolute()
     # The run must have ended: one that goes on would remove the checkpoint.
-    past = Past.of(run_dir, RUN)
+    past = Past.read(run_dir, RUN)
     past.close()
     config = recorded_config(run_dir, RUN)
     complete(config, past, overridden_keys(overrides))
@@ -98,7 +98,7 @@ def critical(arguments: Sequence[str]) -> int:
     folder = tempfile.mkdtemp(dir=run_dir, prefix=".critical-")
     try:
         branch = _branch_config(config, past, start, stages)
-        file = record.recorded_file(branch, Path(folder), CRITICAL)
+        file = recorded_job.recorded_file(branch, Path(folder), CRITICAL)
         if options.again is not None:
             sweep_id = _interrupted_sweep(options, file, overrides, branch_overrides)
             branch_overrides.append(f"tracking.sweep={sweep_id}")

@@ -9,7 +9,7 @@ from pipeline.cli.train import run_one
 from pipeline.common import secrets
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config import plain
-from pipeline.launch import record
+from pipeline.launch import recorded_job
 from pipeline.tracking.journal_file import Past
 
 
@@ -29,7 +29,7 @@ def resume(arguments: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(list(arguments))
     run_dir = find(options.run, "RUN").absolute()
     # The run may be running: this may be a worker whose chief has resumed it already.
-    past = Past.of(run_dir, running=True)
+    past = Past.read(run_dir, running=True)
     past.close()
 
     config = recorded_config(run_dir, "RUN")
@@ -38,7 +38,7 @@ def resume(arguments: Sequence[str]) -> int:
     if any(key.startswith("hydra.") for key in keys):
         rule = "must set nothing of Hydra: a run goes on in its own directory"
         raise ConfigError("arguments", rule, sorted(keys))
-    record.run_recorded(
+    recorded_job.run_recorded(
         config,
         [*overrides, f"hydra.run.dir={quoted(run_dir)}"],
         partial(run_one, resume=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.checkpoints.run_dirs import run_dirs
 from pipeline.common.errors import NOT_SHIPPED, Parser, first_line, say
-from pipeline.config import allow_list, compose
+from pipeline.config import compose, trust_entries
 from pipeline.tracking.foreign_store import OwnStore
 from pipeline.tracking.sync_run import sync_run
 
@@ -37,11 +37,11 @@ def sync(arguments: Sequence[str]) -> int:
 
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
     config = compose.composed([*config_dir, *overrides])
-    allow_list.check_allowed(config.trust.allow)
+    trust_entries.check_allowed(config.trust.allow)
     store_keys = ("tracking.uri=", "tracking=")
     store = OwnStore(
         config.tracking.uri,
-        tuple(allow_list.allowed_places(config.trust.allow)),
+        tuple(trust_entries.allowed_places(config.trust.allow)),
         on_command_line=any(text.startswith(store_keys) for text in overrides),
     )
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from pipeline.common import nvidia, secrets
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
-from pipeline.config import allow_list, compose, former_names, session
+from pipeline.config import compose, former_names, session, trust_entries
 from pipeline.launch import hydra_job
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
@@ -217,7 +217,7 @@ def run_one(
         nvidia.why_no_gpu(required=True)
     from pipeline.run import run
 
-    places = allow_list.allowed_places(config.trust.allow)
+    places = trust_entries.allowed_places(config.trust.allow)
     locations: Any = nullcontext()
     if config.tracking.confined and not resume:
         locations = artifact_locations.confined(config.tracking.uri, places)

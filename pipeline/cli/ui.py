@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from pipeline.common.errors import ConfigError, Parser, refused, say
+from pipeline.common.errors import ConfigError, Parser, as_config_error, say
 from pipeline.config import compose
 
 HOST = "127.0.0.1"
@@ -41,7 +41,7 @@ def ui(arguments: Sequence[str]) -> int:
         raise ConfigError("--port", "must be from 1 to 65535", options.port)
     port = int(options.port)
     rule = "must be a port that is free: choose another with --port"
-    with refused("--port", rule, port):
+    with as_config_error("--port", rule, port):
         socket.create_server((HOST, port)).close()
     return _serve(uri, port)
 

@@ -237,7 +237,7 @@ def exits_as_failures() -> Iterator[None]:
 
 
 @contextmanager
-def refused(key: str, rule: str, received: object) -> Iterator[None]:
+def as_config_error(key: str, rule: str, received: object) -> Iterator[None]:
     """Turn any error into a `ConfigError` about `key`.
 
     In the message, the error follows the `rule` in parentheses.

@@ -74,7 +74,7 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def said(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """Return what a program prints.
 
     Return None if the program is missing, fails, or takes more than 30 s.

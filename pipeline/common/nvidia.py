@@ -45,7 +45,7 @@ class TensorFlowGpus(NamedTuple):
 
 def gpus_of_driver() -> int:
     """Return how many GPUs the driver lists."""
-    listing = imports.said("nvidia-smi", "-L")
+    listing = imports.output_of("nvidia-smi", "-L")
     if listing is None:
         return len(glob.glob("/dev/nvidia[0-9]*"))
     return len([line for line in listing.splitlines() if line.startswith("GPU ")])
@@ -69,7 +69,7 @@ def visible() -> list[str]:
 
 
 @functools.cache
-def of_tensorflow() -> TensorFlowGpus:
+def gpus_of_tensorflow() -> TensorFlowGpus:
     """Return what TensorFlow finds in a new process, whose messages are read."""
     variables = {
         **os.environ,
@@ -107,7 +107,7 @@ def why_no_gpu(required: bool) -> str:
     if not visible():
         why = "CUDA_VISIBLE_DEVICES hides the GPUs"
     else:
-        listed, missing_libraries = of_tensorflow()
+        listed, missing_libraries = gpus_of_tensorflow()
         if listed:
             why = (
                 f"TensorFlow lists {listed} GPUs in a new process and none in this one"

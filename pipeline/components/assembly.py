@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from pipeline import accumulation
 from pipeline.accumulation import internals
-from pipeline.common.errors import ConfigError, refused
+from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.components import (
     added_losses,
     devices,
@@ -36,12 +36,12 @@ from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import (
     Reader,
     effective_batches,
-    evaluated,
+    evaluation_batches,
     first_examples,
-    of_stream,
     one_class,
+    stream_batches,
 )
-from pipeline.dataset.checksums import Files
+from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Stream, digest
@@ -68,7 +68,7 @@ class Parts:
     spec: RunSpec  # with the decision whether the data are kept in memory
     devices: Devices
     data: Data
-    files: Files  # the files of `data`, in their state before reading
+    files: DataFiles  # the files of `data`, in their state before reading
     plan: Plan
     batches: tf.data.Dataset  # of the updates to come; a worker has its share of each
     model: keras.Model  # compiled with its built optimizer
@@ -136,7 +136,7 @@ class Parts:
             node, self.data, self.spec.workers_on_machine
         )
         size = self.plan.batching.effective_batch_size
-        return evaluated(self.data, name, size, node.get("pad"), reader, keep)
+        return evaluation_batches(self.data, name, size, node.get("pad"), reader, keep)
 
     @cached_property  # traced once: a layer may draw a seed while it is traced
     def forward(self) -> internals.Forward:
@@ -150,7 +150,7 @@ class Parts:
         seed = internals.global_seed()
         if seed is not None:
             variables.append(seed.value)
-        for _, variable in internals.unknown_to_keras(self.model):
+        for _, variable in internals.untracked_variables(self.model):
             variables.append(variable)
 
         copies: list[tf.Variable] = []
@@ -222,7 +222,7 @@ class _Source:
 
     spec: RunSpec  # with the decision whether the data are kept in memory
     data: Data
-    files: Files
+    files: DataFiles
     record: dict[str, Any]
     notes: list[str]
 
@@ -232,9 +232,9 @@ def _open_dataset(
 ) -> _Source:
     """Load the dataset, and decide whether its examples are kept in memory."""
     data = load.load(spec.dataset)
-    files = Files(data.files)
+    files = DataFiles(data.files)
     with _reading(spec.dataset, data, files):
-        values, line = cache.resolve(
+        values, line = cache.decide_in_memory(
             spec.dataset, data, run_devices.agree, spec.workers_on_machine
         )
         spec = spec.changed({f"dataset.{key}": value for key, value in values.items()})
@@ -278,7 +278,7 @@ class _Planned:
 def _planned(spec: RunSpec, data: Data) -> _Planned:
     if data.loaders:
         return _planned_stream(spec, data)
-    batch_schedule = stages.asked(spec.config.accumulation.batch_schedule)
+    batch_schedule = stages.parse_schedule(spec.config.accumulation.batch_schedule)
     plan = plan_of(spec.batching, data.examples, spec.horizon, batch_schedule)
     return _Planned(spec, plan, None)
 
@@ -320,7 +320,7 @@ def _batches(
 ) -> tf.data.Dataset:
     weigh = weigher(spec.config.training, data)
     if stream is not None:
-        return of_stream(stream, first_update, weigh)
+        return stream_batches(stream, first_update, weigh)
     return effective_batches(
         spec.dataset, data, plan.slices(first_update), spec.config.seed, weigh, reader
     )
@@ -328,10 +328,13 @@ def _batches(
 
 @contextmanager
 def _reading(
-    node: DictConfig, data: Data, files: Files, key: str = "dataset"
+    node: DictConfig, data: Data, files: DataFiles, key: str = "dataset"
 ) -> Iterator[None]:
     """Name the cause if the code of `node` fails while it is traced or run."""
-    with refused(key, "must give examples", node._target_), located(data, files):
+    with (
+        as_config_error(key, "must give examples", node._target_),
+        located(data, files),
+    ):
         yield
 
 
@@ -382,7 +385,7 @@ def _build_network(
 
 
 def _first_batch(
-    spec: RunSpec, data: Data, files: Files, run_devices: Devices
+    spec: RunSpec, data: Data, files: DataFiles, run_devices: Devices
 ) -> tuple[Any, ...]:
     """Return a few examples with the weights of their classes.
 

@@ -38,7 +38,7 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
     if parts.spec.largest.factor * parts.plan.batching.replicas == 1:
         return []
     config = parts.spec.config.accumulation
-    normalizing = internals.normalising_layers(parts.model)
+    normalizing = internals.normalizing_layers(parts.model)
     moving = internals.batch_dependent_layers(parts.model, parts.forward, normalizing)
     noisy = []
     if config.same_noise == "auto":

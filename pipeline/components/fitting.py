@@ -17,7 +17,7 @@ from pipeline.components.assembly import Parts
 from pipeline.config.plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example, non_finite, tokens
 from pipeline.tracking.tracker import Tracker
-from pipeline.training.evaluator import Evaluations, Evaluator
+from pipeline.training.evaluator import Evaluations, SplitEvaluator
 from pipeline.training.loop import Trainer
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
@@ -188,13 +188,13 @@ def _oom_retry(
 
 def _evaluator(
     parts: Parts, name: str, tracker: Tracker | None, assigned: Sequence[tf.Variable]
-) -> Evaluator | None:
+) -> SplitEvaluator | None:
     """Return the evaluator of a split; None if there is no such split."""
     batches = parts.evaluation_batches(name, parts.reader)
     if batches is None:
         return None
     alone = parts.devices.workers == 1
-    evaluator = Evaluator(parts.evaluation(), batches, name, retry=alone)
+    evaluator = SplitEvaluator(parts.evaluation(), batches, name, retry=alone)
     if tracker is None:
         return evaluator
     return replace(evaluator, on_halved=tracker.evaluation_halved, changed=assigned)

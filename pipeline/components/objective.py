@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from pipeline.accumulation import internals
 from pipeline.accumulation.internals import Losses, Metrics, by_name
 from pipeline.checkpoints import snapshot
-from pipeline.common.errors import ConfigError, refused
+from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config.objective_nodes import metrics_of
 from pipeline.trust import instantiate
 
@@ -118,7 +118,7 @@ def compile(
     for name, callback in objective.callbacks.items():
         key = f"training.callbacks.{name}"
         kind = type(callback).__name__
-        with refused(key, "must be able to do its work", kind):
+        with as_config_error(key, "must be able to do its work", kind):
             _check_callback(callback, model)
             snapshot.check_state(name, callback)
 

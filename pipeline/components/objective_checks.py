@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from pipeline.accumulation import internals
-from pipeline.common.errors import ConfigError, refused
+from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.components.objective import RunObjective
 from pipeline.config.metric_names import UPDATE_METRICS, is_name
 from pipeline.config.objective_nodes import METRIC_GROUPS
@@ -80,7 +80,7 @@ def check(
     rule = f"must take inputs of {_shape(x)}"
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
         rule += ", which dataset.pad would bring to one length"
-    with refused("model", rule, model.name):
+    with as_config_error("model", rule, model.name):
         outputs = model(x, training=False)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
@@ -145,11 +145,13 @@ def _sum_of_losses(goal: internals.Objective, example: _Example) -> tf.Tensor:
         raise ConfigError("training.loss", "must be null: the dataset has no labels")
     losses = [loss for loss in tf.nest.flatten(goal.loss) if loss is not None]
     names = ", ".join(loss.name for loss in losses)
-    with refused("training.loss", example.rule, names):
+    with as_config_error("training.loss", example.rule, names):
         terms = internals.Objective(goal.loss).terms(
             example.y, example.outputs, example.sample_weight
         )
-    with refused("training.loss_weights", "must fit the outputs", goal.loss_weights):
+    with as_config_error(
+        "training.loss_weights", "must fit the outputs", goal.loss_weights
+    ):
         internals.spread(goal.loss_weights, list(example.outputs))
     total = tf.zeros((), tf.float64)
     for term in terms:
@@ -186,7 +188,7 @@ def _checked_term(
         )
         return sums.total
 
-    with refused(key, example.rule, loss.name):
+    with as_config_error(key, example.rule, loss.name):
         _check_shapes(loss, term.y, term.output)
         classes = None if has_several_outputs else example.classes
         _check_classes(loss, term.y, term.output, classes)
@@ -247,7 +249,7 @@ def _check_metrics(
                 key = f"training.{group}.{output}.{metric.name}"
                 selected = {output: [metric]}
             alone = internals.Objective(goal.loss, **{group: selected})
-            with refused(key, example.rule, type(metric).__name__):
+            with as_config_error(key, example.rule, type(metric).__name__):
                 if output is None and len(example.outputs) == 1 and labels:
                     _check_shapes(metric, *labels.values(), *example.outputs.values())
                 _check_metric(metric, alone, example)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipeline.common.errors import ConfigError, refused
+from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.components import scaling, stage_rates
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
@@ -124,7 +124,9 @@ def check(
     """
     inner = _inner(optimizer)
     variable = variables[0]
-    with refused("optimizer", "must be able to apply a gradient", type(inner).__name__):
+    with as_config_error(
+        "optimizer", "must be able to apply a gradient", type(inner).__name__
+    ):
         rate = _first_rate(inner)
         apply = tf.function(
             lambda gradient: optimizer.apply([gradient], [variable]), autograph=False

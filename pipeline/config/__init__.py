@@ -6,7 +6,6 @@ rejected in under a second.
 """
 
 __all__ = [
-    "allow_list",
     "cluster",
     "compose",
     "former_names",
@@ -21,4 +20,5 @@ __all__ = [
     "session",
     "sizes",
     "stages",
+    "trust_entries",
 ]

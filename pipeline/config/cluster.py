@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from pipeline.common import imports
-from pipeline.common.errors import ConfigError, refused
+from pipeline.common.errors import ConfigError, as_config_error
 
 KEY = "hardware.workers"
 SECRET_FILE = "hardware.secret_file"
@@ -173,7 +173,7 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
         return b""
 
     content = b""
-    with refused(SECRET_FILE, "must be a file that can be read", file):
+    with as_config_error(SECRET_FILE, "must be a file that can be read", file):
         mode = os.stat(file).st_mode
         if stat.S_ISREG(mode):
             content = Path(file).read_bytes().strip()
@@ -221,7 +221,7 @@ def _read_tf_config(content: Any) -> Cluster | None:
 def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
     """Return the tasks of a Slurm step in the order of their ranks."""
     nodes = environment["SLURM_STEP_NODELIST"]
-    names = imports.said("scontrol", "show", "hostnames", nodes)
+    names = imports.output_of("scontrol", "show", "hostnames", nodes)
     if names is None:
         rule = "must be read by `scontrol show hostnames`, which has failed here"
         raise ConfigError("SLURM_STEP_NODELIST", rule, nodes)

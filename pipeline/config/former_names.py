@@ -212,8 +212,11 @@ def _with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
         value = config[group].pop(name)
         new_group, _, new_name = key.partition(".")
         section = config.get(new_group) or {}
+        # A group that is not a mapping is rejected later in any case.
         if isinstance(section, dict):
-            config[new_group] = {new_name: value, **section}
+            section = dict(section)
+            section.setdefault(new_name, value)
+            config[new_group] = section
     return config
 
 

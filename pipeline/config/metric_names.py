@@ -66,7 +66,7 @@ UPDATE_METRICS = {
 USERS = UpdateMetric(share=True)  # for a metric with any other name
 
 
-def of(metric: str) -> UpdateMetric:
+def treatment_of(metric: str) -> UpdateMetric:
     """Return how `metric`, with or without its split as in `train/loss`, is treated."""
     name = metric.split("/")[-1]
     if name in UPDATE_METRICS:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching, Horizon, ceil_div
-from pipeline.config.stages import SCHEDULE, Asked, Slice, Stage
+from pipeline.config.stages import SCHEDULE, ScheduledStage, Slice, Stage
 
 # The tag, for people, of a run whose micro-batches were halved.
 HALVED = "micro_batch_size.halved"
@@ -46,7 +46,7 @@ class Plan:
         # Updates that are repeated keep their counts.
         update = max([update, *(last for last, _ in self.before)])
         before = (*self.before, (update, self.batching))
-        batching = self.batching.of(micro_batch_size)
+        batching = self.batching.with_micro_batch_size(micro_batch_size)
         return replace(self, batching=batching, before=before)
 
     @property
@@ -76,7 +76,7 @@ class Plan:
         for size, last in cuts:
             if last is None:
                 last = end
-            before.append((last, self.batching.of(size)))
+            before.append((last, self.batching.with_micro_batch_size(size)))
         return replace(self, before=tuple(before))
 
     @property
@@ -268,7 +268,10 @@ def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
 
 
 def plan_of(
-    batching: Batching, examples: int, horizon: Horizon, stages: Sequence[Asked] = ()
+    batching: Batching,
+    examples: int,
+    horizon: Horizon,
+    stages: Sequence[ScheduledStage] = (),
 ) -> Plan:
     """Return the plan of a run: its horizon and stages, in whole updates.
 
@@ -296,7 +299,9 @@ def plan_of(
     return replace(plan, updates=plan.updates_at(length))
 
 
-def _stages_in_updates(plan: Plan, stages: Sequence[Asked]) -> tuple[Stage, ...]:
+def _stages_in_updates(
+    plan: Plan, stages: Sequence[ScheduledStage]
+) -> tuple[Stage, ...]:
     """Return the stages of a plan, from those of the config.
 
     A stage of the config that begins within an epoch becomes two: the rest of that

@@ -115,7 +115,7 @@ class RunSpec:
                 "scaling.peak_batch_size": None,
             }
         )
-        return replace(spec, batching=largest.of(largest.share))
+        return replace(spec, batching=largest.with_micro_batch_size(largest.share))
 
     def changed(
         self, values: Mapping[str, Any], without: Iterable[str] = ()
@@ -150,7 +150,7 @@ class RunSpec:
         return replace(
             self.changed({sizes.MICRO: size}),
             overrides=tuple(overrides),
-            batching=self.batching.of(size),
+            batching=self.batching.with_micro_batch_size(size),
         )
 
     def to_text(self) -> str:

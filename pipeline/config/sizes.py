@@ -52,7 +52,7 @@ class Batching:
         """
         return ceil_div(self.effective_batch_size, self.replicas)
 
-    def of(self, micro_batch_size: int) -> Batching:
+    def with_micro_batch_size(self, micro_batch_size: int) -> Batching:
         """Return how the effective batch is cut into micro-batches of this size."""
         factor = ceil_div(self.share, micro_batch_size)
         return replace(self, micro_batch_size=micro_batch_size, factor=factor)
@@ -60,7 +60,7 @@ class Batching:
     def with_effective_batch_size(self, size: int) -> Batching:
         """Return how `size` examples are cut into micro-batches of the same size."""
         resized = replace(self, effective_batch_size=size)
-        return resized.of(self.micro_batch_size)
+        return resized.with_micro_batch_size(self.micro_batch_size)
 
     def __str__(self) -> str:
         replicas = "1 replica"

@@ -18,7 +18,7 @@ STAGES = "accumulation.stages"
 ALL = -1
 
 
-class Asked(NamedTuple):
+class ScheduledStage(NamedTuple):
     """A stage of the config.
 
     Its first update is the first one that begins at `start` or later.
@@ -85,7 +85,7 @@ class Slice(NamedTuple):
     read: int = ALL  # how many are read of each epoch
 
 
-def asked(schedule: Any) -> list[Asked]:
+def parse_schedule(schedule: Any) -> list[ScheduledStage]:
     """Return the stages of `accumulation.batch_schedule`; none if it is null.
 
     Raises:
@@ -99,7 +99,7 @@ def asked(schedule: Any) -> list[Asked]:
     if not isinstance(schedule, list) or not schedule:
         raise ConfigError(SCHEDULE, "must be null or a list of stages", schedule)
 
-    stages: list[Asked] = []
+    stages: list[ScheduledStage] = []
     for number, node in enumerate(schedule):
         key = f"{SCHEDULE}[{number}]"
         stage = _asked_stage(key, node)
@@ -121,7 +121,7 @@ def largest(accumulation: Mapping[str, Any], first: int) -> int:
         accumulation: the config group.
         first: examples of the first update.
     """
-    stages = asked(accumulation["batch_schedule"])
+    stages = parse_schedule(accumulation["batch_schedule"])
     return max([first, *(stage.size for stage in stages)])
 
 
@@ -140,7 +140,7 @@ def implied_values(
     """
     accumulation = config["accumulation"]
     schedule = accumulation["batch_schedule"]
-    stages = asked(schedule)
+    stages = parse_schedule(schedule)
     if config["dataset"].get("batched"):
         with_batches = "with dataset.batched=true"
         if schedule is not None:
@@ -164,7 +164,7 @@ def implied_values(
     return {EFFECTIVE: first}
 
 
-def _asked_stage(key: str, stage: Any) -> Asked:
+def _asked_stage(key: str, stage: Any) -> ScheduledStage:
     """Return the stage of a node of the config; `key` is the name of the node."""
     start = None
     if isinstance(stage, Mapping) and {*stage} == {"start", "effective_batch_size"}:
@@ -183,10 +183,10 @@ def _asked_stage(key: str, stage: Any) -> Asked:
     size = stage["effective_batch_size"]
     if not _is_count(size) or size < 1:
         raise ConfigError(f"{key}.effective_batch_size", "must be at least 1", size)
-    return Asked(unit, value, size)
+    return ScheduledStage(unit, value, size)
 
 
-def _least_start(previous: Asked, unit: str) -> int | float:
+def _least_start(previous: ScheduledStage, unit: str) -> int | float:
     """Return the number that the start of the next stage has to be above."""
     # Numbers in different units are compared when the length of an epoch is known.
     if previous.unit == unit:

@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from pipeline.common import memory_budget, secrets
 from pipeline.common.errors import ConfigError
-from pipeline.config import allow_list, metric_names, schema, sizes
+from pipeline.config import metric_names, schema, sizes, trust_entries
 from pipeline.config.objective_nodes import (
     METRIC_GROUPS,
     by_output,
@@ -107,7 +107,7 @@ def check_settings(config: DictConfig) -> None:
     if config.start.weights_only and config.start.run is None:
         rule = "must come with start.run, whose weights are meant"
         raise ConfigError("start.weights_only", rule, True)
-    allow_list.check_allowed(config.trust.allow)
+    trust_entries.check_allowed(config.trust.allow)
 
 
 def _check_store(uri: str) -> None:

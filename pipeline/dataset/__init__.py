@@ -17,6 +17,7 @@ __all__ = [
     "class_weights",
     "load",
     "longest_batch",
+    "non_finite",
     "source",
     "splits",
     "stream",

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from pipeline.common.errors import DataError, first_line, say
 from pipeline.common.signals import Terminated
-from pipeline.dataset.checksums import Files
+from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
 
 SECONDS = 120.0  # limit of the search, which reads the splits once more
@@ -17,7 +17,7 @@ SILENCE = 5.0  # seconds of searching before a line says so
 
 
 @contextmanager
-def located(data: Data, files: Files) -> Iterator[None]:
+def located(data: Data, files: DataFiles) -> Iterator[None]:
     """Turn an error of reading `data` into a `DataError` that names the example.
 
     If the example is not found, the `DataError` has TensorFlow's reason. Errors of the

@@ -155,7 +155,7 @@ def in_order(
     return _read_ahead(_padded_and_cast(batches, pad, spec))
 
 
-def of_stream(
+def stream_batches(
     stream: Stream, first_update: int, weigh: Weigh = None
 ) -> tf.data.Dataset:
     """Return the effective batches of a stream from `first_update` on.
@@ -168,7 +168,7 @@ def of_stream(
     return _read_ahead(batches)
 
 
-def evaluated(
+def evaluation_batches(
     data: Data,
     name: str,
     batch_size: int,

@@ -28,7 +28,7 @@ BUFFER = 128 * 2**20  # bytes of the shuffle buffer of streamed examples
 _SAMPLE = 64  # examples that are measured if their shapes do not determine their size
 
 
-def resolve(
+def decide_in_memory(
     node: DictConfig,
     data: Data,
     agreed: Callable = bool,

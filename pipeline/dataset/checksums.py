@@ -3,12 +3,15 @@
 A checksum is remembered until the file's size, dates or inode change.
 """
 
+from __future__ import annotations
+
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.common import disk_cache
 from pipeline.common.errors import DataError, described, say
@@ -19,29 +22,50 @@ SETTLED = 2.0
 SILENCE = 10.0  # seconds of waiting before a line says why
 
 
+class _FileState(NamedTuple):
+    """Attributes that change with a file; times are in nanoseconds since the epoch."""
+
+    size: int  # in bytes
+    modified_ns: int
+    changed_ns: int  # of the inode
+    inode: int
+
+    def as_list(self) -> list[int]:
+        return list(self)
+
+    def looks_like(self, other: _FileState) -> bool:
+        """Return whether size and time of modification are equal."""
+        return (self.size, self.modified_ns) == (other.size, other.modified_ns)
+
+
 def sha256_of(path: Path) -> str:
     """Return a SHA-256 of a file's size and content.
 
     A GiB in the page cache takes 0.7 s on two busy cores.
     """
-    stat = _stat(path)
+    state = _file_state(path)
     entry_file = disk_cache.place("checksums", str(path.absolute()))
     entry = disk_cache.recall(entry_file, {"stat": [int], "sha256": str})
-    if entry.get("stat") == stat:
+    if entry.get("stat") == state.as_list():
         return str(entry["sha256"])
 
-    size = hashlib.sha256(str(stat[0]).encode())
+    # The content follows the size in one hash.
+    begun_with_size = hashlib.sha256(str(state.size).encode())
     with path.open("rb") as file:
-        checksum = hashlib.file_digest(file, lambda: size).hexdigest()
+        checksum = hashlib.file_digest(file, lambda: begun_with_size).hexdigest()
 
-    seconds_unchanged = time.time() - stat[1] / 1e9
-    if _stat(path) == stat and seconds_unchanged > SETTLED:
-        entry = {"file": str(path.absolute()), "stat": stat, "sha256": checksum}
+    seconds_unchanged = time.time() - state.modified_ns / 1e9
+    if _file_state(path) == state and seconds_unchanged > SETTLED:
+        entry = {
+            "file": str(path.absolute()),
+            "stat": state.as_list(),
+            "sha256": checksum,
+        }
         disk_cache.remember(entry_file, entry)
     return checksum
 
 
-class Files:
+class DataFiles:
     """The files of a run's data, in their state when the object is created.
 
     Attributes:
@@ -55,11 +79,11 @@ class Files:
         self.reread = self.paths
         self.checksums: dict[str, str] = {}
         self._checksums_by_path: dict[Path, str] = {}
-        self._stats: dict[Path, list[int]] = {}
+        self._states: dict[Path, _FileState] = {}
         self._thread: threading.Thread | None = None
         for path in self.paths:
             with suppress(OSError):  # only TensorFlow may be able to read it
-                self._stats[path] = _stat(path)
+                self._states[path] = _file_state(path)
 
     def compute(self, then: Callable[[dict[str, str]], None]) -> None:
         """Compute the checksums in a thread, which then calls `then` with them."""
@@ -126,7 +150,8 @@ class Files:
         for path in paths:
             # A deleted file has been read for the last time.
             with suppress(OSError):
-                if path not in self._stats or _stat(path)[:2] == self._stats[path][:2]:
+                before = self._states.get(path)
+                if before is None or _file_state(path).looks_like(before):
                     continue
                 known = self._checksums_by_path.get(path)
                 if known is None or sha256_of(path) != known:
@@ -134,6 +159,6 @@ class Files:
         return None
 
 
-def _stat(path: Path) -> list[int]:
+def _file_state(path: Path) -> _FileState:
     stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    return _FileState(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

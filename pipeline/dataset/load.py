@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pipeline.common.errors import ConfigError, first_line, refused
+from pipeline.common.errors import ConfigError, as_config_error, first_line
 from pipeline.dataset import stream, tfds_files
 from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
@@ -295,7 +295,7 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
                 "a keras.utils.PyDataset or a generator function"
             )
             raise ConfigError(stream.KEY, rule, type(split).__name__)
-    with refused("dataset", "must give batches", node._target_):
+    with as_config_error("dataset", "must give batches", node._target_):
         return {name: stream.Loader(split, name) for name, split in data.splits.items()}
 
 

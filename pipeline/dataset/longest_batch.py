@@ -15,7 +15,7 @@ from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.splits import Data
 
 
-def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.Dataset:
+def for_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.Dataset:
     """Return an endless dataset of effective batches made of the longest examples.
 
     They are prepared as in training.
@@ -29,7 +29,7 @@ def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.D
     return batches.repeat()
 
 
-def of_evaluation(
+def for_evaluation(
     spec: RunSpec, split: tf.data.Dataset, batch_size: int
 ) -> tf.data.Dataset:
     """Return one batch of the longest examples of a split, for its evaluation."""

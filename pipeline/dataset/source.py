@@ -38,7 +38,7 @@ class ShareReader(NamedTuple):
 
     def share(self, *batch: Any) -> Share:
         """Return this worker's share of an effective batch."""
-        return Share.of(batch, self.first, self.replicas, self.all_replicas)
+        return Share.for_replicas(batch, self.first, self.replicas, self.all_replicas)
 
 
 @dataclass(frozen=True)

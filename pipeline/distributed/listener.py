@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from pipeline.common.errors import refused
+from pipeline.common.errors import as_config_error
 from pipeline.distributed.json_socket import (
     LONGEST,
     JsonSocket,
@@ -71,7 +71,7 @@ class Listener:
         self._secret = secret
         self._strangers: dict[socket.socket, WorkerConnection] = {}
         host, _, port = address.rpartition(":")
-        with refused("worker 0", FREE, address):
+        with as_config_error("worker 0", FREE, address):
             self._server = _create_server(host, int(port))
         self.address = f"{host}:{self._server.getsockname()[1]}"
 
@@ -158,7 +158,7 @@ def reserve_port(key: str, address: str) -> socket.socket:
     Raises:
         ConfigError: the port is taken; the message begins with `key`.
     """
-    with refused(key, FREE, address), ExitStack() as close_on_error:
+    with as_config_error(key, FREE, address), ExitStack() as close_on_error:
         port = int(address.rpartition(":")[2])
         reserved = close_on_error.enter_context(socket.socket())
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -4,4 +4,4 @@ In: a command line, or a recorded config with overrides. Out: the task has run, 
 error in one line.
 """
 
-__all__ = ["hydra_job", "record"]
+__all__ = ["hydra_job", "recorded_job"]

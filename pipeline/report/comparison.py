@@ -49,7 +49,7 @@ class TargetLoss:
     """A loss to reach, chosen from the data of a sweep, and each job's cost of it.
 
     Attributes:
-        metric: `val/loss`, or `train/loss` averaged over `Comparison.window` examples.
+        metric: `val/loss`, or `train/loss` averaged over `SweepResult.window` examples.
         value: the loss.
         judged: the names of the jobs from which it was chosen.
         all_reach: whether all of these reach it; otherwise half of them do.
@@ -75,7 +75,7 @@ class TargetLoss:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SweepResult:
     """A sweep with all of its jobs.
 
     Attributes:
@@ -301,7 +301,7 @@ class Comparison:
         return costs
 
 
-def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
+def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
     """Read a sweep in any state.
 
     Args:
@@ -328,7 +328,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
             job = _with_last_stage(job)
         jobs.append(job)
 
-    return Comparison(
+    return SweepResult(
         uri=uri,
         run_id=run_id,
         name=tags["sweep.name"],

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.config.stages import STAGES
 from pipeline.report import statistics
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot, axis, trace
 from pipeline.report.job_results import LOSS, grouped
@@ -213,7 +213,7 @@ def _critical_position(losses: Array) -> int:
     return int(first_too_high) - 1
 
 
-def measured(sweep: Comparison) -> CriticalBatch | None:
+def measured(sweep: SweepResult) -> CriticalBatch | None:
     """Return the critical batch that the branches of a sweep measured.
 
     Return None before two branches have finished, if the smallest one diverged, or if
@@ -249,11 +249,11 @@ def measured(sweep: Comparison) -> CriticalBatch | None:
     return measure(judged)
 
 
-def _varies_more(sweep: Comparison) -> bool:
+def _varies_more(sweep: SweepResult) -> bool:
     return len({job.family for job in sweep.jobs}) > 1
 
 
-def branch_findings(sweep: Comparison) -> Iterable[SweepFinding]:
+def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield the critical batch, the schedule that follows, and the noise scale."""
     result = measured(sweep)
     if result is None:
@@ -283,7 +283,7 @@ def branch_findings(sweep: Comparison) -> Iterable[SweepFinding]:
         yield SweepFinding("noise_scale", text, {"predicted": scale.mean})
 
 
-def _critical_sentences(sweep: Comparison, result: CriticalBatch) -> str:
+def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
     low, high = result.interval
     losses = [f"{batch}: {loss:.4f}" for batch, loss in result.losses.items()]
     text = (
@@ -307,7 +307,7 @@ def _critical_sentences(sweep: Comparison, result: CriticalBatch) -> str:
     return text
 
 
-def _schedule(sweep: Comparison, critical: int) -> str | None:
+def _schedule(sweep: SweepResult, critical: int) -> str | None:
     """Return the overrides with which a run follows the critical batch.
 
     Return None if the store does not have the stages as they were written.
@@ -327,11 +327,11 @@ def _schedule(sweep: Comparison, critical: int) -> str | None:
     )
 
 
-def _noise_scale_of_branches(sweep: Comparison) -> Spread | None:
+def _noise_scale_of_branches(sweep: SweepResult) -> Spread | None:
     return statistics.spread([noise_scale(job, sweep) for job in sweep.jobs])
 
 
-def branch_plots(sweep: Comparison) -> list[Plot]:
+def branch_plots(sweep: SweepResult) -> list[Plot]:
     """Return the plot of the smoothed losses by effective batch, if there is one."""
     result = measured(sweep)
     if result is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import trajectory_pairs
 from pipeline.report.html_page import RESULT, Plot, Trace, axis, plot_key, trace
 from pipeline.report.job_results import (
@@ -40,7 +40,7 @@ CAPTIONS = {
 _FAINT = {"mode": "lines", "opacity": 0.4, "hoverinfo": "skip", "hovertemplate": None}
 
 
-def metric_plots(sweep: Comparison) -> list[Plot]:
+def metric_plots(sweep: SweepResult) -> list[Plot]:
     """Plot each metric along updates, examples and seconds."""
     plots = []
     for metric in sweep.metrics:
@@ -50,7 +50,7 @@ def metric_plots(sweep: Comparison) -> list[Plot]:
     return plots
 
 
-def rate_plot(sweep: Comparison) -> Plot:
+def rate_plot(sweep: SweepResult) -> Plot:
     """Plot the learning rate along updates."""
     caption = (
         "The rate that each update used; groups that share a schedule lie on one line."
@@ -58,7 +58,7 @@ def rate_plot(sweep: Comparison) -> Plot:
     return _curve_plot(sweep, LEARNING_RATE, "updates", RESULT, caption)
 
 
-def noise_plot(sweep: Comparison) -> Plot:
+def noise_plot(sweep: SweepResult) -> Plot:
     """Plot the gradient noise scale along examples."""
     caption = (
         "In examples, smoothed by the run. It grows while the loss falls: later "
@@ -68,7 +68,7 @@ def noise_plot(sweep: Comparison) -> Plot:
 
 
 def _curve_plot(
-    sweep: Comparison, metric: str, along: str, section: str, caption: str
+    sweep: SweepResult, metric: str, along: str, section: str, caption: str
 ) -> Plot:
     """Plot a metric along an axis of `AXES`, with a color for each group."""
     traces = []
@@ -95,7 +95,7 @@ def _curve_plot(
     return Plot(plot_key(title), section, title, caption, traces, layout)
 
 
-def _longest_curve(sweep: Comparison, metric: str) -> int:
+def _longest_curve(sweep: SweepResult, metric: str) -> int:
     """Return the number of points of the longest curve."""
     jobs = jobs_with(sweep.jobs, metric)
     return max((len(job.curves[metric].steps) for job in jobs), default=0)
@@ -166,7 +166,7 @@ def _mean_curve(jobs: Sequence[JobResult], metric: str, along: str) -> _Points:
     return _Points(np.mean(xs, axis=0), np.mean(ys, axis=0))
 
 
-def _has_log_axis(sweep: Comparison, metric: str, traces: list[Trace]) -> bool:
+def _has_log_axis(sweep: SweepResult, metric: str, traces: list[Trace]) -> bool:
     """Return whether the metric is a positive cost that varies by more than `FALLS`."""
     if metric == LEARNING_RATE:
         return False
@@ -193,7 +193,7 @@ def _target_line(value: float) -> dict[str, Any]:
     }
 
 
-def difference_plot(sweep: Comparison) -> Plot:
+def difference_plot(sweep: SweepResult) -> Plot:
     """Plot how far the losses of jobs of one trajectory are apart."""
     traces = []
     for color, pair in enumerate(trajectory_pairs(sweep)):

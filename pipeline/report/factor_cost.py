@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.report import statistics
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
     EXAMPLES_PER_SECOND,
@@ -52,7 +52,7 @@ COSTS = (
 )
 
 
-def findings(sweep: Comparison) -> Iterable[SweepFinding]:
+def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield, for each family, the cost of the largest factor against the smallest."""
     caveat = shared_device_caveat(sweep)
     for family, jobs in by_family(sweep.jobs).items():

@@ -16,7 +16,7 @@ from pipeline.common.rounding import IN_TF32, TF32
 from pipeline.config import key_kinds
 from pipeline.config.schema import Kind
 from pipeline.report import statistics
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import (
     LOSS,
     NO_RUN,
@@ -53,7 +53,7 @@ class SweepFinding:
     plot: str | None = None
 
 
-def job_states(sweep: Comparison) -> SweepFinding:
+def job_states(sweep: SweepResult) -> SweepFinding:
     """Return how many jobs finished, and which did not and why."""
     jobs_by_status = grouped(sweep.jobs, lambda job: job.status)
     figures = {"planned": len(sweep.jobs)}
@@ -70,7 +70,7 @@ def job_states(sweep: Comparison) -> SweepFinding:
     return SweepFinding("jobs", text, figures)
 
 
-def _state(status: str, sweep: Comparison) -> str:
+def _state(status: str, sweep: SweepResult) -> str:
     """Return the words for the status of a job."""
     if status == NO_RUN and sweep.status == "RUNNING":
         return "not started yet"
@@ -91,7 +91,7 @@ def _name_and_failure(job: JobResult) -> str:
     return f"{job.name} ({textwrap.shorten(reason, 160)})"
 
 
-def shared_device_caveat(sweep: Comparison) -> str:
+def shared_device_caveat(sweep: SweepResult) -> str:
     """Return a caveat about seconds; empty unless jobs ran at the same time."""
     starts_and_ends = []
     for job in sweep.jobs:
@@ -140,7 +140,7 @@ class TrajectoryPair:
         return float(self.curve.values[0])
 
 
-def trajectory_pairs(sweep: Comparison) -> list[TrajectoryPair]:
+def trajectory_pairs(sweep: SweepResult) -> list[TrajectoryPair]:
     """Pair the jobs that should train one trajectory.
 
     These have equal effective batch, seed and config. Each of them is paired with the
@@ -206,7 +206,7 @@ def _is_rounding(pair: TrajectoryPair) -> bool:
     return True
 
 
-def same_trajectory(sweep: Comparison) -> list[SweepFinding]:
+def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:
     """Return, for each precision, whether all cuts of a batch train one trajectory."""
     pairs = trajectory_pairs(sweep)
     if not pairs:

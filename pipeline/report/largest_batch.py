@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.report import statistics
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import JobResult, grouped
 from pipeline.report.statistics import Spread, Tradeoff, joined, number
@@ -68,7 +68,7 @@ class BatchCosts:
         return True
 
 
-def batch_costs(sweep: Comparison, family: str, jobs: list[JobResult]) -> BatchCosts:
+def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> BatchCosts:
     """Return what each effective batch of a family costs."""
     jobs_by_batch = grouped(jobs, lambda job: job.batch)
     batches = sorted(jobs_by_batch)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import NO_RUN, finished_jobs
 from pipeline.report.statistics import count
@@ -12,7 +12,7 @@ from pipeline.tracking.foreign_store import again_command
 _CHANCE = ", though not by more than chance may do"
 
 
-def findings(sweep: Comparison, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
+def findings(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
     """Yield what to run, to take and to try, from all earlier findings."""
     yield from _run_missing_jobs(sweep)
     yield from _take(sweep, earlier)
@@ -38,7 +38,7 @@ def _first_figures(findings: list[SweepFinding], topic: str) -> dict[str, Any]:
     return all_figures[0]
 
 
-def _run_missing_jobs(sweep: Comparison) -> Iterable[SweepFinding]:
+def _run_missing_jobs(sweep: SweepResult) -> Iterable[SweepFinding]:
     missing = []
     for job in sweep.jobs:
         if job.status in (NO_RUN, "FAILED", "KILLED"):
@@ -54,7 +54,7 @@ def _run_missing_jobs(sweep: Comparison) -> Iterable[SweepFinding]:
     yield SweepFinding("next", begin + command, {"missing": missing})
 
 
-def _take(sweep: Comparison, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
+def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
     """Yield which settings to take: those of a search, or else the fastest ones."""
     if sweep.best:
         text = f"Take {sweep.best}: the lowest loss of the search."
@@ -68,7 +68,7 @@ def _take(sweep: Comparison, earlier: list[SweepFinding]) -> Iterable[SweepFindi
 
 
 def _take_fastest(
-    sweep: Comparison, earlier: list[SweepFinding], times: dict[str, Any]
+    sweep: SweepResult, earlier: list[SweepFinding], times: dict[str, Any]
 ) -> SweepFinding:
     """Return what to take on this machine.
 
@@ -128,7 +128,7 @@ def _try_larger_batches(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
         yield SweepFinding("next", text, {"batch": batch, "family": family})
 
 
-def _repeat_with_seeds(sweep: Comparison) -> Iterable[SweepFinding]:
+def _repeat_with_seeds(sweep: SweepResult) -> Iterable[SweepFinding]:
     most_seeds = 0
     for jobs in sweep.groups.values():
         most_seeds = max(most_seeds, len(finished_jobs(jobs)))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import JobResult, jobs_with
 from pipeline.report.largest_batch import BatchCosts
@@ -19,7 +19,7 @@ CAVEAT = (
 )
 
 
-def noise_scale(job: JobResult, sweep: Comparison) -> float:
+def noise_scale(job: JobResult, sweep: SweepResult) -> float:
     """Return the median of the run's noise scale up to the target, in examples.
 
     It grows while the loss falls (McCandlish et al. 2018), so later values do not
@@ -41,7 +41,7 @@ def noise_scale(job: JobResult, sweep: Comparison) -> float:
     return float(np.median(values))
 
 
-def prediction(sweep: Comparison, costs: BatchCosts) -> SweepFinding:
+def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
     """Return the critical batch that the noise scale predicts for a family.
 
     At the noise scale B_noise, a batch B needs 1 + B / B_noise times the examples of a

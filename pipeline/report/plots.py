@@ -1,11 +1,11 @@
 """The plots of a sweep, in the order of the page."""
 
 from pipeline.report import curve_plots, setting_plots
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.html_page import Plot
 
 
-def draw(sweep: Comparison) -> list[Plot]:
+def draw(sweep: SweepResult) -> list[Plot]:
     """Return every plot for which the sweep has data."""
     plots = [
         *curve_plots.metric_plots(sweep),

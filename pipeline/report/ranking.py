@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.report import statistics
-from pipeline.report.comparison import Comparison, TargetLoss
+from pipeline.report.comparison import SweepResult, TargetLoss
 from pipeline.report.findings import SweepFinding, shared_device_caveat
 from pipeline.report.job_results import LOSS, finished_jobs
 from pipeline.report.statistics import (
@@ -119,7 +119,7 @@ class Ranking:
         return f"The next is {second_name}, {lead} behind (95%, Welch), {verdict}."
 
 
-def final_result(sweep: Comparison) -> SweepFinding:
+def final_result(sweep: SweepResult) -> SweepFinding:
     """Return which group ends best, and whether chance explains its lead."""
     metric = sweep.quality
     spreads = sweep.ends
@@ -157,7 +157,7 @@ def _all_equal(ranking: Ranking) -> bool:
     return True
 
 
-def time_to_target(sweep: Comparison) -> SweepFinding:
+def time_to_target(sweep: SweepResult) -> SweepFinding:
     """Return which group reaches the target first, and whether chance explains it."""
     target = sweep.target
     if target is None:
@@ -194,7 +194,7 @@ def time_to_target(sweep: Comparison) -> SweepFinding:
     return SweepFinding("time_to_target", text, figures, "time_to_target")
 
 
-def _target_sentence(sweep: Comparison, target: TargetLoss) -> str:
+def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
     """Return which target was chosen and why, without a period."""
     reach = "reached by half of the jobs, as others did not get near"
     if target.all_reach:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report.comparison import VALIDATION_LOSS, Comparison
+from pipeline.report.comparison import VALIDATION_LOSS, SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import LOSS, JobResult, grouped
 from pipeline.report.statistics import Array, count, joined
@@ -119,7 +119,7 @@ class Drift:
         }
 
 
-def drifts(sweep: Comparison) -> list[Drift]:
+def drifts(sweep: SweepResult) -> list[Drift]:
     """Return the drift of each recipe with three rates at two batches or more."""
     return [
         _drift(recipe, batches) for recipe, batches in _losses_by_recipe(sweep).items()
@@ -131,7 +131,7 @@ def loss_by_rate_key(index: int) -> str:
     return f"loss_by_rate_{index}"
 
 
-def findings(sweep: Comparison) -> Iterable[SweepFinding]:
+def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield the drift for each recipe, then which recipe has the least."""
     judged = []
     for index, drift in enumerate(drifts(sweep)):
@@ -144,14 +144,14 @@ def findings(sweep: Comparison) -> Iterable[SweepFinding]:
         yield _least_drift(judged)
 
 
-def loss_metric(sweep: Comparison) -> str:
+def loss_metric(sweep: SweepResult) -> str:
     """Return the loss by which a rate is judged."""
     if VALIDATION_LOSS in sweep.metrics:
         return VALIDATION_LOSS
     return LOSS
 
 
-def _losses_by_recipe(sweep: Comparison) -> dict[str, list[BatchLosses]]:
+def _losses_by_recipe(sweep: SweepResult) -> dict[str, list[BatchLosses]]:
     """Return the final losses by recipe.
 
     A recipe needs two batches, and each of these three rates. A rate at which a seed
@@ -181,7 +181,7 @@ def _losses_by_recipe(sweep: Comparison) -> dict[str, list[BatchLosses]]:
     return enough
 
 
-def _final_loss(sweep: Comparison, job: JobResult, metric: str) -> float:
+def _final_loss(sweep: SweepResult, job: JobResult, metric: str) -> float:
     if not job.finished:
         return math.nan
     return sweep.final(job, metric)

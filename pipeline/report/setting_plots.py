@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.report import rate_drift
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.html_page import RESULT, Plot, Trace, axis, plot_key, trace
 from pipeline.report.job_results import (
     AXES,
@@ -52,7 +52,7 @@ class _Quantity:
     from_zero: bool = False
 
 
-def final_plots(sweep: Comparison) -> list[Plot]:
+def final_plots(sweep: SweepResult) -> list[Plot]:
     """Plot the last value of the metric that ranks the jobs, by each swept key."""
     metric = sweep.quality
     if metric is None:
@@ -71,7 +71,7 @@ def final_plots(sweep: Comparison) -> list[Plot]:
     return plots
 
 
-def target_plots(sweep: Comparison) -> list[Plot]:
+def target_plots(sweep: SweepResult) -> list[Plot]:
     """Plot the time, the examples and the updates until the target."""
     target = sweep.target
     if target is None:
@@ -92,7 +92,7 @@ def target_plots(sweep: Comparison) -> list[Plot]:
     return plots
 
 
-def _target_plot(sweep: Comparison, along: str, swept_key: str, caption: str) -> Plot:
+def _target_plot(sweep: SweepResult, along: str, swept_key: str, caption: str) -> Plot:
     word = "time" if along == "seconds" else along
     quantity = _Quantity(
         measure=lambda job: sweep.cost(job, along),
@@ -106,7 +106,7 @@ def _target_plot(sweep: Comparison, along: str, swept_key: str, caption: str) ->
     return _plot_by(sweep, swept_key, quantity)
 
 
-def cost_plots(sweep: Comparison) -> list[Plot]:
+def cost_plots(sweep: SweepResult) -> list[Plot]:
     """Plot the time per update, the speed and the memory by the first swept key."""
     median = (
         "Median over the updates after the first, which is traced while it runs. Bars: "
@@ -149,7 +149,7 @@ def cost_plots(sweep: Comparison) -> list[Plot]:
     ]
 
 
-def loss_by_rate_plots(sweep: Comparison) -> list[Plot]:
+def loss_by_rate_plots(sweep: SweepResult) -> list[Plot]:
     """Plot the final loss by rate, a plot for each recipe with a drift."""
     plots = []
     for index, drift in enumerate(rate_drift.drifts(sweep)):
@@ -159,7 +159,7 @@ def loss_by_rate_plots(sweep: Comparison) -> list[Plot]:
     return plots
 
 
-def _loss_by_rate_plot(sweep: Comparison, drift: Drift, key: str) -> Plot:
+def _loss_by_rate_plot(sweep: SweepResult, drift: Drift, key: str) -> Plot:
     """Plot the final loss by rate, a curve for each batch, and the best rates."""
     loss = rate_drift.loss_metric(sweep)
     jobs = [job for job in sweep.jobs if job.recipe == drift.recipe]
@@ -186,7 +186,7 @@ def _loss_by_rate_plot(sweep: Comparison, drift: Drift, key: str) -> Plot:
     return replace(plot, data=[*plot.data, best])
 
 
-def noise_by_batch_plot(sweep: Comparison) -> Plot:
+def noise_by_batch_plot(sweep: SweepResult) -> Plot:
     """Plot the noise scale by batch, with the diagonal on which both are equal."""
     quantity = _Quantity(
         measure=lambda job: noise_scale(job, sweep),
@@ -216,7 +216,7 @@ def noise_by_batch_plot(sweep: Comparison) -> Plot:
     return replace(plot, data=traces, layout=layout)
 
 
-def _plot_by(sweep: Comparison, key: str, quantity: _Quantity) -> Plot:
+def _plot_by(sweep: SweepResult, key: str, quantity: _Quantity) -> Plot:
     """Plot a quantity by one of `sweep.axes`, as means over seeds with error bars.
 
     Each combination of the other swept keys has a trace.
@@ -255,7 +255,7 @@ def _plot_by(sweep: Comparison, key: str, quantity: _Quantity) -> Plot:
     )
 
 
-def _jobs_by_other_settings(sweep: Comparison, key: str) -> dict[str, list[JobResult]]:
+def _jobs_by_other_settings(sweep: SweepResult, key: str) -> dict[str, list[JobResult]]:
     """Group the jobs by their name without the seed and the swept key."""
     if key == "group":
         return {"": sweep.jobs}

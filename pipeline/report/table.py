@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.common.errors import printable
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import (
     EXAMPLES_PER_SECOND,
     EXAMPLES_SEEN,
@@ -59,7 +59,7 @@ class Table:
     rows: list[list[str]]
 
 
-def columns(sweep: Comparison) -> list[Column]:
+def columns(sweep: SweepResult) -> list[Column]:
     """Return all columns in their order; a sweep may have no values for some."""
     metrics = []
     for metric in sweep.metrics:
@@ -87,7 +87,7 @@ def _updates(job: JobResult) -> float:
     return max(last_steps, default=math.nan)
 
 
-def sorted_groups(sweep: Comparison) -> list[tuple[str, list[JobResult]]]:
+def sorted_groups(sweep: SweepResult) -> list[tuple[str, list[JobResult]]]:
     """Return the table's rows in their order: each group with its jobs.
 
     A group stands where its first job stands in the plan of the sweep.
@@ -95,7 +95,7 @@ def sorted_groups(sweep: Comparison) -> list[tuple[str, list[JobResult]]]:
     return list(sweep.groups.items())
 
 
-def groups_table(sweep: Comparison) -> Table:
+def groups_table(sweep: SweepResult) -> Table:
     """Return the table with a row for each group: means over its seeds.
 
     A column without any value is left out.
@@ -138,7 +138,7 @@ def _status_cell(jobs: list[JobResult]) -> str:
     return f"{len(finished_jobs(jobs))} of {len(jobs)} finished"
 
 
-def best_by_value(sweep: Comparison) -> Table:
+def best_by_value(sweep: SweepResult) -> Table:
     """Return the table with a row for each value of each swept key.
 
     A row has the best final result with that value, and the settings of that result.
@@ -157,7 +157,7 @@ def best_by_value(sweep: Comparison) -> Table:
     return Table("Best by value", head, rows)
 
 
-def _best_group(sweep: Comparison, jobs: list[JobResult]) -> str | None:
+def _best_group(sweep: SweepResult, jobs: list[JobResult]) -> str | None:
     """Return the group of the jobs that ends best; None if none has finished."""
     sign = 1 if sweep.lower_is_better(sweep.quality or LOSS) else -1
     ends = []
@@ -170,7 +170,7 @@ def _best_group(sweep: Comparison, jobs: list[JobResult]) -> str | None:
     return best
 
 
-def write_csv(path: Path, sweep: Comparison) -> None:
+def write_csv(path: Path, sweep: SweepResult) -> None:
     """Write a row for each job, in base units: seconds, bytes and examples."""
     all_columns = columns(sweep)
     head = ["job", "status", "run", "seed", *_names(all_columns), "failure"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import Comparison, TargetLoss
+from pipeline.report.comparison import SweepResult, TargetLoss
 from pipeline.report.findings import SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
     PEAK_MEMORY,
@@ -113,7 +113,7 @@ class BudgetContrast:
         }
 
 
-def findings(sweep: Comparison) -> Iterable[SweepFinding]:
+def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield a verdict for each recipe and micro-batch, if the sweep is over factors.
 
     A recipe is what the jobs share apart from sizes and rate, such as a scaling rule.
@@ -146,7 +146,7 @@ def findings(sweep: Comparison) -> Iterable[SweepFinding]:
 
 
 def _jobs_of_equal_memory(
-    sweep: Comparison, left_out: list[str]
+    sweep: SweepResult, left_out: list[str]
 ) -> Iterable[list[JobResult]]:
     """Yield the jobs of each recipe and micro-batch that has factor 1 and another."""
     jobs = [job for job in sweep.jobs if job.group not in left_out and job.micro]
@@ -161,7 +161,7 @@ def _factors(jobs: list[JobResult]) -> set[int | None]:
 
 
 def _verdict(
-    sweep: Comparison, jobs: list[JobResult], remark: str
+    sweep: SweepResult, jobs: list[JobResult], remark: str
 ) -> SweepFinding | None:
     """Return the verdict on jobs of one recipe and micro-batch; None without losses."""
     if sweep.target is None:
@@ -271,7 +271,7 @@ def _clause(contrast: BudgetContrast, metric: str) -> str:
 
 
 def _contrast(
-    sweep: Comparison, target: TargetLoss, jobs: list[JobResult], axis: str
+    sweep: SweepResult, target: TargetLoss, jobs: list[JobResult], axis: str
 ) -> BudgetContrast | None:
     """Compare the losses where the first of the jobs ends.
 
@@ -322,7 +322,7 @@ def _contrast(
 
 
 def _settings_at_budget(
-    sweep: Comparison, metric: str, jobs: list[JobResult], axis: str
+    sweep: SweepResult, metric: str, jobs: list[JobResult], axis: str
 ) -> tuple[float, list[Setting]]:
     """Return the budget, and the loss of each job there, by setting.
 

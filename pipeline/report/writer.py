@@ -29,7 +29,7 @@ from pipeline.report import (
     table,
     verdict,
 )
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import finite, render
 from pipeline.report.job_results import (
@@ -164,7 +164,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     return Report(read_sweep.run_id, sweep_findings, page)
 
 
-def summarize(sweep: Comparison) -> list[SweepFinding]:
+def summarize(sweep: SweepResult) -> list[SweepFinding]:
     """Return all findings in reading order."""
     if sweep.branches:
         return [findings.job_states(sweep), *critical_batch.branch_findings(sweep)]
@@ -190,7 +190,7 @@ def summarize(sweep: Comparison) -> list[SweepFinding]:
     return [*ordered, *next_steps.findings(sweep, ordered)]
 
 
-def _page(sweep: Comparison, sweep_findings: list[SweepFinding]) -> str:
+def _page(sweep: SweepResult, sweep_findings: list[SweepFinding]) -> str:
     """Return the HTML page of a sweep."""
     drawn = plots.draw(sweep)
     if sweep.branches:

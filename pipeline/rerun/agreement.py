@@ -102,7 +102,7 @@ def compare(
     """
     compared = []
     for metric in old:
-        if same_cut or not metric_names.of(metric).of_the_cut:
+        if same_cut or not metric_names.treatment_of(metric).of_the_cut:
             compared.append(metric)
     points = _points(old, new, compared, until)
 
@@ -283,7 +283,7 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
         examples: number of examples that the values are computed over; None if it is
             unknown.
     """
-    metric = metric_names.of(point.metric)
+    metric = metric_names.treatment_of(point.metric)
     if metric.counted or point.old is None or point.new is None:
         return False
     bound = rounding.BY_PRECISION[precision].bound(point.step) * metric.rounding

@@ -15,16 +15,16 @@ from pipeline.checkpoints import fork, run_dirs
 from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.config import (
-    allow_list,
     compose,
     former_names,
     hydra_errors,
     key_kinds,
     sizes,
+    trust_entries,
 )
 from pipeline.config.plain import plain
 from pipeline.config.resolve import resolve
-from pipeline.launch import record
+from pipeline.launch import recorded_job
 from pipeline.rerun import adapted_config, agreement, recorded_run
 from pipeline.rerun.recorded_run import RecordedRun
 from pipeline.rerun.request import Request, parse_command_line
@@ -161,7 +161,7 @@ class Rerun:
             new_run_ids.append(run_id)
             return loss
 
-        record.run_recorded(
+        recorded_job.run_recorded(
             config,
             self.request.overrides_of_record(),
             task,
@@ -185,7 +185,7 @@ class Rerun:
     ) -> None:
         """Check everything that training would check first, and load the data."""
         spec = resolve(config, overrides)
-        fork.of(spec, self.gate.run_dir)
+        fork.find_fork(spec, self.gate.run_dir)
         with imports.without_chatter():
             from pipeline.dataset import load
 
@@ -279,7 +279,7 @@ def _gate(request: Request, own_config: DictConfig) -> Gate:
     return Gate(
         run_dir=request.run_dir,
         data_dir=data_folder,
-        allowed=allow_list.allowed_names(own_config.trust.allow),
+        allowed=trust_entries.allowed_names(own_config.trust.allow),
         tracking_uri=own_config.tracking.uri,
         downloads=request.values.get("dataset.download") is True,
         start=any(key.split(".")[0] == "start" for key in request.values),

@@ -186,9 +186,10 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> int:
-    """Return the fastest micro-batch size: `most`, or a power of two below it.
+    """Return the smallest micro-batch size that is about as fast as the fastest one.
 
-    Of the sizes that are about as fast, it is the smallest.
+    `most` is tried and, from large to small, the sizes of evenly cut shares that powers
+    of two lead to, until two in succession are clearly slower.
 
     Args:
         most: the largest size that fits.
@@ -198,17 +199,20 @@ def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> in
     """
     exponents = range(most.bit_length())
     sizes = {balanced(share, 2**exponent) for exponent in exponents}
-    candidates = [size for size in sizes | {most} if size <= most]
 
     rates: dict[int, float] = {}
-    for size in sorted(candidates, reverse=True):
+    slower_in_succession = 0
+    for size in sorted(sizes | {most}, reverse=True):
         rate = rate_of(size)
-        if rate is not None:
-            rates[size] = rate
-        if len(rates) > 2:
-            slower = SLOWER * max(rates.values())
-            if all(rate < slower for rate in list(rates.values())[-2:]):
-                break
+        if rate is None:
+            continue
+        rates[size] = rate
+        if rate < SLOWER * max(rates.values()):
+            slower_in_succession += 1
+        else:
+            slower_in_succession = 0
+        if slower_in_succession == 2:
+            break
     if not rates:
         return most
     fast_enough = ALIKE * max(rates.values())
@@ -272,7 +276,9 @@ def _search(spec: RunSpec, budget: dict[str, Any]) -> Found:
 
         def attempt(size: int, *, timed: bool) -> _Attempt:
             answer = trial(size, timed)
-            attempts.append(_attempt(spec.batching.of(size), timed, answer))
+            attempts.append(
+                _attempt(spec.batching.with_micro_batch_size(size), timed, answer)
+            )
             say(f"  {attempts[-1]}")
             return attempts[-1]
 

@@ -43,7 +43,7 @@ with imports.without_chatter():
     from pipeline.accumulation.internals import layers_of
     from pipeline.components import assembly, devices, fitting  # noqa: F401  what a run has loaded
     from pipeline.dataset import longest_batch
-    from pipeline.training.evaluator import Evaluator
+    from pipeline.training.evaluator import SplitEvaluator
 
 POLL_SECONDS = 0.01  # between two measurements of the memory of a trial
 STUCK_SECONDS = 300.0  # without CPU time, after which a trial counts as stuck
@@ -65,7 +65,7 @@ def main() -> None:
     spec = resolve.from_text(opening["spec"])
     for line in sys.stdin:
         request = json.loads(line)
-        cut = spec.batching.of(request["micro_batch_size"])
+        cut = spec.batching.with_micro_batch_size(request["micro_batch_size"])
         budget = opening["budget"]
         answer = _run_fork(replace(spec, batching=cut), request["timed"], **budget)
         print(json.dumps(answer), file=answers, flush=True)
@@ -178,7 +178,7 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
     step = tf.function(update, autograph=False, reduce_retracing=True)
 
     batches = iter(
-        longest_batch.of_update(parts.spec, parts.data, effective_batch_size)
+        longest_batch.for_update(parts.spec, parts.data, effective_batch_size)
     )
     full = next(batches)
     batch = _first_examples(full, examples)
@@ -236,10 +236,10 @@ def _timed_enough(seconds: list[float], timed: bool) -> bool:
 def _evaluate_splits(parts: Any, effective_batch_size: int) -> None:
     for name, split in parts.data.splits.items():
         if name != "train":
-            batches = longest_batch.of_evaluation(
+            batches = longest_batch.for_evaluation(
                 parts.spec, split, effective_batch_size
             )
-            Evaluator(parts.evaluation(), batches, name, _does_not_fit)()
+            SplitEvaluator(parts.evaluation(), batches, name, _does_not_fit)()
 
 
 def _does_not_fit(name: str, size: int) -> None:

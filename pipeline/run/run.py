@@ -85,7 +85,7 @@ def run(
             worker.run(spec)
             return "", math.inf
         with Chief(spec) as workers, exits_as_failures():
-            before = resume_rules.of(run_dir, spec, required=resume)
+            before = resume_rules.find_continuation(run_dir, spec, required=resume)
             if before is not None and before.finished:
                 return before.run_id, _finished(before, workers)
             job = _prepare(spec, run_dir, tags, before, check_dataset, workers)
@@ -151,7 +151,7 @@ def _prepare(
         if before is not None:
             start = before.checkpoint
         if start is None:
-            start = fork.of(spec, run_dir, fork_update)
+            start = fork.find_fork(spec, run_dir, fork_update)
 
         # The store opens in a thread, while TensorFlow is imported.
         tracking = spec.config.tracking
@@ -288,7 +288,7 @@ def _begin(job: _Job) -> None:
         lines = description.first_lines(parts)
     else:
         tracker.resume(job.before.past, updates, spec, parts.data, parts.record.dataset)
-        lines = job.before.said(callbacks)
+        lines = job.before.messages(callbacks)
     say(f"{parts.devices.description}; {parts.plan}", *lines)
 
     if job.found is not None:
@@ -296,7 +296,7 @@ def _begin(job: _Job) -> None:
         tracker.table(batch_size_search.TABLE, columns, job.found.tries)
         tracker.journal.write({"tags": {batch_size_search.TAG: job.found.how}})
     if isinstance(job.start, Fork):
-        say(*job.start.said(callbacks))
+        say(*job.start.messages(callbacks))
     _link_fork(job)
 
     run = "no MLflow run yet"

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import allow_list, former_names, key_kinds, plain
+from pipeline.config import former_names, key_kinds, plain, trust_entries
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
@@ -89,7 +89,7 @@ def trusted_overrides(
         data_dir = OmegaConf.select(own, "dataset.data_dir")
         if data_dir:
             data_dir = Path(data_dir).absolute()
-        names = allow_list.allowed_names(own.trust.allow)
+        names = trust_entries.allowed_names(own.trust.allow)
         imports = "_target_" in str(values)
         gate = Gate(Path.cwd(), data_dir, names)
         check_config(former_names.renamed(values), gate, imports=imports)

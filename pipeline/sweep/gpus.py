@@ -75,7 +75,7 @@ def _usable_gpus(hardware: Sequence[schema.HardwareConfig], size: int) -> list[s
     if not gpus:
         return []
 
-    count, _ = nvidia.of_tensorflow()
+    count, _ = nvidia.gpus_of_tensorflow()
     if not gpus[:count]:
         say(f"jobs run on the CPU: {nvidia.why_no_gpu(required)}")
     return gpus[:count]

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, say, say_id
 from pipeline.common.secrets import mask
-from pipeline.config import allow_list, plain, session
+from pipeline.config import plain, session, trust_entries
 from pipeline.sweep import again, files
 from pipeline.tracking.foreign_store import (
     LONGEST_TAG,
@@ -342,7 +342,7 @@ def _create(
     say(f"sweep {run_id} ({name}): {params['jobs']} jobs")
 
     # The user's own store chose this place.
-    places = tuple(allow_list.allowed_places([run.info.artifact_uri]))
+    places = tuple(trust_entries.allowed_places([run.info.artifact_uri]))
     return ParentRun(config.tracking.uri, run_id, experiment_id, name, places)
 
 

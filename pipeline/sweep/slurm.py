@@ -86,7 +86,7 @@ class SlurmLauncher(SweepLauncher):
         command = ["sinfo", "--noheader", "--format=%G"]
         if self.params.get("partition"):
             command.append(f"--partition={self.params['partition']}")
-        resources = imports.said(*command) or ""
+        resources = imports.output_of(*command) or ""
         return "gpu" in resources
 
     def _job(self, call: JobCall, gpus: list[str]) -> "SlurmJob":
@@ -96,7 +96,7 @@ class SlurmLauncher(SweepLauncher):
         super()._wait()
         # `squeue` works on every cluster. Submitit calls `sacct`, and waits forever for
         # a job that died on a cluster without a database.
-        lines = imports.said(
+        lines = imports.output_of(
             "squeue",
             "--noheader",
             "--states=all",

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask, remember
-from pipeline.config.allow_list import allowed_places, check_allowed
+from pipeline.config.trust_entries import allowed_places, check_allowed
 from pipeline.tracking.journal_file import absolute
 from pipeline.trust import artifact_locations
 

@@ -135,7 +135,7 @@ class Journal:
 
     The store is opened in the background at once, while TensorFlow is still being
     imported. The experiment is created with the run if it does not exist. Call `ready`,
-    then `start` or `go_on`, then `write`, then `close`; or `abandon` instead.
+    then `start` or `resume`, then `write`, then `close`; or `abandon` instead.
 
     Args:
         uri: the store.
@@ -206,7 +206,7 @@ class Journal:
             self.write({"run": ids})
         return ids
 
-    def go_on(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
+    def resume(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
         """Resume the run of `past`, and return its IDs as `start` does.
 
         The `segment` describes what may have changed since; `provenance` makes it.

@@ -37,11 +37,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from pipeline.common.errors import ConfigError, refused, say
+from pipeline.common.errors import ConfigError, as_config_error, say
 from pipeline.common.recorded import FormError, check
 
 # Names of files in the run directory.
-NAME = "journal.jsonl"
+JOURNAL_NAME = "journal.jsonl"
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
 MODEL = "logged_model-{}"  # a trained model, from its saving until the store has it
 
@@ -282,7 +282,7 @@ class Past:
     damage: str = ""
 
     @classmethod
-    def of(
+    def read(
         cls,
         run_dir: Path,
         key: str = "RUN",
@@ -301,8 +301,8 @@ class Past:
         Raises:
             ConfigError: there is no such journal, or its run is still running.
         """
-        path = run_dir / NAME
-        with refused(key, f"must have a {NAME}", str(run_dir)):
+        path = run_dir / JOURNAL_NAME
+        with as_config_error(key, f"must have a {JOURNAL_NAME}", str(run_dir)):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         past = cls(path, descriptor)
         try:

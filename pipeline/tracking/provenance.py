@@ -23,7 +23,7 @@ from pipeline import __version__
 from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose, key_kinds, plain, resolve
-from pipeline.dataset.checksums import Files
+from pipeline.dataset.checksums import DataFiles
 
 if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
@@ -271,7 +271,7 @@ def dataset(
     data: Data,
     checksum: str = "full",
     *,
-    files: Files | None = None,
+    files: DataFiles | None = None,
     of_files: bool = True,
 ) -> dict[str, Any]:
     """Return the record of a dataset: its name, version, sizes and checksums.
@@ -286,7 +286,7 @@ def dataset(
             recorded.
     """
     is_wanted = checksum == "full"
-    files = files or Files(data.files)
+    files = files or DataFiles(data.files)
     if is_wanted and of_files:
         files.known()
 
@@ -367,7 +367,7 @@ def origin() -> dict[str, str]:
 def _git(*arguments: str) -> str | None:
     # Without the option git refreshes the index. A run that is killed meanwhile would
     # leave the repository locked.
-    return imports.said("git", "--no-optional-locks", *arguments)
+    return imports.output_of("git", "--no-optional-locks", *arguments)
 
 
 def _installed_packages() -> dict[str, str | None]:
@@ -419,7 +419,7 @@ def _processor() -> str:
 def _gpus() -> list[tuple[str, str]]:
     """Return the name and the driver's version of each GPU of the machine."""
     query = ("--query-gpu=name,driver_version", "--format=csv,noheader")
-    answer = imports.said("nvidia-smi", *query) or ""
+    answer = imports.output_of("nvidia-smi", *query) or ""
     gpus = []
     for line in answer.splitlines():
         if ", " in line:

@@ -26,7 +26,7 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
     """
     try:
         # Another sync may also be reading the journal.
-        past = Past.of(Path(folder), "RUN_DIR", seconds=1.0)
+        past = Past.read(Path(folder), "RUN_DIR", seconds=1.0)
         past.close()
     except ConfigError as error:
         if named:

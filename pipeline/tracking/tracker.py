@@ -24,11 +24,11 @@ from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Precision
 from pipeline.config.stages import STAGES
-from pipeline.dataset.checksums import Files
+from pipeline.dataset.checksums import DataFiles
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.journal_file import DESCRIBED, MODEL, NAME, Past
+from pipeline.tracking.journal_file import DESCRIBED, JOURNAL_NAME, MODEL, Past
 
 if TYPE_CHECKING:
     import keras
@@ -58,14 +58,18 @@ class Tracker:
     """
 
     def __init__(
-        self, journal: Journal, run_dir: Path, plan: Plan, files: Files | None = None
+        self,
+        journal: Journal,
+        run_dir: Path,
+        plan: Plan,
+        files: DataFiles | None = None,
     ):
         self.journal = journal
         self.run_dir = run_dir
         self.plan = plan
         self.begun = False
         self.run_id = ""
-        self._files = files or Files()
+        self._files = files or DataFiles()
         # The steps of rows from before the run was resumed, by the kind of the row.
         self._written: Mapping[str, Container[int]] = {}
         self._computes_checksums = False
@@ -107,7 +111,7 @@ class Tracker:
         }
         # Like the config, the dataset's name and the tags may hold a secret.
         masked = plain.mapped(run, mask)
-        self._begin(self.journal.start(self.run_dir / NAME, masked))
+        self._begin(self.journal.start(self.run_dir / JOURNAL_NAME, masked))
         self._describe(spec, data, dataset)
 
     def resume(
@@ -119,7 +123,7 @@ class Tracker:
         """
         segment = provenance.segment(after, spec)
         self._written = past.steps
-        self._begin(self.journal.go_on(past, segment))
+        self._begin(self.journal.resume(past, segment))
         if not past.described:
             self._describe(spec, data, dataset)
         elif dataset["files"]:

@@ -101,7 +101,7 @@ def _ignore_halved(split: str, micro_batch_size: int) -> None:
 
 
 @dataclass
-class Evaluator:
+class SplitEvaluator:
     """Computes the loss and the metrics over a split, each example exactly once.
 
     Attributes:

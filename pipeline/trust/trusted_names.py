@@ -1,6 +1,6 @@
 """The names that a config from a tracking store may build, and those that it may not.
 
-`config.allow_list` reads the entries that the user adds to them.
+`config.trust_entries` reads the entries that the user adds to them.
 
 The lists were compiled from the sources of Keras 3.15. tests/trust/test_gate.py
 searches the installed Keras for layers that read files or run code, and for callbacks,
@@ -15,7 +15,7 @@ from typing import Any
 from hydra.utils import get_object
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.config.allow_list import DOTTED
+from pipeline.config.trust_entries import DOTTED
 
 # Hydra also logs, in several lines, the errors that it raises.
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)

@@ -17,9 +17,9 @@ from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import (
     ConfigError,
     Parser,
+    as_config_error,
     described,
     exits_as_failures,
-    refused,
     say,
 )
 from pipeline.config import compose, plain, sizes
@@ -31,7 +31,7 @@ from pipeline.run.run import resolve_for_all
 if TYPE_CHECKING:
     from pipeline.accumulation import Update
     from pipeline.components.assembly import Parts
-    from pipeline.verify.engine import Finding
+    from pipeline.verify.engine import Difference
 
 COMPARE = "pipeline.verify.command.compare"
 DIFFERENT = 3  # exit status
@@ -51,7 +51,7 @@ class Comparison:
 
     precision: str
     subject: str  # such as "128 examples"
-    findings: list[Finding]
+    findings: list[Difference]
 
     @property
     def title(self) -> str:
@@ -172,7 +172,7 @@ def _compare_in_float32(overrides: Sequence[str]) -> list[Comparison]:
     return comparisons
 
 
-def _differing(comparisons: Sequence[Comparison]) -> list[Finding]:
+def _differing(comparisons: Sequence[Comparison]) -> list[Difference]:
     differing = []
     for comparison in comparisons:
         for finding in comparison.findings:
@@ -230,7 +230,7 @@ def _compare(
     comparisons = []
     with (
         layers.without_noise(parts.model, parts.forward.placed) as quiet,
-        refused("model", rule, parts.model.name),
+        as_config_error("model", rule, parts.model.name),
     ):
         results = engine.compare(update, batches, other_weights=other_weights)
         for subject, findings in zip(subjects, results, strict=True):
@@ -242,7 +242,7 @@ def _compare(
 
 
 def _fault(
-    parts: Parts, update: Update, batch: Any, differing: Sequence[Finding]
+    parts: Parts, update: Update, batch: Any, differing: Sequence[Difference]
 ) -> str:
     from pipeline.verify import engine, layers
 
@@ -324,7 +324,7 @@ class _Row:
     """A line of the table."""
 
     where: str
-    finding: Finding
+    finding: Difference
 
     @property
     def label(self) -> str:
@@ -375,7 +375,7 @@ def _rows(comparisons: Sequence[Comparison], every: bool) -> list[_Row]:
     return list(rows.values())
 
 
-def _is_worse(finding: Finding, other: Finding) -> bool:
+def _is_worse(finding: Difference, other: Difference) -> bool:
     """Return whether a finding is worse than another, relative to their bounds."""
     if not other.holds:
         return False

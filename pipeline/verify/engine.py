@@ -27,7 +27,7 @@ _array = keras.ops.convert_to_numpy
 
 
 @dataclass(frozen=True)
-class Finding:
+class Difference:
     """Relative difference of one quantity, and how much of it rounding may explain."""
 
     what: str  # "loss", or the name of a metric or variable
@@ -99,7 +99,7 @@ class _Step:
 
 def compare(
     update: Update, batches: Sequence[Any], other_weights: bool = False
-) -> list[list[Finding]]:
+) -> list[list[Difference]]:
     """Apply each batch as a whole and in micro-batches, from the same weights.
 
     The reference is Keras: `model.compute_loss` on all examples, one tape, one
@@ -132,7 +132,7 @@ def compare(
     return findings
 
 
-def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
+def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Difference]:
     """Compare loss and metrics of a batch by Keras with those in micro-batches."""
     parts = internals.parts_of(batch)
 
@@ -204,7 +204,7 @@ def _variables_without_metrics(update: Update) -> list[Any]:
     for variable in [*update.model.variables, *update.optimizer.variables]:
         if id(variable) not in of_metrics:
             variables.append(variable)
-    for _, variable in internals.unknown_to_keras(update.model):
+    for _, variable in internals.untracked_variables(update.model):
         variables.append(variable)
     return variables
 
@@ -255,7 +255,7 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
 
 def _compare_at_current_weights(
     traced: _TracedUpdate, state: Sequence[Any], batches: Sequence[Any]
-) -> list[list[Finding]]:
+) -> list[list[Difference]]:
     """Compare the updates of all batches; each begins with the values of `state`."""
     update = traced.update
     before = _arrays(update.model.trainable_variables)
@@ -348,7 +348,7 @@ def _untrained(model: keras.Model) -> list[Any]:
     Seeds are uint32, and lookup tables hold strings.
     """
     variables = list(model.non_trainable_weights)
-    for _, variable in internals.unknown_to_keras(model):
+    for _, variable in internals.untracked_variables(model):
         variables.append(variable)
 
     of_numbers = []
@@ -461,12 +461,12 @@ def _compare_outcomes(
     reference: _Outcome,
     cut: _Outcome,
     rounding: _Rounding,
-) -> Iterator[Finding]:
+) -> Iterator[Difference]:
     """Compare two updates that began with the weights `before`."""
     yield from _compare_results(reference.results, cut.results, rounding)
 
     apart = abs(cut.iterations - reference.iterations)
-    yield Finding("updates", "count", float(apart), 0.0)
+    yield Difference("updates", "count", float(apart), 0.0)
 
     for variable, expected, reached in zip(
         _untrained(update.model), reference.state, cut.state, strict=True
@@ -474,7 +474,7 @@ def _compare_outcomes(
         name = getattr(variable, "path", variable.name)
         difference = _largest(reached.astype("float64") - expected)
         error = difference / max(_largest(expected), 1)
-        yield Finding(name, "state", error, rounding.gamma)
+        yield Difference(name, "state", error, rounding.gamma)
 
     for i, variable in enumerate(update.model.trainable_variables):
         gradient = reference.gradients[i]
@@ -491,7 +491,7 @@ def _compare_outcomes(
 
 def _compare_results(
     expected: Mapping[str, Any], reached: Mapping[str, Any], rounding: _Rounding
-) -> Iterator[Finding]:
+) -> Iterator[Difference]:
     """Compare loss and metrics relative to their size.
 
     A small loss is compared relative to the gradients, and a small metric to 1.
@@ -505,25 +505,25 @@ def _compare_results(
             smallest = 1
         size = max(abs(float(value)), smallest)
         error = abs(float(reached.get(name, math.inf)) - float(value)) / size
-        yield Finding(name, kind, error, rounding.gamma)
+        yield Difference(name, kind, error, rounding.gamma)
 
 
 def _compare_gradients(
     path: str, expected: Any, reached: Any, rounding: _Rounding
-) -> Finding:
+) -> Difference:
     if expected is None and reached is None:
         error = 0.0
     elif expected is None or reached is None:
         error = math.inf
     else:
         error = _largest(reached - expected) / rounding.scale
-    return Finding(path, "gradient", error, rounding.gamma)
+    return Difference(path, "gradient", error, rounding.gamma)
 
 
 def _compare_weights(
     path: str, step: _Step, gradient_size: Any, rounding: _Rounding
-) -> Finding:
-    """Return the finding of the weight that differs most, relative to its bound.
+) -> Difference:
+    """Return the difference of the weight that differs most, relative to its bound.
 
     Differences are relative to the largest step of the variable.
     """
@@ -544,7 +544,7 @@ def _compare_weights(
     errors = np.abs(reached - expected) / length
     share_of_bound = np.where(bounds < np.inf, errors / bounds, -1)
     worst = np.unravel_index(np.argmax(share_of_bound), errors.shape)
-    return Finding(path, "weights", float(errors[worst]), float(bounds[worst]))
+    return Difference(path, "weights", float(errors[worst]), float(bounds[worst]))
 
 
 def _arrays(values: Iterable[Any]) -> list[Any]:

@@ -107,7 +107,7 @@ def culprit(
     tolerance = 1e7 * rounding  # 1e-9 in float64
 
     for weights in (nullcontext(), perturbed(model)):
-        observer = _Observer(model, Objective.of(loss), batch)
+        observer = _Observer(model, Objective.from_loss(loss), batch)
         with weights, restored(model.variables):
             observations = [observer.observe(start, stop) for start, stop in parts]
         for of_batch, *of_micro_batches in zip(*observations, strict=True):

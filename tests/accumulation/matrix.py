@@ -1,14 +1,13 @@
-"""The cases of `test_matrix.py`: what is trained, by an `Update`, by plain Keras on whole batches, and in wrong ways.
+"""The cases of `test_matrix.py`: what is trained, by an `Update` and by plain Keras.
 
-Nothing is built at import, so that a process that has its devices to set up first can import this too.
+Plain Keras takes whole batches. `wrong_ways.py` has the mistakes that the tests have to
+notice. Nothing is built at import, so that a process that has its devices to set up
+first can import this too.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations, product
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -18,17 +17,24 @@ from keras import layers, losses
 
 from pipeline.accumulation import Update
 from pipeline.accumulation.internals import Objective
+from tests.accumulation import reference
 from tests.accumulation.matrix_workers import weights_after
+from tests.accumulation.replicas import strategy_on
 
-FEATURES, CLASSES, TOKENS, WORDS = 6, 3, 5, 12
+FEATURES = 6
+CLASSES = 3
+TOKENS = 5
+WORDS = 12
 EXAMPLES = 48
-TAIL, RAGGED = (
-    29,
-    7,
-)  # on two replicas 15 and 14 examples, in micro-batches of 7, 7, 1 and 7, 7
+
+# A smaller batch, and a micro-batch size that divides neither. On two replicas it is 15
+# and 14 examples, in micro-batches of 7, 7, 1 and 7, 7.
+TAIL = 29
+RAGGED = 7
 
 Weights = list[np.ndarray]
-Minimised = Callable[["Kind", keras.Model, tuple], tf.Tensor]
+Minimized = Callable[["Kind", keras.Model, tuple], tf.Tensor]
+Step = Callable[[tuple], Any]
 
 
 class Case(NamedTuple):
@@ -56,22 +62,28 @@ class Run(NamedTuple):
     options: dict[str, dict[str, Any]]
 
 
-# A stored weight is rounded by 2⁻²⁴ = 6e-8 of itself, and `deviation` divides by the way that the weights have gone: so
-# the one update in float32 goes about as far as the weights are. The rest of 1e-6 is for the gradient: 48 examples or
-# 120 tokens in another order, of which much cancels, 5e-7 at most. Muon stretches what is small of a gradient in five
-# iterations 3.4445⁵ = 485 times, and the rounding with it; one iteration of slope 1.5 leaves it as it is.
+# A stored weight is rounded by 2⁻²⁴ = 6e-8 of itself, and `deviation` divides by the
+# way that the weights have gone: so the one update in float32 goes about as far as the
+# weights are. The rest of 1e-6 is for the gradient: 48 examples or 120 tokens in
+# another order, of which much cancels, 5e-7 at most. Muon stretches what is small of a
+# gradient in five iterations 3.4445⁵ = 485 times, and the rounding with it; one
+# iteration of slope 1.5 leaves it as it is.
 ONE_ITERATION = {"ns_steps": 1, "muon_a": 1.5, "muon_b": -0.5, "muon_c": 0.0}
 FLOAT32 = Run("float32", 1, 1.0, 1e-6, {"Muon": ONE_ITERATION})
-# 2⁻⁵³ = 1e-16 an update, by Muon 485 times; the smaller rates see to it that 20 updates amplify it no further.
+
+# 2⁻⁵³ = 1e-16 an update, by Muon 485 times; the smaller rates see to it that 20 updates
+# amplify it no further.
 FLOAT64 = Run("float64", 20, 10.0, 1e-12, {})
 
 
 class Kind(NamedTuple):
-    """A model, its batches of `(x, y)` or `(x, y, sample_weight)`, and the losses of its outputs with their weights.
+    """A model, its batches, and the losses of its outputs with their weights.
 
     Attributes:
-        seed: of the batches, one of those where no element of the first gradient is near zero: from there on sign-like
-            optimizers go ±1 by its rounding. A test looks.
+        batch: returns `(x, y)` or `(x, y, sample_weight)` for a number of examples.
+        seed: of the batches. It is one of those where no element of the first gradient
+            is near zero: from there on sign-like optimizers go ±1 by its rounding. A
+            test checks it.
     """
 
     model: Callable[[], keras.Model]
@@ -83,13 +95,14 @@ class Kind(NamedTuple):
 
 def _features(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     x = random.normal(size=(count, FEATURES)).astype(keras.config.floatx())
-    return x, np.argmax(x[:, :CLASSES] + [1, 0, 0], axis=1)
+    y = np.argmax(x[:, :CLASSES] + [1, 0, 0], axis=1)
+    return x, y
 
 
 def _weighted(count: int, random: np.random.Generator) -> tuple[np.ndarray, ...]:
-    return *_features(count, random), np.linspace(3, 0.1, count).astype(
-        keras.config.floatx()
-    )
+    x, y = _features(count, random)
+    sample_weight = np.linspace(3, 0.1, count).astype(keras.config.floatx())
+    return x, y, sample_weight
 
 
 def _two(
@@ -100,30 +113,33 @@ def _two(
 
 
 def _tokens(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Most tokens of the first examples are 0, which is padding, and none of the last ones, which have other labels."""
-    x, place = (
-        random.integers(1, WORDS, (count, TOKENS)),
-        np.linspace(0, 1, count)[:, None],
-    )
+    """Return tokens of which 0 is padding: most of the first examples, none at the end.
+
+    The last examples have other labels than the first ones, too.
+    """
+    x = random.integers(1, WORDS, (count, TOKENS))
+    place = np.linspace(0, 1, count)[:, None]
     x[np.arange(TOKENS) > TOKENS * place] = 0
-    return x, np.minimum((x + (place > 0.5)) % 5, CLASSES - 1)
+    in_second_half = place > 0.5
+    y = np.minimum((x + in_second_half) % 5, CLASSES - 1)
+    return x, y
 
 
 def _words(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A batch has some words many times, and two never."""
+    """Return a batch that has some words many times, and two never."""
     x = random.integers(0, WORDS - 2, (count, TOKENS))
-    return x, np.minimum(x[:, 0] % 5, CLASSES - 1)
+    y = np.minimum(x[:, 0] % 5, CLASSES - 1)
+    return x, y
 
 
 def _dense(**arguments: Any) -> keras.Model:
     hidden = layers.Dense(5, "tanh", **arguments)
-    return keras.Sequential(
-        [keras.Input((FEATURES,)), hidden, layers.Dense(CLASSES, **arguments)]
-    )
+    outputs = layers.Dense(CLASSES, **arguments)
+    return keras.Sequential([keras.Input((FEATURES,)), hidden, outputs])
 
 
-def _regularised(by: float = 0.1) -> keras.Model:
-    return _dense(kernel_regularizer=keras.regularizers.L2(by))
+def _regularized(factor: float = 0.1) -> keras.Model:
+    return _dense(kernel_regularizer=keras.regularizers.L2(factor))
 
 
 def _two_heads() -> keras.Model:
@@ -132,13 +148,11 @@ def _two_heads() -> keras.Model:
     return keras.Model(inputs, [layers.Dense(CLASSES)(hidden), layers.Dense(1)(hidden)])
 
 
-def _of_words(*more: layers.Layer, **arguments: Any) -> keras.Model:
-    embedding = layers.Embedding(
-        WORDS, 4, keras.initializers.RandomUniform(-0.5, 1), **arguments
-    )
-    return keras.Sequential(
-        [keras.Input((TOKENS,), dtype="int64"), embedding, *more, layers.Dense(CLASSES)]
-    )
+def _on_words(*more: layers.Layer, **arguments: Any) -> keras.Model:
+    inputs = keras.Input((TOKENS,), dtype="int64")
+    initializer = keras.initializers.RandomUniform(-0.5, 1)
+    embedding = layers.Embedding(WORDS, 4, initializer, **arguments)
+    return keras.Sequential([inputs, embedding, *more, layers.Dense(CLASSES)])
 
 
 def _cross_entropy(**arguments: Any) -> list[losses.Loss]:
@@ -146,28 +160,49 @@ def _cross_entropy(**arguments: Any) -> list[losses.Loss]:
 
 
 KINDS = {
-    "dense": Kind(_dense, _features, _cross_entropy, 37),
-    "masked tokens": Kind(
-        lambda: _of_words(mask_zero=True), _tokens, _cross_entropy, 42
+    "dense": Kind(
+        model=_dense,
+        batch=_features,
+        losses=_cross_entropy,
+        seed=37,
     ),
-    # Regularised, so that what the sample weights add up to has to be known before the forward pass.
+    "masked tokens": Kind(
+        model=lambda: _on_words(mask_zero=True),
+        batch=_tokens,
+        losses=_cross_entropy,
+        seed=42,
+    ),
+    # Regularized, so that what the sample weights add up to has to be known before the
+    # forward pass.
     "sample weights": Kind(
-        lambda: _regularised(1e-3),
-        _weighted,
-        lambda: _cross_entropy(reduction="mean_with_sample_weight"),
-        38,
+        model=lambda: _regularized(1e-3),
+        batch=_weighted,
+        losses=lambda: _cross_entropy(reduction="mean_with_sample_weight"),
+        seed=38,
     ),
     "two outputs": Kind(
-        _two_heads,
-        _two,
-        lambda: [*_cross_entropy(), losses.MeanSquaredError()],
-        8,
-        (1.0, 0.3),
+        model=_two_heads,
+        batch=_two,
+        losses=lambda: [*_cross_entropy(), losses.MeanSquaredError()],
+        seed=8,
+        loss_weights=(1.0, 0.3),
     ),
-    "embedding": Kind(lambda: _of_words(layers.Flatten()), _words, _cross_entropy, 221),
-    "regularised": Kind(_regularised, _features, _cross_entropy, 40),
+    "embedding": Kind(
+        model=lambda: _on_words(layers.Flatten()),
+        batch=_words,
+        losses=_cross_entropy,
+        seed=221,
+    ),
+    "regularised": Kind(
+        model=_regularized,
+        batch=_features,
+        losses=_cross_entropy,
+        seed=40,
+    ),
 }
-# All that Keras has but those around others, at rates at which the first update goes about as far as the weights are.
+
+# All optimizers that Keras has, without those that wrap others, at rates at which the
+# first update goes about as far as the weights are.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adadelta": {"learning_rate": 100.0},  # its first steps are √ε of the others'
     "Adafactor": {"learning_rate": 1.0},
@@ -184,6 +219,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"learning_rate": 3.0, "momentum": 0.9, "nesterov": True},
     "ScheduleFreeAdamW": {"learning_rate": 0.3},
 }
+
 # Factors. Ragged: every other batch is smaller and no micro-batch size divides it.
 CUTS: dict[str, int | None] = {
     "factor 1": 1,
@@ -194,16 +230,22 @@ CUTS: dict[str, int | None] = {
 
 
 def _one_device(case: Case, run: Run) -> Weights:
-    return accumulated(case, run, tf.distribute.get_strategy())
+    return accumulated(case, run, strategy_on(1))
 
 
 def _two_replicas(case: Case, run: Run) -> Weights:
-    return accumulated(case, run, tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    return accumulated(case, run, strategy_on(2))
 
 
 class Devices(NamedTuple):
+    """Where an update is computed.
+
+    Attributes:
+        weights_after: trains a case; in other processes, where they are workers.
+    """
+
     replicas: int
-    weights_after: Callable[[Case, Run], Weights]  # may be of another process
+    weights_after: Callable[[Case, Run], Weights]
 
 
 DEVICES = {
@@ -213,102 +255,23 @@ DEVICES = {
 }
 
 
-def pairs_of(row: Sequence[str]) -> set[tuple]:
-    """Return the pairs of values in a row, each value with its axis."""
-    return set(combinations(enumerate(row), 2))
-
-
-def covering(*axes: Iterable[str]) -> list[Case]:
-    """Return rows that have each pair of values of two axes: always one with most new pairs, of rarely used values."""
-    pairs = {row: pairs_of(row) for row in product(*axes)}
-    left, used, rows = set().union(*pairs.values()), Counter(), []
-    while left:
-        row = max(
-            pairs,
-            key=lambda row: (
-                len(pairs[row] & left),
-                -sum(used[value] for value in row),
-            ),
-        )
-        rows.append(Case(*row))
-        used.update(row)
-        left -= pairs[row]
-    return rows
-
-
-def crossed(
-    axes: Iterable[Iterable[str]], impossible: Sequence[tuple[str, str]]
-) -> list[tuple[str, ...]]:
-    """Return rows that have every possible pair of values, of many axes: always the best of 40, filled axis by axis.
-
-    Where several values of an axis give as many new pairs, the first one is taken.
-    """
-
-    def possible(*values: tuple[int, str]) -> bool:
-        return not any(
-            set(pair) <= {value for _, value in values} for pair in impossible
-        )
-
-    draw, rows, of_axes = (
-        random.Random(0),
-        [],
-        [[(index, value) for value in axis] for index, axis in enumerate(axes)],
-    )
-    missing = {
-        pair
-        for two in combinations(of_axes, 2)
-        for pair in product(*two)
-        if possible(*pair)
-    }
-
-    def filled() -> tuple[str, ...]:
-        row = list(draw.choice(sorted(missing)))
-        for index in draw.sample(range(len(of_axes)), len(of_axes)):
-            if index not in dict(row):
-                values = [one for one in of_axes[index] if possible(*row, one)]
-                row.append(
-                    max(
-                        values,
-                        key=lambda one: sum(
-                            tuple(sorted((one, other))) in missing for other in row
-                        ),
-                    )
-                )
-        return tuple(value for _, value in sorted(row))
-
-    while missing:
-        rows.append(
-            max(
-                (filled() for _ in range(40)),
-                key=lambda row: len(pairs_of(row) & missing),
-            )
-        )
-        missing -= pairs_of(rows[-1])
-    return rows
+def micro_batch_size(case: Case) -> int:
+    factor = CUTS[case.cut]
+    if factor is None:
+        return RAGGED
+    return EXAMPLES // DEVICES[case.devices].replicas // factor
 
 
 def pieces(case: Case, examples: int) -> list[slice]:
     """Return the micro-batches of all replicas."""
-    share, size = -(-examples // DEVICES[case.devices].replicas), micro_batch_size(case)
-    starts = [
-        (start, begin + share)
-        for begin in range(0, examples, share)
-        for start in range(begin, begin + share, size)
-    ]
-    return [
-        slice(start, min(start + size, stop, examples))
-        for start, stop in starts
-        if start < examples
-    ]
-
-
-def micro_batch_size(case: Case) -> int:
-    factor = CUTS[case.cut]
-    return (
-        RAGGED
-        if factor is None
-        else EXAMPLES // DEVICES[case.devices].replicas // factor
-    )
+    share = -(-examples // DEVICES[case.devices].replicas)
+    size = micro_batch_size(case)
+    micro_batches = []
+    for share_start in range(0, examples, share):
+        share_stop = min(share_start + share, examples)
+        for start in range(share_start, share_stop, size):
+            micro_batches.append(slice(start, min(start + size, share_stop)))
+    return micro_batches
 
 
 def accumulated(
@@ -317,22 +280,21 @@ def accumulated(
     strategy: tf.distribute.Strategy,
     read: Callable[[tuple], Any] = lambda batch: batch,
 ) -> Weights:
-    """Return the trained weights after the updates of an `Update`, which takes what is `read` of each batch."""
+    """Return the trained weights after the updates of an `Update`.
+
+    The update takes what `read` returns for each batch.
+    """
     kind = KINDS[case.kind]
     with strategy.scope():
         model, optimizer = at_start(case, run)
-    loss: Any = kind.losses()
-    given: dict[str, Any] = (
-        {"loss_weights": list(kind.loss_weights)} if len(loss) > 1 else {}
-    )
-    loss = loss if len(loss) > 1 else loss[0]
-    update = Update(
-        model,
-        Objective(loss, **given),
-        optimizer,
-        micro_batch_size(case),
-        strategy=strategy,
-    )
+    losses_of_outputs = kind.losses()
+    if len(losses_of_outputs) == 1:
+        objective = Objective(losses_of_outputs[0])
+    else:
+        objective = Objective(losses_of_outputs, list(kind.loss_weights))
+    size = micro_batch_size(case)
+    update = Update(model, objective, optimizer, size, strategy=strategy)
+
     step = _traced(lambda batch: update(read(batch)), case, run)
     for batch in batches(case, run):
         step(batch)
@@ -343,50 +305,44 @@ def loss_of(kind: Kind, model: keras.Model, batch: tuple) -> tf.Tensor:
     """Return Keras' loss of a whole batch."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     outputs = tf.nest.flatten(model(x, training=True))
-    of_outputs = zip(
-        kind.losses(), kind.loss_weights, tf.nest.flatten(y), outputs, strict=True
-    )
-    return sum(
-        scale * loss(labels, out, sample_weight)
-        for loss, scale, labels, out in of_outputs
-    ) + sum(model.losses)
+    labels = tf.nest.flatten(y)
+    total = 0.0
+    for index, loss in enumerate(kind.losses()):
+        value = loss(labels[index], outputs[index], sample_weight)
+        total += kind.loss_weights[index] * value
+    return total + sum(model.losses)
 
 
 def gradients_of(
-    case: Case, model: keras.Model, batch: tuple, minimised: Minimised = loss_of
+    case: Case, model: keras.Model, batch: tuple, minimized: Minimized = loss_of
 ) -> list[tf.Tensor]:
-    """Return the gradient by a plain tape, dense.
-
-    From rows of an embedding that were looked up twice Keras' optimizers make another step.
-    """
+    """Return the gradient by a plain tape, dense."""
     with tf.GradientTape() as tape:
-        value = minimised(KINDS[case.kind], model, batch)
-    found = tape.gradient(
-        value, [variable.value for variable in model.trainable_variables]
-    )
-    return [tf.convert_to_tensor(gradient) for gradient in found]
+        value = minimized(KINDS[case.kind], model, batch)
+    return reference.dense(reference.gradients_of(tape, value, model))
 
 
-def by_keras(case: Case, run: Run, minimised: Minimised = loss_of) -> list[Weights]:
-    """Return the weights before, between and after the updates of a plain loop, without micro-batches and replicas."""
+def by_keras(case: Case, run: Run, minimized: Minimized = loss_of) -> list[Weights]:
+    """Return the weights before, between and after the updates of a plain loop.
+
+    It has no micro-batches and no replicas.
+    """
     model, optimizer = at_start(case, run)
-    found = [_weights(model)]
+    trajectory = [_weights(model)]
 
     def step(batch: tuple) -> None:
-        optimizer.apply(
-            gradients_of(case, model, batch, minimised), model.trainable_variables
-        )
+        gradients = gradients_of(case, model, batch, minimized)
+        optimizer.apply(gradients, model.trainable_variables)
 
-    step = step if run.updates == 1 else _traced(step, case, run)
+    if run.updates > 1:
+        step = _traced(step, case, run)
     for batch in batches(case, run):
         step(batch)
-        found.append(_weights(model))
-    return found
+        trajectory.append(_weights(model))
+    return trajectory
 
 
-def _traced(
-    step: Callable[[tuple], Any], case: Case, run: Run
-) -> Callable[[tuple], Any]:
+def _traced(step: Step, case: Case, run: Run) -> Step:
     """Return one trace for batches of every size."""
     first = next(batches(case, run))
     specs = tf.nest.map_structure(
@@ -396,10 +352,14 @@ def _traced(
 
 
 def batches(case: Case, run: Run) -> Iterator[tuple]:
-    random = np.random.default_rng(KINDS[case.kind].seed)
+    """Yield the batches of a run; every other one is smaller if the cut is ragged."""
+    kind = KINDS[case.kind]
+    random = np.random.default_rng(kind.seed)
     for update in range(run.updates):
-        count = TAIL if CUTS[case.cut] is None and update % 2 == 0 else EXAMPLES
-        yield tf.nest.map_structure(tf.constant, KINDS[case.kind].batch(count, random))
+        count = EXAMPLES
+        if CUTS[case.cut] is None and update % 2 == 0:
+            count = TAIL
+        yield tf.nest.map_structure(tf.constant, kind.batch(count, random))
 
 
 def at_start(case: Case, run: Run) -> tuple[keras.Model, keras.optimizers.Optimizer]:
@@ -416,76 +376,13 @@ def _weights(model: keras.Model) -> Weights:
     return [variable.numpy() for variable in model.trainable_variables]
 
 
-def deviation(found: Weights, expected: Weights, before: Weights) -> float:
-    """Return how far apart two trained weights are, relative to the way from the start, of the worst variable."""
-    of_variables = zip(found, expected, before, strict=True)
-    return max(
-        float(np.linalg.norm(a - b) / np.linalg.norm(b - start))
-        for a, b, start in of_variables
-    )
+def deviation(trained: Weights, expected: Weights, before: Weights) -> float:
+    """Return the distance between trained weights ÷ the way that they have gone.
 
-
-# Wrong ways
-
-
-def mean_of_means(parts: Sequence[slice]) -> Minimised:
-    """Each micro-batch has the same weight, whatever it holds."""
-    return lambda kind, model, batch: (
-        sum(loss_of(kind, model, _part(batch, part)) for part in parts) / len(parts)
-    )
-
-
-def last_one_dropped(parts: Sequence[slice]) -> Minimised:
-    """The last micro-batch is lost, as the rest of an epoch is in a loop that counts to K."""
-    return lambda kind, model, batch: loss_of(
-        kind, model, _part(batch, slice(parts[-1].start))
-    )
-
-
-def regularised_in_each(parts: Sequence[slice]) -> Minimised:
-    """Regularisation is added in every micro-batch, so K times."""
-    return lambda kind, model, batch: (
-        loss_of(kind, model, batch) + (len(parts) - 1) * sum(model.losses)
-    )
-
-
-def half_left_out(parts: Sequence[slice]) -> Minimised:
-    """Where there is one micro-batch alone: not all of its examples are used."""
-    return lambda kind, model, batch: loss_of(
-        kind, model, _part(batch, slice(EXAMPLES // 2))
-    )
-
-
-def unregularised(parts: Sequence[slice]) -> Minimised:
-    """Where there is one micro-batch alone: regularisation is forgotten."""
-    return lambda kind, model, batch: loss_of(kind, model, batch) - sum(model.losses)
-
-
-def _part(batch: tuple, part: slice) -> tuple:
-    return tf.nest.map_structure(lambda leaf: leaf[part], batch)
-
-
-def wrong_way(case: Case) -> Callable[[Sequence[slice]], Minimised]:
-    """Return a mistake that shows in this case."""
-    if case.cut == "factor 1" and DEVICES[case.devices].replicas == 1:
-        return unregularised if case.kind == "regularised" else half_left_out
-    if case.kind == "regularised":
-        return regularised_in_each
-    # Where all micro-batches weigh the same, the mean of their means is right.
-    same = CUTS[case.cut] is not None and case.kind not in (
-        "masked tokens",
-        "sample weights",
-    )
-    return last_one_dropped if same else mean_of_means
-
-
-def after_a_wrong_update(case: Case, run: Run) -> Weights:
-    """Return the weights after one update of the plain loop with the mistake of `wrong_way` in it."""
-    make = wrong_way(case)
-
-    def minimised(kind: Kind, model: keras.Model, batch: tuple) -> tf.Tensor:
-        return make(pieces(case, tf.nest.flatten(batch)[0].shape[0]))(
-            kind, model, batch
-        )
-
-    return by_keras(case, run._replace(updates=1), minimised)[1]
+    It is that of the worst variable.
+    """
+    deviations = []
+    for ours, theirs, start in zip(trained, expected, before, strict=True):
+        distance = np.linalg.norm(ours - theirs)
+        deviations.append(float(distance / np.linalg.norm(theirs - start)))
+    return max(deviations)

@@ -1,4 +1,7 @@
-"""Two workers, processes that TensorFlow joins, which compute what a test asks for: a line of JSON in, a line out."""
+"""Two workers, processes that TensorFlow joins, which compute what a test requests.
+
+They read a line of JSON for each request, and write a line for each answer.
+"""
 
 from __future__ import annotations
 
@@ -23,41 +26,46 @@ class Pair:
     """The two processes, as a test has them."""
 
     def __init__(self) -> None:
-        with ExitStack() as opened:
-            bound = [
-                opened.enter_context(socket.create_server(("127.0.0.1", 0)))
-                for _ in range(2)
-            ]
-            self.ports = [each.getsockname()[1] for each in bound]
+        self.ports = _free_ports(2)
         self.folder = tempfile.TemporaryDirectory(prefix="workers-")
         self._processes = []
         for index in range(2):
             log = Path(self.folder.name) / f"{index}.log"
             arguments = ("-m", __name__, str(log), str(index), *map(str, self.ports))
-            self._processes.append(python(*arguments, cwd=ROOT, stdin=subprocess.PIPE))
+            process = python(*arguments, cwd=ROOT, stdin=subprocess.PIPE)
+            self._processes.append(process)
         atexit.register(self._end)
 
     def ask(self, what: str, **more: Any) -> Any:
         """Return the answer of worker 0; both compute it."""
+        request = json.dumps({"what": what, "folder": self.folder.name, **more})
         for process in self._processes:
-            process.stdin.write(
-                json.dumps({"what": what, "folder": self.folder.name, **more}) + "\n"
-            )
+            process.stdin.write(request + "\n")
             process.stdin.flush()
+
         answers = [process.stdout.readline() for process in self._processes]
-        logs = [
-            file.read_text()[-2000:]
-            for file in sorted(Path(self.folder.name).glob("*.log"))
-        ]
-        assert all(answers), logs
+        files = sorted(Path(self.folder.name).glob("*.log"))
+        assert all(answers), [file.read_text()[-2000:] for file in files]
         return json.loads(answers[0])
 
     def _end(self) -> None:
-        """Close their input: where it ends they end, and with the warm process that forked them at the latest."""
+        """Close their input: where it ends they end.
+
+        The warm process that forked them ends them at the latest.
+        """
         for process in self._processes:
             with suppress(BrokenPipeError):
                 process.stdin.close()
         self.folder.cleanup()
+
+
+def _free_ports(count: int) -> list[int]:
+    ports = []
+    with ExitStack() as sockets:
+        for _ in range(count):
+            server = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports.append(server.getsockname()[1])
+    return ports
 
 
 @cache
@@ -68,10 +76,9 @@ def pair() -> Pair:
 
 def weights_after(case: Any, run: Any) -> list[np.ndarray]:
     """Return the trained weights of a case of the matrix, by two workers."""
-    with np.load(
-        pair().ask("weights", case=list(case), precision=run.precision)
-    ) as found:
-        return [found[name] for name in found.files]
+    file = pair().ask("weights", case=list(case), precision=run.precision)
+    with np.load(file) as arrays:
+        return [arrays[name] for name in arrays.files]
 
 
 def _serve(index: int, ports: list[int]) -> None:
@@ -87,43 +94,48 @@ def _serve(index: int, ports: list[int]) -> None:
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
 
-    def share(batch: Any) -> Share:
-        return Share.of(batch, index, 1, len(ports))
-
-    def weights(case: list[str], precision: str, folder: str) -> str:
+    def set_precision(precision: str) -> None:
         keras.config.set_floatx(precision)
         keras.config.set_dtype_policy(precision)
+
+    def share(batch: Any) -> Share:
+        return Share.for_replicas(batch, index, 1, len(ports))
+
+    def weights(case: list[str], precision: str, folder: str) -> str:
+        set_precision(precision)
         run = matrix.FLOAT64 if precision == "float64" else matrix.FLOAT32
         file = f"{folder}/weights-{index}.npz"
         np.savez(file, *matrix.accumulated(matrix.Case(*case), run, strategy, share))
         return file
 
     def reductions(factor: int, folder: str) -> Any:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
+        set_precision("float32")
         update = test_reductions.update_of(strategy, factor)
         return test_reductions.reductions(lambda x, y: update(share((x, y))))
 
     def updates(factor: int, count: int, folder: str) -> int:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
+        set_precision("float32")
         update = test_reductions.update_of(strategy, factor, width=20_000)
         x = tf.ones([test_reductions.EFFECTIVE, test_reductions.WIDTH])
-        step = tf.function(
-            lambda: update(share((x, tf.zeros([test_reductions.EFFECTIVE], tf.int64))))
-        )
+
+        def apply() -> Any:
+            y = tf.zeros([test_reductions.EFFECTIVE], tf.int64)
+            return update(share((x, y)))
+
+        step = tf.function(apply)
         for _ in range(count):
             step()
         return count
 
     answers = {"weights": weights, "reductions": reductions, "updates": updates}
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(answers[asked.pop("what")](**asked)), flush=True)
+        request = json.loads(line)
+        answer = answers[request.pop("what")]
+        print(json.dumps(answer(**request)), flush=True)
 
 
 if __name__ == "__main__":
-    os.dup2(
-        os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), 2
-    )  # a pipe that nobody reads would fill up
+    # To a file: a pipe that nobody reads would fill up.
+    log = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 2)
     _serve(int(sys.argv[2]), [int(port) for port in sys.argv[3:]])

@@ -1,8 +1,12 @@
-"""An optimizer that accumulates, in loops and in `fit`: the weights are those of plain Keras on whole batches."""
+"""An optimizer that accumulates, in loops and in `fit`.
+
+The weights are those of plain Keras on whole batches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -10,126 +14,122 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import AccumulatingOptimizer, GradientAccumulator
+from pipeline.accumulation import AccumulatingOptimizer
+from tests.accumulation import reference
+from tests.accumulation.accumulating import (
+    CLOSE,
+    classifier,
+    examples_of_classifier,
+    loss,
+    optimizer,
+    per_replica,
+    strategy_of,
+    values,
+)
 from tests.accumulation.matrix import OPTIMIZERS
 from tests.parameters import mostly_slow
 
 WORDS = 7
-EQUAL, UNEQUAL = (
-    ((8, 8, 8),) * 3,
-    ((16, 3, 9), (5, 1, 2), (7,)),
-)  # parts of updates; the last one is flushed
-CLOSE = 1e-12  # of how far the weights have gone: sums of 28 terms in another order, 28 · 2⁻⁵³ = 3e-15, three times
-# Schedule, average, decay and clipping at once: each would show that it ran once a part.
-RATE = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-AT_ONCE = {
-    "learning_rate": RATE,
-    "weight_decay": 0.1,
-    "use_ema": True,
-    "ema_momentum": 0.5,
-    "clipnorm": 0.05,
-}
+# Sizes of the parts of each update; the last update has fewer, and is flushed.
+UNEQUAL = ((16, 3, 9), (5, 1, 2), (7,))
+
 QUICK = ("SGD", "AdamW")
-# The sums do not depend on the optimizer that is given them.
+# The sums do not depend on the optimizer that they are for.
 EACH = mostly_slow(OPTIMIZERS, QUICK, ["Lion", "Muon", "Adafactor"])
 
 
-def optimizer(name: str, **more: object) -> keras.optimizers.Optimizer:
-    return getattr(keras.optimizers, name)(**{**OPTIMIZERS[name], **more})
-
-
 def all_at_once() -> keras.optimizers.Optimizer:
-    return keras.optimizers.AdamW(**AT_ONCE)
+    """Schedule, average, decay and clipping: each would show if it ran once a part."""
+    return keras.optimizers.AdamW(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),
+        weight_decay=0.1,
+        use_ema=True,
+        ema_momentum=0.5,
+        clipnorm=0.05,
+    )
 
 
 def network(rows: bool = True) -> keras.Model:
-    """Return one with a layer that the loss does not depend on, and with an embedding, whose gradient is rows."""
+    """Return a model with a layer that the loss does not depend on.
+
+    With rows it has an embedding, whose gradient is rows.
+    """
     keras.utils.set_random_seed(0)
     tokens = keras.Input((4,), dtype="int64")
-    table = (
-        layers.Embedding(WORDS, 3)
-        if rows
-        else layers.CategoryEncoding(WORDS, "one_hot")
-    )
+    if rows:
+        table = layers.Embedding(WORDS, 3)
+    else:
+        table = layers.CategoryEncoding(WORDS, "one_hot")
     hidden = layers.Flatten()(table(tokens))
     hidden = layers.Dense(8, "tanh")(hidden)
-    return keras.Model(
-        tokens, {"used": layers.Dense(3)(hidden), "unused": layers.Dense(2)(hidden)}
-    )
-
-
-def loss() -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    used = layers.Dense(3)(hidden)
+    unused = layers.Dense(2)(hidden)
+    return keras.Model(tokens, {"used": used, "unused": unused})
 
 
 def examples(count: int) -> tuple[np.ndarray, np.ndarray]:
-    numbers = np.random.default_rng(0)
-    return numbers.integers(0, WORDS, (count, 4)), numbers.integers(0, 3, count)
+    random = np.random.default_rng(0)
+    return random.integers(0, WORDS, (count, 4)), random.integers(0, 3, count)
 
 
 def gradients_of(model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> list:
     with tf.GradientTape() as tape:
         value = loss()(y, model(x)["used"])
-    return tape.gradient(value, [each.value for each in model.trainable_variables])
+    return reference.gradients_of(tape, value, model)
 
 
-def values(model: keras.Model) -> np.ndarray:
-    return np.concatenate([np.ravel(each) for each in model.get_weights()])
-
-
-def slices(sizes: Sequence[Sequence[int]]) -> Iterator[tuple[bool, list[tuple]]]:
-    """Yield the parts of each update."""
+def parts_of_updates(sizes: Sequence[Sequence[int]]) -> Iterator[list[tuple]]:
+    """Yield the parts of each update, pairs of inputs and labels."""
     x, y = examples(sum(map(sum, sizes)))
-    begin = 0
-    for update in sizes:
-        ends = begin + np.cumsum(update)
-        yield [
-            (x[end - size : end], y[end - size : end])
-            for size, end in zip(update, ends, strict=True)
-        ]
-        begin = ends[-1]
+    start = 0
+    for sizes_of_update in sizes:
+        parts = []
+        for size in sizes_of_update:
+            part = slice(start, start + size)
+            parts.append((x[part], y[part]))
+            start += size
+        yield parts
 
 
-def by_whole_batches(
-    given: keras.optimizers.Optimizer, sizes: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, float]:
-    """Return the weights after dense updates of plain Keras, and how far they have gone."""
+class Trained(NamedTuple):
+    """Trained weights, and how far they have gone."""
+
+    weights: np.ndarray
+    way: float
+
+
+def by_whole_batches(plain: keras.optimizers.Optimizer) -> Trained:
+    """Train by dense updates of plain Keras."""
     model = network()
     start = values(model)
-    given.build(model.trainable_variables)
-    for parts in slices(sizes):
-        found = gradients_of(
-            model,
-            *(tf.constant(np.concatenate(leaf)) for leaf in zip(*parts, strict=True)),
-        )
-        given.apply(
-            [each if each is None else tf.convert_to_tensor(each) for each in found],
-            model.trainable_variables,
-        )
-    return values(model), float(np.linalg.norm(values(model) - start))
+    plain.build(model.trainable_variables)
+    for parts in parts_of_updates(UNEQUAL):
+        x, y = map(np.concatenate, zip(*parts, strict=True))
+        gradients = gradients_of(model, tf.constant(x), tf.constant(y))
+        plain.apply(reference.dense(gradients), model.trainable_variables)
+    weights = values(model)
+    return Trained(weights, float(np.linalg.norm(weights - start)))
 
 
 def by_parts(
-    inner: keras.optimizers.Optimizer,
-    sizes: Sequence[Sequence[int]],
-    *,
-    weighted: bool = True,
-    traced: bool = True,
+    inner: keras.optimizers.Optimizer, *, weighted: bool = True, traced: bool = True
 ) -> tuple[np.ndarray, AccumulatingOptimizer]:
+    """Train in parts; return the weights and the optimizer."""
     model = network()
-    accumulating = AccumulatingOptimizer(inner, len(sizes[0]))
+    accumulating = AccumulatingOptimizer(inner, 3)
     accumulating.build(model.trainable_variables)
 
     def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        options = {}
+        if weighted:
+            options = {"weight": tf.shape(y)[0]}
         pairs = zip(gradients_of(model, x, y), model.trainable_variables, strict=True)
-        accumulating.apply_gradients(
-            pairs, **({"weight": tf.shape(y)[0]} if weighted else {})
-        )
+        accumulating.apply_gradients(pairs, **options)
 
     if traced:
         signature = [tf.TensorSpec([None, 4], "int64"), tf.TensorSpec([None], "int64")]
         step = tf.function(step, input_signature=signature, autograph=False)
-    for parts in slices(sizes):
+    for parts in parts_of_updates(UNEQUAL):
         for x, y in parts:
             step(tf.constant(x), tf.constant(y))
     accumulating.flush()
@@ -140,55 +140,45 @@ def by_parts(
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("name", EACH)
 def test_parts_of_any_size_in_a_loop(float64, name):
-    expected, far = by_whole_batches(optimizer(name), UNEQUAL)
-    found, accumulating = by_parts(optimizer(name), UNEQUAL)
-    assert np.linalg.norm(found - expected) < CLOSE * far
+    expected = by_whole_batches(optimizer(name))
+    weights, accumulating = by_parts(optimizer(name))
+    assert np.linalg.norm(weights - expected.weights) < CLOSE * expected.way
     assert int(accumulating.iterations.numpy()) == len(UNEQUAL)
-    unweighted, _ = by_parts(optimizer(name), UNEQUAL, weighted=False)
-    assert np.linalg.norm(unweighted - expected) > 1e6 * CLOSE * far
+
+    # The control: where all parts count alike, the update is another one.
+    unweighted, _ = by_parts(optimizer(name), weighted=False)
+    distance = np.linalg.norm(unweighted - expected.weights)
+    assert distance > 1e6 * CLOSE * expected.way
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("traced", [True, False])
 def test_schedule_average_decay_and_clipping_are_once_an_update(float64, traced):
-    expected, far = by_whole_batches(all_at_once(), UNEQUAL)
-    found, accumulating = by_parts(all_at_once(), UNEQUAL, traced=traced)
-    assert np.linalg.norm(found - expected) < CLOSE * far
-    assert float(accumulating.learning_rate) == pytest.approx(
-        0.1 / 2**3, rel=2**-23
-    )  # a float32
+    expected = by_whole_batches(all_at_once())
+    weights, accumulating = by_parts(all_at_once(), traced=traced)
+    assert np.linalg.norm(weights - expected.weights) < CLOSE * expected.way
+    # The rate is a float32.
+    rate = float(accumulating.learning_rate)
+    assert rate == pytest.approx(0.1 / 2**3, rel=2**-23)
 
 
 def in_fit(
-    made: Callable[[], keras.optimizers.Optimizer],
+    optimizer_of: Callable[[], keras.optimizers.Optimizer],
     batch: int,
     strategy: tf.distribute.Strategy,
-    **more: object,
 ) -> keras.Model:
     """Train two epochs of 40 examples."""
     with strategy.scope():
-        model = network(
-            rows=False
-        )  # of rows plain Keras takes another step than of the dense gradient
-        model.compile(made(), {"used": loss()}, **more)
-    data = (
-        tf.data.Dataset.from_tensor_slices(examples(40))
-        .map(lambda x, y: (x, {"used": y}))
-        .batch(batch)
-    )
-    accumulating = isinstance(model.optimizer, AccumulatingOptimizer)
-    flush = [model.optimizer.flush_at_epoch_end()] if accumulating else []
-    model.fit(data, epochs=2, verbose=0, callbacks=flush, validation_data=data)
+        # From rows plain Keras takes another step than from the dense gradient.
+        model = network(rows=False)
+        model.compile(optimizer_of(), {"used": loss()})
+    x, y = examples(40)
+    data = tf.data.Dataset.from_tensor_slices((x, {"used": y})).batch(batch)
+    callbacks = []
+    if isinstance(model.optimizer, AccumulatingOptimizer):
+        callbacks.append(model.optimizer.flush_at_epoch_end())
+    model.fit(data, epochs=2, verbose=0, callbacks=callbacks, validation_data=data)
     return model
-
-
-def strategies(number: int) -> tf.distribute.Strategy:
-    """Return a strategy of so many CPUs; two strategies in one process would share the keys of their collectives."""
-    if number == 1:
-        return tf.distribute.get_strategy()
-    return tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
 
 
 IN_FIT = mostly_slow([(name, 1) for name in OPTIMIZERS], [("SGD", 1)], [("Muon", 1)])
@@ -199,23 +189,23 @@ IN_FIT = mostly_slow([(name, 1) for name in OPTIMIZERS], [("SGD", 1)], [("Muon",
     ("name", "replicas"), [*IN_FIT, pytest.param("AdamW", 2, marks=pytest.mark.slow)]
 )
 def test_equal_batches_in_fit(float64, name, replicas):
-    """3 batches of 8 are an update, and the 2 that are left over in each epoch another one."""
+    """3 batches of 8 are an update, and the 2 that remain of each epoch another one."""
     start = values(network(rows=False))
     # On the same devices: under a strategy Keras' ScheduleFreeAdamW is another one.
-    expected = values(in_fit(lambda: optimizer(name), 24, strategies(replicas)))
+    expected = values(in_fit(lambda: optimizer(name), 24, strategy_of(replicas)))
+    way = np.linalg.norm(expected - start)
     model = in_fit(
-        lambda: AccumulatingOptimizer(optimizer(name), 3), 8, strategies(replicas)
+        lambda: AccumulatingOptimizer(optimizer(name), 3), 8, strategy_of(replicas)
     )
-    far = np.linalg.norm(expected - start)
     assert int(model.optimizer.iterations.numpy()) == 4
-    assert np.linalg.norm(values(model) - expected) < CLOSE * far
-    if (
-        name in QUICK and replicas == 1
-    ):  # Keras' own: the rest of an epoch leaks into the next one
-        own = in_fit(
-            lambda: optimizer(name, gradient_accumulation_steps=3), 8, strategies(1)
+    assert np.linalg.norm(values(model) - expected) < CLOSE * way
+
+    # Keras' own accumulation: the rest of an epoch leaks into the next one.
+    if name in QUICK and replicas == 1:
+        of_keras = in_fit(
+            lambda: optimizer(name, gradient_accumulation_steps=3), 8, strategy_of(1)
         )
-        assert np.linalg.norm(values(own) - expected) > 1e6 * CLOSE * far
+        assert np.linalg.norm(values(of_keras) - expected) > 1e6 * CLOSE * way
 
 
 def on_replicas(
@@ -223,53 +213,60 @@ def on_replicas(
     strategy: tf.distribute.Strategy,
     calls: Sequence[Sequence[np.ndarray]],
 ) -> np.ndarray:
-    """Return a kernel and a bias after `calls` of an optimizer; a call's gradients are (replicas, …) of each."""
+    """Return a kernel and a bias after `calls` of an optimizer.
+
+    The gradients of a call are (replicas, …) of each variable.
+    """
     with strategy.scope():
-        variables = [
-            keras.Variable(np.linspace(-1, 1, 24).reshape(8, 3)),
-            keras.Variable(np.ones(3)),
-        ]
-        made = optimizer_of()
-        made.build(variables)
+        kernel = keras.Variable(np.linspace(-1, 1, 24).reshape(8, 3))
+        bias = keras.Variable(np.ones(3))
+        built = optimizer_of()
+        built.build([kernel, bias])
 
     def apply(*gradients: tf.Tensor) -> None:
-        made.apply(list(gradients), variables)
+        built.apply(list(gradients), [kernel, bias])
+
+    def distributed(call: Sequence[np.ndarray]) -> object:
+        return per_replica(
+            strategy,
+            lambda replica: tuple(tf.constant(gradient[replica]) for gradient in call),
+        )
 
     step = tf.function(
         lambda gradients: strategy.run(apply, gradients), autograph=False
     )
     for call in calls:
-        of = strategy.experimental_distribute_values_from_function(
-            lambda context, call=call: tuple(
-                tf.constant(each[context.replica_id_in_sync_group]) for each in call
-            )
-        )
-        step(of)
-    if isinstance(made, AccumulatingOptimizer):
-        made.flush()
-    return np.concatenate([np.ravel(each) for each in variables])
+        step(distributed(call))
+    if isinstance(built, AccumulatingOptimizer):
+        built.flush()
+    return np.concatenate([np.ravel(kernel), np.ravel(bias)])
 
 
 @pytest.mark.soak
 def test_every_optimizer_on_two_replicas(float64):
-    """3 gradients are an update, and the 2 that are left over another one; of gradients alone, without a model."""
-    strategy = strategies(2)
-    numbers = np.random.default_rng(0)
-    parts = [
-        [numbers.normal(size=(2, *shape)) for shape in ((8, 3), (3,))] for _ in range(8)
-    ]
-    means = [
-        [np.mean(each, 0) for each in zip(*some, strict=True)]
-        for some in (parts[:3], parts[3:6], parts[6:])
-    ]
+    """3 gradients are an update, and the 2 that remain another one.
+
+    They are gradients alone, without a model.
+    """
+    strategy = strategy_of(2)
+    random = np.random.default_rng(0)
+    parts = []
+    for _ in range(8):
+        parts.append((random.normal(size=(2, 8, 3)), random.normal(size=(2, 3))))
+    means = []
+    for parts_of_update in (parts[:3], parts[3:6], parts[6:]):
+        of_kernel, of_bias = zip(*parts_of_update, strict=True)
+        means.append((np.mean(of_kernel, 0), np.mean(of_bias, 0)))
+
+    def accumulating(name: str) -> AccumulatingOptimizer:
+        return AccumulatingOptimizer(optimizer(name), 3)
+
     start = on_replicas(lambda: optimizer("SGD"), strategy, [])
     for name in OPTIMIZERS:
         expected = on_replicas(lambda name=name: optimizer(name), strategy, means)
-        found = on_replicas(
-            lambda name=name: AccumulatingOptimizer(optimizer(name), 3), strategy, parts
-        )
-        far = np.linalg.norm(expected - start)
-        assert np.linalg.norm(found - expected) < CLOSE * far, name
+        weights = on_replicas(lambda name=name: accumulating(name), strategy, parts)
+        way = np.linalg.norm(expected - start)
+        assert np.linalg.norm(weights - expected) < CLOSE * way, name
 
 
 @pytest.mark.slow
@@ -284,17 +281,16 @@ def test_every_optimizer_on_two_replicas(float64):
 )
 def test_a_strategy_of_one_replica(float64, strategy):
     start = values(network(rows=False))
-    expected = values(in_fit(lambda: optimizer("SGD"), 24, strategies(1)))
+    expected = values(in_fit(lambda: optimizer("SGD"), 24, strategy_of(1)))
     model = in_fit(lambda: AccumulatingOptimizer(optimizer("SGD"), 3), 8, strategy())
-    assert np.linalg.norm(values(model) - expected) < CLOSE * np.linalg.norm(
-        expected - start
-    )
+    way = np.linalg.norm(expected - start)
+    assert np.linalg.norm(values(model) - expected) < CLOSE * way
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_is_not_finite_in_one_part_skips_the_whole_update(replicas):
-    strategy = strategies(replicas)
+    strategy = strategy_of(replicas)
     with strategy.scope():
         weight = keras.Variable(np.ones(2, "float32"))
         scaled = keras.optimizers.LossScaleOptimizer(
@@ -314,6 +310,7 @@ def test_what_is_not_finite_in_one_part_skips_the_whole_update(replicas):
     assert weight.numpy().tolist() == [1.0, 1.0]
     assert float(scaled.dynamic_scale.numpy()) == 32.0
     assert int(accumulating.iterations.numpy()) == 0
+
     for value in (1.0, 2.0, 3.0, 2.0):
         step(tf.fill([2], value))
     assert weight.numpy().tolist() == [-1.0, -1.0]
@@ -325,7 +322,10 @@ def test_a_loss_scale_around_it_is_refused_by_a_line(precision):
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     with pytest.raises(
         ValueError,
-        match=r"AccumulatingOptimizer\(LossScaleOptimizer\(…\)\), with compile\(auto_scale",
+        match=(
+            r"AccumulatingOptimizer\(LossScaleOptimizer\(…\)\), "
+            r"with compile\(auto_scale"
+        ),
     ):
         model.compile(AccumulatingOptimizer(keras.optimizers.SGD(), 2), "mse")
     scaled = keras.optimizers.LossScaleOptimizer(
@@ -336,183 +336,61 @@ def test_a_loss_scale_around_it_is_refused_by_a_line(precision):
     assert int(model.optimizer.iterations) == 2
 
 
-@pytest.mark.slow
-def test_a_model_that_is_saved_between_two_steps_goes_on_from_there(float64, tmp_path):
-    x, y = (
-        np.random.default_rng(0).normal(size=(6, 4, 5)),
-        np.arange(24).reshape(6, 4) % 3,
-    )
-
-    def fresh() -> keras.Model:
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
-        model.compile(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 3), loss())
-        return model
-
-    whole, begun = fresh(), fresh()
-    for number in range(6):
-        whole.train_on_batch(x[number], y[number])
-    for number in range(2):
-        begun.train_on_batch(x[number], y[number])
-    begun.save(tmp_path / "begun.keras")
-    loaded = keras.saving.load_model(tmp_path / "begun.keras")
-    assert loaded.optimizer.factor == 3
-    for number in range(2, 6):
-        loaded.train_on_batch(x[number], y[number])
-    assert values(loaded).tolist() == values(whole).tolist()
-
-
-def classifier(optimizer: keras.optimizers.Optimizer, **more: object) -> keras.Model:
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
-    model.compile(optimizer, loss(), **more)
-    return model
-
-
-def numbers_of(count: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(0).normal(size=(count, 5)), np.arange(count) % 3
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_tensorflow_between_two_steps_has_the_sums(float64, tmp_path):
-    x, y = numbers_of(16)
-    whole, begun, restored = (
-        classifier(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 2))
-        for _ in range(3)
-    )
-    for model, parts in ((whole, 4), (begun, 3)):
-        for number in range(parts):
-            model.train_on_batch(x[4 * number :][:4], y[4 * number :][:4])
-    path = tf.train.Checkpoint(model=begun, optimizer=begun.optimizer).save(
-        tmp_path / "begun"
-    )
-    restored.optimizer.build(restored.trainable_variables)
-    tf.train.Checkpoint(model=restored, optimizer=restored.optimizer).restore(
-        path
-    ).assert_consumed()
-    restored.train_on_batch(x[12:], y[12:])
-    assert values(restored).tolist() == values(whole).tolist()
-
-
-def test_a_step_right_after_loading_takes_the_saved_sums(float64, tmp_path):
-    x, y = numbers_of(8)
-    model = classifier(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 3))
-    model.train_on_batch(x, y)
-    model.save(tmp_path / "begun.keras")
-    loaded = keras.saving.load_model(tmp_path / "begun.keras")
-    before = values(model)
-    for each in (model, loaded):
-        each.optimizer.flush()
-    assert values(loaded).tolist() == values(model).tolist() != before.tolist()
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_sums_of_two_replicas_go_on_without_them(float64, tmp_path, weighted):
-    """And the other way round: what is saved does not depend on the number of replicas."""
-    parts = np.random.default_rng(0).normal(size=(3, 8, 2))
-    weights = [4, 4, 4] if weighted else [None] * 3
-
-    def made(replicas: int) -> tuple:
-        strategy = strategies(replicas)
-        with strategy.scope():
-            variable = keras.Variable(np.zeros(2))
-            accumulating = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3)
-            accumulating.build([variable])
-        return strategy, variable, accumulating
-
-    def add(strategy, variable, accumulating, number: int) -> None:
-        replicas = strategy.num_replicas_in_sync
-
-        def apply(rows: tf.Tensor) -> None:
-            options = (
-                {}
-                if weights[number] is None
-                else {"weight": 2 * weights[number] / replicas}
-            )
-            accumulating.apply(
-                [tf.reduce_mean(rows, 0) / replicas], [variable], **options
-            )
-
-        shares = np.split(parts[number], replicas)
-        strategy.run(
-            apply,
-            [
-                strategy.experimental_distribute_values_from_function(
-                    lambda context: tf.constant(
-                        shares[context.replica_id_in_sync_group]
-                    )
-                )
-            ],
-        )
-
-    for before, after in ((1, 2), (2, 1)):
-        begun, loaded = made(before), made(after)
-        for number in range(2):
-            add(*begun, number)
-        path = tf.train.Checkpoint(optimizer=begun[2]).save(tmp_path / "begun")
-        tf.train.Checkpoint(optimizer=loaded[2]).restore(path).assert_consumed()
-        add(*loaded, 2)
-        np.testing.assert_allclose(loaded[1].numpy(), -parts.mean((0, 1)), rtol=1e-12)
-
-
 def test_a_gradient_that_a_traced_step_leaves_out_is_refused(float64):
-    """Else the sum of that variable would be lost whenever the first function has the last part."""
-    variables = [keras.Variable(np.ones(2)) for _ in range(2)]
+    """The sum of that variable would be lost.
+
+    That is so whenever the first function has the last part.
+    """
+    variables = [keras.Variable(np.ones(2)), keras.Variable(np.ones(2))]
     one = tf.ones(2, "float64")
 
-    def parts(*given: list) -> list:
+    def steps(*gradients_of_steps: list) -> list:
+        """Return a traced step for each list of gradients."""
         accumulating = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3)
         accumulating.build(variables)
-        return [
-            tf.function(lambda each=each: accumulating.apply(each, variables))
-            for each in given
-        ]
 
-    first, second = parts([one, None], [None, one])
+        def step_of(gradients: list) -> Callable:
+            return tf.function(lambda: accumulating.apply(gradients, variables))
+
+        return [step_of(gradients) for gradients in gradients_of_steps]
+
+    first, second = steps([one, None], [None, one])
     first()
     with pytest.raises(
         ValueError, match=r"unconnected_gradients='zero'.*Received: None for variable 1"
     ):
         second()
-    first, second = parts([one, tf.zeros_like(one)], [tf.zeros_like(one), one])
-    for step in (first, second, first):
-        step()
-    np.testing.assert_allclose(
-        [each.numpy() for each in variables], [[1 / 3] * 2, [2 / 3] * 2], rtol=1e-15
-    )
 
-
-def test_what_is_excluded_from_decay_is_so_for_the_inner_optimizer(float64):
-    kernel, bias = (
-        keras.Variable(np.ones(2), name="kernel"),
-        keras.Variable(np.ones(2), name="bias"),
-    )
-    accumulating = AccumulatingOptimizer(
-        keras.optimizers.AdamW(0.1, weight_decay=0.5), 1
-    )
-    accumulating.exclude_from_weight_decay(var_names=["bias"])
-    accumulating.apply([tf.zeros(2, "float64")] * 2, iter([kernel, bias]))
-    assert kernel.numpy() == pytest.approx([0.95, 0.95])
-    assert bias.numpy().tolist() == [1.0, 1.0]
+    first, second = steps([one, tf.zeros_like(one)], [tf.zeros_like(one), one])
+    first()
+    second()
+    first()
+    np.testing.assert_allclose(variables[0].numpy(), [1 / 3] * 2, rtol=1e-15)
+    np.testing.assert_allclose(variables[1].numpy(), [2 / 3] * 2, rtol=1e-15)
 
 
 @pytest.mark.slow
 def test_callbacks_set_the_rate_and_swap_the_averages(float64):
-    """The same history as with plain Keras on whole batches, also in validation, by averaged weights."""
-    x, y = numbers_of(32)
-    made = [lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)]
-    made.append(lambda: AccumulatingOptimizer(made[0](), 2))
-    histories, models = [], []
-    for optimizer_of, batch in zip(made, (16, 8), strict=True):
-        rates = keras.callbacks.LearningRateScheduler(
-            lambda epoch, rate: rate / (epoch + 1)
-        )
-        plateau = keras.callbacks.ReduceLROnPlateau(
-            "loss", 0.5, patience=0, min_delta=1e9, cooldown=0
-        )
-        model = classifier(optimizer_of())
-        callbacks = [rates, plateau, keras.callbacks.SwapEMAWeights()]
-        history = model.fit(
+    """The history is that of plain Keras on whole batches.
+
+    That holds in validation, by averaged weights, too.
+    """
+    x, y = examples_of_classifier(32)
+
+    def averaging() -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+
+    def history_of(model: keras.Model, batch: int) -> dict[str, list[float]]:
+        callbacks = [
+            keras.callbacks.LearningRateScheduler(
+                lambda epoch, rate: rate / (epoch + 1)
+            ),
+            keras.callbacks.ReduceLROnPlateau(
+                "loss", 0.5, patience=0, min_delta=1e9, cooldown=0
+            ),
+            keras.callbacks.SwapEMAWeights(),
+        ]
+        fitted = model.fit(
             x,
             y,
             batch,
@@ -521,19 +399,20 @@ def test_callbacks_set_the_rate_and_swap_the_averages(float64):
             verbose=0,
             validation_data=(x, y),
             callbacks=callbacks,
-        ).history
-        histories.append(history)
-        models.append(model)
-    assert histories[1]["learning_rate"] == histories[0]["learning_rate"]
-    assert (
-        float(models[1].optimizer.inner.learning_rate)
-        == float(models[0].optimizer.learning_rate)
-        < 0.1
-    )
-    # A loss of about 1, after 6 updates of 16 terms in another order: 6 · 16 · 2⁻⁵³ = 1e-14.
-    np.testing.assert_allclose(
-        histories[1]["val_loss"], histories[0]["val_loss"], rtol=1e-13
-    )
+        )
+        return fitted.history
+
+    plain = classifier(averaging())
+    theirs = history_of(plain, 16)
+    model = classifier(AccumulatingOptimizer(averaging(), 2))
+    ours = history_of(model, 8)
+    assert ours["learning_rate"] == theirs["learning_rate"]
+    rate = float(model.optimizer.inner.learning_rate)
+    assert rate == float(plain.optimizer.learning_rate)
+    assert rate < 0.1
+    # A loss of about 1, after 6 updates of 16 terms in another order: 6 · 16 · 2⁻⁵³ =
+    # 1e-14.
+    np.testing.assert_allclose(ours["val_loss"], theirs["val_loss"], rtol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -543,90 +422,12 @@ def test_callbacks_set_the_rate_and_swap_the_averages(float64):
 )
 @pytest.mark.parametrize("factor", mostly_slow([1, 2], [2]))
 def test_every_way_to_compile(float64, factor, more):
-    x, y = numbers_of(32)
-    start = values(classifier(keras.optimizers.SGD(0.5)))
+    x, y = examples_of_classifier(32)
     plain = classifier(keras.optimizers.SGD(0.5))
-    model = classifier(AccumulatingOptimizer(keras.optimizers.SGD(0.5), factor), **more)
+    start = values(plain)
     plain.fit(x, y, 8 * factor, shuffle=False, verbose=0)
+    expected = values(plain)
+    model = classifier(AccumulatingOptimizer(keras.optimizers.SGD(0.5), factor), **more)
     model.fit(x, y, 8, shuffle=False, verbose=0)
-    assert np.linalg.norm(values(model) - values(plain)) < CLOSE * np.linalg.norm(
-        values(plain) - start
-    )
-
-
-def test_it_comes_back_from_its_config():
-    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-    made = AccumulatingOptimizer(keras.optimizers.AdamW(rate, clipnorm=1.0), 3)
-    again = keras.optimizers.deserialize(keras.optimizers.serialize(made))
-    assert (
-        again.get_config()
-        == AccumulatingOptimizer.from_config(made.get_config()).get_config()
-        == made.get_config()
-    )
-
-
-def test_what_it_cannot_be_made_of():
-    sgd = keras.optimizers.SGD()
-    for factor in (0, True, 2.0, None):
-        with pytest.raises(
-            ValueError, match=r"factor must be an integer of at least 1\. Received: "
-        ):
-            AccumulatingOptimizer(sgd, factor)
-    for inner in (
-        AccumulatingOptimizer(sgd, 2),
-        keras.optimizers.SGD(gradient_accumulation_steps=2),
-    ):
-        with pytest.raises(ValueError, match="inner must not accumulate itself"):
-            AccumulatingOptimizer(inner, 2)
-    one, other = (keras.Variable(np.zeros(2)) for _ in range(2))
-    accumulating = AccumulatingOptimizer(sgd, 2)
-    accumulating.build([one])
-    with pytest.raises(
-        ValueError,
-        match="trainable_variables must be the 1 that the optimizer was built for",
-    ):
-        accumulating.apply([tf.zeros(2)], [other])
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_accumulator_averages_over_parts_and_replicas(float64, replicas):
-    strategy = strategies(replicas)
-    with strategy.scope():
-        variables = [
-            keras.Variable(np.zeros(2)),
-            keras.Variable(np.zeros(1)),
-            keras.Variable(np.zeros(2, "float16")),
-        ]
-        accumulator = GradientAccumulator(variables)
-
-    def part(rows: tf.Tensor) -> None:
-        mean = tf.reduce_mean(rows, 0)
-        accumulator.add([mean, None, tf.cast(mean, "float16")], weight=len(rows))
-
-    rows = np.random.default_rng(0).normal(size=(2 * 14, 2))
-    for update in rows[:14], rows[14:]:
-        for piece in update[:6], update[6:14]:
-            shares = np.split(piece, [2]) if replicas == 2 else [piece]
-            at = strategy.experimental_distribute_values_from_function(
-                lambda context, shares=shares: tf.constant(
-                    shares[context.replica_id_in_sync_group]
-                )
-            )
-            strategy.run(part, (at,))
-        first, none, half = accumulator.average()
-        np.testing.assert_allclose(first, update.mean(0), rtol=1e-14)
-        assert none is None
-        assert half.dtype == "float32"
-        accumulator.reset()
-    assert accumulator.average()[0].numpy().tolist() == [0.0, 0.0]
-    with pytest.raises(
-        ValueError, match=r"gradients must be 3, one a variable\. Received: 1"
-    ):
-        accumulator.add([tf.zeros(2)])
-
-
-def test_an_empty_share_counts_for_nothing():
-    accumulator = GradientAccumulator([keras.Variable(np.zeros(2))])
-    accumulator.add([tf.constant([1.0, 2.0])], weight=3)
-    accumulator.add([tf.constant([np.nan, np.inf])], weight=0)
-    assert accumulator.average()[0].numpy().tolist() == [1.0, 2.0]
+    way = np.linalg.norm(expected - start)
+    assert np.linalg.norm(values(model) - expected) < CLOSE * way

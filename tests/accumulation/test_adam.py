@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import keras
 import numpy as np
 import pytest
@@ -9,14 +12,13 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline.accumulation import AccumulatingModel, Update, fused_adam
+from tests.accumulation import reference
+from tests.accumulation.replicas import strategy_on
 from tests.parameters import mostly_slow
 
 UPDATES = 8
-SHAPES = {
-    "matrix": (256, 256),
-    "table": (4096, 16),
-    "bias": (256,),
-}  # the last one is too small to gain
+# The operation steps the first two; the bias is too small to gain.
+SHAPES = {"matrix": (256, 256), "table": (4096, 16), "bias": (256,)}
 EXACT = {"float32": 1e-6, "float64": 1e-14}  # of how far a variable has moved
 
 
@@ -57,86 +59,100 @@ class HalfStep(keras.optimizers.Adam):
         super().update_step(gradient, variable, learning_rate / 2)
 
 
-def variables(dtype):
-    numbers = np.random.default_rng(0)
-    return [
-        keras.Variable(1e-3 * numbers.normal(size=s), dtype=dtype, name=name)
-        for name, s in SHAPES.items()
-    ]
+def new_variables(dtype):
+    random = np.random.default_rng(0)
+    variables = []
+    for name, shape in SHAPES.items():
+        value = 1e-3 * random.normal(size=shape)
+        variables.append(keras.Variable(value, dtype=dtype, name=name))
+    return variables
 
 
 def gradients(dtype, updates=UPDATES):
-    """Noise around a mean; of the table a few rows, others in each update."""
-    numbers = np.random.default_rng(1)
+    """Yield noise around a mean; of the table a few rows, others in each update."""
+    random = np.random.default_rng(1)
+    rows_of_table, width = SHAPES["table"]
     for _ in range(updates):
-        matrix, bias = (
-            tf.constant(0.3 + numbers.normal(size=SHAPES[name]), dtype)
-            for name in ("matrix", "bias")
-        )
-        rows = numbers.choice(SHAPES["table"][0], 64, replace=False)
-        values = tf.constant(
-            numbers.normal(size=(len(rows), SHAPES["table"][1])), dtype
-        )
-        yield (
-            matrix,
-            tf.IndexedSlices(values, tf.constant(rows), tf.constant(SHAPES["table"])),
-            bias,
-        )
+        matrix = tf.constant(0.3 + random.normal(size=SHAPES["matrix"]), dtype)
+        bias = tf.constant(0.3 + random.normal(size=SHAPES["bias"]), dtype)
+        rows = random.choice(rows_of_table, 64, replace=False)
+        values = tf.constant(random.normal(size=(64, width)), dtype)
+        shape = tf.constant(SHAPES["table"])
+        yield matrix, tf.IndexedSlices(values, tf.constant(rows), shape), bias
 
 
-def applying(optimizer, of, fused):
+def applying(optimizer, variables, fused):
     """Return a traced function that applies gradients."""
-    optimizer.build(of)
+    optimizer.build(variables)
 
     @tf.function
-    def apply(*found):
+    def apply(*gradients):
         if fused:
             with fused_adam(optimizer):
-                optimizer.apply(found, of)
+                optimizer.apply(gradients, variables)
         else:
-            optimizer.apply(found, of)
+            optimizer.apply(gradients, variables)
 
     return apply
 
 
-def operations(function, *arguments):
+def fused_count(function, *arguments):
     """Return how many variables the function steps by the one operation."""
     graph = function.get_concrete_function(*arguments).graph.as_graph_def()
-    nodes = [
-        *graph.node,
-        *(node for inner in graph.library.function for node in inner.node_def),
-    ]
-    return sum(node.op == "ResourceApplyAdam" for node in nodes)
+    nodes = list(graph.node)
+    for inner in graph.library.function:
+        nodes += inner.node_def
+    return len([node for node in nodes if node.op == "ResourceApplyAdam"])
+
+
+class Trained(NamedTuple):
+    """What updates of an optimizer leave.
+
+    Attributes:
+        values: of the variables, after each update.
+        fused: how many variables one operation stepped.
+    """
+
+    values: list[list[np.ndarray]]
+    optimizer: keras.optimizers.Optimizer
+    fused: int
 
 
 def trained(make, dtype, fused, updates=UPDATES):
-    """Return the variables after each update, the optimizer, and how many variables one operation stepped."""
-    of, optimizer = variables(dtype), make()
-    apply = applying(optimizer, of, fused)
-    scale = 8.0 if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else 1.0
-    after = []
-    for found in gradients(dtype, updates):
-        found = [
-            one * scale if isinstance(one, tf.Tensor) else scaled(one, scale)
-            for one in found
-        ]
-        apply(*found)
-        after.append([variable.numpy() for variable in of])
-    return after, optimizer, operations(apply, *found)
+    variables = new_variables(dtype)
+    optimizer = make()
+    apply = applying(optimizer, variables, fused)
+    scale = 1.0
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        scale = 8.0
+    values = []
+    for update in gradients(dtype, updates):
+        scaled = [times(gradient, scale) for gradient in update]
+        apply(*scaled)
+        values.append([variable.numpy() for variable in variables])
+    return Trained(values, optimizer, fused_count(apply, *scaled))
 
 
-def scaled(rows, scale):
-    return tf.IndexedSlices(rows.values * scale, rows.indices, rows.dense_shape)
-
-
-def apart(got, expected):
-    """How far the variables are from where they should be ÷ how far they should have moved; the largest."""
-    before = [variable.numpy() for variable in variables("float64")]
-    return max(
-        np.linalg.norm(a.astype("float64") - b)
-        / np.linalg.norm(b - start.astype(b.dtype))
-        for a, b, start in zip(got, expected, before, strict=True)
+def times(gradient, scale):
+    if isinstance(gradient, tf.Tensor):
+        return gradient * scale
+    return tf.IndexedSlices(
+        gradient.values * scale, gradient.indices, gradient.dense_shape
     )
+
+
+def deviation(values, expected_values):
+    """Return how far variables are from where they should be ÷ how far they moved.
+
+    It is that of the worst variable, and the way is the expected one.
+    """
+    ratios = []
+    starts = [variable.numpy() for variable in new_variables("float64")]
+    for value, expected, start in zip(values, expected_values, starts, strict=True):
+        distance = np.linalg.norm(value.astype("float64") - expected)
+        way = np.linalg.norm(expected - start.astype(expected.dtype))
+        ratios.append(distance / way)
+    return max(ratios)
 
 
 QUICK = ("adamw", "schedule", "global_clipnorm", "ema", "loss scale")
@@ -146,32 +162,38 @@ QUICK = ("adamw", "schedule", "global_clipnorm", "ema", "loss scale")
     ("name", "dtype"),
     [
         *mostly_slow(
-            ((name, "float64") for name in STEPS), [(name, "float64") for name in QUICK]
+            [(name, "float64") for name in STEPS], [(name, "float64") for name in QUICK]
         ),
-        *mostly_slow(((name, "float32") for name in STEPS), [("adamw", "float32")]),
+        *mostly_slow([(name, "float32") for name in STEPS], [("adamw", "float32")]),
     ],
 )
 def test_the_step_is_that_of_keras(precision, name, dtype):
     precision(dtype)
-    got, optimizer, count = trained(STEPS[name], dtype, fused=True)
-    expected, reference, none = trained(STEPS[name], dtype, fused=False)
-    assert (count, none) == (2, 0)
+    ours = trained(STEPS[name], dtype, fused=True)
+    theirs = trained(STEPS[name], dtype, fused=False)
+    assert ours.fused == 2
+    assert theirs.fused == 0
     for update in (0, 1, UPDATES - 1):
-        assert apart(got[update], expected[update]) < EXACT[dtype], update
-    assert apart(got[1], expected[0]) > 1e-2
+        distance = deviation(ours.values[update], theirs.values[update])
+        assert distance < EXACT[dtype], update
+    # The control: the step before is another one.
+    assert deviation(ours.values[1], theirs.values[0]) > 1e-2
+
     error = 2e-5 if dtype == "float32" else 1e-14  # of v 1.3e-5
-    for ours, theirs in zip(optimizer.variables, reference.variables, strict=True):
-        assert np.linalg.norm(ours.numpy() - theirs.numpy()) <= error * np.linalg.norm(
-            theirs.numpy()
-        ), ours.path
+    pairs = zip(ours.optimizer.variables, theirs.optimizer.variables, strict=True)
+    for variable, expected in pairs:
+        distance = np.linalg.norm(variable.numpy() - expected.numpy())
+        assert distance <= error * np.linalg.norm(expected.numpy()), variable.path
 
 
 def test_in_float32_the_operation_as_it_is_takes_another_step(precision):
-    """What `fused_adam` makes up for; and what is left of it where a gradient is the first one after many updates."""
+    """`fused_adam` makes up for it.
+
+    A difference remains where a gradient is the first one after many updates.
+    """
     precision("float32")
-    gradient = tf.constant(
-        np.random.default_rng(0).normal(size=SHAPES["matrix"]), tf.float32
-    )
+    random = np.random.default_rng(0)
+    gradient = tf.constant(random.normal(size=SHAPES["matrix"]), tf.float32)
 
     def step(updates, fused):
         variable = keras.Variable(np.zeros(SHAPES["matrix"]), dtype="float32")
@@ -181,20 +203,24 @@ def test_in_float32_the_operation_as_it_is_takes_another_step(precision):
         apply(gradient)
         return variable.numpy()
 
-    weight, *moments = (tf.Variable(tf.zeros_like(gradient)) for _ in range(3))
-    for_keras = {
-        "lr": 0.01,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "epsilon": 1e-7,
-        "beta1_power": 0.9,
-        "beta2_power": 0.999,
-    }
-    handles = {"var": weight.handle, "m": moments[0].handle, "v": moments[1].handle}
-    tf.raw_ops.ResourceApplyAdam(**handles, grad=gradient, **for_keras)
+    weight = tf.Variable(tf.zeros_like(gradient))
+    first_moment = tf.Variable(tf.zeros_like(gradient))
+    second_moment = tf.Variable(tf.zeros_like(gradient))
+    tf.raw_ops.ResourceApplyAdam(
+        var=weight.handle,
+        m=first_moment.handle,
+        v=second_moment.handle,
+        grad=gradient,
+        lr=0.01,
+        beta1=0.9,
+        beta2=0.999,
+        epsilon=1e-7,
+        beta1_power=0.9,
+        beta2_power=0.999,
+    )
 
-    def error(got, expected):
-        return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+    def error(value, expected):
+        return np.linalg.norm(value - expected) / np.linalg.norm(expected)
 
     assert error(weight.numpy(), step(0, False)) > 5e-6
     assert error(step(0, True), step(0, False)) < 3e-7
@@ -205,26 +231,27 @@ def test_in_float32_the_operation_as_it_is_takes_another_step(precision):
 def test_a_loss_scale_skips_an_update_that_is_not_finite(precision, fused):
     precision("float32")
     adam = keras.optimizers.Adam(0.01)
-    optimizer, of = (
-        keras.optimizers.LossScaleOptimizer(adam, initial_scale=8.0),
-        variables("float32"),
-    )
-    apply = applying(optimizer, of, fused)
-    good, bad = gradients("float32", 2)
-    for found, iterations, scale in (
-        (good, 1, 8.0),
-        ((bad[0] * np.inf, *bad[1:]), 1, 4.0),
-        (bad, 2, 4.0),
-    ):
-        before = [variable.numpy() for variable in (*of, *adam.variables)]
-        apply(*found)
-        after = [variable.numpy() for variable in (*of, *adam.variables)]
-        skipped = all(np.array_equal(*both) for both in zip(before, after, strict=True))
-        assert skipped == (scale == 4.0 and iterations == 1)
-        assert (int(adam.iterations.numpy()), float(optimizer.dynamic_scale)) == (
-            iterations,
-            scale,
-        )
+    optimizer = keras.optimizers.LossScaleOptimizer(adam, initial_scale=8.0)
+    variables = new_variables("float32")
+    apply = applying(optimizer, variables, fused)
+
+    def changes(update):
+        """Apply gradients; return whether anything but the scale has changed."""
+        before = [variable.numpy() for variable in (*variables, *adam.variables)]
+        apply(*update)
+        after = [variable.numpy() for variable in (*variables, *adam.variables)]
+        return not all(map(np.array_equal, before, after))
+
+    def state():
+        return int(adam.iterations.numpy()), float(optimizer.dynamic_scale)
+
+    good, (matrix, table, bias) = gradients("float32", 2)
+    assert changes(good)
+    assert state() == (1, 8.0)
+    assert not changes((matrix * np.inf, table, bias))
+    assert state() == (1, 4.0)
+    assert changes((matrix, table, bias))
+    assert state() == (2, 4.0)
 
 
 class Counting(keras.optimizers.Adam):
@@ -234,16 +261,23 @@ class Counting(keras.optimizers.Adam):
         super().assign_sub(variable, value * 0.5)
 
 
+class Other(NamedTuple):
+    """An optimizer, or a precision, that the operation is not for."""
+
+    make: Callable[[], keras.optimizers.Optimizer]
+    dtype: str
+
+
 ALL_ELSE = {
-    "amsgrad": (lambda: keras.optimizers.Adam(0.01, amsgrad=True), "float32"),
+    "amsgrad": Other(lambda: keras.optimizers.Adam(0.01, amsgrad=True), "float32"),
     # Of 1 − β₂ float32 leaves 1.7e-4 too much.
-    "beta_2": (lambda: keras.optimizers.Adam(0.01, beta_2=0.9999), "float32"),
-    "bfloat16": (lambda: keras.optimizers.Adam(0.01), "bfloat16"),
-    "float16": (lambda: keras.optimizers.Adam(0.01), "float16"),
-    "nadam": (lambda: keras.optimizers.Nadam(0.01), "float32"),
-    "sgd": (lambda: keras.optimizers.SGD(0.01, momentum=0.9), "float32"),
-    "own step": (lambda: HalfStep(0.01), "float32"),
-    "own assignment": (lambda: Counting(0.01), "float32"),
+    "beta_2": Other(lambda: keras.optimizers.Adam(0.01, beta_2=0.9999), "float32"),
+    "bfloat16": Other(lambda: keras.optimizers.Adam(0.01), "bfloat16"),
+    "float16": Other(lambda: keras.optimizers.Adam(0.01), "float16"),
+    "nadam": Other(lambda: keras.optimizers.Nadam(0.01), "float32"),
+    "sgd": Other(lambda: keras.optimizers.SGD(0.01, momentum=0.9), "float32"),
+    "own step": Other(lambda: HalfStep(0.01), "float32"),
+    "own assignment": Other(lambda: Counting(0.01), "float32"),
 }
 
 
@@ -251,23 +285,22 @@ ALL_ELSE = {
 def test_all_else_applies_as_ever(precision, case):
     make, dtype = ALL_ELSE[case]
     precision("float32")
-    got, _, count = trained(make, dtype, fused=True, updates=3)
-    expected, _, _ = trained(make, dtype, fused=False, updates=3)
-    assert count == 0
-    for ours, theirs in zip(got[-1], expected[-1], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    ours = trained(make, dtype, fused=True, updates=3)
+    theirs = trained(make, dtype, fused=False, updates=3)
+    assert ours.fused == 0
+    for value, expected in zip(ours.values[-1], theirs.values[-1], strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 @pytest.mark.parametrize("rows", [8, 4096], ids=["small", "large"])
 def test_rows_that_are_looked_up_twice_are_summed_whatever_the_size(precision, rows):
-    """As a tape returns them to a loop of one's own."""
+    """A user's loop has such rows from its tape."""
     precision("float32")
 
     def stepped(gradient):
         table = keras.Variable(np.ones((rows, 16)))
-        applying(keras.optimizers.Adam(0.01, epsilon=1.0), [table], fused=True)(
-            gradient
-        )
+        apply = applying(keras.optimizers.Adam(0.01, epsilon=1.0), [table], fused=True)
+        apply(gradient)
         return table.numpy()
 
     values = np.random.default_rng(0).normal(size=(3, 16))
@@ -281,20 +314,18 @@ def test_rows_that_are_looked_up_twice_are_summed_whatever_the_size(precision, r
 
 def test_the_optimizer_is_its_own_again(precision):
     precision("float32")
-    optimizer, of = keras.optimizers.Adam(0.01), variables("float32")
-    apply = applying(optimizer, of, fused=True)
+    optimizer = keras.optimizers.Adam(0.01)
+    apply = applying(optimizer, new_variables("float32"), fused=True)
     apply(*next(gradients("float32")))
     assert "update_step" not in vars(optimizer)
-    with (
-        pytest.raises(ValueError, match="Received a list of 1 gradients"),
-        fused_adam(optimizer),
-    ):
+
+    rejected = pytest.raises(ValueError, match="Received a list of 1 gradients")
+    with rejected, fused_adam(optimizer):
         optimizer.apply([tf.ones(SHAPES["matrix"])])
     assert "update_step" not in vars(optimizer)
-    assert (
-        keras.optimizers.Adam.from_config(optimizer.get_config()).get_config()
-        == optimizer.get_config()
-    )
+
+    config = optimizer.get_config()
+    assert keras.optimizers.Adam.from_config(config).get_config() == config
 
 
 @pytest.mark.parametrize(
@@ -304,28 +335,32 @@ def test_the_optimizer_is_its_own_again(precision):
 def test_training_goes_on_from_the_saved_state_with_either(
     precision, first, dtype, bound
 ):
+    """Three updates are fused and three are not, or the other way round."""
     precision(dtype)
 
-    def go_on(of, optimizer, fused, found):
-        apply = applying(optimizer, of, fused)
-        for each in found:
-            apply(*each)
+    def go_on(variables, optimizer, fused, updates):
+        apply = applying(optimizer, variables, fused)
+        for update in updates:
+            apply(*update)
 
-    found, expected = (
-        list(gradients(dtype, 6)),
-        trained(STEPS["adamw"], dtype, fused=False, updates=6)[0][-1],
-    )
-    before, optimizer = variables(dtype), STEPS["adamw"]()
-    go_on(before, optimizer, first, found[:3])
+    updates = list(gradients(dtype, 6))
+    before = new_variables(dtype)
+    optimizer = STEPS["adamw"]()
+    go_on(before, optimizer, first, updates[:3])
     saved = {}
     optimizer.save_own_variables(saved)
-    after, other = variables(dtype), STEPS["adamw"]()
+
+    after = new_variables(dtype)
+    other = STEPS["adamw"]()
     for variable, value in zip(after, before, strict=True):
         variable.assign(value)
     other.build(after)
     other.load_own_variables(saved)
-    go_on(after, other, not first, found[3:])
-    assert apart([variable.numpy() for variable in after], expected) < bound
+    go_on(after, other, not first, updates[3:])
+
+    uninterrupted = trained(STEPS["adamw"], dtype, fused=False, updates=6)
+    values = [variable.numpy() for variable in after]
+    assert deviation(values, uninterrupted.values[-1]) < bound
 
 
 def network():
@@ -336,11 +371,9 @@ def network():
 
 
 def batches():
-    numbers = np.random.default_rng(2)
-    return [
-        (numbers.integers(0, 4096, (24, 16), np.int32), numbers.integers(0, 10, 24))
-        for _ in range(3)
-    ]
+    random = np.random.default_rng(2)
+    for _ in range(3):
+        yield random.integers(0, 4096, (24, 16), np.int32), random.integers(0, 10, 24)
 
 
 def cross_entropy():
@@ -349,23 +382,21 @@ def cross_entropy():
 
 def by_keras(optimizer):
     """Return the weights after plain Keras' updates."""
-    model, loss = network(), cross_entropy()
+    model = network()
+    loss = cross_entropy()
     for x, y in batches():
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
-        found = tape.gradient(
-            value, [variable.value for variable in model.trainable_variables]
-        )
-        # Of a row that is looked up twice Keras squares each gradient of its own.
-        optimizer.apply(
-            [tf.convert_to_tensor(each) for each in found], model.trainable_variables
-        )
+        gradients = reference.dense(reference.gradients_of(tape, value, model))
+        optimizer.apply(gradients, model.trainable_variables)
     return model.get_weights()
 
 
-def same(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
+def assert_same(weights, expected_weights):
+    for value, expected in zip(weights, expected_weights, strict=True):
+        np.testing.assert_allclose(
+            value, expected, rtol=0, atol=1e-12 * np.abs(expected).max()
+        )
 
 
 @pytest.mark.slow
@@ -373,26 +404,22 @@ def same(got, expected):
     ("name", "devices"), [("adamw", 2), ("schedule", 1), ("loss scale", 2)]
 )
 def test_an_update_applies_by_it_on_each_replica(float64, name, devices):
-    strategy = (
-        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        if devices == 2
-        else tf.distribute.get_strategy()
-    )
+    strategy = strategy_on(devices)
     with strategy.scope():
-        model, optimizer = network(), STEPS[name]()
+        model = network()
+        optimizer = STEPS[name]()
         optimizer.build(model.trainable_variables)
     update = tf.function(
         Update(model, cross_entropy(), optimizer, 5, strategy=strategy).__call__
     )
-    for batch in batches():
-        update(tuple(map(tf.constant, batch)))
-    assert (
-        operations(update, tuple(map(tf.constant, batches()[0]))) == 2 * devices
-    )  # the table and the large kernel
-    reference = STEPS[name]()
-    same(
-        model.get_weights(), by_keras(getattr(reference, "inner_optimizer", reference))
-    )
+    for x, y in batches():
+        batch = (tf.constant(x), tf.constant(y))
+        update(batch)
+    assert fused_count(update, batch) == 2 * devices  # the table and the large kernel
+
+    plain = STEPS[name]()
+    plain = getattr(plain, "inner_optimizer", plain)
+    assert_same(model.get_weights(), by_keras(plain))
     for variable in model.trainable_variables:
         copies = strategy.experimental_local_results(variable.value)
         assert len(copies) == devices
@@ -401,14 +428,16 @@ def test_an_update_applies_by_it_on_each_replica(float64, name, devices):
 
 @pytest.mark.slow
 def test_fit_applies_by_it(float64, monkeypatch):
-    made = []
+    calls = []
     operation = tf.raw_ops.ResourceApplyAdam
     monkeypatch.setattr(
-        tf.raw_ops, "ResourceApplyAdam", lambda **given: made.append(operation(**given))
+        tf.raw_ops,
+        "ResourceApplyAdam",
+        lambda **arguments: calls.append(operation(**arguments)),
     )
     model = AccumulatingModel(network(), 5)
     model.compile(keras.optimizers.Adam(0.01), cross_entropy(), steps_per_execution=3)
-    x, y = (np.concatenate(parts) for parts in zip(*batches(), strict=True))
+    x, y = map(np.concatenate, zip(*batches(), strict=True))
     model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
-    assert len(made) >= 2
-    same(model.get_weights(), by_keras(keras.optimizers.Adam(0.01)))
+    assert len(calls) >= 2
+    assert_same(model.get_weights(), by_keras(keras.optimizers.Adam(0.01)))

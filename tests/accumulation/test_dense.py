@@ -1,148 +1,72 @@
-"""Wide dense layers get the gradient by their inputs from another product, which is the same but for rounding."""
+"""Wide dense layers get the gradient by their inputs from another product.
+
+With the kernel W and the gradient dY by the outputs it is (W·dYᵀ)ᵀ in place of dY·Wᵀ,
+which is the same up to rounding.
+"""
 
 from __future__ import annotations
 
-import collections
 import gc
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers, losses, ops
+from keras import layers
 
 from pipeline.accumulation import AccumulatingModel, Update
 from pipeline.accumulation.dense import transposed_gradients, wide_layers
-from pipeline.accumulation.internals import (
-    BatchContext,
-    Kernel,
-    Objective,
-    accumulate_share,
-    batch_totals,
+from tests.accumulation.replicas import strategy_on
+from tests.accumulation.wide_dense import (
+    BY_INPUTS,
+    BY_KERNEL,
+    FORWARD,
+    INPUTS,
+    ROUNDING,
+    ROWS,
+    TRANSPOSED,
+    accumulated,
+    assert_equal,
+    batch,
+    by_keras,
+    deviation,
+    mean_squared_error,
+    network,
+    products,
+    wide,
 )
 from tests.parameters import mostly_slow
 
-ROWS, INPUTS = 16, 512
-# Each element of a gradient is a sum of at most 1024 products, taken in two orders. Each order rounds 1024 times by up
-# to 2⁻²⁴, and errors of either sign add up like their root: √1024·2⁻²⁴ = 1.9e-6 of the norm.
-ROUNDING = 1024**0.5 * 2**-24
-
 
 class Doubled(layers.Dense):
-    """A call of its own."""
+    """Has a call of its own."""
 
     def call(self, inputs, training=None):
         return 2 * super().call(inputs, training)
-
-
-def mean_squared_error():
-    return losses.MeanSquaredError()
-
-
-def network(*hidden, shape=(INPUTS,)):
-    return keras.Sequential([keras.Input(shape), *hidden, layers.Dense(3)])
-
-
-def wide(**options):
-    """Two wide layers; a gradient by the inputs is asked of the second one alone."""
-    return network(
-        layers.Dense(1024, "relu", **options), layers.Dense(512, "tanh", **options)
-    )
-
-
-def batch(model, rows=ROWS, seed=1):
-    numbers, dtype = np.random.default_rng(seed), model.compute_dtype
-    shapes = (rows, *model.input_shape[1:]), (rows, *model.output_shape[1:])
-    return tuple(tf.constant(numbers.normal(size=shape), dtype) for shape in shapes)
-
-
-def accumulated(model, data, micro=ROWS, jit_compile=False):
-    """Return the loss, the gradients, and the graph that computed them."""
-    objective = Objective(mean_squared_error())
-    kernel = Kernel(model, objective, micro, jit_compile=jit_compile)
-
-    def sums(*data):
-        totals = accumulate_share(kernel, data, BatchContext(batch_totals(data)))
-        return totals.mean_loss(), totals.gradients()
-
-    function = tf.function(sums, autograph=False)
-    value, gradients = function(*data)
-    return (
-        value.numpy(),
-        [gradient.numpy() for gradient in gradients],
-        function.get_concrete_function(*data).graph,
-    )
-
-
-def by_keras(model, data):
-    """Return the loss and the gradients of a plain tape."""
-
-    @tf.function(autograph=False)
-    def plain(x, y):
-        with tf.GradientTape() as tape:
-            value = mean_squared_error()(y, model(x, training=True))
-        return value, tape.gradient(
-            value, [variable.value for variable in model.trainable_variables]
-        )
-
-    value, gradients = plain(*data)
-    return value.numpy(), [gradient.numpy() for gradient in gradients]
-
-
-def products(graph):
-    """Return how many matrix products a graph computes, those of the functions that it calls too: by what they are of.
-
-    W·dYᵀ is followed by a transposition, dY·Wᵀ is not.
-    """
-    graph = graph.as_graph_def()
-    functions = {
-        function.signature.name: function.node_def
-        for function in graph.library.function
-    }
-    found = collections.Counter()
-
-    def count(nodes):
-        turned = {
-            node.input[0].split(":")[0] for node in nodes if node.op == "Transpose"
-        }
-        for node in nodes:
-            for value in node.attr.values():
-                if value.func.name:
-                    count(functions[value.func.name])
-            if node.op == "MatMul" and node.attr["transpose_a"].b:
-                found["Xᵀ·dY"] += 1
-            elif node.op == "MatMul" and node.attr["transpose_b"].b:
-                found["(W·dYᵀ)ᵀ" if node.name in turned else "dY·Wᵀ"] += 1
-            elif node.op == "MatMul":
-                found["X·W"] += 1
-
-    count(graph.node)
-    return found
-
-
-def apart(got, expected):
-    return max(
-        np.linalg.norm(a - b) / np.linalg.norm(b)
-        for a, b in zip(got, expected, strict=True)
-    )
 
 
 def test_the_gradients_are_those_of_keras_but_for_rounding(precision):
     precision("float32")
     model = wide()
     data = batch(model)
-    loss, gradients, graph = accumulated(model, data)
-    expected_loss, expected = by_keras(model, data)
-    assert loss == expected_loss
-    assert apart(gradients, expected) < ROUNDING
-    for got, of_keras in zip(
-        gradients[2:], expected[2:], strict=True
-    ):  # those that no such product led to
-        np.testing.assert_array_equal(got, of_keras)
-    assert apart(by_keras(model, batch(model, seed=2))[1], expected) > 0.1
-    # The first layer's product is made and not computed: nothing takes it. A Dense(3) is not wide.
-    assert products(graph) == {"X·W": 3, "dY·Wᵀ": 1, "(W·dYᵀ)ᵀ": 2, "Xᵀ·dY": 3}
+    ours = accumulated(model, data)
+    theirs = by_keras(model, data)
+    assert ours.loss == theirs.loss
+    assert deviation(ours.gradients, theirs.gradients) < ROUNDING
+    # No such product led to these.
+    assert_equal(ours.gradients[2:], theirs.gradients[2:])
+
+    # The control: the gradients of other data are far away.
+    of_other_data = by_keras(model, batch(model, seed=2))
+    assert deviation(of_other_data.gradients, theirs.gradients) > 0.1
+
+    # The first layer's product is made and not computed: nothing takes it. A Dense(3)
+    # is not wide.
+    expected = {FORWARD: 3, BY_INPUTS: 1, TRANSPOSED: 2, BY_KERNEL: 3}
+    assert products(ours.graph) == expected
 
 
 def test_a_gradient_by_the_inputs_is_as_near_to_the_exact_one_as_that_of_tensorflow(
@@ -150,46 +74,59 @@ def test_a_gradient_by_the_inputs_is_as_near_to_the_exact_one_as_that_of_tensorf
 ):
     precision("float32")
     layer = network(layers.Dense(1024)).layers[0]
-    x, dy = (
-        tf.random.stateless_normal((ROWS, size), (0, size)) for size in (INPUTS, 1024)
-    )
+    x = tf.random.stateless_normal((ROWS, INPUTS), (0, INPUTS))
+    output_gradient = tf.random.stateless_normal((ROWS, 1024), (0, 1024))
 
-    def gradient(by):
+    def gradient(replaced):
         @tf.function(autograph=False)
         def function():
-            with tf.GradientTape() as tape, transposed_gradients(by):
+            with tf.GradientTape() as tape, transposed_gradients(replaced):
                 tape.watch(x)
                 y = layer(x)
-            return tape.gradient(y, x, dy)
+            return tape.gradient(y, x, output_gradient)
 
-        assert products(function.get_concrete_function().graph)["(W·dYᵀ)ᵀ"] == len(by)
+        graph = function.get_concrete_function().graph
+        assert products(graph)[TRANSPOSED] == len(replaced)
         return function().numpy()
 
-    exact = dy.numpy().astype("float64") @ layer.kernel.numpy().astype("float64").T
-    assert apart([gradient([layer])], [exact]) < ROUNDING
-    assert apart([gradient([])], [exact]) < ROUNDING
+    kernel = layer.kernel.numpy().astype("float64")
+    exact = output_gradient.numpy().astype("float64") @ kernel.T
+    assert deviation([gradient([layer])], [exact]) < ROUNDING
+    assert deviation([gradient([])], [exact]) < ROUNDING
     wrong = np.roll(exact, 1, axis=1)
-    assert apart([gradient([layer])], [wrong]) > 0.1
+    assert deviation([gradient([layer])], [wrong]) > 0.1
+
+
+class Other(NamedTuple):
+    """A model, or a batch, whose gradients are computed as TensorFlow does."""
+
+    model: Callable[[], keras.Model]
+    rows: int
+    policy: str
+
+
+def short_axis():
+    return network(layers.Dense(511), layers.Dense(2048))
+
+
+def rank_3():
+    return network(layers.Dense(1024), layers.Dense(512), shape=(4, INPUTS))
 
 
 ALL_ELSE = {
-    "small": (lambda: network(layers.Dense(512)), 16, "float32"),  # 2¹⁸ elements
-    "short axis": (
-        lambda: network(layers.Dense(511), layers.Dense(2048)),
-        16,
-        "float32",
-    ),
-    "few rows": (wide, 8, "float32"),
-    "many rows": (wide, 256, "float32"),
-    "float64": (wide, 16, "float64"),
-    "bfloat16": (wide, 16, "mixed_bfloat16"),
-    "own call": (lambda: network(Doubled(1024), Doubled(512)), 16, "float32"),
-    "rank 3": (
-        lambda: network(layers.Dense(1024), layers.Dense(512), shape=(4, INPUTS)),
-        16,
-        "float32",
-    ),
+    "small": Other(lambda: network(layers.Dense(512)), 16, "float32"),  # 2¹⁸ elements
+    "short axis": Other(short_axis, 16, "float32"),
+    "few rows": Other(wide, 8, "float32"),
+    "many rows": Other(wide, 256, "float32"),
+    "float64": Other(wide, 16, "float64"),
+    "bfloat16": Other(wide, 16, "mixed_bfloat16"),
+    "own call": Other(lambda: network(Doubled(1024), Doubled(512)), 16, "float32"),
+    "rank 3": Other(rank_3, 16, "float32"),
 }
+
+
+def replace_nothing(monkeypatch):
+    monkeypatch.setattr("pipeline.accumulation.accumulate.wide_layers", lambda *_: [])
 
 
 @pytest.mark.parametrize(
@@ -205,20 +142,18 @@ def test_all_else_is_computed_as_ever(precision, monkeypatch, case):
     precision(policy)
     model = make()
     data = batch(model, rows)
-    loss, gradients, graph = accumulated(model, data, rows)
-    assert products(graph)["(W·dYᵀ)ᵀ"] == 0
-    expected_loss, expected = by_keras(model, data)
+    ours = accumulated(model, data, rows)
+    assert products(ours.graph)[TRANSPOSED] == 0
+
     if policy == "mixed_bfloat16":
-        monkeypatch.setattr(
-            "pipeline.accumulation.accumulate.wide_layers", lambda *_: []
-        )
-        expected_loss, expected, _ = accumulated(model, data, rows)
-    assert loss == expected_loss
-    for got, of_keras in zip(
-        gradients, expected, strict=True
-    ):  # the loss is divided by a power of two
-        np.testing.assert_array_equal(got, of_keras)
-    assert any(gradient.any() for gradient in gradients)
+        replace_nothing(monkeypatch)
+        expected = accumulated(model, data, rows)
+    else:
+        expected = by_keras(model, data)
+    assert ours.loss == expected.loss
+    # Equal, as the loss is divided by a power of two.
+    assert_equal(ours.gradients, expected.gradients)
+    assert any(gradient.any() for gradient in ours.gradients)
 
 
 def test_only_what_is_float32_throughout(precision):
@@ -226,30 +161,27 @@ def test_only_what_is_float32_throughout(precision):
     precision("float32")
     assert len(wide_layers(wide(), ROWS)) == 2
     assert wide_layers(wide(dtype="int8_from_float32"), ROWS) == []
-    uncast = {
-        dtype: layers.Dense(1024, autocast=False, dtype=dtype)
-        for dtype in ("mixed_bfloat16", "float32")
-    }
-    assert wide_layers(network(*uncast.values()), ROWS) == [uncast["float32"]]
-    layer = uncast["float32"]
+    half = layers.Dense(1024, autocast=False, dtype="mixed_bfloat16")
+    single = layers.Dense(1024, autocast=False, dtype="float32")
+    assert wide_layers(network(half, single), ROWS) == [single]
 
     @tf.function(autograph=False)
-    def computed(inputs):
-        with transposed_gradients([layer]):
-            return layer(inputs)
+    def forward(inputs):
+        with transposed_gradients([single]):
+            return single(inputs)
 
     inputs = tf.ones([ROWS, 1024], tf.float64)
-    assert computed(inputs).dtype == layer(inputs).dtype == tf.float64
+    assert forward(inputs).dtype == single(inputs).dtype == tf.float64
 
 
 @pytest.mark.slow
 def test_with_xla_nothing_is_replaced(precision):
     precision("float32")
     model = wide()
-    _, _, compiled = accumulated(model, batch(model), jit_compile=True)
-    _, _, not_compiled = accumulated(model, batch(model))
-    assert products(compiled)["(W·dYᵀ)ᵀ"] == 0
-    assert products(not_compiled)["(W·dYᵀ)ᵀ"] == 2
+    compiled = accumulated(model, batch(model), jit_compile=True)
+    not_compiled = accumulated(model, batch(model))
+    assert products(compiled.graph)[TRANSPOSED] == 0
+    assert products(not_compiled.graph)[TRANSPOSED] == 2
 
 
 @pytest.mark.parametrize(
@@ -258,15 +190,14 @@ def test_with_xla_nothing_is_replaced(precision):
 def test_the_forward_pass_is_that_of_keras_to_the_bit(precision, options):
     precision("float32")
     model = network(layers.Dense(1024, **{"activation": "relu", **options}))
-    model.layers[0].set_weights(
-        [tf.random.stateless_normal(w.shape, (1, 2)) for w in model.layers[0].weights]
-    )
+    for weight in model.layers[0].weights:
+        weight.assign(tf.random.stateless_normal(weight.shape, (1, 2)))
     x, _ = batch(model)
 
-    def outputs(by):
+    def outputs(replaced):
         @tf.function(autograph=False)
         def forward():
-            with transposed_gradients(by):
+            with transposed_gradients(replaced):
                 return model(x, training=True)
 
         return forward().numpy()
@@ -280,190 +211,135 @@ def test_lora_gets_the_gradients_of_its_own_weights(precision):
     model = wide()
     for layer in model.layers[:2]:
         layer.enable_lora(4)
-        layer.lora_kernel_b.assign(
-            tf.random.stateless_normal(layer.lora_kernel_b.shape, (3, 4))
-        )
+        values = tf.random.stateless_normal(layer.lora_kernel_b.shape, (3, 4))
+        layer.lora_kernel_b.assign(values)
     data = batch(model)
-    loss, gradients, _ = accumulated(model, data)
-    expected_loss, expected = by_keras(model, data)
-    assert loss == expected_loss
-    assert apart(gradients, expected) < ROUNDING
-    assert len(gradients) == 8
+    ours = accumulated(model, data)
+    theirs = by_keras(model, data)
+    assert ours.loss == theirs.loss
+    assert deviation(ours.gradients, theirs.gradients) < ROUNDING
+    assert len(ours.gradients) == 8
+
+    # The control: with another value in these weights the gradients are others.
     model.layers[0].lora_kernel_b.assign(model.layers[0].lora_kernel_b / 2)
-    assert apart(gradients, by_keras(model, data)[1]) > 0.1
+    assert deviation(ours.gradients, by_keras(model, data).gradients) > 0.1
 
 
 def test_a_layer_that_is_called_twice(precision):
     precision("float32")
-    inputs, shared = keras.Input((1024,)), layers.Dense(1024, "tanh")
+    inputs = keras.Input((1024,))
+    shared = layers.Dense(1024, "tanh")
     model = keras.Model(inputs, layers.Dense(3)(shared(shared(inputs))))
     data = batch(model)
-    loss, gradients, graph = accumulated(model, data)
-    expected_loss, expected = by_keras(model, data)
-    assert loss == expected_loss
-    assert apart(gradients, expected) < ROUNDING
-    assert products(graph)["(W·dYᵀ)ᵀ"] == 2
-    once = keras.Model(inputs, model.layers[-1](shared(inputs)))
-    assert apart(by_keras(once, data)[1], expected) > 0.1
+    ours = accumulated(model, data)
+    theirs = by_keras(model, data)
+    assert ours.loss == theirs.loss
+    assert deviation(ours.gradients, theirs.gradients) < ROUNDING
+    assert products(ours.graph)[TRANSPOSED] == 2
+
+    called_once = keras.Model(inputs, model.layers[-1](shared(inputs)))
+    others = by_keras(called_once, data)
+    assert deviation(others.gradients, theirs.gradients) > 0.1
 
 
 @pytest.mark.parametrize(
     "steps", mostly_slow([3, None], [None]), ids=["unrolled", "vectorised"]
 )
 def test_a_layer_of_a_layer(precision, steps):
-    """TimeDistributed calls it for each step, or in TensorFlow's vectorised map."""
+    """TimeDistributed calls it for each step, or in TensorFlow's vectorized map."""
     precision("float32")
     inputs = keras.Input((steps, 512))
-    outputs = layers.TimeDistributed(layers.Dense(1024, "tanh"))(
-        layers.Dense(512)(inputs)
-    )
-    model = keras.Model(
-        inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(outputs))
-    )
-    numbers = np.random.default_rng(1)
-    data = tuple(
-        tf.constant(numbers.normal(size=shape), tf.float32)
-        for shape in ((ROWS, 3, 512), (ROWS, 3))
-    )
-    loss, gradients, _ = accumulated(model, data)
-    expected_loss, expected = by_keras(model, data)
-    assert abs(loss - expected_loss) < ROUNDING * expected_loss
-    assert apart(gradients, expected) < ROUNDING
-    assert apart(gradients, by_keras(model, (data[0] + 1, data[1]))[1]) > 0.1
+    inner = layers.Dense(1024, "tanh")
+    hidden = layers.TimeDistributed(inner)(layers.Dense(512)(inputs))
+    pooled = layers.GlobalAveragePooling1D()(hidden)
+    model = keras.Model(inputs, layers.Dense(3)(pooled))
+    random = np.random.default_rng(1)
+    x = tf.constant(random.normal(size=(ROWS, 3, 512)), tf.float32)
+    y = tf.constant(random.normal(size=(ROWS, 3)), tf.float32)
+
+    ours = accumulated(model, (x, y))
+    theirs = by_keras(model, (x, y))
+    assert abs(ours.loss - theirs.loss) < ROUNDING * theirs.loss
+    assert deviation(ours.gradients, theirs.gradients) < ROUNDING
+    others = by_keras(model, (x + 1, y))
+    assert deviation(ours.gradients, others.gradients) > 0.1
+
+
+class Looping(layers.Layer):
+    """Calls a wide layer twice, in a loop of TensorFlow."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1024, "tanh")
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        def body(count, x):
+            return count + 1, self.dense(x)
+
+        _, outputs = tf.while_loop(lambda count, _: count < 2, body, (0, inputs))
+        return outputs
 
 
 def test_in_a_loop_of_a_layer_it_is_that_of_keras(precision):
     precision("float32")
-
-    class Looping(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(1024, "tanh")
-
-        def build(self, shape):
-            self.dense.build(shape)
-
-        def call(self, inputs):
-            def again(count, x):
-                return count + 1, self.dense(x)
-
-            return tf.while_loop(lambda count, _: count < 2, again, (0, inputs))[1]
-
     model = network(Looping(), shape=(1024,))
     data = batch(model)
     assert len(wide_layers(model, ROWS)) == 1
-    loss, gradients, graph = accumulated(model, data)
-    expected_loss, expected = by_keras(model, data)
-    assert products(graph)["(W·dYᵀ)ᵀ"] == 0
-    assert loss == expected_loss
-    assert apart(gradients, expected) < ROUNDING
-
-
-def test_the_second_derivative(precision):
-    """Of |dY/dX|² by the kernel, under one persistent tape and two."""
-    precision("float32")
-    layer = network(layers.Dense(1024, "tanh")).layers[0]
-    x = batch(network())[0]
-
-    def penalty(by):
-        @tf.function(autograph=False)
-        def function():
-            with tf.GradientTape(persistent=True) as outer:
-                with tf.GradientTape() as inner, transposed_gradients(by):
-                    inner.watch(x)
-                    y = ops.sum(ops.square(layer(x)))
-                slope = inner.gradient(y, x)
-                square, again = tf.reduce_sum(slope**2), tf.reduce_sum(slope**3)
-            kernel = layer.kernel.value
-            return [outer.gradient(target, kernel) for target in (square, again)]
-
-        assert (
-            products(function.get_concrete_function().graph)["(W·dYᵀ)ᵀ"] > 0
-        ) == bool(by)
-        return [gradient.numpy() for gradient in function()]
-
-    got, expected = penalty([layer]), penalty([])
-    assert apart(got, expected) < 4 * ROUNDING  # a sum over sums over sums
-    assert apart(got[:1], expected[1:]) > 0.1
-
-
-class Slope(layers.Layer):
-    """Dense layers and their derivative in a direction, by the ways of TensorFlow in `order`, the innermost first."""
-
-    def __init__(self, order):
-        super().__init__()
-        self.order, self.dense = (
-            order,
-            [layers.Dense(1024, "tanh"), layers.Dense(512, "tanh")],
-        )
-
-    def build(self, shape):
-        self.dense[0].build(shape)
-        self.dense[1].build((None, 1024))
-
-    def call(self, x):
-        def derived(function, way):
-            def forward(x):
-                with tf.autodiff.ForwardAccumulator(
-                    x, tf.ones_like(x) / 8
-                ) as accumulator:
-                    y = function(x)
-                return accumulator.jvp(y)
-
-            def backward(x):
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    y = function(x)
-                return tape.gradient(y, x)
-
-            return {"forward": forward, "backward": backward}[way]
-
-        function = lambda x: self.dense[1](self.dense[0](x))  # noqa: E731
-        for way in self.order.split("-"):
-            function = derived(function, way)
-        return function(x)
-
-
-ORDERS = [
-    "forward",
-    "backward",
-    "forward-forward",
-    "forward-backward",
-    "backward-forward",
-    "backward-backward",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_gradient_through_derivatives_in_either_direction(precision, order):
-    precision("float32")
-    model = network(Slope(order))
-    data = batch(model)
-    _, gradients, graph = accumulated(model, data)
-    assert (products(graph)["(W·dYᵀ)ᵀ"] > 0) == (
-        "forward" not in order
-    )  # left alone there
-    _, expected = by_keras(model, data)
-    assert (
-        apart(gradients, expected) < 32 * ROUNDING
-    )  # sums over sums over sums, which cancel in part
-    assert apart(by_keras(model, batch(model, seed=2))[1], expected) > 0.1
+    ours = accumulated(model, data)
+    theirs = by_keras(model, data)
+    assert products(ours.graph)[TRANSPOSED] == 0
+    assert ours.loss == theirs.loss
+    assert deviation(ours.gradients, theirs.gradients) < ROUNDING
 
 
 def test_the_layers_have_no_call_of_their_own_afterwards(precision):
     precision("float32")
     model = wide()
-    found = wide_layers(model, ROWS)
-    assert found == model.layers[:2]
+    wide_ones = wide_layers(model, ROWS)
+    assert wide_ones == model.layers[:2]
     accumulated(model, batch(model))
-    with transposed_gradients(found):
-        assert all("call" in vars(layer) for layer in found)
+    with transposed_gradients(wide_ones):
+        assert all("call" in vars(layer) for layer in wide_ones)
         assert wide_layers(model, ROWS) == []
-    with pytest.raises(ValueError, match="incompatible"), transposed_gradients(found):
+    rejected = pytest.raises(ValueError, match="incompatible")
+    with rejected, transposed_gradients(wide_ones):
         model(tf.zeros([ROWS, 3]))
     assert all("call" not in vars(layer) for layer in model.layers)
-    assert wide_layers(model, ROWS) == found
+    assert wide_layers(model, ROWS) == wide_ones
+
+
+def updated_on(devices, same_noise):
+    """Return how far each weight goes in an update, and the graph of the update.
+
+    The last slice of each replica has 8 rows, and is computed likewise. `Dropout` is
+    replaced for other reasons, with `same_noise`.
+    """
+    keras.utils.set_random_seed(0)
+    strategy = strategy_on(devices)
+    with strategy.scope():
+        first = layers.Dense(1024, "relu")
+        dropout = layers.Dropout(0.5, seed=3)
+        model = network(first, dropout, layers.Dense(512, "tanh"))
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    update = Update(
+        model,
+        mean_squared_error(),
+        optimizer,
+        ROWS,
+        strategy=strategy,
+        same_noise=same_noise,
+    )
+    function = tf.function(lambda *data: update(data), autograph=False)
+    before = model.get_weights()
+    data = batch(model, devices * 40)
+    function(*data)
+    pairs = zip(model.get_weights(), before, strict=True)
+    moves = [after - start for after, start in pairs]
+    return moves, function.get_concrete_function(*data).graph
 
 
 @pytest.mark.slow
@@ -471,81 +347,64 @@ def test_the_layers_have_no_call_of_their_own_afterwards(precision):
     ("same_noise", "devices"), [(False, 1), (False, 2), (True, 1), (True, 2)]
 )
 def test_an_update_on_each_replica(precision, monkeypatch, devices, same_noise):
-    """With layers that are replaced for other reasons; the last slice has 8 rows, and is computed likewise."""
     precision("float32")
-
-    def after():
-        keras.utils.set_random_seed(0)
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"][:devices])
-        with strategy.scope():
-            model = network(
-                layers.Dense(1024, "relu"),
-                layers.Dropout(0.5, seed=3),
-                layers.Dense(512, "tanh"),
-            )
-            optimizer = keras.optimizers.SGD(0.1)
-            optimizer.build(model.trainable_variables)
-        update = Update(
-            model,
-            mean_squared_error(),
-            optimizer,
-            ROWS,
-            strategy=strategy,
-            same_noise=same_noise,
-        )
-        function = tf.function(lambda *data: update(data), autograph=False)
-        before, data = model.get_weights(), batch(model, devices * 40)
-        function(*data)
-        moved = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
-        return moved, products(function.get_concrete_function(*data).graph)["(W·dYᵀ)ᵀ"]
-
-    moved, taken = after()
-    monkeypatch.setattr("pipeline.accumulation.accumulate.wide_layers", lambda *_: [])
-    expected, none = after()
-    assert (taken, none) == (2 * devices, 0)
-    # By how much a weight moves is a difference of float32 values: of weights up to 0.1 it has an error of 4e-9.
-    assert apart(moved, expected) < 1e-4
-    assert apart([-one for one in moved], expected) > 1
+    moves, graph = updated_on(devices, same_noise)
+    assert products(graph)[TRANSPOSED] == 2 * devices
+    replace_nothing(monkeypatch)
+    expected, graph = updated_on(devices, same_noise)
+    assert products(graph)[TRANSPOSED] == 0
+    # By how much a weight moves is a difference of float32 values: of weights up to 0.1
+    # it has an error of 4e-9.
+    assert deviation(moves, expected) < 1e-4
+    assert deviation([-move for move in moves], expected) > 1
 
 
 @pytest.mark.slow
 def test_fit_has_it(precision, monkeypatch):
     precision("float32")
 
-    def history():
+    def fitted():
         keras.utils.set_random_seed(0)
         model = AccumulatingModel(wide(), ROWS)
         model.compile(keras.optimizers.Adam(1e-3), "mean_squared_error")
         x, y = map(np.asarray, batch(model.inner, 64))
-        return model.fit(
-            x, y, batch_size=32, epochs=2, shuffle=False, verbose=0
-        ).history["loss"], model
+        options = {"batch_size": 32, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, **options).history
+        return history["loss"], model
 
-    taken = []
+    replaced = []
 
-    def seen(*given):
-        taken.extend(wide_layers(*given))
-        return wide_layers(*given)
+    def noted_wide_layers(*arguments):
+        replaced.extend(wide_layers(*arguments))
+        return wide_layers(*arguments)
 
-    monkeypatch.setattr("pipeline.accumulation.accumulate.wide_layers", seen)
-    got, model = history()
-    assert set(taken) == set(model.inner.layers[:2])
+    monkeypatch.setattr(
+        "pipeline.accumulation.accumulate.wide_layers", noted_wide_layers
+    )
+    means, model = fitted()
+    assert set(replaced) == set(model.inner.layers[:2])
     assert all("call" not in vars(layer) for layer in model.inner.layers)
-    monkeypatch.setattr("pipeline.accumulation.accumulate.wide_layers", lambda *_: [])
-    expected, _ = history()
-    # Adam takes a step of ±rate also where a gradient is nothing but rounding.
-    np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+    replace_nothing(monkeypatch)
+    expected, _ = fitted()
+    # Adam takes a step of ±rate where a gradient is nothing but rounding, too.
+    np.testing.assert_allclose(means, expected, rtol=1e-4)
     assert abs(expected[1] - expected[0]) > 0.01 * expected[0]
 
 
 @pytest.mark.slow
 def test_no_trace_is_kept(precision):
-    """As TensorFlow keeps that of a custom gradient, with the variables of the model: here it is one for all models."""
+    """TensorFlow keeps that of a custom gradient, with the variables of the model.
+
+    Here it is one for all models.
+    """
     precision("float32")
     model = wide()
-    *_, graph = accumulated(model, batch(model))
-    assert products(graph)["(W·dYᵀ)ᵀ"] == 2
-    kept = weakref.ref(graph), weakref.ref(model.layers[0].kernel.value)
+    graph = accumulated(model, batch(model)).graph
+    assert products(graph)[TRANSPOSED] == 2
+    graph_reference = weakref.ref(graph)
+    kernel_reference = weakref.ref(model.layers[0].kernel.value)
     del model, graph
     gc.collect()
-    assert [thing() for thing in kept] == [None, None]
+    assert graph_reference() is None
+    assert kernel_reference() is None

@@ -1,4 +1,7 @@
-"""Embeddings: their gradients stay rows while they are summed, and the update equals that of the dense large batch."""
+"""Embeddings: their gradients stay rows while they are summed.
+
+The update equals that of the dense large batch.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,27 @@ import pytest
 import tensorflow as tf
 
 from pipeline.accumulation import Update, accumulate_gradients
+from tests.accumulation import reference
+from tests.accumulation.replicas import strategy_on
 from tests.parameters import mostly_slow
 
-ROWS, WIDTH, LENGTH, EXAMPLES = 30, 4, 5, 24
-OPTIMIZERS = [
-    name
-    for name, cls in inspect.getmembers(keras.optimizers, inspect.isclass)
-    if issubclass(cls, keras.optimizers.Optimizer)
-    and name
-    not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")  # which wrap others
-]
+ROWS = 30
+WIDTH = 4
+LENGTH = 5
+EXAMPLES = 24
+
+
+def optimizer_names() -> list[str]:
+    """Return the names of Keras' optimizers, without those that wrap others."""
+    names = []
+    for name, cls in inspect.getmembers(keras.optimizers, inspect.isclass):
+        if issubclass(cls, keras.optimizers.Optimizer):
+            names.append(name)
+    for name in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer"):
+        names.remove(name)
+    return names
+
+
 OPTIONS = {
     "SGD": {"momentum": 0.9, "global_clipnorm": 0.01},
     "Adam": {"clipnorm": 0.01, "weight_decay": 0.01},
@@ -34,32 +48,37 @@ pytestmark = pytest.mark.usefixtures("precision")
 
 
 def build(*, tied: bool = False) -> keras.Model:
+    """Return a model with an embedding.
+
+    A tied one looks each token up twice, and takes the table as a matrix once more.
+    """
     keras.utils.set_random_seed(0)
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     inputs = keras.Input((LENGTH,), dtype="int32")
     embedding = keras.layers.Embedding(ROWS, WIDTH)
     hidden = embedding(inputs)
-    if tied:  # looked up twice, and once more as a matrix
-        hidden = keras.layers.Concatenate()([hidden, embedding(inputs[:, ::-1])])
-        hidden = keras.layers.Dense(WIDTH)(keras.layers.Flatten()(hidden))
-        return keras.Model(
-            inputs,
-            keras.layers.Lambda(
-                lambda x: x @ keras.ops.transpose(embedding.embeddings)
-            )(hidden),
-        )
-    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(hidden)))
+    if not tied:
+        outputs = keras.layers.Dense(3)(keras.layers.Flatten()(hidden))
+        return keras.Model(inputs, outputs)
+
+    hidden = keras.layers.Concatenate()([hidden, embedding(inputs[:, ::-1])])
+    hidden = keras.layers.Dense(WIDTH)(keras.layers.Flatten()(hidden))
+    by_table = keras.layers.Lambda(
+        lambda x: x @ keras.ops.transpose(embedding.embeddings)
+    )
+    return keras.Model(inputs, by_table(hidden))
 
 
-def batches(count: int = 3) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Each example looks a few rows up, many of them more than once."""
-    numbers = np.random.default_rng(1)
-    made = [
-        (numbers.integers(0, 9, (EXAMPLES, LENGTH)), numbers.integers(0, 3, EXAMPLES))
-        for _ in range(count)
-    ]
-    return [(tf.constant(x, tf.int32), tf.constant(y)) for x, y in made]
+def batches() -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Return batches whose examples look a few rows up, many of them more than once."""
+    random = np.random.default_rng(1)
+    pairs = []
+    for _ in range(3):
+        x = tf.constant(random.integers(0, 9, (EXAMPLES, LENGTH)), tf.int32)
+        y = tf.constant(random.integers(0, 3, EXAMPLES))
+        pairs.append((x, y))
+    return pairs
 
 
 def loss() -> keras.losses.Loss:
@@ -67,37 +86,50 @@ def loss() -> keras.losses.Loss:
 
 
 def optimizer_for(name: str, model: keras.Model) -> keras.optimizers.Optimizer:
-    made = getattr(keras.optimizers, name)(learning_rate=0.1, **OPTIONS.get(name, {}))
-    made.build(model.trainable_variables)
-    return made
+    options = OPTIONS.get(name, {})
+    optimizer = getattr(keras.optimizers, name)(learning_rate=0.1, **options)
+    optimizer.build(model.trainable_variables)
+    return optimizer
 
 
 def large_batch(name: str, model: keras.Model, *, dense: bool) -> list[np.ndarray]:
-    """Train on whole effective batches, with gradients as the tape gives them or as dense tensors."""
-    optimizer, cross_entropy = optimizer_for(name, model), loss()
+    """Return the weights after training on whole effective batches.
+
+    Gradients are applied as the tape has them, or as dense tensors.
+    """
+    optimizer = optimizer_for(name, model)
+    cross_entropy = loss()
+    scale = optimizer.loss_scale_factor or 1
     for x, y in batches():
         with tf.GradientTape() as tape:
-            value = cross_entropy(y, model(x, training=True)) * (
-                optimizer.loss_scale_factor or 1
-            )
-        gradients = tape.gradient(
-            value, [variable.value for variable in model.trainable_variables]
-        )
-        optimizer.apply(
-            [tf.convert_to_tensor(each) if dense else each for each in gradients],
-            model.trainable_variables,
-        )
+            value = cross_entropy(y, model(x, training=True)) * scale
+        gradients = reference.gradients_of(tape, value, model)
+        if dense:
+            gradients = reference.dense(gradients)
+        optimizer.apply(gradients, model.trainable_variables)
     return model.get_weights()
 
 
 def accumulated(
-    name: str, build: Callable[[], keras.Model], micro_batch_size: int, **options: Any
+    name: str,
+    build: Callable[[], keras.Model],
+    micro_batch_size: int,
+    devices: int = 1,
+    **options: Any,
 ) -> list[np.ndarray]:
-    with options.get("strategy", tf.distribute.get_strategy()).scope():
+    """Return the weights after updates in micro-batches."""
+    strategy = strategy_on(devices)
+    with strategy.scope():
         model = build()
         optimizer = optimizer_for(name, model)
     update = Update(
-        model, loss(), optimizer, micro_batch_size, noise_every=1, **options
+        model,
+        loss(),
+        optimizer,
+        micro_batch_size,
+        noise_every=1,
+        strategy=strategy,
+        **options,
     )
     step = tf.function(update, autograph=False)
     for batch in batches():
@@ -105,42 +137,37 @@ def accumulated(
     return model.get_weights()
 
 
-def deviation(ones: list[np.ndarray], others: list[np.ndarray]) -> float:
-    return max(
-        float(np.abs(one - other).max())
-        for one, other in zip(ones, others, strict=True)
-    )
+def deviation(weights: list[np.ndarray], others: list[np.ndarray]) -> float:
+    """Return the largest difference."""
+    pairs = zip(weights, others, strict=True)
+    return max(float(np.abs(value - other).max()) for value, other in pairs)
 
 
-# Of each way that an optimizer may treat rows: its own state, clipped, averaged, in matrices, and without moments.
+# Of each way that an optimizer may treat rows: its own state, clipped, averaged, in
+# matrices, and without moments.
 QUICK = ("SGD", "Adam", "RMSprop", "Nadam", "Adafactor", "Muon", "ScheduleFreeAdamW")
 
 
-@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, QUICK))
+@pytest.mark.parametrize("name", mostly_slow(optimizer_names(), QUICK))
 def test_every_optimizer_takes_the_step_of_the_dense_large_batch(name):
-    # Rounding of 1e-16, divided by a root of a second moment that may be 1e-3 of the gradient.
-    assert (
-        deviation(accumulated(name, build, 7), large_batch(name, build(), dense=True))
-        < 1e-12
-    )
+    expected = large_batch(name, build(), dense=True)
+    # Rounding of 1e-16, divided by a root of a second moment that may be 1e-3 of the
+    # gradient.
+    assert deviation(accumulated(name, build, 7), expected) < 1e-12
 
 
 def test_what_keras_itself_makes_of_rows_that_were_looked_up_twice_is_another_step():
-    """The negative control: its optimizers take the square of each of a row's gradients, not of their sum."""
-    assert (
-        deviation(
-            large_batch("Adam", build(), dense=False),
-            large_batch("Adam", build(), dense=True),
-        )
-        > 1e-3
-    )
-    assert (
-        deviation(
-            large_batch("SGD", build(), dense=False),
-            large_batch("SGD", build(), dense=True),
-        )
-        < 1e-2
-    )
+    """The negative control.
+
+    Keras' Adam takes the square of each of a row's gradients, not of their sum.
+    """
+
+    def difference(name: str) -> float:
+        of_rows = large_batch(name, build(), dense=False)
+        return deviation(of_rows, large_batch(name, build(), dense=True))
+
+    assert difference("Adam") > 1e-3
+    assert difference("SGD") < 1e-2
 
 
 @pytest.mark.slow
@@ -149,21 +176,22 @@ def test_a_tied_table_xla_and_replicas():
     assert deviation(accumulated("Adam", partial(build, tied=True), 5), dense) < 1e-12
     dense = large_batch("Adam", build(), dense=True)
     assert deviation(accumulated("Adam", build, 5, jit_compile=True), dense) < 1e-12
-    strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
-    assert deviation(accumulated("Adam", build, 5, strategy=strategy), dense) < 1e-12
+    assert deviation(accumulated("Adam", build, 5, devices=2), dense) < 1e-12
 
 
 def test_the_sum_has_each_row_once():
-    """So it is never larger than the table, however many tokens an effective batch has."""
+    """It is never larger than the table, however many tokens a batch has."""
     model = build()
-    (x, y), *_ = batches()
-    found, _, _ = tf.function(
-        lambda: accumulate_gradients(model, loss(), (x, y), 5).gradients(),
-        autograph=False,
-    )()
-    assert isinstance(found, tf.IndexedSlices)
-    rows = found.indices.numpy().tolist()
+    x, y = batches()[0]
+
+    def gradients() -> list:
+        return accumulate_gradients(model, loss(), (x, y), 5).gradients()
+
+    of_table, _, _ = tf.function(gradients, autograph=False)()
+    assert isinstance(of_table, tf.IndexedSlices)
+    rows = of_table.indices.numpy().tolist()
     assert sorted(rows) == sorted(set(x.numpy().ravel()))
-    assert found.values.shape == (len(rows), WIDTH)
-    nothing = accumulate_gradients(model, loss(), (x[:0], y[:0]), 5).gradients()[0]
-    assert nothing.indices.shape == (0,)
+    assert of_table.values.shape == (len(rows), WIDTH)
+
+    of_nothing = accumulate_gradients(model, loss(), (x[:0], y[:0]), 5).gradients()
+    assert of_nothing[0].indices.shape == (0,)

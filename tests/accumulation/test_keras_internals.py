@@ -1,4 +1,7 @@
-"""What pipeline/accumulation/keras_internals.py uses of Keras and TensorFlow still is what it was read as."""
+"""What `pipeline/accumulation/keras_internals.py` takes from Keras and TensorFlow.
+
+It is private there, and still is what it was read as.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,11 @@ def test_a_mask_stays_on_the_output():
 
 
 def test_the_logits_stay_on_the_output():
-    inner = layers.Dense(2, use_bias=False, kernel_initializer="ones")
+    dense = layers.Dense(2, use_bias=False, kernel_initializer="ones")
     for activation in ("softmax", "sigmoid"):
-        inner.activation = keras.activations.get(activation)
-        assert np.array(keras_internals.logits_of(inner(np.ones((1, 3))))).tolist() == [
-            [3, 3]
-        ], WHERE
+        dense.activation = keras.activations.get(activation)
+        logits = keras_internals.logits_of(dense(np.ones((1, 3))))
+        assert np.array(logits).tolist() == [[3, 3]], WHERE
 
 
 def test_layers_inside_of_layers_are_found():
@@ -41,10 +43,10 @@ def test_the_global_seed_is_what_draws_without_a_seed_move():
     assert keras_internals.global_seed() is None, WHERE
     keras_internals.global_seed(make=True)
     before = keras_internals.global_seed().numpy()
-    one = keras.random.normal((2,))
+    drawn = keras.random.normal((2,))
     assert (keras_internals.global_seed().numpy() != before).any(), WHERE
     keras_internals.global_seed().assign(before)
-    np.testing.assert_array_equal(keras.random.normal((2,)), one)
+    np.testing.assert_array_equal(keras.random.normal((2,)), drawn)
 
 
 def test_a_model_checkpoint_counts_in_these():
@@ -52,24 +54,25 @@ def test_a_model_checkpoint_counts_in_these():
         "{epoch}.weights.h5", save_weights_only=True, save_freq=2
     )
     callback.on_epoch_begin(3)
-    kept = [
-        name
-        for name in vars(callback)
-        if name.startswith("_") and name not in ("_model", "_save_on_batch_end")
-    ]
-    assert set(keras_internals.MODEL_CHECKPOINT_KEEPS) <= set(kept), WHERE
+    private = {name for name in vars(callback) if name.startswith("_")}
+    kept = private - {"_model", "_save_on_batch_end"}
+    assert set(keras_internals.MODEL_CHECKPOINT_KEEPS) <= kept, WHERE
     assert not callback._should_save_on_batch(0)
     assert callback._should_save_on_batch(1)
 
 
-def test_what_compile_makes_of_its_arguments():
-    def made():
-        inputs = keras.Input((2,))
-        return keras.Model(
-            inputs, [layers.Dense(1, name=name)(inputs) for name in "ab"]
-        )
+def two_outputs():
+    inputs = keras.Input((2,))
+    outputs = [layers.Dense(1, name="a")(inputs), layers.Dense(1, name="b")(inputs)]
+    return keras.Model(inputs, outputs)
 
-    model = made()
+
+def test_what_compile_makes_of_its_arguments():
+    x = np.ones((2, 2))
+    y = [np.ones((2, 1)), np.ones((2, 1))]
+
+    # What each output has of its own.
+    model = two_outputs()
     model.compile(
         loss=["mse", None],
         loss_weights=[0.5, None],
@@ -77,7 +80,6 @@ def test_what_compile_makes_of_its_arguments():
         weighted_metrics=[None, ["mse"]],
     )
     assert keras_internals.loss_mean(model) is model.metrics[0], WHERE
-    x, y = np.ones((2, 2)), [np.ones((2, 1))] * 2
     model.compute_loss(x, y, model(x))
     model.compute_metrics(x, y, model(x))
     ((path, loss, scale, mean),) = keras_internals.compiled_losses(model)
@@ -85,34 +87,45 @@ def test_what_compile_makes_of_its_arguments():
     metrics, weighted = keras_internals.compiled_metrics(model, ["a", "b"])
     assert [metric.name for metric in metrics["a"]] == ["mae"], WHERE
     assert [metric.name for metric in weighted["b"]] == ["mse"], WHERE
-    model = made()
+
+    # One loss for both.
+    model = two_outputs()
     assert keras_internals.compiled_losses(model) == []
     model.compile(loss="mse")
     model.compute_loss(x, y, model(x))
-    assert [mean.name for *_, mean in keras_internals.compiled_losses(model)] == [
-        "a_loss",
-        "b_loss",
-    ], WHERE
+    means = [mean.name for *_, mean in keras_internals.compiled_losses(model)]
+    assert means == ["a_loss", "b_loss"], WHERE
     assert keras_internals.compiled_metrics(model, ["a", "b"]) == ({}, {})
 
 
 def test_adam_keeps_its_moments_by_variable():
-    of = [keras.Variable(np.zeros(2)), keras.Variable(np.zeros(3))]
+    first = keras.Variable(np.zeros(2))
+    second = keras.Variable(np.zeros(3))
     adam = keras.optimizers.Adam(beta_1=0.5, beta_2=0.75)
-    adam.build(of)
-    adam.apply([np.full(2, 2.0, "float32"), np.full(3, 4.0, "float32")], of)
-    moments = [keras_internals.adam_moments(adam, variable.value) for variable in of]
-    assert [[moment.numpy().tolist() for moment in each] for each in moments] == [
-        [[1.0] * 2, [1.0] * 2],
-        [[2.0] * 3, [4.0] * 3],
-    ], WHERE
+    adam.build([first, second])
+    gradients = [np.full(2, 2.0, "float32"), np.full(3, 4.0, "float32")]
+    adam.apply(gradients, [first, second])
+
+    def moments_of(variable):
+        moments = keras_internals.adam_moments(adam, variable.value)
+        return [moment.numpy().tolist() for moment in moments]
+
+    assert moments_of(first) == [[1.0] * 2, [1.0] * 2], WHERE
+    assert moments_of(second) == [[2.0] * 3, [4.0] * 3], WHERE
 
 
 def test_a_rate_that_is_a_function_is_called_once():
     calls = []
-    optimizer = keras.optimizers.SGD(lambda: calls.append(0) or len(calls))
+
+    def rate_of_call():
+        calls.append(0)
+        return len(calls)
+
+    optimizer = keras.optimizers.SGD(rate_of_call)
     with keras_internals.constant_rate(optimizer) as rate:
-        assert (int(rate), int(optimizer.learning_rate), len(calls)) == (1, 1, 1), WHERE
+        assert int(rate) == 1, WHERE
+        assert int(optimizer.learning_rate) == 1, WHERE
+        assert len(calls) == 1, WHERE
     assert optimizer.learning_rate == 2, WHERE
 
 

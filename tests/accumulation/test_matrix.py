@@ -1,8 +1,9 @@
-"""Every kind of model, cut and number of devices in pairs: 20 updates in float64 are those of plain Keras.
+"""Every kind of model, cut and number of devices in pairs, against plain Keras.
 
-What is summed does not depend on the optimizer, so that one is enough here; each optimizer takes the step of the large
-batch in `test_embeddings.py` and in `tests/verify/test_catalogue.py`. `test_matrix_float32.py` has one update in
-float32; the cases are in `matrix.py`.
+20 updates in float64 are those of plain Keras on whole batches. What is summed does
+not depend on the optimizer, so that one is enough here; each optimizer takes the step
+of the large batch in `test_embeddings.py` and in `tests/verify/test_catalogue.py`.
+`test_matrix_float32.py` has one update in float32; the cases are in `matrix.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import combinations, product
 import keras
 import pytest
 
+from tests.accumulation.covering import covering
 from tests.accumulation.matrix import (
     CUTS,
     DEVICES,
@@ -20,78 +22,65 @@ from tests.accumulation.matrix import (
     KINDS,
     OPTIMIZERS,
     Case,
-    after_a_wrong_update,
     by_keras,
-    covering,
     deviation,
-    wrong_way,
 )
+from tests.accumulation.wrong_ways import after_a_wrong_update, wrong_way
 
 AXES = (("SGD",), KINDS, CUTS, DEVICES)
-ROWS = covering(*AXES)
-QUICK = ROWS[
-    :10
-]  # the first rows have each kind of model, among them every cut and every number of devices
+ROWS = [Case(*row) for row in covering(*AXES)]
+# These have each kind of model, and among them every cut and every number of devices.
+QUICK = ROWS[:10]
+
+# `make soak` has the others, and kinds and cuts that test_pairwise.py crosses too.
+DRAWN = ("Muon", "Lion", "AdamW")
+
+
+def cases():
+    """Return the rows, and each optimizer on two replicas."""
+    parameters = []
+    for case in ROWS:
+        marks = []
+        if case not in QUICK:
+            marks.append(pytest.mark.soak)
+        parameters.append(pytest.param(case, marks=marks))
+    for name in OPTIMIZERS:
+        if name == "SGD":
+            continue
+        mark = pytest.mark.slow if name in DRAWN else pytest.mark.soak
+        case = Case(name, "dense", "ragged", "two replicas")
+        parameters.append(pytest.param(case, marks=mark))
+    return parameters
 
 
 def test_every_pair_of_values_is_covered():
     for one, two in combinations(range(len(AXES)), 2):
-        assert {(row[one], row[two]) for row in ROWS} == set(
-            product(AXES[one], AXES[two])
-        )
+        pairs = {(row[one], row[two]) for row in ROWS}
+        assert pairs == set(product(AXES[one], AXES[two]))
     assert len(ROWS) == len(KINDS) * len(CUTS)  # the two longest axes need that many
-    assert all(
-        {row[axis] for row in QUICK} == set(values) for axis, values in enumerate(AXES)
-    )
+    for axis, values in enumerate(AXES):
+        assert {row[axis] for row in QUICK} == set(values)
 
 
 def test_the_optimizers_are_those_of_keras():
-    found = {
-        name for name, cls in inspect.getmembers(keras.optimizers, inspect.isclass)
-    }
+    classes = inspect.getmembers(keras.optimizers, inspect.isclass)
+    names = {name for name, _ in classes}
     around_others = {"LossScaleOptimizer", "MultiOptimizer"}
-    assert found - around_others - {"Optimizer", "OptimizerMap"} == set(OPTIMIZERS)
+    assert names - around_others - {"Optimizer", "OptimizerMap"} == set(OPTIMIZERS)
 
 
 def test_every_mistake_is_a_control_somewhere():
     names = {wrong_way(case).__name__ for case in ROWS}
-    assert names >= {"mean_of_means", "last_one_dropped", "regularised_in_each"}
+    assert names >= {"mean_of_means", "last_one_dropped", "regularized_in_each"}
 
 
-DRAWN = (
-    "Muon",
-    "Lion",
-    "AdamW",
-)  # `make soak` has the others, and kinds and cuts that test_pairwise.py crosses too
-ON_REPLICAS = [
-    Case(name, "dense", "ragged", "two replicas")
-    for name in OPTIMIZERS
-    if name != "SGD"
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(
-            pytest.param(case, marks=[pytest.mark.soak] * (case not in QUICK))
-            for case in ROWS
-        ),
-        *(
-            pytest.param(
-                case,
-                marks=pytest.mark.slow if case.optimizer in DRAWN else pytest.mark.soak,
-            )
-            for case in ON_REPLICAS
-        ),
-    ],
-    ids="-".join,
-)
+@pytest.mark.parametrize("case", cases(), ids="-".join)
 def test_updates_are_those_of_whole_batches(float64, case):
     before, first, *_, last = by_keras(case, FLOAT64)
-    found = DEVICES[case.devices].weights_after(case, FLOAT64)
-    assert deviation(found, last, before) < FLOAT64.tolerance
+    trained = DEVICES[case.devices].weights_after(case, FLOAT64)
+    assert deviation(trained, last, before) < FLOAT64.tolerance
+
+    # The control: a mistake in the first update is seen.
     wrong = after_a_wrong_update(case, FLOAT64)
-    assert deviation(wrong, first, before) > 100 * FLOAT64.tolerance, wrong_way(
-        case
-    ).__name__
+    mistake = wrong_way(case).__name__
+    assert deviation(wrong, first, before) > 100 * FLOAT64.tolerance, mistake

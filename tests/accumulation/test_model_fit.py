@@ -1,4 +1,7 @@
-"""`fit` of an `AccumulatingModel` against a plain `fit` of its inner model on the same large batches."""
+"""`fit` of an `AccumulatingModel` against a plain `fit` of its inner model.
+
+Both see the same large batches: those of `fitting.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,215 +9,39 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers, losses
+from keras import layers
 
 from pipeline.accumulation import AccumulatingModel
+from tests.accumulation.fitting import (
+    CASES,
+    EXACT,
+    Fitted,
+    N,
+    X,
+    assert_equal,
+    assert_equal_weights,
+    build,
+    cross_entropy,
+    dense,
+    labels,
+    random,
+    trained,
+)
 from tests.parameters import mostly_slow
 
-EXACT = 1e-12  # of float64: some tens of updates of 1e-15 each, at rates that do not amplify
-
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def random(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).normal(size=shape)
-
-
-def labels(*shape):
-    return np.random.default_rng(1).integers(0, 3, size=shape)
-
-
-def cross_entropy(**arguments):
-    return losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
-
-
-def dense(**arguments):
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, "tanh", **arguments),
-            layers.Dense(3, **arguments),
-        ]
-    )
-
-
-def masked():
-    tokens = keras.Input((5,), dtype="int64")
-    hidden = layers.Embedding(7, 4, mask_zero=True)(tokens)
-    return keras.Model(tokens, layers.Dense(3)(layers.Dense(8, "tanh")(hidden)))
-
-
-def two_heads(wrap=list):
-    inputs = keras.Input((6,))
-    hidden = layers.Dense(8, "tanh")(inputs)
-    heads = {
-        "kind": layers.Dense(3, name="kind")(hidden),
-        "size": layers.Dense(1, name="size")(hidden),
-    }
-    return keras.Model(inputs, list(heads.values()) if wrap is list else heads)
-
-
-class Penalty(layers.Layer):
-    """Adds a loss of the batch and measures it."""
-
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
-        self.size = keras.metrics.Mean(name="penalty")
-
-    def call(self, x):
-        each = tf.reduce_mean(tf.square(x), -1)
-        self.size.update_state(each)
-        self.add_loss(0.1 * tf.reduce_mean(each))
-        return x
-
-
-class Late(keras.Model):
-    """Has no weights before its first call."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden, self.out = layers.Dense(8, "tanh"), layers.Dense(3)
-
-    def call(self, x):
-        return self.out(self.hidden(x))
-
-
-def regularised():
-    model = dense(kernel_regularizer=keras.regularizers.L2(0.03))
-    return keras.Sequential([keras.Input((6,)), *model.layers, Penalty()])
-
-
-def padded(examples):
-    tokens = np.random.default_rng(2).integers(1, 7, size=(examples, 5))
-    tokens[
-        np.arange(5) >= np.random.default_rng(3).integers(1, 6, size=(examples, 1))
-    ] = 0
-    return tokens
-
-
-N = 33  # by sixteen: 16, 16 and 1, which two devices cannot share
-X, Y, WEIGHTS = random(N, 6), labels(N), np.linspace(0.2, 3, N)
-HEADS = {"kind": Y, "size": 3 * random(N, 1)}
-
-# Model, data and what `compile` takes, made anew for each model.
-CASES = {
-    "sample_weights": (
-        dense,
-        (X, Y, WEIGHTS),
-        lambda: {
-            "optimizer": keras.optimizers.Adam(0.01, clipnorm=0.5),
-            "loss": cross_entropy(reduction="mean_with_sample_weight"),
-            "metrics": ["accuracy"],
-            "weighted_metrics": [
-                "accuracy",
-                keras.metrics.SparseCategoricalCrossentropy(from_logits=True),
-            ],
-        },
-    ),
-    "names": (
-        lambda: keras.Sequential([dense(), layers.Softmax()]),
-        (X, np.eye(3)[Y]),
-        lambda: {
-            "optimizer": "sgd",
-            "loss": "crossentropy",
-            "metrics": ["acc", "mse", keras.metrics.AUC(name="auc")],
-        },
-    ),
-    "masked": (
-        masked,
-        (padded(N), padded(N) % 3),
-        lambda: {
-            "optimizer": keras.optimizers.SGD(0.5),
-            "loss": cross_entropy(),
-            "metrics": ["accuracy"],
-        },
-    ),
-    "regularised": (
-        regularised,
-        (X, Y),
-        lambda: {
-            "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
-            "loss": cross_entropy(),
-        },
-    ),
-    "built_late": (
-        Late,
-        (X, Y),
-        lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": cross_entropy()},
-    ),
-    "two_in_a_list": (
-        two_heads,
-        (X, list(HEADS.values())),
-        lambda: {
-            "optimizer": keras.optimizers.Adam(0.01),
-            "loss": [cross_entropy(), "mse"],
-            "loss_weights": [0.3, 2.0],
-            "metrics": [["accuracy"], ["mae"]],
-        },
-    ),
-    "two_in_a_dict": (
-        lambda: two_heads(dict),
-        (X, HEADS, {"kind": WEIGHTS, "size": WEIGHTS[::-1].copy()}),
-        lambda: {
-            "optimizer": keras.optimizers.Adam(0.01),
-            "loss": {"kind": cross_entropy(), "size": losses.Huber()},
-            "metrics": {"size": "mae"},
-            "weighted_metrics": {"kind": ["accuracy"], "size": ["mae"]},
-        },
-    ),
-}
-
-
-def made(make, weights=None, strategy=None):
-    with (strategy or tf.distribute.get_strategy()).scope():
-        keras.utils.set_random_seed(0)
-        return make()
-
-
-def trained(model, compiled, data, *, steps_per_execution=1, jit_compile="auto", **fit):
-    """The history and the weights after a `fit` in large batches that are not shuffled."""
-    with model.distribute_strategy.scope():
-        model.compile(
-            **compiled(),
-            steps_per_execution=steps_per_execution,
-            jit_compile=jit_compile,
-        )
-    if not isinstance(data, tf.data.Dataset):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        fit |= {
-            "y": y,
-            "sample_weight": sample_weight,
-            "shuffle": False,
-            "batch_size": fit.get("batch_size", 16),
-        }
-        data = x
-    history = model.fit(data, epochs=fit.pop("epochs", 3), verbose=0, **fit).history
-    return history, model.get_weights()
-
-
-def assert_equal(ours, theirs, tolerance=EXACT):
-    (our_history, our_weights), (their_history, their_weights) = ours, theirs
-    assert our_history.keys() == their_history.keys()
-    for key, values in their_history.items():
-        np.testing.assert_allclose(
-            our_history[key], values, rtol=tolerance, err_msg=key
-        )
-    for a, b in zip(our_weights, their_weights, strict=True):
-        np.testing.assert_allclose(
-            a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max())
-        )
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
         *mostly_slow(
-            ((name, 1) for name in CASES),
+            [(name, 1) for name in CASES],
             [("sample_weights", 1), ("regularised", 1)],
             [("two_in_a_dict", 1)],
         ),
         *mostly_slow(
-            ((name, 2) for name in ("sample_weights", "masked", "built_late")),
+            [("sample_weights", 2), ("masked", 2), ("built_late", 2)],
             [],
             [("masked", 2)],
         ),
@@ -222,27 +49,25 @@ def assert_equal(ours, theirs, tolerance=EXACT):
 )
 def test_fit_is_that_of_the_large_batches(name, devices):
     make, data, compiled = CASES[name]
-    strategy = (
-        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
-    )
     validation = {"validation_data": data, "validation_batch_size": N}
-    theirs = trained(made(make), compiled, data, **validation)
-    inner = made(make, strategy=strategy)
+    theirs = trained(build(make), compiled, data, **validation)
+    inner = build(make, devices)
     ours = trained(AccumulatingModel(inner, 5), compiled, data, **validation)
     if name.startswith("two"):
         scales = compiled().get("loss_weights", [1, 1])
-        means = [
-            [history.pop(f"{output}_loss") for output in HEADS]
-            for history, _ in (ours, theirs)
-        ]
-        np.testing.assert_allclose(
-            np.dot(scales, means[0]), ours[0]["loss"], rtol=EXACT
-        )
+        our_total = np.dot(scales, pop_output_losses(ours))
+        np.testing.assert_allclose(our_total, ours.history["loss"], rtol=EXACT)
         # Keras weighs the batch of 1 as those of 16 there, and not in the loss.
-        assert np.abs(np.dot(scales, means[1]) / theirs[0]["loss"] - 1).min() > 1e-3
+        their_total = np.dot(scales, pop_output_losses(theirs))
+        assert np.abs(their_total / theirs.history["loss"] - 1).min() > 1e-3
     assert_equal(ours, theirs)
-    assert_equal(({}, inner.get_weights()), ({}, theirs[1]))
-    assert theirs[0]["loss"][-1] < theirs[0]["loss"][0]
+    assert_equal_weights(inner.get_weights(), theirs.weights)
+    assert theirs.history["loss"][-1] < theirs.history["loss"][0]
+
+
+def pop_output_losses(fitted):
+    """Return the losses of both outputs in training, and take them from the history."""
+    return [fitted.history.pop("kind_loss"), fitted.history.pop("size_loss")]
 
 
 def test_the_model_is_traced_once_for_a_fit():
@@ -265,91 +90,67 @@ def test_the_model_is_traced_once_for_a_fit():
 @pytest.mark.slow
 def test_the_loss_of_each_output():
     make, data, compiled = CASES["two_in_a_list"]
-    theirs = trained(made(make), compiled, data, batch_size=11, epochs=2)
-    ours = trained(
-        AccumulatingModel(made(make), 4), compiled, data, batch_size=11, epochs=2
-    )
+    options = {"batch_size": 11, "epochs": 2}
+    theirs = trained(build(make), compiled, data, **options)
+    ours = trained(AccumulatingModel(build(make), 4), compiled, data, **options)
     assert_equal(ours, theirs)
-    assert {"kind_loss", "size_loss", "kind_accuracy", "size_mae"} < ours[0].keys()
+    names = {"kind_loss", "size_loss", "kind_accuracy", "size_mae"}
+    assert names < ours.history.keys()
 
 
 @pytest.mark.slow
 def test_several_outputs_are_evaluated_as_in_keras_also_when_compiled_again():
     make, data, compiled = CASES["two_in_a_list"]
-    plain = made(make)
-    ours = AccumulatingModel(made(make), 4)
+    plain = build(make)
+    ours = AccumulatingModel(build(make), 4)
     for _ in range(2):
-        for model in (plain, ours):
-            model.compile(**compiled())
-        theirs = plain.evaluate(*data, batch_size=11, verbose=0)
-        np.testing.assert_allclose(
-            ours.evaluate(*data, batch_size=11, verbose=0), theirs, rtol=1e-12
-        )
+        plain.compile(**compiled())
+        ours.compile(**compiled())
+        expected = plain.evaluate(*data, batch_size=11, verbose=0)
+        values = ours.evaluate(*data, batch_size=11, verbose=0)
+        np.testing.assert_allclose(values, expected, rtol=1e-12)
         assert ours.metrics_names == plain.metrics_names
         assert len(ours.metrics_variables) == len(plain.metrics_variables)
 
 
 def test_the_accumulation_of_keras_is_far_from_it():
     make, data, compiled = CASES["sample_weights"]
-    theirs = trained(made(make), compiled, data, batch_size=15)
-    ours = trained(
-        AccumulatingModel(made(make), 4), compiled, data, batch_size=15
-    )  # 4 + 4 + 4 + 3
+    theirs = trained(build(make), compiled, data, batch_size=15)
+    model = AccumulatingModel(build(make), 4)
+    ours = trained(model, compiled, data, batch_size=15)  # 4 + 4 + 4 + 3
     assert_equal(ours, theirs)
-    adam = {
-        "optimizer": keras.optimizers.Adam(
-            0.01, clipnorm=0.5, gradient_accumulation_steps=4
-        )
-    }
-    _, weights = trained(made(make), lambda: compiled() | adam, data, batch_size=4)
-    assert (
-        max(np.abs(a - b).max() for a, b in zip(weights, theirs[1], strict=True)) > 1e-3
+
+    adam = keras.optimizers.Adam(0.01, clipnorm=0.5, gradient_accumulation_steps=4)
+    accumulated_by_keras = trained(
+        build(make), lambda: compiled() | {"optimizer": adam}, data, batch_size=4
     )
+    distances = []
+    for value, expected in zip(
+        accumulated_by_keras.weights, theirs.weights, strict=True
+    ):
+        distances.append(np.abs(value - expected).max())
+    assert max(distances) > 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_short_batch_in_the_middle_of_a_dataset(devices):
     make, data, compiled = CASES["regularised"]
-    strategy = (
-        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
-    )
-    batches = (
-        tf.data.Dataset.from_tensor_slices(data).batch(15).repeat()
-    )  # of 15, 15 and 3: shares of 8 and 7
-    theirs = trained(made(make), compiled, batches, steps_per_epoch=4)
-    ours = trained(
-        AccumulatingModel(made(make, strategy=strategy), 5),
-        compiled,
-        batches,
-        steps_per_epoch=4,
-    )
+    # Of 15, 15 and 3 examples: shares of 8 and 7.
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(15).repeat()
+    theirs = trained(build(make), compiled, batches, steps_per_epoch=4)
+    model = AccumulatingModel(build(make, devices), 5)
+    ours = trained(model, compiled, batches, steps_per_epoch=4)
     assert_equal(ours, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_several_steps_an_execution(devices):
-    make, data, compiled = CASES["sample_weights"]
-    strategy = (
-        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
-    )
-    counts, batches = (
-        Counts(),
-        tf.data.Dataset.from_tensor_slices(data).batch(4),
-    )  # 9: the last of 1 example
-    theirs = trained(made(make), compiled, batches)
-    model = AccumulatingModel(made(make, strategy=strategy), 3)
-    ours = trained(model, compiled, batches, steps_per_execution=3, callbacks=[counts])
-    assert_equal(ours, theirs)
-    assert counts.ended == [2, 5, 8] * 3
-    assert int(model.optimizer.iterations.numpy()) == 27
 
 
 class Counts(keras.callbacks.Callback):
+    """Notes the batches whose end it has seen, and their losses."""
+
     def __init__(self):
         super().__init__()
-        self.ended, self.losses = [], []
+        self.ended = []
+        self.losses = []
 
     def on_train_batch_end(self, batch, logs):
         self.ended.append(batch)
@@ -357,12 +158,28 @@ class Counts(keras.callbacks.Callback):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_several_steps_an_execution(devices):
+    make, data, compiled = CASES["sample_weights"]
+    # 9 batches: the last of 1 example.
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(4)
+    theirs = trained(build(make), compiled, batches)
+    counts = Counts()
+    model = AccumulatingModel(build(make, devices), 3)
+    ours = trained(model, compiled, batches, steps_per_execution=3, callbacks=[counts])
+    assert_equal(ours, theirs)
+    assert counts.ended == [2, 5, 8] * 3
+    assert int(model.optimizer.iterations.numpy()) == 27
+
+
+@pytest.mark.slow
 def test_callbacks_see_what_they_see_in_a_plain_fit(tmp_path):
     make, data, compiled = CASES["sample_weights"]
 
-    def fitted(model, folder):
+    def fitted(model, counts, folder):
+        folder.mkdir()
         callbacks = [
-            Counts(),
+            counts,
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
             keras.callbacks.ModelCheckpoint(
                 folder / "{epoch}.weights.h5", save_weights_only=True
@@ -371,90 +188,87 @@ def test_callbacks_see_what_they_see_in_a_plain_fit(tmp_path):
                 "val_accuracy", patience=2, baseline=1.1, restore_best_weights=True
             ),
         ]
-        result = trained(
+        return trained(
             model, compiled, data, epochs=9, validation_data=data, callbacks=callbacks
         )
-        return result, callbacks[0], sorted(file.name for file in folder.iterdir())
 
-    for folder in ("plain", "ours"):
-        (tmp_path / folder).mkdir()
-    theirs, their_counts, their_files = fitted(made(make), tmp_path / "plain")
-    ours, our_counts, our_files = fitted(
-        AccumulatingModel(made(make), 5), tmp_path / "ours"
-    )
+    their_counts = Counts()
+    our_counts = Counts()
+    theirs = fitted(build(make), their_counts, tmp_path / "plain")
+    ours = fitted(AccumulatingModel(build(make), 5), our_counts, tmp_path / "ours")
     assert_equal(ours, theirs)
-    assert len(ours[0]["loss"]) == 3
+    assert len(ours.history["loss"]) == 3
     assert our_counts.ended == their_counts.ended == [0, 1, 2] * 3
     np.testing.assert_allclose(our_counts.losses, their_counts.losses, rtol=EXACT)
-    assert our_files == their_files == ["1.weights.h5", "2.weights.h5", "3.weights.h5"]
+    for folder in ("plain", "ours"):
+        files = sorted(file.name for file in (tmp_path / folder).iterdir())
+        assert files == ["1.weights.h5", "2.weights.h5", "3.weights.h5"]
 
 
 @pytest.mark.slow
 def test_class_weights():
     make, (x, y, _), compiled = CASES["sample_weights"]
     weights = {"class_weight": {0: 1.0, 1: 5.0, 2: 0.2}}
-    theirs = trained(made(make), compiled, (x, y), **weights)
-    assert_equal(
-        trained(AccumulatingModel(made(make), 5), compiled, (x, y), **weights), theirs
-    )
-    assert (
-        abs(theirs[0]["loss"][0] - trained(made(make), compiled, (x, y))[0]["loss"][0])
-        > 1e-3
-    )
+    theirs = trained(build(make), compiled, (x, y), **weights)
+    model = AccumulatingModel(build(make), 5)
+    assert_equal(trained(model, compiled, (x, y), **weights), theirs)
+
+    unweighted = trained(build(make), compiled, (x, y))
+    assert abs(theirs.history["loss"][0] - unweighted.history["loss"][0]) > 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_single_batches_and_predictions(devices):
     make, data, compiled = CASES["sample_weights"]
-    strategy = (
-        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
-    )
-    plain, model = made(make), AccumulatingModel(made(make, strategy=strategy), 5)
-    for each in (plain, model):
-        with each.distribute_strategy.scope():
-            each.compile(**compiled())
+    plain = build(make)
+    plain.compile(**compiled())
+    model = AccumulatingModel(build(make, devices), 5)
+    with model.distribute_strategy.scope():
+        model.compile(**compiled())
+
     for batch in (data, [part[:1] for part in data]):
-        theirs, ours = (
-            each.train_on_batch(*batch, return_dict=True) for each in (plain, model)
-        )
-        assert ours == pytest.approx(theirs, rel=EXACT)
-        theirs, ours = (
-            each.test_on_batch(*batch, return_dict=True) for each in (plain, model)
-        )
-        assert ours == pytest.approx(theirs, rel=EXACT)
+        expected = plain.train_on_batch(*batch, return_dict=True)
+        results = model.train_on_batch(*batch, return_dict=True)
+        assert results == pytest.approx(expected, rel=EXACT)
+        expected = plain.test_on_batch(*batch, return_dict=True)
+        results = model.test_on_batch(*batch, return_dict=True)
+        assert results == pytest.approx(expected, rel=EXACT)
     for size in (7, N):
-        np.testing.assert_allclose(
-            model.predict(X, size, verbose=0),
-            plain.predict(X, size, verbose=0),
-            rtol=EXACT,
-        )
+        expected = plain.predict(X, size, verbose=0)
+        outputs = model.predict(X, size, verbose=0)
+        np.testing.assert_allclose(outputs, expected, rtol=EXACT)
     np.testing.assert_allclose(model(X), plain(X), rtol=EXACT)
 
 
 @pytest.mark.slow
 def test_a_loaded_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
     make, data, compiled = CASES["sample_weights"]
-    whole = trained(AccumulatingModel(made(make), 5), compiled, data)
-    model = AccumulatingModel(made(make), 5)
+    uninterrupted = trained(AccumulatingModel(build(make), 5), compiled, data)
+
+    # Two epochs, then one by the loaded model, which is not compiled again.
+    model = AccumulatingModel(build(make), 5)
     trained(model, compiled, data, epochs=2)
     model.save(tmp_path / "whole.keras")
     model.inner.save(tmp_path / "inner.keras")
     loaded = keras.models.load_model(tmp_path / "whole.keras")
     assert isinstance(loaded, AccumulatingModel)
     assert loaded.micro_batch_size == 5
-    arguments = {
-        "y": data[1],
-        "sample_weight": data[2],
-        "batch_size": 16,
-        "shuffle": False,
-        "verbose": 0,
-    }
-    history = loaded.fit(data[0], initial_epoch=2, epochs=3, **arguments).history
-    assert_equal(
-        (history, loaded.get_weights()),
-        ({key: values[2:] for key, values in whole[0].items()}, whole[1]),
-    )
+    x, y, sample_weight = data
+    history = loaded.fit(
+        x,
+        y,
+        sample_weight=sample_weight,
+        batch_size=16,
+        initial_epoch=2,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+    ).history
+    last_epoch = {key: values[2:] for key, values in uninterrupted.history.items()}
+    expected = Fitted(last_epoch, uninterrupted.weights)
+    assert_equal(Fitted(history, loaded.get_weights()), expected)
+
     inner = keras.models.load_model(tmp_path / "inner.keras")
     assert type(inner) is keras.Sequential
     np.testing.assert_array_equal(inner(X), model.inner(X))
@@ -466,7 +280,7 @@ def test_the_loss_scale_of_a_loaded_model_goes_on(tmp_path):
     scaled = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.Adam(), initial_scale=8.0, dynamic_growth_steps=3
     )
-    model = AccumulatingModel(made(dense), 5)
+    model = AccumulatingModel(build(dense), 5)
     model.compile(scaled, cross_entropy())
     model.fit(random(32, 6), labels(32), batch_size=8, verbose=0)
     model.save(tmp_path / "scaled.keras")
@@ -479,14 +293,11 @@ def test_the_loss_scale_of_a_loaded_model_goes_on(tmp_path):
 @pytest.mark.slow
 def test_weights_that_a_callback_has_saved_load_into_the_plain_model(tmp_path):
     make, data, compiled = CASES["sample_weights"]
-    model, plain, file = (
-        AccumulatingModel(made(make), 5),
-        made(make),
-        tmp_path / "kept.weights.h5",
-    )
+    file = tmp_path / "kept.weights.h5"
     save = keras.callbacks.ModelCheckpoint(file, save_weights_only=True)
+    model = AccumulatingModel(build(make), 5)
     trained(model, compiled, data, epochs=1, callbacks=[save])
-    for other in (plain, AccumulatingModel(made(make), 5)):
+    for other in (build(make), AccumulatingModel(build(make), 5)):
         other.load_weights(file)
         assert all(map(np.array_equal, other.get_weights(), model.inner.get_weights()))
 
@@ -494,38 +305,36 @@ def test_weights_that_a_callback_has_saved_load_into_the_plain_model(tmp_path):
 @pytest.mark.slow
 def test_a_fit_that_is_backed_up_goes_on_with_its_optimizer(tmp_path):
     make, data, compiled = CASES["sample_weights"]
-    model, other = AccumulatingModel(made(make), 5), AccumulatingModel(made(make), 5)
+    model = AccumulatingModel(build(make), 5)
+    other = AccumulatingModel(build(make), 5)
     trained(model, compiled, data, epochs=2)
     model.save_weights(tmp_path / "kept.weights.h5")
     trained(other, compiled, data, epochs=1)
     other.load_weights(tmp_path / "kept.weights.h5")
-    for one, two in zip(
-        other.optimizer.variables, model.optimizer.variables, strict=True
-    ):
-        np.testing.assert_array_equal(one, two)
+    pairs = zip(other.optimizer.variables, model.optimizer.variables, strict=True)
+    for variable, expected in pairs:
+        np.testing.assert_array_equal(variable, expected)
 
 
 class Interpreted(layers.Layer):
     """Runs in Python, which XLA cannot."""
 
     def call(self, x):
-        return tf.ensure_shape(
-            tf.numpy_function(lambda value: value, [x], x.dtype), x.shape
-        )
+        outputs = tf.numpy_function(lambda value: value, [x], x.dtype)
+        return tf.ensure_shape(outputs, x.shape)
 
 
 @pytest.mark.slow
 def test_xla_compiles_the_micro_steps_where_it_is_asked_for():
     make, data, compiled = CASES["sample_weights"]
-    theirs = trained(made(make), compiled, data, epochs=1)
-    model = AccumulatingModel(made(make), 5)
+    theirs = trained(build(make), compiled, data, epochs=1)
+    model = AccumulatingModel(build(make), 5)
     assert_equal(trained(model, compiled, data, epochs=1, jit_compile=True), theirs)
     assert model.get_compile_config()["jit_compile"] is True
 
     def not_for_xla():
-        return AccumulatingModel(
-            keras.Sequential([keras.Input((6,)), Interpreted(), layers.Dense(3)]), 5
-        )
+        inner = keras.Sequential([keras.Input((6,)), Interpreted(), layers.Dense(3)])
+        return AccumulatingModel(inner, 5)
 
     trained(not_for_xla(), compiled, data, epochs=1)
     with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.UnimplementedError)):

@@ -1,4 +1,7 @@
-"""What an `AccumulatingModel` cannot train is refused with one line."""
+"""What an `AccumulatingModel` cannot train is rejected with one line.
+
+X are the inputs of a batch, Y its labels.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from pipeline.accumulation import (
     AccumulatingOptimizer,
     accumulate_gradients,
 )
+from tests.accumulation.replicas import strategy_on
 
-X, Y = np.ones((8, 6), "float32"), np.zeros(8, int)
+X = np.ones((8, 6), "float32")
+Y = np.zeros(8, int)
 
 
 def dense():
@@ -50,7 +55,7 @@ def synchronized():
 
 
 def float8():
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+    model = dense()
     model.quantize("float8")
     return model
 
@@ -61,55 +66,45 @@ def stateful():
     )
 
 
+INTEGER = "micro_batch_size must be a whole number of at least 1. Received: "
+NOT_CALLED = "which is not called here"
+
+
 @pytest.mark.parametrize(
     ("inner", "size", "message"),
     [
-        (
-            dense,
-            0,
-            "micro_batch_size must be a whole number of at least 1. Received: 0",
-        ),
-        (
-            dense,
-            True,
-            "micro_batch_size must be a whole number of at least 1. Received: True",
-        ),
-        (
-            dense,
-            2.5,
-            "micro_batch_size must be a whole number of at least 1. Received: 2.5",
-        ),
-        (
-            dense,
-            None,
-            "micro_batch_size must be a whole number of at least 1. Received: None",
-        ),
+        (dense, 0, INTEGER + "0"),
+        (dense, True, INTEGER + "True"),
+        (dense, 2.5, INTEGER + "2.5"),
+        (dense, None, INTEGER + "None"),
         (lambda: layers.Dense(3), 4, "inner must be a keras.Model. Received: Dense"),
         (
             lambda: OwnStep([layers.Dense(3)]),
             4,
-            "inner must not define train_step, which is not called here",
+            f"inner must not define train_step, {NOT_CALLED}",
         ),
         (
             lambda: OwnLoss([layers.Dense(3)]),
             4,
-            "inner must not define compute_loss, which is not called here",
+            f"inner must not define compute_loss, {NOT_CALLED}",
         ),
         (
             lambda: AccumulatingModel(dense(), 4),
             2,
-            "inner must not define train_step, which is not called here",
+            f"inner must not define train_step, {NOT_CALLED}",
         ),
         (synchronized, 4, "inner must have no BatchNormalization(synchronized=True)"),
         (
             float8,
             4,
-            "inner must have no weights that are overwritten with their gradient, as float8 has them",
+            "inner must have no weights that are overwritten with their gradient, "
+            "as float8 has them",
         ),
         (
             stateful,
             4,
-            "inner must have no stateful RNN: its states are those of the examples of one batch. Received: lstm",
+            "inner must have no stateful RNN: its states are those of the examples "
+            "of one batch. Received: lstm",
         ),
     ],
 )
@@ -144,16 +139,15 @@ def test_noise_that_depends_on_the_cut_is_refused(noisy, name):
     inner = keras.Sequential(
         [keras.Input((6, 4)), noisy(), layers.Flatten(), layers.Dense(3)]
     )
-    for same_noise in (True, "auto"):
-        model = AccumulatingModel(inner, 4, same_noise=same_noise)
-        model.compile("sgd", cross_entropy())
-        if same_noise == "auto":
-            model.fit(x, Y, verbose=0)
-        else:
-            with pytest.raises(
-                ValueError, match=f"same_noise must be .* Received: True, {name}"
-            ):
-                model.fit(x, Y, verbose=0)
+    model = AccumulatingModel(inner, 4, same_noise=True)
+    model.compile("sgd", cross_entropy())
+    message = f"same_noise must be .* Received: True, {name}"
+    with pytest.raises(ValueError, match=message):
+        model.fit(x, Y, verbose=0)
+
+    model = AccumulatingModel(inner, 4, same_noise="auto")
+    model.compile("sgd", cross_entropy())
+    model.fit(x, Y, verbose=0)
 
 
 @pytest.mark.parametrize(
@@ -196,28 +190,21 @@ def test_what_compile_cannot_be_given(compiled, message):
 
 
 def test_a_strategy_that_does_not_fit():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = strategy_on(2)
     inner = dense()
-    with (
-        strategy.scope(),
-        pytest.raises(
-            ValueError, match="inner must be made in the scope of the strategy"
-        ),
-    ):
+    message = "inner must be made in the scope of the strategy"
+    with strategy.scope(), pytest.raises(ValueError, match=message):
         AccumulatingModel(inner, 4)
+
     with strategy.scope():
         mirrored = dense()
     model = AccumulatingModel(mirrored, 4)
     model.compile("sgd", cross_entropy())
-    with (
-        strategy.scope(),
-        pytest.raises(
-            ValueError, match="fit must be called outside of the strategy's scope"
-        ),
-    ):
+    message = "fit must be called outside of the strategy's scope"
+    with strategy.scope(), pytest.raises(ValueError, match=message):
         model.fit(X, Y, verbose=0)
-    distributed = strategy.experimental_distribute_dataset(
-        tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
-    )
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+    distributed = strategy.experimental_distribute_dataset(data)
     with pytest.raises(ValueError, match="the dataset must not be distributed"):
         model.fit(distributed, verbose=0)

@@ -1,4 +1,7 @@
-"""The moving statistics of BatchNormalization are those of effective batches, whatever the cut."""
+"""The moving statistics of BatchNormalization are those of effective batches.
+
+So they are whatever the cut.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,18 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update
+from tests.accumulation.replicas import strategy_on
 from tests.parameters import mostly_slow
 
-# A moving average of 8 updates: 1e-15 each, of values near 3 and of the squares of deviations, ten times that.
+# A moving average of 8 updates: 1e-15 each, of values near 3 and of the squares of
+# deviations, ten times that.
 EXACT = 1e-12
-MASKED = 1e-7  # Keras adds as much to the number of values, of which a micro-batch has one at least
+# Keras adds as much to the number of values, of which a micro-batch has one at least.
+MASKED = 1e-7
 SIZES = (48, 48, 29, 1)
-UPDATES, TIME, WIDTH = 8, 5, 4
+UPDATES = 8
+TIME = 5
+WIDTH = 4
 
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -49,7 +57,7 @@ def on_the_first_axis(x):
 
 
 def masked_on_the_first_axis(x):
-    """Keras spreads the mask over the last axis, so each time has another number of values."""
+    """Each time has another number of values: Keras masks over the last axis."""
     return layers.BatchNormalization(axis=1, momentum=0.8)(layers.Masking(0.0)(x))
 
 
@@ -65,7 +73,10 @@ KINDS = [
 
 
 def model_of(kind):
-    """The statistics are of the inputs, so that normalising by a micro-batch does not show in them."""
+    """Return a model whose statistics are those of its inputs.
+
+    So normalizing by a micro-batch does not show in them.
+    """
     keras.utils.set_random_seed(0)
     inputs = keras.Input((TIME, WIDTH))
     return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(kind(inputs))))
@@ -73,24 +84,26 @@ def model_of(kind):
 
 def batches():
     random = np.random.default_rng(0)
-    x = random.normal(3, size=(sum(SIZES), TIME, WIDTH)) + random.normal(
-        3, size=(sum(SIZES), 1, 1)
-    )
-    masked = (
-        random.random((sum(SIZES), TIME)) < 0.3
-    )  # where there is a mask; another share in each micro-batch
-    x[masked & (np.arange(sum(SIZES)) < sum(SIZES) - 1)[:, None]] = (
-        0  # Keras takes 0 for the mean of no values
-    )
-    y, stops = random.normal(size=(sum(SIZES), 1)), np.cumsum(SIZES)
+    examples = sum(SIZES)
+    x = random.normal(3, size=(examples, TIME, WIDTH))
+    x += random.normal(3, size=(examples, 1, 1))
+    # Zeros are masked, if there is a mask: another share in each micro-batch, and none
+    # of the last example, as Keras takes 0 for the mean of no values.
+    masked = random.random((examples, TIME)) < 0.3
+    masked[-1] = False
+    x[masked] = 0
+    y = random.normal(size=(examples, 1))
+
+    stops = np.cumsum(SIZES)
     for update in range(UPDATES):
-        part = slice(stops[update % 4] - SIZES[update % 4], stops[update % 4])
+        stop = stops[update % 4]
+        part = slice(stop - SIZES[update % 4], stop)
         yield x[part], y[part]
 
 
 @functools.cache
 def of_large_batches(kind):
-    """By Keras alone, one call a batch."""
+    """Return the statistics by Keras alone, after one call a batch."""
     model = model_of(kind)
     for x, _ in batches():
         model(x, training=True)
@@ -98,20 +111,19 @@ def of_large_batches(kind):
 
 
 def statistics(model):
-    layer = next(
-        layer for layer in model.layers if isinstance(layer, layers.BatchNormalization)
-    )
-    return np.asarray(layer.moving_mean), np.asarray(layer.moving_variance)
+    """Return the mean and the variance of the first layer that has them."""
+    for layer in model.layers:
+        if isinstance(layer, layers.BatchNormalization):
+            return np.asarray(layer.moving_mean), np.asarray(layer.moving_variance)
+    raise AssertionError("there is no BatchNormalization")
 
 
 def accumulated(kind, micro_batch_size, devices=1, **options):
-    strategy = (
-        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        if devices == 2
-        else tf.distribute.get_strategy()
-    )
+    """Return the model after an update for each batch."""
+    strategy = strategy_on(devices)
     with strategy.scope():
-        model, optimizer = model_of(kind), keras.optimizers.SGD(1e-3)
+        model = model_of(kind)
+        optimizer = keras.optimizers.SGD(1e-3)
         optimizer.build(model.trainable_variables)
     update = Update(
         model,
@@ -130,93 +142,85 @@ def accumulated(kind, micro_batch_size, devices=1, **options):
     )
     for batch in batches():
         step(*batch)
-    return model, strategy
+    return model
 
 
 @pytest.mark.parametrize(
     ("kind", "micro_batch_size", "devices"),
     [
         *mostly_slow(
-            ((kind, 7, 1) for kind in KINDS), [(normalised, 7, 1), (twice, 7, 1)]
+            [(kind, 7, 1) for kind in KINDS], [(normalised, 7, 1), (twice, 7, 1)]
         ),
         *mostly_slow(
-            ((kind, 5, 2) for kind in KINDS), [(masked_on_the_first_axis, 5, 2)]
+            [(kind, 5, 2) for kind in KINDS], [(masked_on_the_first_axis, 5, 2)]
         ),
     ],
 )
 def test_they_are_those_of_effective_batches(kind, micro_batch_size, devices):
-    model, strategy = accumulated(kind, micro_batch_size, devices)
-    for found, expected in zip(statistics(model), of_large_batches(kind), strict=True):
-        np.testing.assert_allclose(
-            found, expected, rtol=EXACT if "masked" not in kind.__name__ else MASKED
-        )
+    model = accumulated(kind, micro_batch_size, devices)
+    bound = MASKED if "masked" in kind.__name__ else EXACT
+    mean, variance = statistics(model)
+    expected_mean, expected_variance = of_large_batches(kind)
+    np.testing.assert_allclose(mean, expected_mean, rtol=bound)
+    np.testing.assert_allclose(variance, expected_variance, rtol=bound)
+
+    strategy = model.distribute_strategy
     for variable in model.non_trainable_variables:
-        first, *others = (
-            copy.numpy() for copy in strategy.experimental_local_results(variable.value)
-        )
-        assert all(np.array_equal(first, other) for other in others)
-    assert not any(
-        "call" in vars(layer) for layer in model.layers
-    )  # they are as Keras made them
+        copies = strategy.experimental_local_results(variable.value)
+        for copy in copies:
+            np.testing.assert_array_equal(copy.numpy(), copies[0].numpy())
+    # The layers are as Keras made them.
+    assert not any("call" in vars(layer) for layer in model.layers)
 
 
 def test_moved_with_every_micro_batch_they_are_others():
-    model, _ = accumulated(normalised, 6, hold_statistics=False)
-    mean, variance = (
-        np.abs(found / expected - 1).max()
-        for found, expected in zip(
-            statistics(model), of_large_batches(normalised), strict=True
-        )
-    )
-    assert min(mean, variance) > 1e4 * MASKED
+    model = accumulated(normalised, 6, hold_statistics=False)
+    mean, variance = statistics(model)
+    expected_mean, expected_variance = of_large_batches(normalised)
+    assert np.abs(mean / expected_mean - 1).max() > 1e4 * MASKED
+    assert np.abs(variance / expected_variance - 1).max() > 1e4 * MASKED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", [0.0, 1000.0])
 def test_in_float32_they_do_not_cancel(begin, precision):
-    """A mean a thousand times the deviation: its square has all the digits there are."""
+    """The mean is a thousand times the deviation: its square needs all the digits."""
     precision("float32")
     keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [keras.Input((1,)), layers.BatchNormalization(), layers.Dense(1)]
-    )
-    norm = model.layers[0]
+    norm = layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((1,)), norm, layers.Dense(1)])
     norm.moving_mean.assign([begin])
     norm.moving_variance.assign([1.0])
-    x = np.random.default_rng(0).normal(1000, 1, (512, 1)).astype(np.float32)
     optimizer = keras.optimizers.SGD(0.0)
     optimizer.build(model.trainable_variables)
     update = tf.function(
         Update(model, keras.losses.MeanSquaredError(), optimizer, 8), autograph=False
     )
+    x = np.random.default_rng(0).normal(1000, 1, (512, 1)).astype(np.float32)
     for _ in range(100):
         update((x, x))
-    left = 0.99**100  # of where they began
-    # A value near 1000 has a step of 6e-5 in float32: what a micro-batch moves the mean by is known to that, a
-    # hundredth of it being moved, so its mean to 6e-3, against a deviation of 1.
-    np.testing.assert_allclose(
-        norm.moving_variance, [(1 - left) * x.var(dtype=np.float64) + left], rtol=2e-2
-    )
-    np.testing.assert_allclose(
-        norm.moving_mean,
-        [(1 - left) * x.mean(dtype=np.float64) + left * begin],
-        atol=2e-2,
-    )
+
+    remaining = 0.99**100  # of where they began
+    mean = (1 - remaining) * x.mean(dtype=np.float64) + remaining * begin
+    variance = (1 - remaining) * x.var(dtype=np.float64) + remaining
+    # A value near 1000 has a step of 6e-5 in float32: what a micro-batch moves the
+    # mean by is known to that, a hundredth of it being moved, so its mean to 6e-3,
+    # against a deviation of 1.
+    np.testing.assert_allclose(norm.moving_variance, [variance], rtol=2e-2)
+    np.testing.assert_allclose(norm.moving_mean, [mean], atol=2e-2)
 
 
 def test_layers_that_do_not_move_stay_as_they_are():
+    moving = layers.BatchNormalization()
+    frozen = layers.BatchNormalization(trainable=False)
     inputs = keras.Input((TIME, WIDTH))
-    x = layers.BatchNormalization(trainable=False, name="frozen")(
-        layers.BatchNormalization(name="moving")(inputs)
-    )
-    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
-    still = model.get_layer("frozen").variables
-    before = [value.numpy() for value in still]
+    hidden = frozen(moving(inputs))
+    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(hidden)))
+    before = [variable.numpy() for variable in frozen.variables]
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(model.trainable_variables)
-    tf.function(
-        Update(model, keras.losses.MeanSquaredError(), optimizer, 7), autograph=False
-    )(next(batches()))
-    for value, was in zip(still, before, strict=True):
-        np.testing.assert_array_equal(value, was)
-    assert np.abs(model.get_layer("moving").moving_mean).min() > 0
+    update = Update(model, keras.losses.MeanSquaredError(), optimizer, 7)
+    tf.function(update, autograph=False)(next(batches()))
+    for variable, value in zip(frozen.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+    assert np.abs(moving.moving_mean).min() > 0

@@ -1,11 +1,16 @@
-"""One update of `pipeline.accumulation`, update after update, against a plain Keras loop over large batches."""
+"""One update of `pipeline.accumulation`, again and again, against plain Keras.
+
+Plain Keras is a loop over large batches, which knows no micro-batches.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -16,34 +21,31 @@ from keras import layers, losses
 from pipeline import accumulation
 from pipeline.accumulation import Evaluation, Update, accumulate_gradients
 from pipeline.accumulation.internals import Objective
-from pipeline.components import optimizer as optimizers
-from pipeline.config.compose import composed
-from pipeline.config.resolve import resolve
-from pipeline.training.evaluator import Evaluator
+from pipeline.training.evaluator import SplitEvaluator
+from tests.accumulation import reference
+from tests.accumulation.one_weight import Outputs, one_weight
+from tests.accumulation.replicas import strategy_on
 from tests.parameters import mostly_slow
 from tests.running import ROOT, python
 
-# One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over 128 examples, cancelling in part); 100 updates
-# add up to 1e-13 where the training does not amplify, which these rates see to. Ten times for that.
+# One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over n = 128 examples,
+# cancelling in part); 100 updates add up to 1e-13 where the training does not amplify,
+# which these rates see to. Ten times for that.
 EXACT = 1e-12
 
-FEATURES, CLASSES = 20, 5
-SIZES = (
-    128,
-    128,
-    45,
-    1,
-)  # an epoch of E = 128: a tail that two devices cannot share, then one that leaves one idle
+FEATURES = 20
+CLASSES = 5
+# An epoch of batches of 128: a tail that two devices cannot share, then one that leaves
+# one of them idle.
+SIZES = (128, 128, 45, 1)
 UPDATES = 100
 
 
 def data(examples):
-    x = (
-        np.random.default_rng(0)
-        .normal(size=(examples, FEATURES))
-        .astype(keras.config.floatx())
-    )
-    return x, np.argmax(x[:, :CLASSES] + x[:, CLASSES : 2 * CLASSES] ** 2, axis=1)
+    x = np.random.default_rng(0).normal(size=(examples, FEATURES))
+    x = x.astype(keras.config.floatx())
+    y = np.argmax(x[:, :CLASSES] + x[:, CLASSES : 2 * CLASSES] ** 2, axis=1)
+    return x, y
 
 
 def batches(updates):
@@ -65,19 +67,21 @@ def cross_entropy():
     return losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def on_devices(count):
-    return (
-        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        if count == 2
-        else tf.distribute.get_strategy()
+def traced(function):
+    """Return one trace for batches of every size."""
+    signature = (
+        tf.TensorSpec((None, FEATURES), keras.config.floatx()),
+        tf.TensorSpec((None,), tf.int64),
     )
+    return tf.function(lambda x, y: function((x, y)), input_signature=signature)
 
 
 def test_an_update_in_the_scope_of_its_strategy_is_refused():
-    strategy = on_devices(2)
+    strategy = strategy_on(2)
     x, y = data(8)
     with strategy.scope():
-        model, optimizer = network(), keras.optimizers.SGD()
+        model = network()
+        optimizer = keras.optimizers.SGD()
         optimizer.build(model.trainable_variables)
         update = Update(model, cross_entropy(), optimizer, 2, strategy=strategy)
         with pytest.raises(ValueError, match="must be outside of its strategy's scope"):
@@ -85,13 +89,11 @@ def test_an_update_in_the_scope_of_its_strategy_is_refused():
     assert float(tf.function(update, autograph=False)((x, y))["loss"]) > 0
 
 
-def traced(function):
-    """One trace for batches of every size."""
-    signature = (
-        tf.TensorSpec((None, FEATURES), keras.config.floatx()),
-        tf.TensorSpec((None,), tf.int64),
-    )
-    return tf.function(lambda x, y: function((x, y)), input_signature=signature)
+class Training(NamedTuple):
+    """An optimizer with a schedule or a wrapper, and the options of a hidden layer."""
+
+    optimizer: Callable[[], keras.optimizers.Optimizer]
+    layer_options: dict[str, str]
 
 
 def decaying():
@@ -100,101 +102,116 @@ def decaying():
     )
 
 
-CONSTRAINED = {
-    "kernel_constraint": "max_norm"
-}  # norms of at most 2, which the first layer's reach
+# Norms of at most 2, which the first layer's reach.
+CONSTRAINED = {"kernel_constraint": "max_norm"}
 TRAINED = {
-    "momentum": (
-        lambda: keras.optimizers.SGD(decaying(), momentum=0.9, global_clipnorm=1.0),
-        {},
+    "momentum": Training(
+        lambda: keras.optimizers.SGD(decaying(), momentum=0.9, global_clipnorm=1.0), {}
     ),
-    "adamw": (
+    "adamw": Training(
         lambda: keras.optimizers.AdamW(
             decaying(), weight_decay=0.01, global_clipnorm=1.0
         ),
         {},
     ),
-    "ema_constraint": (
-        lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9),
-        CONSTRAINED,
+    "ema_constraint": Training(
+        lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9), CONSTRAINED
     ),
-    "loss_scale": (
+    "loss_scale": Training(
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(decaying())),
         {},
     ),
-    "loss_scale_factor": (
+    "loss_scale_factor": Training(
         lambda: keras.optimizers.SGD(decaying(), momentum=0.9, loss_scale_factor=64.0),
         {},
     ),
 }
 
 
+class Trajectory(NamedTuple):
+    """The loss of each update, and the weights after the last one."""
+
+    losses: list[float]
+    weights: list[np.ndarray]
+
+
 @functools.cache
 def large_batch_trajectory(name):
-    """Losses and final weights of the plain Keras loop, which knows nothing of micro-batches."""
-    make, arguments = TRAINED[name]
-    model, loss, optimizer = network(**arguments), cross_entropy(), make()
+    """Return the trajectory of the plain Keras loop."""
+    training = TRAINED[name]
+    model = network(**training.layer_options)
+    loss = cross_entropy()
+    # Loss scales are a matter of precision alone: in float64 the loop needs none.
+    optimizer = training.optimizer()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     optimizer.loss_scale_factor = None
+    optimizer.build(model.trainable_variables)
 
     def step(batch):
         x, y = batch
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
-        gradients = tape.gradient(
-            value, [variable.value for variable in model.trainable_variables]
-        )
+        gradients = reference.gradients_of(tape, value, model)
         optimizer.apply(gradients, model.trainable_variables)
         return value
 
-    optimizer.build(model.trainable_variables)
     step = traced(step)
     values = [float(step(*batch)) for batch in batches(UPDATES)]
     optimizer.finalize_variable_values(model.trainable_variables)
-    return values, model.get_weights()
+    return Trajectory(values, model.get_weights())
 
 
 def accumulated_trajectory(name, micro_batch_size, devices):
-    make, arguments = TRAINED[name]
-    strategy = on_devices(devices)
+    training = TRAINED[name]
+    strategy = strategy_on(devices)
     with strategy.scope():
-        model, optimizer = network(**arguments), make()
+        model = network(**training.layer_options)
+        optimizer = training.optimizer()
         optimizer.build(model.trainable_variables)
     update = traced(
         Update(model, cross_entropy(), optimizer, micro_batch_size, strategy=strategy)
     )
     values = [float(update(*batch)["loss"]) for batch in batches(UPDATES)]
     optimizer.finalize_variable_values(model.trainable_variables)
-    return values, model.get_weights()
+    return Trajectory(values, model.get_weights())
+
+
+def trajectories():
+    """Return each of `TRAINED` in micro-batches of 24, on one device and on two.
+
+    Factors, kinds of models and devices are in test_matrix.py.
+    """
+    parameters = []
+    for name in TRAINED:
+        parameters.append(pytest.param(name, 24, 1))
+        parameters.append(pytest.param(name, 24, 2, marks=pytest.mark.soak))
+    return parameters
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "micro_batch_size", "devices"),
-    # Factors, kinds of models and devices are in test_matrix.py: here are optimizers with a schedule or a wrapper.
-    [
-        pytest.param(name, 24, devices, marks=[pytest.mark.soak] * (devices > 1))
-        for name in TRAINED
-        for devices in (1, 2)
-    ],
-)
+@pytest.mark.parametrize(("name", "micro_batch_size", "devices"), trajectories())
 def test_every_cut_trains_the_trajectory_of_the_large_batch(
     float64, name, micro_batch_size, devices
 ):
-    values, weights = accumulated_trajectory(name, micro_batch_size, devices)
-    expected_values, expected_weights = large_batch_trajectory(name)
-    np.testing.assert_allclose(values, expected_values, rtol=EXACT)
-    for got, expected in zip(weights, expected_weights, strict=True):
+    ours = accumulated_trajectory(name, micro_batch_size, devices)
+    theirs = large_batch_trajectory(name)
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=EXACT)
+    for weights, expected in zip(ours.weights, theirs.weights, strict=True):
         np.testing.assert_allclose(
-            got, expected, rtol=0, atol=EXACT * np.abs(expected).max()
+            weights, expected, rtol=0, atol=EXACT * np.abs(expected).max()
         )
-    assert np.mean(expected_values[-8::4]) < 0.75 * expected_values[0]  # it did train
+    # It did train: every fourth batch is the same one.
+    assert np.mean(theirs.losses[-8::4]) < 0.75 * theirs.losses[0]
 
 
 def after_one_update(name, gradients_of):
-    """The weights after one update from the same weights, by what `gradients_of(model, x, y)` gives."""
-    model, optimizer = network(), TRAINED[name][0]()
+    """Return the weights after one update from the same weights.
+
+    `gradients_of(model, x, y)` returns the gradients.
+    """
+    model = network()
+    optimizer = TRAINED[name].optimizer()
     optimizer.build(model.trainable_variables)
     ((x, y),) = batches(1)
     optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
@@ -204,17 +221,16 @@ def after_one_update(name, gradients_of):
 def large_batch_gradients(model, x, y):
     with tf.GradientTape() as tape:
         value = cross_entropy()(y, model(x, training=True))
-    return tape.gradient(
-        value, [variable.value for variable in model.trainable_variables]
-    )
+    return reference.gradients_of(tape, value, model)
 
 
 def mean_of_means(model, x, y):
-    cuts = [
-        slice(start, start + 24) for start in range(0, len(y), 24)
-    ]  # the last one has 8 of the 128
-    means = [large_batch_gradients(model, x[cut], y[cut]) for cut in cuts]
-    return [tf.add_n(parts) / len(cuts) for parts in zip(*means, strict=True)]
+    """Return a wrong gradient: the last micro-batch has 8 of the 128 examples."""
+    means = []
+    for start in range(0, len(y), 24):
+        part = slice(start, start + 24)
+        means.append(large_batch_gradients(model, x[part], y[part]))
+    return [tf.add_n(parts) / len(means) for parts in zip(*means, strict=True)]
 
 
 @pytest.mark.slow
@@ -224,35 +240,47 @@ def test_one_update_in_float32_is_that_of_the_large_batch(precision, name):
     expected = after_one_update(name, large_batch_gradients)
 
     def deviation(weights):
-        return max(
-            np.linalg.norm(a - b) / np.linalg.norm(b)
-            for a, b in zip(weights, expected, strict=True)
-        )
+        ratios = []
+        for ours, theirs in zip(weights, expected, strict=True):
+            ratios.append(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+        return max(ratios)
 
+    def gradients_in_pieces(size):
+        def gradients_of(model, x, y):
+            sums = accumulate_gradients(model, cross_entropy(), (x, y), size)
+            return sums.gradients()
+
+        return gradients_of
+
+    bound = 1e-6  # some roundings of 2⁻²⁴ = 6e-8
     for size in (128, 64, 32, 16, 24):
-        accumulated = after_one_update(
-            name,
-            lambda model, x, y, n=size: accumulate_gradients(
-                model, cross_entropy(), (x, y), n
-            ).gradients(),
-        )
-        assert deviation(accumulated) < 1e-6, size  # some roundings of 2⁻²⁴ = 6e-8
-    assert deviation(after_one_update(name, mean_of_means)) > 1000 * 1e-6
+        accumulated = after_one_update(name, gradients_in_pieces(size))
+        assert deviation(accumulated) < bound, size
+    assert deviation(after_one_update(name, mean_of_means)) > 1000 * bound
 
 
 def by_hand(model, x, y):
-    """Loss, accuracy and the gradient's norm in NumPy, from the weights of dense, ReLU, dense."""
+    """Return loss, accuracy and the gradient's norm in NumPy.
+
+    The model is dense, ReLU, dense: of weights w, biases b, weights v, biases c.
+    """
     w, b, v, c = model.get_weights()
     hidden = np.maximum(x @ w + b, 0)
     logits = hidden @ v + c
-    chances = np.exp(logits - logits.max(1, keepdims=True))
-    chances /= chances.sum(1, keepdims=True)
-    error = (chances - np.eye(CLASSES)[y]) / len(y)
-    back = (error @ v.T) * (hidden > 0)
-    gradients = [x.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
+    probabilities = np.exp(logits - logits.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+
+    error = (probabilities - np.eye(CLASSES)[y]) / len(y)
+    hidden_error = np.where(hidden > 0, error @ v.T, 0)
+    gradients = [
+        x.T @ hidden_error,
+        hidden_error.sum(0),
+        hidden.T @ error,
+        error.sum(0),
+    ]
     return {
-        "loss": -np.log(chances[np.arange(len(y)), y]).mean(),
-        "accuracy": (chances.argmax(1) == y).mean(),
+        "loss": -np.log(probabilities[np.arange(len(y)), y]).mean(),
+        "accuracy": (probabilities.argmax(1) == y).mean(),
         "gradient_norm": np.sqrt(sum((gradient**2).sum() for gradient in gradients)),
     }
 
@@ -266,166 +294,66 @@ def by_hand(model, x, y):
 def test_results_are_of_exactly_this_update_and_the_weights_before_it(
     float64, devices, scaled
 ):
-    strategy = on_devices(devices)
+    strategy = strategy_on(devices)
     with strategy.scope():
         model = network()
-        optimizer = keras.optimizers.SGD(
-            0.5, momentum=0.9, global_clipnorm=1e-2
-        )  # clips: the norm is before it
-        optimizer = (
-            keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
-        )
+        # It clips: the norm that is reported is the one before.
+        optimizer = keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=1e-2)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         optimizer.build(model.trainable_variables)
         accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
-    update = traced(
-        Update(
-            model,
-            Objective(cross_entropy(), metrics=[accuracy]),
-            optimizer,
-            24,
-            strategy=strategy,
-        )
-    )
+    objective = Objective(cross_entropy(), metrics=[accuracy])
+    update = traced(Update(model, objective, optimizer, 24, strategy=strategy))
     for x, y in batches(6):
         expected = by_hand(model, x, y) | {"learning_rate": 0.5}
-        got = {key: float(value) for key, value in update(x, y).items()}
-        assert got == pytest.approx(expected, rel=EXACT)
+        results = {key: float(value) for key, value in update(x, y).items()}
+        assert results == pytest.approx(expected, rel=EXACT)
     assert int(optimizer.iterations.numpy()) == 6
-
-
-class Outputs(losses.Loss):
-    """The outputs, times a factor: the gradient is the mean input times that factor, whatever the weights."""
-
-    def __init__(self, factor=1.0):
-        super().__init__()
-        self.factor = factor
-
-    def call(self, y_true, y_pred):
-        return self.factor * y_pred[:, 0]
-
-
-def one_weight():
-    return keras.Sequential(
-        [keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
-    )
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "cosine",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("constant", "exponential", "inverse_sqrt", "piecewise")
-        ),
-    ],
-)
-def test_the_learning_rate_is_the_one_used(precision, schedule):
-    precision("float32")
-    config = composed([f"schedule={schedule}", "optimizer=sgd"])
-    horizon = 120
-    model, optimizer = one_weight(), optimizers.build(resolve(config), horizon)[0]
-    optimizer.build(model.trainable_variables)
-    update = tf.function(Update(model, Outputs(), optimizer, 2).__call__)
-    at = optimizers.build_schedule(config.schedule, horizon)
-    ones, before = tf.ones((4, 1)), np.float32(0)
-    for number in range(1, horizon + 1):
-        rate = np.float32(update((ones, ones))["learning_rate"])
-        expected = np.float32(at(number - 1) if callable(at) else at)
-        # One unit in the last place; see tests/components/test_optimizer.py for the exponential.
-        units = (
-            2 + 1.5 * abs(np.log(expected / config.optimizer.learning_rate))
-            if schedule == "exponential"
-            else 1
-        )
-        assert abs(rate - expected) <= units * np.spacing(expected)
-        after = model.get_weights()[0][0, 0]
-        assert after == before - rate  # the gradient is 1
-        before = after
-
-
-@pytest.mark.parametrize(
-    ("make", "devices"),
-    [
-        (lambda rate: keras.optimizers.AdamW(rate, weight_decay=0.1), 1),
-        (
-            lambda rate: keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(rate)
-            ),
-            2,
-        ),
-    ],
-)
-def test_a_rate_that_counts_its_calls_is_computed_once_an_update(
-    float64, make, devices
-):
-    strategy = on_devices(devices)
-    with strategy.scope():
-        calls = tf.Variable(0.0, dtype=tf.float64)
-        model, optimizer = one_weight(), make(lambda: 0.5 / calls.assign_add(1.0))
-        optimizer.build(model.trainable_variables)
-    ones = tf.ones((4, 1), tf.float64)
-    update = tf.function(
-        Update(model, Outputs(), optimizer, 2, strategy=strategy).__call__
-    )
-    optimizers.check(
-        optimizer, model.trainable_variables
-    )  # neither does it move what it cannot set back
-    rates = [float(update((ones, ones))["learning_rate"]) for _ in range(3)]
-    assert rates == [0.5, 0.25, 0.5 / 3]
-    expected, weight = make(0.5), keras.Variable([[0.0]], dtype="float64")
-    plain = getattr(expected, "inner_optimizer", expected)
-    for rate in rates:
-        plain.learning_rate = rate
-        plain.apply([tf.ones((1, 1), tf.float64)], [weight])
-    np.testing.assert_allclose(
-        model.get_weights()[0], weight, rtol=1e-7
-    )  # a rate in float32
 
 
 @pytest.mark.slow
 def test_a_model_is_traced_in_several_threads(precision):
     precision("float32")
     inputs = keras.Input((512,))
-    hidden = layers.BatchNormalization()(
-        layers.Dense(1024, "relu")(layers.Dropout(0.5)(inputs))
-    )
+    dense = layers.Dense(1024, "relu")
+    hidden = layers.BatchNormalization()(dense(layers.Dropout(0.5)(inputs)))
     model = keras.Model(inputs, layers.Dense(1)(layers.Dense(512)(hidden)))
-    batch = tf.ones((32, 512)), tf.ones((32, 1))
     updates = []
     for _ in range(8):
         optimizer = keras.optimizers.SGD(0.0)
         optimizer.build(model.trainable_variables)
-        updates.append(
-            Update(model, losses.MeanSquaredError(), optimizer, 16, same_noise=True)
+        update = Update(
+            model, losses.MeanSquaredError(), optimizer, 16, same_noise=True
         )
-    signature = [tf.TensorSpec([None, *part.shape[1:]]) for part in batch]
+        updates.append(update)
+    signature = [tf.TensorSpec([None, 512]), tf.TensorSpec([None, 1])]
 
-    def traced(update):
+    def operations(update):
+        """Trace an update; count its operations, by kind."""
         function = tf.function(
             lambda x, y: update((x, y)), input_signature=signature, autograph=False
         )
         graph = function.get_concrete_function().graph.as_graph_def()
-        nodes = [
-            *graph.node,
-            *(node for inner in graph.library.function for node in inner.node_def),
-        ]
-        return Counter(node.op for node in nodes)
+        counts = Counter(node.op for node in graph.node)
+        for inner in graph.library.function:
+            counts.update(node.op for node in inner.node_def)
+        return counts
 
     with ThreadPoolExecutor(len(updates)) as pool:
-        found = list(pool.map(traced, updates))
-    assert all(each == found[0] for each in found)
+        traces = list(pool.map(operations, updates))
+    assert all(trace == traces[0] for trace in traces)
     assert not any("call" in vars(layer) for layer in model.layers)
 
 
 def test_a_loss_scale_keeps_gradients_that_float16_cannot_hold(precision):
     precision("mixed_float16")
-    model, loss = one_weight(), Outputs(2.0**-26)  # float16 ends at 2⁻²⁴
+    model = one_weight()
+    loss = Outputs(2.0**-26)  # float16 ends at 2⁻²⁴
     ones = tf.ones((8, 1))
-    assert (
-        float(accumulate_gradients(model, loss, (ones, ones), 4).gradients()[0][0, 0])
-        == 0
-    )
+    (unscaled,) = accumulate_gradients(model, loss, (ones, ones), 4).gradients()
+    assert float(unscaled[0, 0]) == 0
+
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(2.0**10))
     optimizer.build(model.trainable_variables)
     results = tf.function(Update(model, loss, optimizer, 4).__call__)((ones, ones))
@@ -434,36 +362,37 @@ def test_a_loss_scale_keeps_gradients_that_float16_cannot_hold(precision):
 
 
 def test_a_loss_scale_holds_for_a_loss_of_many_elements(precision):
-    """By the example, 2¹⁵ · 128 · 128 overflows float16; by the element, as `fit` has it, no update is skipped."""
+    """The loss is scaled by the element, as in `fit`, so that no update is skipped.
+
+    By the example, 2¹⁵ · 128 · 128 would overflow float16.
+    """
     precision("mixed_float16")
     model = keras.Sequential([keras.Input((128, 128, 1)), layers.Conv2D(1, 1)])
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build(model.trainable_variables)
-    update = tf.function(
-        Update(model, losses.MeanSquaredError(), optimizer, 4).__call__
-    )
-    update((tf.ones((8, 128, 128, 1)), tf.zeros((8, 128, 128, 1))))
+    update = Update(model, losses.MeanSquaredError(), optimizer, 4)
+    images = (8, 128, 128, 1)
+    tf.function(update.__call__)((tf.ones(images), tf.zeros(images)))
     assert int(optimizer.iterations.numpy()) == 1
 
 
 def test_a_loss_scale_skips_a_whole_update_that_is_not_finite(precision):
     precision("float32")
-    model, optimizer = (
-        one_weight(),
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)),
-    )
+    model = one_weight()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
     optimizer.build(model.trainable_variables)
     update = tf.function(Update(model, Outputs(), optimizer, 2).__call__)
-    ones = tf.ones((5, 1))
-    one_bad = tf.concat([ones[:4], [[np.inf]]], 0)  # in the last micro-batch alone
-    for x, weight, iterations, scale in (
-        (one_bad, 0, 0, 2.0**14),
-        (ones, -1, 1, 2.0**14),
-    ):
+
+    def update_and_check(x, weight, iterations):
         update((x, ones))
         assert float(model.get_weights()[0][0, 0]) == weight
         assert int(optimizer.iterations.numpy()) == iterations
-        assert float(optimizer.dynamic_scale) == scale
+        assert float(optimizer.dynamic_scale) == 2.0**14
+
+    ones = tf.ones((5, 1))
+    one_bad = tf.concat([ones[:4], [[np.inf]]], 0)  # in the last micro-batch alone
+    update_and_check(one_bad, weight=0, iterations=0)
+    update_and_check(ones, weight=-1, iterations=1)
 
 
 @pytest.mark.parametrize(
@@ -474,7 +403,7 @@ def test_a_loss_scale_skips_a_whole_update_that_is_not_finite(precision):
     ),
 )
 def test_evaluation_is_exact_over_a_ragged_split(float64, devices, reduction):
-    strategy = on_devices(devices)
+    strategy = strategy_on(devices)
     with strategy.scope():
         model = network(kernel_regularizer=keras.regularizers.L2(0.1))
         model.add(layers.Dropout(0.5))  # at rest when evaluated
@@ -483,19 +412,18 @@ def test_evaluation_is_exact_over_a_ragged_split(float64, devices, reduction):
     x, y = data(257)  # 128 + 128 + 1
     sample_weight = np.linspace(0, 3, len(y))
     split = tf.data.Dataset.from_tensor_slices((x, y, sample_weight)).batch(128)
-    evaluate = Evaluator(
-        Evaluation(model, Objective(loss, metrics=[accuracy]), 24, strategy=strategy),
-        split,
-    )
+    objective = Objective(loss, metrics=[accuracy])
+    evaluation = Evaluation(model, objective, 24, strategy=strategy)
+    evaluate = SplitEvaluator(evaluation, split)
+
     outputs = model(x)
     expected = {
         "loss": float(loss(y, outputs, sample_weight) + sum(model.losses)),
         "accuracy": (np.argmax(outputs, 1) == y).mean(),
     }
     assert evaluate() == pytest.approx(expected, rel=EXACT)
-    assert evaluate() == pytest.approx(
-        expected, rel=EXACT
-    )  # nothing is left over from the first time
+    # Nothing remains of the first time.
+    assert evaluate() == pytest.approx(expected, rel=EXACT)
 
 
 PEAK = """
@@ -504,10 +432,13 @@ import keras, tensorflow as tf
 from keras import layers
 from pipeline.accumulation import Update
 
-# M_MMAP_THRESHOLD: larger buffers go back to the system when they are freed, so what is resident is what is used.
+# M_MMAP_THRESHOLD: larger buffers go back to the system when they are freed, so what is
+# resident is what is used.
 ctypes.CDLL(None).mallopt(-3, 1_000_000)
 tf.config.set_visible_devices([], "GPU")
-model = keras.Sequential([keras.Input((8,)), layers.Reshape((1, 8)), layers.UpSampling1D(1 << 13)])
+model = keras.Sequential(
+    [keras.Input((8,)), layers.Reshape((1, 8)), layers.UpSampling1D(1 << 13)]
+)
 for _ in range(16):
     model.add(layers.Dense(8, "tanh"))  # 32 examples give (32, 8192, 8) floats: 8 MiB
 model.add(layers.GlobalAveragePooling1D())
@@ -525,8 +456,9 @@ def peak(update, examples):
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
     print(line.split()[1])
 
+# The high-water mark only rises: one process shows what each factor adds.
 accumulated = updates(32)
-for factor in (1, 4, 16):  # the high-water mark only rises: one process shows what each factor adds
+for factor in (1, 4, 16):
     peak(accumulated, 32 * factor)
 peak(updates(128), 128)
 """
@@ -537,12 +469,12 @@ def test_peak_memory_does_not_grow_with_the_factor():
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     one, four, sixteen, large = map(int, out.split())
-    # The threads' order decides whether one more buffer of 8 MiB is alive at the peak: 0.9% of 900 MiB.
+    # The threads' order decides whether one more buffer of 8 MiB is alive at the peak:
+    # 0.9% of 900 MiB.
     assert four < 1.02 * one
     assert sixteen < 1.02 * one
-    assert (
-        large > 1.3 * one
-    )  # what accumulating saves: the activations of four micro-batches at once
+    # What accumulating saves: the activations of four micro-batches at once.
+    assert large > 1.3 * one
 
 
 def test_dir_lists_what_is_public():

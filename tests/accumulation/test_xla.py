@@ -11,6 +11,7 @@ from tensorflow.python.framework.config import disable_op_determinism
 
 from pipeline.accumulation import AccumulatingModel, Evaluation, Update
 from pipeline.accumulation.internals import compiled_by_xla, shapes_compiled
+from tests.accumulation.replicas import strategy_on
 from tests.parameters import mostly_slow
 
 # As in test_update.py: an update in float64 is equal to 1e-15 in any order of its sums.
@@ -23,9 +24,8 @@ class Interpreted(layers.Layer):
     """Runs in Python, which XLA cannot."""
 
     def call(self, x):
-        return x + tf.ensure_shape(
-            tf.numpy_function(np.zeros_like, [x], x.dtype), x.shape
-        )
+        zeros = tf.numpy_function(np.zeros_like, [x], x.dtype)
+        return x + tf.ensure_shape(zeros, x.shape)
 
 
 class Traced(layers.Layer):
@@ -57,37 +57,29 @@ class Seen(layers.LSTM):
 def gpu(monkeypatch):
     """TensorFlow says that it has a GPU; what is computed is computed on the CPU."""
     devices = [
-        tf.config.PhysicalDevice(f"/physical_device:{kind}:0", kind)
-        for kind in ("CPU", "GPU")
+        tf.config.PhysicalDevice("/physical_device:CPU:0", "CPU"),
+        tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU"),
     ]
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda: devices)
 
 
-def network(*middle, width=3):
+def network(*middle):
     keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [keras.Input((width,)), layers.Dense(4, "tanh"), *middle, layers.Dense(1)]
-    )
+    hidden = layers.Dense(4, "tanh")
+    return keras.Sequential([keras.Input((3,)), hidden, *middle, layers.Dense(1)])
 
 
-def batch(examples, *shape):
+def batch(examples, shape=(3,)):
     random = np.random.default_rng(examples)
-    return random.normal(size=(examples, *(shape or (3,)))), random.normal(
-        size=(examples, 1)
-    )
+    x = random.normal(size=(examples, *shape))
+    return x, random.normal(size=(examples, 1))
 
 
 def update_of(model, jit_compile, **options):
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build(model.trainable_variables)
-    return Update(
-        model,
-        keras.losses.MeanSquaredError(),
-        optimizer,
-        MICRO,
-        jit_compile=jit_compile,
-        **options,
-    )
+    loss = keras.losses.MeanSquaredError()
+    return Update(model, loss, optimizer, MICRO, jit_compile=jit_compile, **options)
 
 
 def traced(function, shape=(None, 3), dtype=tf.float64):
@@ -97,8 +89,8 @@ def traced(function, shape=(None, 3), dtype=tf.float64):
     )
 
 
-def ragged(x, y):
-    return tf.RaggedTensor.from_tensor(x), y
+def mean_loss_of(evaluation):
+    return lambda batch: evaluation(batch).mean_loss()
 
 
 def test_auto_is_off_on_a_cpu():
@@ -107,17 +99,18 @@ def test_auto_is_off_on_a_cpu():
 
 def test_auto_is_what_fit_makes_of_it(gpu):
     assert compiled_by_xla("auto", network(), batch(2))
-    assert not compiled_by_xla(
-        "auto", network(layers.Rescaling(1.0), layers.RandomZoom(0.1)), batch(2)
-    )
+    zooming = network(layers.Rescaling(1.0), layers.RandomZoom(0.1))
+    assert not compiled_by_xla("auto", zooming, batch(2))
     inside = network(keras.Sequential([keras.Input((4,)), layers.Identity()]))
     assert compiled_by_xla("auto", inside, batch(2))
-    inside.layers[1].layers[
-        0
-    ].supports_jit = False  # as of Keras' LSTM where it uses cuDNN
+    # As of Keras' LSTM where it uses cuDNN.
+    inside.layers[1].layers[0].supports_jit = False
     assert not compiled_by_xla("auto", inside, batch(2))
-    assert not compiled_by_xla("auto", network(), ragged(*batch(2)))
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+
+    x, y = batch(2)
+    ragged = tf.RaggedTensor.from_tensor(x)
+    assert not compiled_by_xla("auto", network(), (ragged, y))
+    with strategy_on(2).scope():
         assert not compiled_by_xla("auto", network(), batch(2))
     tf.config.experimental.enable_op_determinism()
     try:
@@ -136,43 +129,34 @@ def test_what_is_asked_for_holds_anywhere(gpu):
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_it_computes_the_same_and_is_traced_once():
-    """Whole micro-batches and a short last one; noise that does not depend on the cut does not on XLA either."""
-    outcomes = []
-    for jit_compile in (False, True):
-        model = network(
-            layers.Dropout(0.3, seed=1),
-            counts := Traced(),
-            layers.GaussianNoise(0.1, seed=2),
-        )
+    """It takes full micro-batches and a short last one.
+
+    Noise that does not depend on the cut does not depend on XLA either.
+    """
+
+    def numbers(jit_compile):
+        """Return all results of updates and evaluations, and the trained weights."""
+        counts = Traced()
+        dropout = layers.Dropout(0.3, seed=1)
+        model = network(dropout, counts, layers.GaussianNoise(0.1, seed=2))
         counts.traces = {True: 0, False: 0}  # Keras traces it, too
         update = update_of(model, jit_compile, same_noise=True)
         evaluation = Evaluation(model, update.objective, MICRO, jit_compile=jit_compile)
-        step, evaluate = (
-            traced(update),
-            traced(lambda of, by=evaluation: by(of).mean_loss()),
-        )
-        found = [
-            float(value)
-            for size in (10, 13, 3, 5)
-            for value in step(*batch(size)).values()
-        ]
-        found += [float(evaluate(*batch(size))) for size in (13, 2)]
-        outcomes.append(
-            np.array(
-                [
-                    *found,
-                    *(
-                        value
-                        for weight in model.get_weights()
-                        for value in weight.ravel()
-                    ),
-                ]
-            )
-        )
+        step = traced(update)
+        evaluate = traced(mean_loss_of(evaluation))
+
+        results = []
+        for size in (10, 13, 3, 5):
+            results += [float(value) for value in step(*batch(size)).values()]
+        for size in (13, 2):
+            results.append(float(evaluate(*batch(size))))
         assert update.compiled is jit_compile
         # In training once more, for what `same_noise` finds out before.
         assert counts.traces == {True: 2, False: 1}
-    np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=EXACT, atol=EXACT)
+        weights = [np.ravel(weight) for weight in model.get_weights()]
+        return np.concatenate([results, *weights])
+
+    np.testing.assert_allclose(numbers(True), numbers(False), rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.usefixtures("float64")
@@ -181,33 +165,35 @@ def test_whole_micro_batches_are_compiled_and_a_short_last_one_is_not(gpu, jit_c
     model = network(Interpreted())
     update = update_of(model, jit_compile)
     evaluation = Evaluation(model, update.objective, MICRO, jit_compile=jit_compile)
-    for function in (update, lambda of: evaluation(of).mean_loss()):
+    for function in (update, mean_loss_of(evaluation)):
         step = traced(function)
         step(*batch(MICRO - 1))
-        for size in (MICRO, MICRO + 2) if jit_compile else ():
+        if jit_compile is False:
+            continue
+        for size in (MICRO, MICRO + 2):
             with pytest.raises(NOT_COMPILED):
                 step(*batch(size))
 
 
 @pytest.mark.slow
 def test_a_network_that_can_use_cudnn_does_without(gpu):
-    inside = keras.Sequential([keras.Input((None, 3)), recurrent := Seen(2)])
+    recurrent = Seen(2)
+    inside = keras.Sequential([keras.Input((None, 3)), recurrent])
     model = keras.Sequential([keras.Input((None, 3)), inside, layers.Dense(1)])
+    x, y = batch(MICRO, (4, 3))
     for jit_compile, seen in ((True, {False}), (False, {"auto"})):
         recurrent.seen = set()
-        update = update_of(model, jit_compile)
-        x, y = (value.astype("float32") for value in batch(MICRO, 4, 3))
-        loss = traced(update, (None, None, 3), tf.float32)(x, y)["loss"]
+        step = traced(update_of(model, jit_compile), (None, None, 3), tf.float32)
+        loss = step(x.astype("float32"), y.astype("float32"))["loss"]
         assert np.isfinite(float(loss))
         assert recurrent.seen == seen
         assert recurrent.use_cudnn == "auto"
 
 
 def test_batches_of_the_same_lengths_share_what_is_compiled():
-    numbers = [
-        int(shapes_compiled(batch(*shape)))
-        for shape in ((4, 8, 1), (3, 8, 1), (4, 16, 1), (4, 1, 8))
-    ]
+    numbers = []
+    for examples, shape in ((4, (8, 1)), (3, (8, 1)), (4, (16, 1)), (4, (1, 8))):
+        numbers.append(int(shapes_compiled(batch(examples, shape))))
     assert numbers[0] == numbers[1]
     assert len(set(numbers)) == 3
     assert all(0 <= number < 2**53 for number in numbers)

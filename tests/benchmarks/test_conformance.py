@@ -1,4 +1,7 @@
-"""The catalogue of traps: ours gets each right, Keras' own accumulation does not, and the page says what was found."""
+"""The catalogue of traps: ours gets each right, Keras' own accumulation does not.
+
+The page shows the recorded outcomes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,14 @@ from benchmarks.conformance.cases import (
     initial_weights,
     micro_batches,
 )
-from benchmarks.conformance.outcome import RIGHT, Outcome, by_log, by_weights, measured
+from benchmarks.conformance.outcome import (
+    RIGHT,
+    LargeBatches,
+    Outcome,
+    by_log,
+    by_weights,
+    measured,
+)
 from benchmarks.conformance.ways import LIBRARIES
 from benchmarks.processes import PEERS
 from tests.parameters import mostly_slow
@@ -37,7 +47,7 @@ PAGE = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
 
 
 def recorded():
-    """Every outcome of the page as (library, way, case, outcome)."""
+    """Yield every outcome of the page as (library, way, case, outcome)."""
     for library, result in RESULTS.items():
         for way, outcomes in result["outcomes"].items():
             for name, outcome in outcomes.items():
@@ -49,7 +59,8 @@ def recorded():
 def test_ours_is_right(float64, case):
     outcome = measured(ours.ours, case)
     assert outcome.verdict(case) == "right", outcome
-    assert outcome.rows == (1 if case.logged else None)
+    expected_rows = 1 if case.logged else None
+    assert outcome.rows == expected_rows
 
 
 @pytest.mark.slow
@@ -66,116 +77,128 @@ def test_keras_falls_into_its_traps(float64, name, verdict, least):
     outcome = measured(keras_fit.fit, BY_NAME[name])
     assert outcome.verdict(BY_NAME[name]) == verdict, outcome
     if least is None:
-        assert (
-            outcome.raised
-            == "RuntimeError: `merge_call` called while defining a new graph or a tf.function"
+        assert outcome.raised == (
+            "RuntimeError: `merge_call` called while defining a new graph "
+            "or a tf.function"
         )
     else:
         assert outcome.error >= least
 
 
-def by_hand(case: Case) -> tuple[list[np.ndarray], list[float]]:
-    """Weights and losses of SGD on whole batches, in NumPy."""
-    weights, losses = list(initial_weights()), []
-    for update, (x, y, *w) in enumerate(effective_batches(case)):
-        kernel, bias, last, last_bias = weights
-        weight = np.broadcast_to(w[0] if w else 1.0, y.shape) * (y != IGNORED)
-        weight = weight / (
-            weight.sum() if case.divided_by == "weights" else (y != IGNORED).sum()
-        )
+def by_hand(case: Case) -> LargeBatches:
+    """Train by SGD on large batches, in NumPy."""
+    weights = list(initial_weights())
+    losses = []
+    for update, (x, y, *example_weights) in enumerate(effective_batches(case)):
+        kernel, bias, last_kernel, last_bias = weights
+        counted = _shares_of_the_mean(case, y, example_weights)
         hidden = np.tanh(x @ kernel + bias)
-        logits = hidden @ last + last_bias
+        logits = hidden @ last_kernel + last_bias
         chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         labels = np.eye(CLASSES)[np.where(y == IGNORED, 0, y)]
-        squares = sum((each**2).sum() for each in weights)
-        losses.append(
-            float(
-                -(weight * np.log((chances * labels).sum(-1))).sum()
-                + case.penalty * squares
-            )
-        )
-        error = weight[..., None] * (chances - labels)
-        back = (error @ last.T) * (1 - hidden**2)
-        x, hidden, error, back = (
-            each.reshape(-1, each.shape[-1]) for each in (x, hidden, error, back)
-        )
-        gradients = [x.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
+        cross_entropy = -(counted * np.log((chances * labels).sum(-1))).sum()
+        squares = sum((array**2).sum() for array in weights)
+        losses.append(float(cross_entropy + case.penalty * squares))
+
+        error = counted[..., None] * (chances - labels)
+        hidden_error = (error @ last_kernel.T) * (1 - hidden**2)
+        error = _as_matrix(error)
+        hidden_error = _as_matrix(hidden_error)
         gradients = [
-            g + 2 * case.penalty * each
-            for g, each in zip(gradients, weights, strict=True)
+            _as_matrix(x).T @ hidden_error,
+            hidden_error.sum(0),
+            _as_matrix(hidden).T @ error,
+            error.sum(0),
         ]
-        norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
-        scale = 1 if case.clip is None else min(1, case.clip / norm)
-        rate = RATE * case.decay**update * scale
-        weights = [
-            each - rate * gradient
-            for each, gradient in zip(weights, gradients, strict=True)
-        ]
-    return weights, losses
+        for gradient, array in zip(gradients, weights, strict=True):
+            gradient += 2 * case.penalty * array
+
+        rate = RATE * case.decay**update
+        if case.clip is not None:
+            norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
+            rate *= min(1, case.clip / norm)
+        pairs = zip(weights, gradients, strict=True)
+        weights = [array - rate * gradient for array, gradient in pairs]
+    return LargeBatches(tuple(weights), losses)
+
+
+def _shares_of_the_mean(case, y, example_weights):
+    """Return what the loss of each example or token is multiplied with."""
+    is_counted = y != IGNORED
+    if not example_weights:
+        return is_counted / is_counted.sum()
+    weights = example_weights[0] * is_counted
+    if case.divided_by == "weights":
+        return weights / weights.sum()
+    return weights / is_counted.sum()
+
+
+def _as_matrix(array):
+    return array.reshape(-1, array.shape[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_large_batch_is_that_of_numpy(float64, case):
-    weights, losses = in_keras.large(case, list(effective_batches(case)))
-    expected, expected_losses = by_hand(case)
-    assert by_weights(weights, expected).error < RIGHT
-    assert losses == pytest.approx(expected_losses, rel=RIGHT)
+    large = in_keras.large(case, list(effective_batches(case)))
+    expected = by_hand(case)
+    assert by_weights(large.weights, expected.weights).error < RIGHT
+    assert large.losses == pytest.approx(expected.losses, rel=RIGHT)
 
 
 def test_every_clip_clips():
     (case,) = [case for case in CASES if case.clip]
-    free, _ = by_hand(dataclasses.replace(case, clip=None))
-    assert by_weights(by_hand(case)[0], free).error > 0.1
+    unclipped = by_hand(dataclasses.replace(case, clip=None))
+    assert by_weights(by_hand(case).weights, unclipped.weights).error > 0.1
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_micro_batches_are_the_effective_batches(case):
-    """In the same order; only the last one of an epoch may be smaller, and those of an update fill it."""
-    updates, parts_of = (
-        zip(*cut(case), strict=True) for cut in (effective_batches, micro_batches)
-    )
-    for whole, parts in zip(updates, parts_of, strict=True):
-        np.testing.assert_array_equal(np.concatenate(whole), np.concatenate(parts))
+    """They are in the same order, and those of an update fill it.
+
+    Only the last one of an epoch may be smaller.
+    """
+    examples_of_updates = zip(*effective_batches(case), strict=True)
+    examples_of_parts = zip(*micro_batches(case), strict=True)
+    for arrays, parts in zip(examples_of_updates, examples_of_parts, strict=True):
+        np.testing.assert_array_equal(np.concatenate(arrays), np.concatenate(parts))
+
     lengths = [len(y) for _, y, *_ in micro_batches(case)]
     per_epoch = -(-sum(case.sizes) // MICRO)
     assert len(lengths) == case.epochs * per_epoch
-    assert all(
-        length == MICRO
-        for number, length in enumerate(lengths, 1)
-        if number % per_epoch
-    )
+    for number, length in enumerate(lengths, 1):
+        is_last_of_epoch = number % per_epoch == 0
+        assert length == MICRO or is_last_of_epoch
     assert case.sizes[0] in (FACTOR * MICRO, sum(case.sizes))
-    assert sum(len(y) for _, y, *_ in effective_batches(case)) == case.epochs * len(
-        examples(case)[0]
-    )
+    trained_examples = sum(len(y) for _, y, *_ in effective_batches(case))
+    assert trained_examples == case.epochs * len(examples(case)[0])
 
 
 def test_an_error_is_relative_to_the_change():
     before = initial_weights()
-    moved = [each + 1 for each in before]
+    moved = [array + 1 for array in before]
+    halfway = [array + 0.5 for array in before]
     assert by_weights(moved, moved).error == 0
     assert by_weights(before, moved).error == pytest.approx(1)  # nothing was trained
-    assert by_weights([each + 0.5 for each in before], moved).error == pytest.approx(
-        0.5
-    )
+    assert by_weights(halfway, moved).error == pytest.approx(0.5)
 
 
 def test_verdicts():
-    case, logged = BY_NAME["equal"], BY_NAME["logs"]
+    case = BY_NAME["equal"]
+    logged = BY_NAME["logs"]
     assert Outcome(1e-13).verdict(case) == "right"
     assert Outcome(1e-11).verdict(case) == "wrong"
     assert Outcome(raised="ValueError: no").verdict(case) == "raises"
     assert Outcome(note="has no log").verdict(case) == "none"
     assert by_log([1.0, 2.0], 2, [1.0, 2.0]).verdict(logged) == "right"
     assert by_log([1.0, 2.01], 2, [1.0, 2.0]).verdict(logged) == "wrong"
-    assert (
-        by_log([1.0, 2.0], 8, [1.0, 2.0]).verdict(logged) == "wrong"
-    )  # four rows each
+    # Four rows for each update.
+    assert by_log([1.0, 2.0], 8, [1.0, 2.0]).verdict(logged) == "wrong"
 
     def way(case):
         raise ValueError(
-            "Exception encountered when calling Cond.call().\n\n\x1b[1mThe first. The second.\nMore"
+            "Exception encountered when calling Cond.call().\n\n"
+            "\x1b[1mThe first. The second.\nMore"
         )
 
     assert measured(way, case) == Outcome(raised="ValueError: The first")
@@ -190,19 +213,20 @@ def test_the_page_says_what_the_json_says():
 def test_all_was_measured_and_nothing_lies_near_the_bound():
     assert set(RESULTS) == {library.module for library in LIBRARIES}
     for library, way, case, outcome in recorded():
-        where = library, way, case.name, outcome
-        if library == "ours":
-            assert outcome.verdict(case) == "right", where
-        if case.name == "equal":
+        where = f"{library}, {way}, {case.name}: {outcome}"
+        if library == "ours" or case.name == "equal":
             assert outcome.verdict(case) == "right", where
         if way == "in_a_loop":
-            assert outcome.verdict(case) == ("none" if case.logged else "right"), where
+            expected = "none" if case.logged else "right"
+            assert outcome.verdict(case) == expected, where
         if outcome.error is not None and not case.logged:
             assert not RIGHT < outcome.error < 1e-3, where
+
     for library in LIBRARIES:
         outcomes = RESULTS[library.module]["outcomes"]
         assert set(outcomes) == {call.name for call in library.calls}
-        assert all(set(found) == set(BY_NAME) for found in outcomes.values())
+        for outcomes_by_case in outcomes.values():
+            assert set(outcomes_by_case) == set(BY_NAME)
 
 
 def test_a_cell():
@@ -227,44 +251,36 @@ def test_a_cell():
 
 
 def test_parts_are_measured_alone_and_the_rest_stays(tmp_path, monkeypatch, capsys):
-    (tmp_path / "conformance.md").write_text(
-        f"before\n{page.BEGIN}\n{page.END}\nafter\n"
-    )
-    (tmp_path / "conformance.json").write_text(json.dumps(RESULTS))
+    json_file = tmp_path / "conformance.json"
+    document = tmp_path / "conformance.md"
+    json_file.write_text(json.dumps(RESULTS))
+    document.write_text(f"before\n{page.BEGIN}\n{page.END}\nafter\n")
     again = RESULTS["ours"] | {"versions": {"keras": "99"}}
     monkeypatch.setattr(command, "measure", lambda library: again)
     monkeypatch.setattr(command, "PEERS", tmp_path / "nothing")
-    monkeypatch.setattr(
-        sys, "argv", ["conformance", "ours", "optax_updates", "--docs", str(tmp_path)]
-    )
+    arguments = ["conformance", "ours", "optax_updates", "--docs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
     command.main()
-    assert (
-        "optax_updates is left out: `make peers` sets it up" in capsys.readouterr().err
-    )
-    assert json.loads((tmp_path / "conformance.json").read_text()) == RESULTS | {
-        "ours": again
-    }
-    assert (tmp_path / "conformance.md").read_text() == "\n".join(
-        [
-            "before",
-            page.BEGIN,
-            "",
-            page.text(RESULTS | {"ours": again}),
-            "",
-            page.END,
-            "after",
-            "",
-        ]
-    )
+
+    expected = "optax_updates is left out: `make peers` sets it up"
+    assert expected in capsys.readouterr().err
+    results = RESULTS | {"ours": again}
+    assert json.loads(json_file.read_text()) == results
+    written = f"{page.BEGIN}\n\n{page.text(results)}\n\n{page.END}"
+    assert document.read_text() == f"before\n{written}\nafter\n"
+
     monkeypatch.setattr(sys, "argv", ["conformance", "our"])
     with pytest.raises(SystemExit):
         command.main()
     assert "LIBRARY must be one of ours, keras_fit, " in capsys.readouterr().err
 
 
+OURS = [library for library in LIBRARIES if library.module == "ours"]
+
+
 @pytest.mark.parametrize(
     "library",
-    mostly_slow(LIBRARIES, [], [each for each in LIBRARIES if each.module == "ours"]),
+    mostly_slow(LIBRARIES, [], OURS),
     ids=lambda library: library.module,
 )
 def test_a_library_does_what_the_page_says(library):
@@ -272,13 +288,11 @@ def test_a_library_does_what_the_page_says(library):
         pytest.skip(
             "others are run where `make peers` has set them up, which takes 6 GB"
         )
-    found = command.measure(library)["outcomes"]
+    measured_again = command.measure(library)["outcomes"]
     for name, outcomes in RESULTS[library.module]["outcomes"].items():
         for case in CASES:
-            now, then = (
-                Outcome(**found[name][case.name]),
-                Outcome(**outcomes[case.name]),
-            )
+            now = Outcome(**measured_again[name][case.name])
+            then = Outcome(**outcomes[case.name])
             assert now.verdict(case) == then.verdict(case), (name, case.name, now)
             if then.verdict(case) == "wrong":
                 assert now.error == pytest.approx(then.error, rel=1e-6)

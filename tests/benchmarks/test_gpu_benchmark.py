@@ -1,4 +1,7 @@
-"""benchmarks/gpu.py runs every piece on a CPU with tiny sizes; FLOPs of its networks are those of a person."""
+"""benchmarks/gpu.py runs every piece on a CPU with tiny sizes.
+
+The FLOPs of its networks are those that a person counts.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,26 @@ import psutil
 import pytest
 import tensorflow as tf
 
-from benchmarks import children, gpu, models, networks
+from benchmarks import children, gpu, keras_models
+from benchmarks.gpu_comparisons import COMPARISONS, MemoryUse, Trained
+from benchmarks.workloads import on_gpu
 from pipeline.accumulation import training_flops
 from tests.running import ROOT
 
 TIMED = {"found", "train", "beside", "sizes", "layers", "profile", "update", "peak"}
+CONDITIONS = {
+    "device",
+    "processors",
+    "platform",
+    "versions",
+    "begun",
+    "seconds",
+    "options",
+}
 
 
 def run(*arguments, cwd):
-    """As a file, where nothing says where the project is, on the CPU."""
+    """Run it as a file, on the CPU; the environment does not name the project."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": ""}
     return subprocess.run(
@@ -41,66 +55,62 @@ def test_every_part_has_its_figures(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(path.read_text())
     assert result["missing"] == []
-    assert {
-        "device",
-        "processors",
-        "platform",
-        "versions",
-        "begun",
-        "seconds",
-        "options",
-    } < set(result)
-    figures = result["figures"]
-    assert {figure["part"] for figure in figures} == set(gpu.PARTS)
-    assert all(
-        figure["values"] and all(map(math.isfinite, figure["values"]))
-        for figure in figures
-    )
-    timed = [f for f in figures if f["part"] in TIMED and f["subject"] != "PyTorch"]
-    assert all(min(figure["values"]) > 0 for figure in timed)
-    assert {
-        (f["part"], f["subject"]): f["met"] for f in figures if f["met"] is not None
-    } == {
-        **{(part, "transformer"): True for part in ("equal", "repeatable")},
-        **{("two", "CPU"): True, ("limits", "out of memory"): True},
+    assert set(result) > CONDITIONS
+    summaries = result["figures"]
+    assert {summary["part"] for summary in summaries} == set(gpu.PARTS)
+    met = {}
+    for summary in summaries:
+        if summary["met"] is not None:
+            met[summary["part"], summary["subject"]] = summary["met"]
+    assert met == {
+        ("equal", "transformer"): True,
+        ("repeatable", "transformer"): True,
+        ("two", "CPU"): True,
+        ("limits", "out of memory"): True,
     }
     assert (tmp_path / "profile_4.trace.json.gz").exists()
+
     # A line of JSON for the device, then one after each piece, in order.
-    first, *lines = [
-        json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
-    ]
+    lines = []
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            lines.append(json.loads(line))
+    first, *after_pieces = lines
     assert first["on_gpu"] is False
-    assert [line["piece"].split()[0] for line in lines] == [
-        piece.part for piece in gpu.pieces(gpu.PARTS, tiny=True)
-    ]
-    assert sum(len(line["figures"]) for line in lines) == len(figures)
-    # The table is what comes last, a line for each figure.
+    parts = [line["piece"].split()[0] for line in after_pieces]
+    assert parts == [piece.part for piece in gpu.pieces(gpu.PARTS, tiny=True)]
+
+    # These lines have all rounds; the file has a summary of each figure.
+    figures = []
+    for line in after_pieces:
+        figures += line["figures"]
+    assert len(figures) == len(summaries)
+    for figure, summary in zip(figures, summaries, strict=True):
+        assert figure["what"] == summary["what"]
+        assert len(figure["values"]) == summary["rounds"] > 0
+        assert all(map(math.isfinite, figure["values"]))
+        if figure["part"] in TIMED and figure["subject"] != "PyTorch":
+            assert min(figure["values"]) > 0
+
+    # The table comes last, a line for each figure.
     *_, head, _ = done.stdout.splitlines()[: -len(figures)]
     assert head.split()[:4] == ["part", "of", "figure", "median"]
-    for line, figure in zip(
-        done.stdout.splitlines()[-len(figures) :], figures, strict=True
-    ):
-        assert line.startswith(figure["part"])
-        assert figure["what"] in line
+    rows = done.stdout.splitlines()[-len(figures) :]
+    for row, figure in zip(rows, figures, strict=True):
+        assert row.startswith(figure["part"])
+        assert figure["what"] in row
 
 
 @pytest.mark.slow
-def test_what_there_is_no_time_for_is_said_in_the_table(tmp_path):
+def test_what_there_is_no_time_for_is_in_the_table(tmp_path):
     path = tmp_path / "result.json"
-    done = run(
-        "memory",
-        "large",
-        "--tiny",
-        "--seconds-limit",
-        "0",
-        "--output",
-        str(path),
-        cwd=tmp_path,
-    )
+    arguments = ("memory", "large", "--tiny", "--seconds-limit", "0")
+    done = run(*arguments, "--output", str(path), cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     missing = json.loads(path.read_text())["missing"]
     assert [(line["part"], line["subject"]) for line in missing] == [
-        *(("memory", f"transformer10m factor {factor}") for factor in (2, 64)),
+        ("memory", "transformer10m factor 2"),
+        ("memory", "transformer10m factor 64"),
         ("large", ""),
     ]
     for line, expected in zip(done.stdout.splitlines()[-3:], missing, strict=True):
@@ -109,73 +119,70 @@ def test_what_there_is_no_time_for_is_said_in_the_table(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_is_refused_in_one_line(tmp_path):
+def test_without_a_gpu_it_is_rejected_in_one_line(tmp_path):
     done = run(cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "gpu.py: TensorFlow must find a GPU, or --tiny must be given: CPU (no GPU answers)"
+        "gpu.py: TensorFlow must find a GPU, or --tiny must be given: "
+        "CPU (no GPU answers)"
     )
     assert done.stdout == ""
 
 
 @pytest.mark.slow
-def test_an_unknown_part_is_refused_in_one_line(tmp_path):
+def test_an_unknown_part_is_rejected_in_one_line(tmp_path):
     done = run("equals", cwd=tmp_path)
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == f"gpu.py: PART must be one of {', '.join(gpu.PARTS)}. Received: equals\n"
-    )
+    known = ", ".join(gpu.PARTS)
+    assert done.stderr == f"gpu.py: PART must be one of {known}. Received: equals\n"
 
 
 def test_what_is_most_wanted_comes_first_and_there_is_time_for_all_of_it():
-    tiny, large = (gpu.pieces(gpu.PARTS, tiny=small) for small in (True, False))
-    for known in (tiny, large):
-        assert list(dict.fromkeys(piece.part for piece in known)) == list(gpu.PARTS)
+    tiny = gpu.pieces(gpu.PARTS, tiny=True)
+    large = gpu.pieces(gpu.PARTS, tiny=False)
+    for pieces in (tiny, large):
+        assert list(dict.fromkeys(piece.part for piece in pieces)) == list(gpu.PARTS)
     assert gpu.PARTS[:4] == ("found", "train", "equal", "repeatable")
     assert sum(piece.seconds for piece in large) <= gpu.LIMIT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "arguments", "found", "why"),
+    ("function", "arguments", "seconds", "values", "failure"),
     [
-        ("builtins:dict", {"a": 1, "b": 2}, ["a", "b"], ""),
-        ("os:abort", {}, [], "killed by SIGABRT"),
-        ("signal:pause", {}, [], "took longer than 2 s"),
+        ("builtins:dict", {"a": 1, "b": 2}, 60, ["a", "b"], ""),
+        ("os:abort", {}, 60, [], "killed by SIGABRT"),
+        ("signal:pause", {}, 2, [], "took longer than 2 s"),
         (
             "math:sqrt",
             {},
+            60,
             [],
             "TypeError: math.sqrt() takes exactly one argument (0 given)",
         ),
     ],
 )
-def test_how_a_process_ends_is_said(monkeypatch, function, arguments, found, why):
-    monkeypatch.setattr(children, "methods", ["spawn"])
-    assert children.run(function, arguments, 2 if "longer" in why else 60) == (
-        found,
-        why,
-    )
+def test_how_a_process_ends_is_returned(
+    monkeypatch, function, arguments, seconds, values, failure
+):
+    monkeypatch.setattr(children, "start_methods", ["spawn"])
+    assert children.run(function, arguments, seconds) == (values, failure)
 
 
 @pytest.mark.slow
 def test_what_a_process_has_started_ends_with_it(monkeypatch):
-    monkeypatch.setattr(children, "methods", ["spawn"])
+    monkeypatch.setattr(children, "start_methods", ["spawn"])
     sleeping = ["sleep", f"9{os.getpid()}"]
-    _, why = children.run("subprocess:Popen", {"args": sleeping}, 60)
-    assert why.startswith(
-        "TypeError"
-    )  # it yields nothing, but it has started a process
-    assert not any(
-        process.info["cmdline"] == sleeping
-        for process in psutil.process_iter(["cmdline"])
-    )
+    _, failure = children.run("subprocess:Popen", {"args": sleeping}, 60)
+    # It yields nothing, but it has started a process.
+    assert failure.startswith("TypeError")
+    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert sleeping not in commands
 
 
 @pytest.mark.slow
 def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
-    from benchmarks import gpu_workloads, throughput
+    from benchmarks import throughput
 
     tried = []
 
@@ -189,9 +196,8 @@ def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
         return step
 
     monkeypatch.setattr(throughput, "updates", updates)
-    micro, rates = throughput._rates(
-        gpu_workloads.workload("transformer10m", tiny=False), None, False, 0.01
-    )
+    workload = on_gpu("transformer10m")
+    micro, rates = throughput._rates(workload, None, False, 0.01)
     assert (micro, tried) == (16, [64, 32, 16])
     assert len(rates) == throughput.ROUNDS
 
@@ -205,77 +211,79 @@ def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
         (106_000_000, 2.0, False),
     ],
 )
-def test_the_batch_is_taken_off_where_it_lies_on_the_device(larger, growth, met):
-    (figure,) = gpu.COMPARED["memory"](
-        "resnet50", [(100_000_000, 1_000_000)], [(larger, 5_000_000)], False
-    )
+def test_the_batch_is_subtracted_if_it_is_on_the_device(larger, growth, met):
+    fewer = [MemoryUse(100_000_000, 1_000_000)]
+    more = [MemoryUse(larger, 5_000_000)]
+    (figure,) = COMPARISONS["memory"]("resnet50", fewer, more, False)
     assert figure.values == pytest.approx([growth])
     assert figure.met is met
 
 
 def test_what_differs_is_found():
-    one = [("a", [np.zeros((2, 2)), np.ones(3)]), ("b", [np.zeros(1)])]
-    other = [
-        ("a", [np.zeros((2, 2)), np.array([1, 1, 1 + 2e-10])]),
-        ("b", [np.array([-0.0])]),
+    def compared(part, first, second):
+        figures = COMPARISONS[part]("", first, second, False)
+        return [figure.met for figure in figures]
+
+    zeros = np.zeros((2, 2))
+    reference = [Trained("a", [zeros, np.ones(3)]), Trained("b", [np.zeros(1)])]
+    moved = [
+        Trained("a", [zeros, np.array([1, 1, 1 + 2e-10])]),
+        Trained("b", [np.array([-0.0])]),
     ]
-    assert [figure.met for figure in gpu.COMPARED["equal"]("", one, other, False)] == [
-        False,
-        True,
+    diverged = [
+        Trained("a", [zeros, np.array([np.nan, 1, 1])]),
+        Trained("b", [np.zeros(1)]),
     ]
-    nan = [("a", [np.zeros((2, 2)), np.array([np.nan, 1, 1])]), ("b", [np.zeros(1)])]
-    assert [figure.met for figure in gpu.COMPARED["equal"]("", one, nan, False)] == [
-        False,
-        True,
-    ]
-    assert [
-        figure.met for figure in gpu.COMPARED["repeatable"]("", one, other, False)
-    ] == [False, False]
-    assert [
-        figure.met for figure in gpu.COMPARED["repeatable"]("", one, one, False)
-    ] == [True, True]
+    assert compared("equal", reference, moved) == [False, True]
+    assert compared("equal", reference, diverged) == [False, True]
+    assert compared("repeatable", reference, moved) == [False, False]
+    assert compared("repeatable", reference, reference) == [True, True]
 
 
 @pytest.mark.slow
 def test_flops_of_a_transformer():
-    """No sum, norm or look-up counts. Of a block of width 8: 4 projections, 2 dense layers of 8 × 32, 2 products.
+    """No sum, norm or look-up counts.
 
-    As every product comes after the embedding, which learns, each has both gradients.
+    A block of width 8 has 4 projections, 2 dense layers of 8 × 32, and 2 products. As
+    every product comes after the embedding, which learns, each has both gradients.
     """
-    model = networks.transformer(layers=3, width=8, heads=2, vocabulary=11, length=5)
-    adds = 5 * (3 * (4 * 8 * 8 + 2 * 8 * 32 + 2 * 5 * 8) + 8 * 11)
+    model = keras_models.transformer(
+        layers=3, width=8, heads=2, vocabulary=11, length=5
+    )
+    block = 4 * 8 * 8 + 2 * 8 * 32 + 2 * 5 * 8
+    adds = 5 * (3 * block + 8 * 11)
     x = np.zeros((2, 5), np.int32)
-    assert training_flops(model, models.loss(), (x, x)) == (6 * adds, [])
+    assert training_flops(model, keras_models.loss(), (x, x)) == (6 * adds, [])
 
 
 def bottlenecks(inputs, width, side, blocks, strides):
-    "Multiply-adds of a stage, whose first block strides in its 3 × 3 and has a shortcut of 1 × 1."
-    first = (
-        inputs * width * (side * strides) ** 2
-        + (9 * width * width + width * 4 * width) * side**2
-    )
+    """Return the multiply-adds of a stage.
+
+    Its first block strides in its 3 × 3 and has a shortcut of 1 × 1.
+    """
+    before_stride = inputs * width * (side * strides) ** 2
+    after_stride = (9 * width * width + width * 4 * width) * side**2
     shortcut = inputs * 4 * width * side**2
-    others = (4 * width * width + 9 * width * width + width * 4 * width) * side**2
-    return first + shortcut + (blocks - 1) * others
+    other = (4 * width * width + 9 * width * width + width * 4 * width) * side**2
+    return before_stride + after_stride + shortcut + (blocks - 1) * other
 
 
 @pytest.mark.slow
 def test_flops_of_resnet_50():
+    first = 7 * 7 * 3 * 64 * 112**2
     stages = (
-        (64, 64, 56, 3, 1),
-        (256, 128, 28, 4, 2),
-        (512, 256, 14, 6, 2),
-        (1024, 512, 7, 3, 2),
+        bottlenecks(64, 64, 56, 3, 1)
+        + bottlenecks(256, 128, 28, 4, 2)
+        + bottlenecks(512, 256, 14, 6, 2)
+        + bottlenecks(1024, 512, 7, 3, 2)
     )
-    adds = (
-        7 * 7 * 3 * 64 * 112**2
-        + sum(bottlenecks(*stage) for stage in stages)
-        + 2048 * 1000
-    )
-    assert adds == pytest.approx(
-        4.09e9, rel=1e-3
-    )  # as is said of this variant; He et al. 2015 stride in the 1 × 1: 3.8
-    model = networks.resnet(50, 224, 1000)
-    first = 7 * 7 * 3 * 64 * 112**2  # has no gradient by the image
-    batch = np.zeros((2, 224, 224, 3), np.float32), np.zeros(2, np.int32)
-    assert training_flops(model, models.loss(), batch) == (6 * adds - 2 * first, [])
+    adds = first + stages + 2048 * 1000
+    # This variant is known for so many; He et al. 2015 stride in the 1 × 1: 3.8.
+    assert adds == pytest.approx(4.09e9, rel=1e-3)
+
+    model = keras_models.resnet(50, 224, 1000)
+    x = np.zeros((2, 224, 224, 3), np.float32)
+    y = np.zeros(2, np.int32)
+    # The first convolution has no gradient by the image.
+    expected = 6 * adds - 2 * first
+    assert training_flops(model, keras_models.loss(), (x, y)) == (expected, [])

@@ -1,4 +1,7 @@
-"""A run that goes on from a checkpoint is the undisturbed run, to the bit; a damaged checkpoint is not used."""
+"""A run that goes on from a checkpoint has the bits of the undisturbed run.
+
+A damaged checkpoint is not used.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import random
 import re
 import shutil
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,42 +34,54 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, batches
-from pipeline.training.evaluator import Evaluations, Evaluator
+from pipeline.training.evaluator import Evaluations, SplitEvaluator
 from pipeline.training.loop import Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 from tests.parameters import mostly_slow
 from tests.training.test_loop import Rows
 
-EXAMPLES, SIZE, UPDATES = 43, 8, 15  # 6 updates an epoch, the last one of 3 examples
+# An epoch has 6 updates, the last one of 3 examples.
+EXAMPLES = 43
+SIZE = 8
+UPDATES = 15
 PLAN = Plan(Batching(SIZE, 2, 4), EXAMPLES, UPDATES)
-# In the middle of an epoch, at its end, after its first update: where that may matter; else after the first tail.
+# The updates after which a case goes on: in the middle of an epoch, at its end, or
+# after its first update, where that may matter. Others go on after the first tail.
 WHERE = {"ema": (4,), "callbacks": (6, 7), "streamed": (4,)}
 
 
 class Drawing(keras.callbacks.Callback):
-    """Draws where an epoch ends from Python and NumPy, moves the weights by it, and offers what it keeps."""
+    """Draws from Python and NumPy where an epoch ends, and moves the weights by it.
+
+    It offers what it has drawn as its state.
+    """
 
     def __init__(self):
         super().__init__()
-        self.drawn, self.moved = [], np.zeros(3, np.float32)
+        self.drawn = []
+        self.moved = np.zeros(3, np.float32)
 
     def on_epoch_end(self, epoch, logs=None):
-        self.drawn.append([random.random(), {"normal": float(np.random.normal())}])
-        self.moved += np.float32(self.drawn[-1][0])
-        self.model.trainable_variables[-1].assign_add(
-            keras.ops.full((1,), self.moved[0] / 100)
-        )
+        number = random.random()
+        self.drawn.append([number, {"normal": float(np.random.normal())}])
+        self.moved += np.float32(number)
+        bias = self.model.trainable_variables[-1]
+        bias.assign_add(keras.ops.full((1,), self.moved[0] / 100))
 
     def get_state(self):
         return {"drawn": self.drawn, "moved": self.moved}
 
     def set_state(self, state):
-        self.drawn, self.moved = state["drawn"], state["moved"]
+        self.drawn = state["drawn"]
+        self.moved = state["moved"]
 
 
 class Unseeded(layers.Layer):
-    """Draws from Keras' global seed generator and from TensorFlow's, and counts in a variable of TensorFlow's."""
+    """Draws from the global seed generators of Keras and TensorFlow.
+
+    It counts in a variable of TensorFlow's.
+    """
 
     def __init__(self):
         super().__init__()
@@ -75,11 +92,8 @@ class Unseeded(layers.Layer):
         if not training:
             return x
         self.counts[0].assign_add(1.0)
-        return x + 0.01 * (
-            keras.random.normal(tf.shape(x))
-            + self.generator.normal(tf.shape(x))
-            + self.counts[0]
-        )
+        noise = keras.random.normal(tf.shape(x)) + self.generator.normal(tf.shape(x))
+        return x + 0.01 * (noise + self.counts[0])
 
 
 def shift(image, seed):
@@ -92,6 +106,21 @@ def shifting():
 
 def momentum(**more):
     return keras.optimizers.SGD(0.05, momentum=0.9, **more)
+
+
+def averaging():
+    return momentum(use_ema=True, ema_momentum=0.8)
+
+
+def loss_scaling():
+    adam = keras.optimizers.Adam(0.01)
+    return keras.optimizers.LossScaleOptimizer(
+        adam, initial_scale=2.0**20, dynamic_growth_steps=3
+    )
+
+
+def no_callbacks(folder):
+    return {}
 
 
 def early_callbacks(folder):
@@ -114,49 +143,64 @@ def early_callbacks(folder):
     }
 
 
+@dataclass(frozen=True)
+class Case:
+    """What differs between the runs.
+
+    Attributes:
+        optimizer: makes it.
+        precision: name of Keras' policy.
+        dropout: whether the model has a layer of it.
+        metric: whether there is a metric besides the loss.
+        noise_every: updates between two measurements of the noise scale; 0 for none.
+        callbacks: makes them by name, for a folder.
+        node: the config group of the dataset.
+        extra: makes a further layer.
+        replicas: of the model.
+        hold_statistics: see `Update`.
+    """
+
+    optimizer: Callable[[], keras.Optimizer] = momentum
+    precision: str = "float32"
+    dropout: bool = False
+    metric: bool = False
+    noise_every: int = 0
+    callbacks: Callable[[Path], dict] = no_callbacks
+    node: dict = field(default_factory=dict)
+    extra: Callable[[], layers.Layer] | None = None
+    replicas: int = 1
+    hold_statistics: bool = True
+
+
+STREAMED = {
+    "in_memory": False,
+    "shuffle_buffer": 7,
+    "augment": {"_target_": f"{__name__}.shifting"},
+}
 CASES = {
-    "plain": {"optimizer": momentum},
-    "ema": {
-        "optimizer": lambda: momentum(use_ema=True, ema_momentum=0.8),
-        "dropout": True,
-        "noise": 2,
-        "metric": True,
-    },
-    "float16": {
-        "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.Adam(0.01), initial_scale=2.0**20, dynamic_growth_steps=3
-        ),
-        "precision": "mixed_float16",
-        "dropout": True,
-    },
-    "callbacks": {"optimizer": momentum, "callbacks": early_callbacks},
-    "streamed": {
-        "optimizer": momentum,
-        "node": {
-            "in_memory": False,
-            "shuffle_buffer": 7,
-            "augment": {"_target_": f"{__name__}.shifting"},
-        },
-    },
-    "unseeded": {"optimizer": momentum, "extra": Unseeded},
-    "replicas": {
-        "optimizer": momentum,
-        "dropout": True,
-        "extra": layers.BatchNormalization,
-        "replicas": 2,
-        "hold": False,
-    },
-    "float64": {"optimizer": momentum, "precision": "float64", "metric": True},
+    "plain": Case(),
+    "ema": Case(averaging, dropout=True, noise_every=2, metric=True),
+    "float16": Case(loss_scaling, precision="mixed_float16", dropout=True),
+    "callbacks": Case(callbacks=early_callbacks),
+    "streamed": Case(node=STREAMED),
+    "unseeded": Case(extra=Unseeded),
+    "replicas": Case(
+        dropout=True,
+        extra=layers.BatchNormalization,
+        replicas=2,
+        hold_statistics=False,
+    ),
+    "float64": Case(precision="float64", metric=True),
 }
 
 
 class Run:
-    """A small model on 43 examples; a checkpoint after every update is left in `folder`."""
+    """A small model on 43 examples; `folder` has a checkpoint after every update."""
 
     def __init__(  # noqa: PLR0913  what a test varies
         self,
         folder: Path,
-        case: dict,
+        case: Case,
         *,
         start=None,
         every=1,
@@ -167,75 +211,83 @@ class Run:
         units=4,
         updates=UPDATES,
         log_every=1,
+        rows=None,
     ):
-        keras.utils.clear_session(free_memory=False)
-        precision = case.get("precision", "float32")
-        keras.config.set_floatx("float64" if precision == "float64" else "float32")
-        keras.config.set_dtype_policy(precision)
-        keras.utils.set_random_seed(1)
-        replicas = case.get("replicas", 1)
+        """Train the case.
+
+        Args:
+            folder: of the checkpoints, and of what the callbacks write.
+            case: what is trained.
+            start: checkpoint to go on from; None to begin.
+            every, keep: see `Checkpoints`.
+            stop_at: update after which a stop is requested; None for never.
+            looks: how often the stop is looked at before it is granted.
+            micro: size of the micro-batches, in examples.
+            units: of the hidden layer.
+            updates: when the run ends.
+            log_every: see `Recorder`.
+            rows: gets the rows; None for new ones.
+        """
+        self.folder = folder
+        if rows is None:
+            rows = Rows()
+        self.rows = rows
+        begin(case.precision)
         strategy = tf.distribute.get_strategy()
-        if replicas > 1:
-            strategy = tf.distribute.MirroredStrategy(
-                [f"/CPU:{replica}" for replica in range(replicas)]
-            )
-        numbers = np.random.default_rng(0)
-        x, y = (
-            numbers.normal(size=(EXAMPLES, 3)).astype("float32"),
-            numbers.normal(size=(EXAMPLES, 1)),
-        )
-        data = Data(tf.data.Dataset.from_tensor_slices((x, y.astype("float32"))), None)
-        cut = Batching(SIZE, micro, -(-SIZE // (micro * replicas)), replicas)
+        if case.replicas > 1:
+            devices = [f"/CPU:{replica}" for replica in range(case.replicas)]
+            strategy = tf.distribute.MirroredStrategy(devices)
+
+        data = examples()
+        factor = -(-SIZE // (micro * case.replicas))
+        cut = Batching(SIZE, micro, factor, case.replicas)
         self.plan = Plan(cut, EXAMPLES, updates)
-        self.batches = batches.effective_batches(
-            OmegaConf.create(case.get("node", {})),
-            data,
-            self.plan.slices(start.update if start else 0),
-            seed=3,
+        done = 0 if start is None else start.update
+        effective_batches = batches.effective_batches(
+            OmegaConf.create(case.node), data, self.plan.slices(done), seed=3
         )
+
         with strategy.scope():
-            middle = [case["extra"]()] if "extra" in case else []
-            middle += [layers.Dropout(0.5)] * case.get("dropout", False)
-            self.model = keras.Sequential(
-                [keras.Input((3,)), layers.Dense(units), *middle, layers.Dense(1)]
-            )
-            optimizer = case["optimizer"]()
+            self.model = model_of(case, units)
+            optimizer = case.optimizer()
             optimizer.build(self.model.trainable_variables)
-            metrics = [keras.metrics.MeanAbsoluteError()] * case.get("metric", False)
-            validating = [keras.metrics.MeanAbsoluteError()] * case.get("metric", False)
+            metrics = metrics_of(case)
+            validation_metrics = metrics_of(case)
         loss = keras.losses.MeanSquaredError()
         self.model.compile(optimizer, loss)
-        noise = case.get("noise", 0)
-        options = {"noise_every": noise, "hold_statistics": case.get("hold", True)}
         update = Update(
             self.model,
             Objective(loss, metrics=metrics),
             optimizer,
             micro,
             strategy=strategy,
-            **options,
+            noise_every=case.noise_every,
+            hold_statistics=case.hold_statistics,
         )
-        evaluation = Evaluation(
-            self.model, Objective(loss, metrics=validating), micro, strategy=strategy
-        )
-        self.rows, self.folder = Rows(), folder
+        objective = Objective(loss, metrics=validation_metrics)
+        evaluation = Evaluation(self.model, objective, micro, strategy=strategy)
+
         recorder = Counting(
             self.rows, self.plan, log_every, lambda: 0, Progress(updates)
         )
-        recorder.skips = precision == "mixed_float16"
+        recorder.skips = case.precision == "mixed_float16"
         folder.mkdir(parents=True, exist_ok=True)
-        self.callbacks = case["callbacks"](folder) if "callbacks" in case else {}
-        reason, looked = Stopped("now"), []
+        self.callbacks = case.callbacks(folder)
+        looked = 0
 
         def stop():
-            looked.extend([None] * (recorder.done == stop_at))
-            return reason if len(looked) >= looks else None
+            nonlocal looked
+            if recorder.done == stop_at:
+                looked += 1
+            if looked >= looks:
+                return Stopped("now")
+            return None
 
         with Checkpoints(folder / "checkpoints", every, self.plan, keep) as checkpoints:
-            validation = Evaluator(evaluation, batches.in_order(data.train, SIZE))
+            validation = SplitEvaluator(evaluation, batches.in_order(data.train, SIZE))
             self.loss = Trainer(
                 update,
-                self.batches,
+                effective_batches,
                 recorder,
                 evaluations=Evaluations(validation, every=3),
                 callbacks=self.callbacks,
@@ -244,7 +296,43 @@ class Run:
             ).fit(start)
 
     def state(self, update: int) -> State:
-        return written(self.folder, update)
+        """Return the state in the checkpoint of an update."""
+        saved = checkpoint.at(self.folder / "checkpoints", update)
+        return state.read(saved.folder, saved.meta)
+
+
+def begin(precision: str) -> None:
+    """Set Keras' precision, and begin all its names and seeds anew."""
+    keras.utils.clear_session(free_memory=False)
+    # Losses and metrics follow floatx.
+    floatx = "float64" if precision == "float64" else "float32"
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(precision)
+    keras.utils.set_random_seed(1)
+
+
+def examples() -> Data:
+    numbers = np.random.default_rng(0)
+    x = numbers.normal(size=(EXAMPLES, 3)).astype("float32")
+    y = numbers.normal(size=(EXAMPLES, 1)).astype("float32")
+    return Data(tf.data.Dataset.from_tensor_slices((x, y)), None)
+
+
+def model_of(case: Case, units: int) -> keras.Model:
+    middle = []
+    if case.extra is not None:
+        middle.append(case.extra())
+    if case.dropout:
+        middle.append(layers.Dropout(0.5))
+    return keras.Sequential(
+        [keras.Input((3,)), layers.Dense(units), *middle, layers.Dense(1)]
+    )
+
+
+def metrics_of(case: Case) -> list[keras.Metric]:
+    if case.metric:
+        return [keras.metrics.MeanAbsoluteError()]
+    return []
 
 
 class Stopped(BaseException):
@@ -252,18 +340,13 @@ class Stopped(BaseException):
 
 
 class Counting(Recorder):
-    """Knows the last update that it was given."""
+    """A recorder that knows the last update that it was given."""
 
     done = 0
 
-    def add(self, update, *given):
+    def add(self, update, *values):
         self.done = update
-        super().add(update, *given)
-
-
-def written(folder: Path, update: int) -> State:
-    found = checkpoint.at(folder / "checkpoints", update)
-    return state.read(found.folder, found.meta)
+        super().add(update, *values)
 
 
 @pytest.fixture(autouse=True)
@@ -273,44 +356,51 @@ def precision_after(precision):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The undisturbed run of each case, made when it is first asked for."""
-    made = {}
+    """A function that gives the undisturbed run of a case, made once."""
+    runs = {}
 
-    def of(name: str) -> Run:
-        if name not in made:
-            made[name] = Run(tmp_path_factory.mktemp(name), CASES[name])
-        return made[name]
+    def undisturbed(name: str) -> Run:
+        if name not in runs:
+            runs[name] = Run(tmp_path_factory.mktemp(name), CASES[name])
+        return runs[name]
 
-    return of
-
-
-def goes_on(run: Run, update: int, folder: Path, case: dict, **arguments) -> Run:
-    return Run(
-        folder,
-        case,
-        start=checkpoint.at(run.folder / "checkpoints", update),
-        **arguments,
-    )
+    return undisturbed
 
 
-def differences(one: State, two: State) -> list[str]:
-    """The names of what is not equal to the bit."""
-    names = [*one.arrays, *(name for name in two.arrays if name not in one.arrays)]
-    bits = [
-        {name: (a.dtype, a.shape, a.tobytes()) for name, a in both.arrays.items()}
-        for both in (one, two)
-    ]
-    different = [name for name in names if bits[0].get(name) != bits[1].get(name)]
-    return different + [
-        name for name in one.values if one.values[name] != two.values[name]
-    ]
+def goes_on(run: Run, update: int, folder: Path, case: Case, **arguments) -> Run:
+    """Return a run in `folder` that goes on from a checkpoint of `run`."""
+    start = checkpoint.at(run.folder / "checkpoints", update)
+    return Run(folder, case, start=start, **arguments)
 
 
-def files(folder: Path) -> list[str]:
-    return [file.name for file in folder.glob("*.h5")]
+def differences(actual: State, expected: State) -> list[str]:
+    """Return the names of the arrays and values that are not bit-identical."""
+    bits = bits_of_arrays(actual)
+    expected_bits = bits_of_arrays(expected)
+    different = []
+    for name in expected_bits | bits:
+        if bits.get(name) != expected_bits.get(name):
+            different.append(name)
+    for name, value in actual.values.items():
+        if value != expected.values[name]:
+            different.append(name)
+    return different
+
+
+def bits_of_arrays(one: State) -> dict[str, tuple]:
+    bits = {}
+    for name, array in one.arrays.items():
+        bits[name] = (array.dtype, array.shape, array.tobytes())
+    return bits
+
+
+def weight_files(folder: Path) -> set[str]:
+    """Return the names of the files of ModelCheckpoint, which are by epoch."""
+    return {file.name for file in folder.glob("*.h5")}
 
 
 def rest(rows: list, update: int) -> list:
+    """Return the rows after an update."""
     return [row for row in rows if row[0] > update]
 
 
@@ -321,37 +411,28 @@ def rest(rows: list, update: int) -> list:
 def test_what_follows_a_checkpoint_is_what_would_have_followed(
     name, straight, tmp_path
 ):
-    whole = straight(name)
+    run = straight(name)
     for update in WHERE.get(name, (7,)):
-        again = goes_on(
-            whole, update, tmp_path / str(update), CASES[name], every=UPDATES
-        )
-        assert again.rows.updates == rest(whole.rows.updates, update)
-        assert again.rows.validations == rest(whole.rows.validations, update)
-        assert again.loss == whole.loss
-        assert differences(again.state(UPDATES), whole.state(UPDATES)) == []
-        for one, two in zip(
-            again.model.get_weights(), whole.model.get_weights(), strict=True
-        ):
-            np.testing.assert_array_equal(
-                one, two
-            )  # after the end: averaged weights, the best ones
-        assert set(files(again.folder)) <= set(
-            files(whole.folder)
-        )  # of ModelCheckpoint, by epoch
+        folder = tmp_path / str(update)
+        again = goes_on(run, update, folder, CASES[name], every=UPDATES)
+        assert again.rows.updates == rest(run.rows.updates, update)
+        assert again.rows.validations == rest(run.rows.validations, update)
+        assert again.loss == run.loss
+        assert differences(again.state(UPDATES), run.state(UPDATES)) == []
+        # After the end these may be averaged weights, or the best ones.
+        weights = again.model.get_weights()
+        for array, expected in zip(weights, run.model.get_weights(), strict=True):
+            np.testing.assert_array_equal(array, expected)
+        assert weight_files(again.folder) <= weight_files(run.folder)
 
 
 def test_the_cases_have_what_they_are_for(straight):
     """A state that never changes would prove nothing."""
     kept = straight("callbacks").state(7).values["callbacks"]
     assert set(kept) == {"stop", "reduce", "save", "history", "draw"}
-    assert all(
-        [
-            kept["stop"]["best_weights"],
-            kept["history"]["history"],
-            kept["draw"]["drawn"],
-        ]
-    )
+    assert kept["stop"]["best_weights"]
+    assert kept["history"]["history"]
+    assert kept["draw"]["drawn"]
     assert straight("callbacks").rows.updates[-1][1]["learning_rate"] < 0.05
     assert straight("ema").state(7).values["recorder"]["noise"]["_variance"] != 0
 
@@ -360,14 +441,14 @@ def test_the_cases_have_what_they_are_for(straight):
 def test_the_slow_cases_have_what_they_are_for(straight):
     skipped = [row["skipped_updates"] for _, row in straight("float16").rows.updates]
     assert 0 < skipped[-1] < UPDATES
-    assert any(
-        " on replica 1" in name for name in straight("replicas").state(7).arrays
-    )  # moving statistics
+    # The moving statistics of each replica are its own.
+    arrays = straight("replicas").state(7).arrays
+    assert any(" on replica 1" in name for name in arrays)
     assert "keras' global seed" in straight("unseeded").state(4).arrays
 
 
-# What a state consists of: the names of arrays that a pattern is in, or a part of the values, and the case it is of.
-PARTS = {
+# The parts of a state. For arrays: the case, and a text in the names of the arrays.
+ARRAYS = {
     "the weights": ("ema", "model/sequential/dense/kernel"),
     "the seeds": ("ema", "seed_generator_state"),
     "the slots": ("ema", "_momentum"),
@@ -382,6 +463,7 @@ PARTS = {
     "TensorFlow's generator": ("unseeded", "/generator"),
     "TensorFlow's variable": ("unseeded", "/counts"),
 }
+# For values: the case, and the path of the value.
 VALUES = {
     "the noise scale": ("ema", "recorder", "noise"),
     "the epoch's sums": ("callbacks", "recorder", "epoch_sums"),
@@ -399,77 +481,95 @@ VALUES = {
 QUICK = ("the seeds", "the noise scale")
 
 
-@pytest.mark.parametrize("part", mostly_slow(PARTS | VALUES, QUICK, []))
+def without_arrays(saved: State, fresh: State, text: str) -> State:
+    """Return a saved state whose arrays with a text in their name are fresh."""
+    arrays = dict(saved.arrays)
+    replaced = [name for name in arrays if text in name]
+    assert replaced
+    for name in replaced:
+        name_of_all = name.partition(" on replica")[0]
+        arrays[name] = fresh.arrays.get(name, arrays[name_of_all])
+    return State(arrays, saved.values)
+
+
+def without_value(saved: State, fresh: State, path: list[str]) -> State:
+    """Return a saved state in which the value at `path` is fresh."""
+    arrays = {**fresh.arrays, **saved.arrays}
+    values = json.loads(json.dumps(saved.values))
+    *outer, last = path
+    parent = values
+    fresh_parent = fresh.values
+    for key in outer:
+        parent = parent[key]
+        fresh_parent = fresh_parent[key]
+    if last == "numpy":
+        # Most of NumPy's random state is in arrays.
+        for name in saved.arrays:
+            if name.startswith("NumPy"):
+                arrays[name] = fresh.arrays[name]
+    else:
+        assert parent[last] != fresh_parent[last]
+    parent[last] = fresh_parent[last]
+    return State(arrays, values)
+
+
+@pytest.mark.parametrize("part", mostly_slow(ARRAYS | VALUES, QUICK, []))
 def test_without_one_part_of_the_state_another_run_follows(
     part, straight, tmp_path, monkeypatch
 ):
-    name, *where = (PARTS | VALUES)[part]
-    whole, restore = straight(name), state.restore
+    name, *path = (ARRAYS | VALUES)[part]
+    run = straight(name)
+    restore = state.restore
 
-    def restore_without(given, update, recorder, callbacks):
+    def restore_without(saved, update, recorder, callbacks):
         fresh = state.capture(update, recorder, callbacks, {})
-        arrays, values = dict(given.arrays), json.loads(json.dumps(given.values))
-        for array in [array for array in arrays if part in PARTS and where[0] in array]:
-            arrays[array] = fresh.arrays.get(
-                array, arrays[array.partition(" on replica")[0]]
-            )
-        if part in VALUES:
-            *path, last = where
-            inner, of = values, fresh.values
-            for key in path:
-                inner, of = inner[key], of[key]
-            if last == "numpy":
-                arrays |= {
-                    array: fresh.arrays[array]
-                    for array in arrays
-                    if array.startswith("NumPy")
-                }
-            assert inner[last] != of[last] or last == "numpy"
-            inner[last] = of[last]
-            arrays = {**fresh.arrays, **arrays}
-        assert part in VALUES or any(where[0] in array for array in given.arrays)
-        return restore(State(arrays, values), update, recorder, callbacks)
+        if part in ARRAYS:
+            changed = without_arrays(saved, fresh, *path)
+        else:
+            changed = without_value(saved, fresh, path)
+        return restore(changed, update, recorder, callbacks)
 
     monkeypatch.setattr(state, "restore", restore_without)
     update = 13 if name == "callbacks" else 7
     try:
-        again = goes_on(whole, update, tmp_path, CASES[name], every=UPDATES)
+        again = goes_on(run, update, tmp_path, CASES[name], every=UPDATES)
     except AttributeError:  # ModelCheckpoint learns of an epoch where one begins
         assert part == "ModelCheckpoint"
         return
-    same = [again.rows.updates == rest(whole.rows.updates, update)]
-    same += [again.rows.validations == rest(whole.rows.validations, update)]
-    same += [not differences(again.state(UPDATES), whole.state(UPDATES))]
-    assert not all(same)
+    is_same = (
+        again.rows.updates == rest(run.rows.updates, update)
+        and again.rows.validations == rest(run.rows.validations, update)
+        and not differences(again.state(UPDATES), run.state(UPDATES))
+    )
+    assert not is_same
+
+
+def assert_rows_close(rows: list, expected: list) -> None:
+    """Check that rows are of the same updates, with equal values within rounding."""
+    assert [update for update, _ in rows] == [update for update, _ in expected]
+    for (_, values), (_, expected_values) in zip(rows, expected, strict=True):
+        assert values == pytest.approx(expected_values, rel=1e-12)
 
 
 @pytest.mark.slow
 def test_at_another_factor_it_goes_on_within_rounding(straight, tmp_path):
-    whole = straight("float64")
-    again = goes_on(
-        whole, 7, tmp_path, CASES["float64"], every=None, micro=4
-    )  # 2 micro-batches in place of 4
-    for (update, row), (expected, values) in zip(
-        again.rows.updates, rest(whole.rows.updates, 7), strict=True
-    ):
-        assert (update, row) == (expected, pytest.approx(values, rel=1e-12))
-    for one, two in zip(
-        again.model.get_weights(), whole.model.get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(one, two, rtol=1e-12, atol=1e-13)
+    run = straight("float64")
+    # 2 micro-batches in place of 4
+    again = goes_on(run, 7, tmp_path, CASES["float64"], every=None, micro=4)
+    assert_rows_close(again.rows.updates, rest(run.rows.updates, 7))
+    weights = again.model.get_weights()
+    for array, expected in zip(weights, run.model.get_weights(), strict=True):
+        np.testing.assert_allclose(array, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.slow
 def test_on_two_replicas_it_goes_on_within_rounding_and_back(straight, tmp_path):
-    whole = straight("float64")
-    on_two = CASES["float64"] | {"replicas": 2}
-    again = goes_on(whole, 7, tmp_path / "two", on_two)
+    run = straight("float64")
+    two_replicas = replace(CASES["float64"], replicas=2)
+    again = goes_on(run, 7, tmp_path / "two", two_replicas)
     back = goes_on(again, 10, tmp_path / "one", CASES["float64"])
-    for rows, update in ((again.rows.updates, 7), (back.rows.updates, 10)):
-        for (number, row), (expected, values) in zip(
-            rows, rest(whole.rows.updates, update), strict=True
-        ):
-            assert (number, row) == (expected, pytest.approx(values, rel=1e-12))
+    assert_rows_close(again.rows.updates, rest(run.rows.updates, 7))
+    assert_rows_close(back.rows.updates, rest(run.rows.updates, 10))
 
 
 @pytest.mark.parametrize(
@@ -480,51 +580,36 @@ def test_on_two_replicas_it_goes_on_within_rounding_and_back(straight, tmp_path)
         [(4, 1), (6, 3), (UPDATES, 2)],
     ),
 )
-def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(
-    stop_at, looks, straight, tmp_path
-):
-    """Before the evaluation and the callbacks that are due after the update: the run that goes on begins with them.
+def test_a_stop_leaves_the_rows_and_a_checkpoint(stop_at, looks, straight, tmp_path):
+    """The run that goes on begins with what was due after the update.
 
-    Also where it is asked for while the run evaluates, which is looked at again after each batch.
+    That is the evaluation and the callbacks. A stop may also come during an evaluation:
+    it is looked at again after each batch.
     """
-    whole = straight("callbacks")
+    run = straight("callbacks")
+    case = CASES["callbacks"]
+    rows = Rows()
     with pytest.raises(Stopped):
-        stopped_run(tmp_path / "one", stop_at, looks)
-    found = checkpoint.newest(tmp_path / "one" / "checkpoints")
-    assert found.update == stop_at
-    first = KEPT_ROWS.pop()
-    again = Run(tmp_path / "two", CASES["callbacks"], start=found, every=UPDATES)
-    assert first.updates == [row for row in whole.rows.updates if row[0] <= stop_at]
-    assert first.updates + again.rows.updates == whole.rows.updates
-    assert first.validations + again.rows.validations == whole.rows.validations
-    assert differences(again.state(UPDATES), whole.state(UPDATES)) == []
-    assert again.loss == whole.loss
-
-
-KEPT_ROWS: list[Rows] = []
-
-
-def stopped_run(folder: Path, stop_at: int, looks: int) -> None:
-    """The rows of a run that raises are left in `KEPT_ROWS`."""
-    made = Run.__new__(Run)
-    try:
-        made.__init__(
-            folder, CASES["callbacks"], every=100, stop_at=stop_at, looks=looks
-        )
-    finally:
-        KEPT_ROWS.append(made.rows)
+        Run(tmp_path / "one", case, every=100, stop_at=stop_at, looks=looks, rows=rows)
+    start = checkpoint.newest(tmp_path / "one" / "checkpoints")
+    assert start.update == stop_at
+    again = Run(tmp_path / "two", case, start=start, every=UPDATES)
+    assert rows.updates == [row for row in run.rows.updates if row[0] <= stop_at]
+    assert rows.updates + again.rows.updates == run.rows.updates
+    assert rows.validations + again.rows.validations == run.rows.validations
+    assert differences(again.state(UPDATES), run.state(UPDATES)) == []
+    assert again.loss == run.loss
 
 
 @pytest.mark.slow
 def test_a_row_that_log_every_leaves_out_is_logged_at_the_end_all_the_same(tmp_path):
-    whole = Run(tmp_path / "whole", CASES["plain"], log_every=4)
+    case = CASES["plain"]
+    run = Run(tmp_path / "undisturbed", case, log_every=4)
+    assert [row[0] for row in run.rows.updates] == [4, 8, 12, UPDATES]
     for update in (UPDATES - 1, UPDATES):
-        again = goes_on(
-            whole, update, tmp_path / str(update), CASES["plain"], log_every=4
-        )
-        assert [row[0] for row in whole.rows.updates] == [4, 8, 12, UPDATES]
-        assert again.rows.updates == rest(whole.rows.updates, update)
-    assert again.loss == whole.loss
+        again = goes_on(run, update, tmp_path / str(update), case, log_every=4)
+        assert again.rows.updates == rest(run.rows.updates, update)
+    assert again.loss == run.loss
 
 
 class StopsAt(keras.callbacks.Callback):
@@ -534,15 +619,13 @@ class StopsAt(keras.callbacks.Callback):
 
 @pytest.mark.slow
 def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
-    case = CASES["plain"] | {"callbacks": lambda folder: {"stop": StopsAt()}}
+    case = replace(CASES["plain"], callbacks=lambda folder: {"stop": StopsAt()})
     stopped = Run(tmp_path / "one", case, every="auto")
     assert stopped.rows.updates[-1][0] == 12
     again = goes_on(stopped, 12, tmp_path / "two", case, every=None)
-    assert (again.rows.updates, again.rows.validations, again.loss) == (
-        [],
-        [],
-        stopped.loss,
-    )
+    assert again.rows.updates == []
+    assert again.rows.validations == []
+    assert again.loss == stopped.loss
     assert not (tmp_path / "two" / "checkpoints").exists()
     assert state.starting_anew(stopped.callbacks) == [
         "training.callbacks.stop starts anew: it offers no state"
@@ -551,18 +634,20 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("case", "arguments", "message"),
+    ("changes", "arguments", "message"),
     [
         (
             {},
             {"units": 5},
-            "model/sequential/dense/kernel is (3, 5) float32. Received: '(3, 4) float32'.",
+            "model/sequential/dense/kernel is (3, 5) float32. "
+            "Received: '(3, 4) float32'.",
         ),
         ({"dropout": True}, {}, "seed_generator_state is (2,) int64. Received: null."),
         (
             {"optimizer": keras.optimizers.SGD},
             {},
-            "which has no such variable. Received: 'optimizer/sgd/sequential_dense_kernel_momentum'.",
+            "which has no such variable. "
+            "Received: 'optimizer/sgd/sequential_dense_kernel_momentum'.",
         ),
         (
             {"precision": "float64"},
@@ -572,21 +657,27 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
     ],
     ids=["units", "dropout", "optimizer", "precision"],
 )
-def test_a_checkpoint_of_another_model_is_refused(
-    case, arguments, message, straight, tmp_path
+def test_a_checkpoint_of_another_model_is_rejected(
+    changes, arguments, message, straight, tmp_path
 ):
-    with pytest.raises(ConfigError) as refused:
-        goes_on(straight("plain"), 4, tmp_path, CASES["plain"] | case, **arguments)
-    assert message in str(refused.value)
+    case = replace(CASES["plain"], **changes)
+    with pytest.raises(ConfigError) as error:
+        goes_on(straight("plain"), 4, tmp_path, case, **arguments)
+    assert message in str(error.value)
 
 
-# From here on the folders alone: what is written, and what becomes of it.
+# From here on, only the folders are tested: what is written, and what becomes of it.
 
 
-LEAST: dict[str, Any] = {  # what every checkpoint has
+# The values that every checkpoint has.
+LEAST: dict[str, Any] = {
     "loop": {"open": False, "validation": {}, "stopped_by": None, "best": None},
     "stop_training": False,
-    **{"recorder": {}, "random": [], "numpy": [], "callbacks": {}, "kinds": {}},
+    "recorder": {},
+    "random": [],
+    "numpy": [],
+    "callbacks": {},
+    "kinds": {},
 }
 
 
@@ -600,6 +691,7 @@ def small(update: int) -> State:
 
 
 def saved(folder: Path, *updates: int, keep=2) -> Checkpoints:
+    """Save small checkpoints of some updates."""
     with Checkpoints(folder, 1, PLAN, keep) as checkpoints:
         for update in updates:
             checkpoints.save(update, lambda update=update: small(update))
@@ -610,10 +702,8 @@ def test_what_is_written_is_read(tmp_path):
     saved(tmp_path, 3)
     found = checkpoint.at(tmp_path, 3)
     assert differences(state.read(found.folder, found.meta), small(3)) == []
-    assert (found.meta["examples"], found.meta["effective_batch_size"]) == (
-        EXAMPLES,
-        SIZE,
-    )
+    assert found.meta["examples"] == EXAMPLES
+    assert found.meta["effective_batch_size"] == SIZE
 
 
 def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
@@ -622,14 +712,17 @@ def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
     assert names(tmp_path) == ["2", "3"]
     (tmp_path / ".4").mkdir()
     (tmp_path / ".4" / "arrays.index").write_text("half of it")
-    assert (
-        checkpoint.newest(tmp_path).update == 3
-    )  # who reads removes nothing: the run may be writing
+    # Reading removes nothing: the run may be writing.
+    assert checkpoint.newest(tmp_path).update == 3
     assert names(tmp_path) == [".4", "2", "3"]
-    (tmp_path / "07").mkdir(), (tmp_path / "notes").mkdir()  # a person's
+
+    # Folders that a person has made stay.
+    (tmp_path / "07").mkdir()
+    (tmp_path / "notes").mkdir()
     saved(tmp_path, 9)
     assert names(tmp_path) == ["07", "3", "9", "notes"]
-    saved(tmp_path, 5)  # it went on from 3: what was after it is of another run
+    # It went on from 3: what was after that belongs to another run.
+    saved(tmp_path, 5)
     assert names(tmp_path) == ["07", "3", "5", "notes"]
     saved(tmp_path, 5)
     assert checkpoint.newest(tmp_path).update == 5
@@ -639,59 +732,63 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def damages(file: Path):
-    """Name and bytes: each of a small file's bytes flipped, and of a large one's some; cut, longer, empty."""
-    whole = file.read_bytes()
-    step = max(1, len(whole) // 61)
-    for place in {*range(0, len(whole), step), len(whole) - 1}:
+def damages(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield what a file may contain in place of `content`, by a name of the damage.
+
+    Each byte of a small file has a bit flipped, and some bytes of a large one. The file
+    is cut, longer, or empty.
+    """
+    step = max(1, len(content) // 61)
+    for place in {*range(0, len(content), step), len(content) - 1}:
         for bit in (0, 5):
-            yield (
-                f"bit {bit} of byte {place}",
-                whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :],
-            )
-    for length in {0, 1, len(whole) // 2, len(whole) - 1}:
-        yield f"cut to {length}", whole[:length]
-    yield "one more", whole + b"\0"
-    yield "of zeros", bytes(len(whole))
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            yield f"bit {bit} of byte {place}", bytes(damaged)
+    for length in {0, 1, len(content) // 2, len(content) - 1}:
+        yield f"cut to {length}", content[:length]
+    yield "one more", content + b"\0"
+    yield "of zeros", bytes(len(content))
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsys):
     saved(tmp_path, 1, 2)
     files = [file for file in sorted((tmp_path / "2").iterdir()) if file.is_file()]
     assert [file.name for file in files] == [
-        *("arrays.data-00000-of-00001", "arrays.index", "manifest.json", "meta.json")
+        "arrays.data-00000-of-00001",
+        "arrays.index",
+        "manifest.json",
+        "meta.json",
     ]
-    used = {1: 0, 2: 0}
+    damaged_line = f"the checkpoint {tmp_path / '2'} is damaged, and not used: "
+    times_used = {1: 0, 2: 0}
     for file in files:
-        whole = file.read_bytes()
-        for how, damaged in damages(file):
+        content = file.read_bytes()
+        for damage, damaged in damages(content):
             file.write_bytes(damaged)
             capsys.readouterr()
             found = checkpoint.newest(tmp_path)
-            used[found.update] += 1
-            said = capsys.readouterr().err
+            err = capsys.readouterr().err
+            times_used[found.update] += 1
             if found.update == 2:  # a space in the manifest
-                assert file.name == "manifest.json", how
-                assert json.loads(damaged) == json.loads(whole), how
+                assert file.name == "manifest.json", damage
+                assert json.loads(damaged) == json.loads(content), damage
+                assert differences(state.read(found.folder, found.meta), small(2)) == []
             else:
-                assert said.startswith(
-                    f"the checkpoint {tmp_path / '2'} is damaged, and not used: "
-                ), how
-                assert said.count("\n") == 1
+                assert err.startswith(damaged_line), damage
+                assert err.count("\n") == 1
                 with pytest.raises(ConfigError, match="must not be damaged"):
                     checkpoint.at(tmp_path, 2)
-                continue
-            assert differences(state.read(found.folder, found.meta), small(2)) == []
-        for other in (
-            None,
-            files[0] if file is not files[0] else files[1],
-        ):  # not there; another's content
-            file.unlink()
-            if other is not None:
-                shutil.copyfile(other, file)
-            assert checkpoint.newest(tmp_path).update == 1, file
-            file.write_bytes(whole)
-    assert used[2] < 20 < 300 < used[1]
+
+        # The file is not there, or has the content of another one.
+        other = files[0] if file is not files[0] else files[1]
+        file.unlink()
+        assert checkpoint.newest(tmp_path).update == 1, file
+        shutil.copyfile(other, file)
+        assert checkpoint.newest(tmp_path).update == 1, file
+        file.write_bytes(content)
+    assert times_used[2] < 20
+    assert times_used[1] > 300
+
     (tmp_path / "2" / "more").touch()
     assert checkpoint.newest(tmp_path).update == 1
     (tmp_path / "2").rename(tmp_path / "3")
@@ -702,38 +799,37 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
     assert checkpoint.newest(tmp_path) is None
 
 
-def test_one_of_another_format_or_that_is_not_there_is_refused(tmp_path):
+def edit_meta(folder: Path, old: str, new: str) -> None:
+    """Replace a text in a checkpoint's meta.json, and correct its hash."""
+    meta = folder / "meta.json"
+    manifest = folder / "manifest.json"
+    old_hash = checkpoint._sha256(meta)
+    meta.write_text(meta.read_text().replace(old, new))
+    new_hash = checkpoint._sha256(meta)
+    manifest.write_text(manifest.read_text().replace(old_hash, new_hash))
+
+
+def test_one_of_another_format_or_that_is_not_there_is_rejected(tmp_path):
     saved(tmp_path, 1, 2)
-    with pytest.raises(
-        ConfigError, match=r"3 must be there\. Received: 3\. Choices: 1, 2\."
-    ):
+    line = r"3 must be there\. Received: 3\. Choices: 1, 2\."
+    with pytest.raises(ConfigError, match=line):
         checkpoint.at(tmp_path, 3)
-    meta = tmp_path / "2" / "meta.json"
-    before = checkpoint._sha256(meta)
-    meta.write_text(meta.read_text().replace('"format": 1', '"format": 2'))
-    manifest = tmp_path / "2" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(before, checkpoint._sha256(meta)))
-    for find in (
-        lambda: checkpoint.newest(tmp_path),
-        lambda: checkpoint.at(tmp_path, 2),
-    ):
-        with pytest.raises(ConfigError, match=r"must be of format 1\. Received: 2\."):
-            find()
+    edit_meta(tmp_path / "2", '"format": 1', '"format": 2')
+    line = r"must be of format 1\. Received: 2\."
+    with pytest.raises(ConfigError, match=line):
+        checkpoint.newest(tmp_path)
+    with pytest.raises(ConfigError, match=line):
+        checkpoint.at(tmp_path, 2)
 
 
 @pytest.mark.parametrize("lost", ["values", "arrays", "loop", "stopped_by"])
 def test_one_that_lacks_something_is_said_and_not_used(tmp_path, capsys, lost):
-    """Though its hashes are right."""
+    """Its hashes are right."""
     saved(tmp_path, 1, 2)
-    meta, manifest = tmp_path / "2" / "meta.json", tmp_path / "2" / "manifest.json"
-    before = checkpoint._sha256(meta)
-    meta.write_text(meta.read_text().replace(f'"{lost}"', '"found"'))
-    manifest.write_text(manifest.read_text().replace(before, checkpoint._sha256(meta)))
+    edit_meta(tmp_path / "2", f'"{lost}"', '"found"')
     assert checkpoint.newest(tmp_path).update == 1
-    assert re.search(
-        rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n",
-        capsys.readouterr().err,
-    )
+    line = rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n"
+    assert re.search(line, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "write", "read"])
@@ -756,15 +852,13 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(
             patch.setattr(state, "read", lambda folder, meta: small(7))
         saved(tmp_path, 2)
     assert names(tmp_path) == ["1"]
-    said = capsys.readouterr().err
-    reason = (
-        "was read back other than it was written"
-        if call == "read"
-        else "No space left on device"
-    )
-    assert said.startswith("the checkpoint of update 2 was not written: OSError: ")
-    assert reason in said
-    assert said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("the checkpoint of update 2 was not written: OSError: ")
+    if call == "read":
+        assert "was read back other than it was written" in err
+    else:
+        assert "No space left on device" in err
+    assert err.count("\n") == 1
     saved(tmp_path, 3)
     assert names(tmp_path) == ["1", "3"]
 
@@ -780,33 +874,43 @@ def test_training_goes_on_where_no_checkpoint_can_be_written(
 
 def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
     """It is written while training goes on; the next one waits for it."""
-    may_write, variable, write = threading.Event(), tf.Variable([1.0]), State.write
-    monkeypatch.setattr(
-        State, "write", lambda self, folder: may_write.wait(60) and write(self, folder)
-    )
+    may_write = threading.Event()
+    variable = tf.Variable([1.0])
+    write = State.write
+
+    def write_later(state, folder):
+        assert may_write.wait(60)
+        return write(state, folder)
+
+    def captured():
+        return State({"v": variable.numpy()}, LEAST)
+
+    monkeypatch.setattr(State, "write", write_later)
     with Checkpoints(tmp_path, "auto", PLAN) as checkpoints:
-        checkpoints.save(1, lambda: State({"v": variable.numpy()}, LEAST))
+        checkpoints.save(1, captured)
         variable.assign([2.0])
         assert "1" not in names(tmp_path)
-        monkeypatch.setattr(checkpoint, "AUTO_SECONDS", 0)
-        checkpoints._next = 0
+        checkpoints._next_auto = 0
         assert not checkpoints.due(2)  # while one is written
         threading.Timer(0.1, may_write.set).start()
-        checkpoints.save(2, lambda: State({"v": variable.numpy()}, LEAST))
+        checkpoints.save(2, captured)
         assert names(tmp_path)[-1] == "1"
+        checkpoints.wait()
+        checkpoints._next_auto = 0
+        assert checkpoints.due(2)
     for update in (1, 2):
         found = checkpoint.at(tmp_path, update)
         assert state.read(found.folder, found.meta).arrays["v"].tolist() == [update]
 
 
-def test_when_one_is_due(tmp_path, monkeypatch):
+def test_when_one_is_due(tmp_path):
     def due(every, last=False):
         checkpoints = Checkpoints(tmp_path, every, PLAN)
-        return [
-            update
-            for update in range(1, 16)
-            if checkpoints.due(update, last=last and update == 15)
-        ]
+        updates = []
+        for update in range(1, 16):
+            if checkpoints.due(update, last=last and update == 15):
+                updates.append(update)
+        return updates
 
     assert due(None) == due(None, last=True) == []
     assert due("epoch") == [6, 12]
@@ -814,20 +918,27 @@ def test_when_one_is_due(tmp_path, monkeypatch):
     assert due(4) == [4, 8, 12]
     assert due("auto") == []
     assert due("auto", last=True) == [15]
-    now = [1000.0]
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
 
-    def slowly(seconds):
-        now[0] += seconds
+
+def test_auto_waits_longer_after_a_slow_one(tmp_path, monkeypatch):
+    now = 1000.0  # seconds
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
+    checkpoints = Checkpoints(tmp_path, "auto", PLAN)
+    times = []
+
+    def captured():
+        nonlocal now
+        now += 1
+        if len(times) == 1:
+            now += 19
         return small(1)
 
-    checkpoints, times = Checkpoints(tmp_path, "auto", PLAN), []
-    while now[0] < 8000:
+    while now < 8000:
         if checkpoints.due(1):
-            times.append(now[0])
-            checkpoints.save(1, lambda: slowly(20 if len(times) == 1 else 1))
+            times.append(now)
+            checkpoints.save(1, captured)
             checkpoints.wait()
-        now[0] += 1
+        now += 1
     # 300 s after the start; the first stalls for 20 s, so the next is 2000 s after it.
     assert times[:4] == [1300, 1300 + 2020, 1300 + 2020 + 301, 1300 + 2020 + 602]
 
@@ -843,11 +954,6 @@ def test_when_one_is_due(tmp_path, monkeypatch):
     ],
 )
 def test_what_a_callback_may_not_keep_is_said(value):
-    class Offers(keras.callbacks.Callback):
-        get_state, set_state = (lambda self: {"kept": [value]}), None
-
-    with pytest.raises(
-        TypeError,
-        match="the state of callback/own/kept/0 must be JSON values and NumPy arrays",
-    ):
-        state._without_arrays(Offers().get_state(), "callback/own", {})
+    line = "the state of callback/own/kept/0 must be JSON values and NumPy arrays"
+    with pytest.raises(TypeError, match=line):
+        state._without_arrays({"kept": [value]}, "callback/own", {})

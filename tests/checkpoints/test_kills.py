@@ -1,13 +1,14 @@
-"""A run that is killed anywhere, again and again, goes on to the result of the run that nobody disturbed.
+"""A run that is killed again and again ends with the result of an undisturbed run.
 
-`make test-all` kills about 3 times, `make soak` 200 times; the table at the end says where: see
-tests/killing.py.
+It may be killed anywhere. `make test-all` kills about 3 times, `make soak` 200 times;
+the table at the end of the session says where, see tests/killing.py.
 """
 
 from __future__ import annotations
 
 import random
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 
 from pipeline.checkpoints import files as checkpoint
 from pipeline.checkpoints import snapshot
-from pipeline.tracking.journal_file import NAME, has_begun
+from pipeline.tracking.journal_file import JOURNAL_NAME, has_begun
 from tests.killing import CALLS, MOMENT, Plan
 from tests.running import Store, pipeline, start, wait
 from tests.shared import note, place_store
@@ -24,45 +25,55 @@ UPDATES = 12
 KILLS = 4  # of one run, at most
 SEEDS = 85
 RUN = (
-    *(
-        "model=mlp",
-        "model.hidden=[16]",
-        "model.dropout=0.2",
-        "optimizer=momentum",
-        "hardware.deterministic=true",
-    ),
-    *(
-        f"training.updates={UPDATES}",
-        "training.checkpoint_every=3",
-        "training.evaluate_every=4",
-    ),
-    *(
-        "tracking.log_model=false",
-        "tracking.system_metrics=false",
-        "tracking.patience=30",
-        "hydra.run.dir=run",
-    ),
+    "model=mlp",
+    "model.hidden=[16]",
+    "model.dropout=0.2",
+    "optimizer=momentum",
+    "hardware.deterministic=true",
+    f"training.updates={UPDATES}",
+    "training.checkpoint_every=3",
+    "training.evaluate_every=4",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+    "tracking.patience=30",
+    "hydra.run.dir=run",
 )
 AUTO = ("train", *RUN, "training.resume=auto")
-# As a user has them; other tests have one.
-THREADS = dict.fromkeys(
-    ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), "2"
-)
+# A user's run has several threads; those of other tests have one.
+THREADS = {
+    "TF_NUM_INTRAOP_THREADS": "2",
+    "TF_NUM_INTEROP_THREADS": "2",
+    "OMP_NUM_THREADS": "2",
+}
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run leaves that no disturbance may change."""
+
+    status: str
+    metrics: dict[str, dict[int, float]]
+    weights: dict[str, bytes]
+    params: dict[str, str]
+    tags: dict[str, str | None]
+    inputs: list[tuple[str, str]]
+    files: set[str]
 
 
 class Undisturbed:
-    """What runs that nobody disturbed have left, by their number of replicas; each is made once."""
+    """Makes an undisturbed run for each number of replicas, once."""
 
     def __init__(self, folder: Path):
-        self._folder, self._made = folder, dict[int, tuple]()
+        self._folder = folder
+        self._left_by_replicas: dict[int, Left] = {}
 
-    def __call__(self, replicas: int) -> tuple:
-        if replicas not in self._made:
+    def __call__(self, replicas: int) -> Left:
+        if replicas not in self._left_by_replicas:
             folder = self._folder / str(replicas)
             folder.mkdir()
             pipeline(*AUTO, f"hardware.replicas={replicas}", cwd=folder, **THREADS)
-            self._made[replicas] = left_in(folder)
-        return self._made[replicas]
+            self._left_by_replicas[replicas] = left_in(folder)
+        return self._left_by_replicas[replicas]
 
 
 @pytest.fixture(scope="module")
@@ -78,119 +89,131 @@ MARKS = [pytest.mark.slow] + [pytest.mark.soak] * (SEEDS - 1)
 )
 def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, seed):
     chance = random.Random(seed)
-    replicas = f"hardware.replicas={1 + seed % 2}"
+    replicas = 1 + seed % 2
     place_store(tmp_path)
-    said, plans = [], []
+    plans = []
+    processes = []
     while len(plans) < KILLS and not finished(tmp_path):
-        last = len(plans) == KILLS - 1
-        who = chance.choice(
-            ["shipper", "trainer"]
-            if last
-            else ["shipper", "trainer", "trainer", "sync"]
-        )
-        who = who if has_begun(tmp_path / "run" / NAME) else "trainer"
-        plan = planned(
-            chance,
-            tmp_path / f"kill {len(plans)}",
-            who,
-            both=who == "shipper" and not last,
-        )
-        again = (
-            going_on(chance, tmp_path, replicas) if who != "sync" else ("sync", "run")
-        )
+        plan = next_plan(chance, tmp_path, len(plans))
+        command = next_command(chance, tmp_path, plan.who, replicas)
         process = start(
-            *again, cwd=tmp_path, warm=True, **plan.environment(), **THREADS
+            *command, cwd=tmp_path, warm=True, **plan.environment(), **THREADS
         )
         plans.append(plan)
-        said.append((f"{plan}: {' '.join(again[:2])}", process))
-        status = process.wait(
-            240
-        )  # not for what it leaves behind, which the next command has to get on with
-        print(said[-1][0], status)
-        killed = plan.killed and (who != "shipper" or plan.both)
-        # A shipper that is killed may outlive its trainer by a moment.
-        expected = ([-signal.SIGKILL] if killed else [0]) + [0] * (who == "shipper")
+        name = f"{plan}: {' '.join(command[:2])}"
+        processes.append((name, process))
+        # The next command has to get on with what this one leaves behind: that is not
+        # waited for.
+        status = process.wait(240)
+        print(name, status)
+        expected = expected_statuses(plan)
         assert status in expected, process.communicate(timeout=60)
-    pipeline(*AUTO, replicas, cwd=tmp_path, **THREADS)
-    assert pipeline("sync", "run", cwd=tmp_path).stderr.startswith(
-        "run: 0 points were missing; run "
-    )
-    for what, process in said:
-        assert "Traceback" not in process.communicate(timeout=60)[1], what
-    assert left_in(tmp_path) == undisturbed(1 + seed % 2)
-    wait(
-        lambda: not [each for each in psutil.process_iter() if is_in(each, tmp_path)],
-        30,
-    )
+
+    pipeline(*AUTO, f"hardware.replicas={replicas}", cwd=tmp_path, **THREADS)
+    synced = pipeline("sync", "run", cwd=tmp_path)
+    assert synced.stderr.startswith("run: 0 points were missing; run ")
+    for name, process in processes:
+        _, err = process.communicate(timeout=60)
+        assert "Traceback" not in err, name
+    assert left_in(tmp_path) == undisturbed(replicas)
+    wait(lambda: not any(is_in(each, tmp_path) for each in psutil.process_iter()), 30)
     note(*(plan.kind for plan in plans if plan.killed))
 
 
-def planned(chance: random.Random, folder: Path, who: str, *, both: bool) -> Plan:
-    """Return where to kill `who` in what is left of the run in the folder beside `folder`."""
-    folder.mkdir()
-    done = max(
-        (int(place.name) for place in folder.parent.glob("run/checkpoints/[0-9]*")),
-        default=0,
-    )
-    never = (
-        ["client.create_run"] if Store(folder.parent).runs() else ["client.update_run"]
-    )
-    call = chance.choice([call for call in (*CALLS[who], MOMENT) if call not in never])
-    most = CALLS[who][call] * (UPDATES - done) // UPDATES
-    both = both or (who == "trainer" and chance.random() < 0.5)
+def next_plan(chance: random.Random, folder: Path, number: int) -> Plan:
+    """Return kill `number` of the run in `folder`, and make the folder of its notes."""
+    is_last = number == KILLS - 1
+    if is_last:
+        who = chance.choice(["shipper", "trainer"])
+    else:
+        who = chance.choice(["shipper", "trainer", "trainer", "sync"])
+    if not has_begun(folder / "run" / JOURNAL_NAME):
+        who = "trainer"
+    notes = folder / f"kill {number}"
+    notes.mkdir()
+
+    # Only the first process of a run creates it in the store.
+    never = "client.update_run"
+    if Store(folder).runs():
+        never = "client.create_run"
+    calls = [call for call in (*CALLS[who], MOMENT) if call != never]
+    call = chance.choice(calls)
+    places = folder.glob("run/checkpoints/[0-9]*")
+    done = max((int(place.name) for place in places), default=0)
+    calls_left = CALLS[who][call] * (UPDATES - done) // UPDATES
+
+    both = who == "shipper" and not is_last
+    if who == "trainer":
+        both = chance.random() < 0.5
     return Plan(
-        str(folder),
-        who,
-        call,
-        chance.randint(1, max(most, 1)),
-        chance.random() < 0.5,
-        both,
+        folder=str(notes),
+        who=who,
+        call=call,
+        count=chance.randint(1, max(calls_left, 1)),
+        after=chance.random() < 0.5,
+        both=both,
     )
+
+
+def next_command(
+    chance: random.Random, folder: Path, who: str, replicas: int
+) -> tuple[str, ...]:
+    """Return a command that has the process `who` of the run in `folder`.
+
+    It is `pipeline sync`, or one that goes on with the run: the same command again, or
+    `pipeline resume` where there is a checkpoint.
+    """
+    if who == "sync":
+        return ("sync", "run")
+    if chance.random() < 0.4 and list(folder.glob("run/checkpoints/[0-9]*")):
+        return ("resume", "run")
+    return (*AUTO, f"hardware.replicas={replicas}")
+
+
+def expected_statuses(plan: Plan) -> list[int]:
+    """Return the exit statuses that a command may have under a plan."""
+    command_is_killed = plan.who != "shipper" or plan.both
+    if not (plan.killed and command_is_killed):
+        return [0]
+    if plan.who == "shipper":
+        # A shipper that is killed may outlive its trainer by a moment.
+        return [-signal.SIGKILL, 0]
+    return [-signal.SIGKILL]
 
 
 def finished(folder: Path) -> bool:
-    journal = folder / "run" / NAME
+    journal = folder / "run" / JOURNAL_NAME
     return journal.exists() and '"end":"FINISHED"' in journal.read_text()
 
 
-def going_on(chance: random.Random, folder: Path, replicas: str) -> tuple[str, ...]:
-    """Return what goes on with the run: the same command again, or `pipeline resume` where there is a checkpoint."""
-    if chance.random() < 0.4 and list(folder.glob("run/checkpoints/[0-9]*")):
-        return ("resume", "run")
-    return (*AUTO, replicas)
-
-
-def left_in(folder: Path, checkpoint_of: int = UPDATES) -> tuple:
-    """Return all that a run leaves which no disturbance may change."""
+def left_in(folder: Path, checkpoint_of: int = UPDATES) -> Left:
+    """Return what the only run in `folder` has left."""
     store = Store(folder)
-    run = store.run()  # one
-    metrics = {
-        key: store.history(run, key)
-        for key in run.data.metrics
-        if not key.startswith("perf/")
-    }
+    run = store.run()
+    metrics = {}
+    for key in run.data.metrics:
+        if not key.startswith("perf/"):
+            metrics[key] = store.history(run, key)
     last = checkpoint.at(folder / "run" / "checkpoints", checkpoint_of)
-    weights = {
-        name: array.tobytes()
-        for name, array in snapshot.read(last.folder, last.meta).arrays.items()
-    }
-    params = {
-        key: value
-        for key, value in run.data.params.items()
-        if not key.startswith("hydra")
-    }
-    tags = {
-        key: run.data.tags.get(key)
-        for key in ("failure", "not_shipped", "model.not_logged", "config.hash")
-    }
-    inputs = sorted(
-        (each.dataset.name, each.dataset.digest) for each in run.inputs.dataset_inputs
+    arrays = snapshot.read(last.folder, last.meta).arrays
+    params = {}
+    for key, value in run.data.params.items():
+        if not key.startswith("hydra"):
+            params[key] = value
+    tags = ("failure", "not_shipped", "model.not_logged", "config.hash")
+    datasets = [used.dataset for used in run.inputs.dataset_inputs]
+    artifacts = store.client.list_artifacts(run.info.run_id)
+    # These two are of the process.
+    files = {file.path for file in artifacts} - {"segments.json", "git.diff"}
+    return Left(
+        status=run.info.status,
+        metrics=metrics,
+        weights={name: array.tobytes() for name, array in arrays.items()},
+        params=params,
+        tags={key: run.data.tags.get(key) for key in tags},
+        inputs=sorted((dataset.name, dataset.digest) for dataset in datasets),
+        files=files,
     )
-    files = {file.path for file in store.client.list_artifacts(run.info.run_id)} - {
-        "segments.json",
-        "git.diff",
-    }
-    return run.info.status, metrics, weights, params, tags, inputs, files
 
 
 def is_in(process: psutil.Process, folder: Path) -> bool:

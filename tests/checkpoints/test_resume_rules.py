@@ -1,4 +1,7 @@
-"""A run that was interrupted goes on to the same result: `pipeline resume`, and `training.resume=auto`."""
+"""A run that was interrupted goes on to the same result.
+
+By `pipeline resume`, and by `training.resume=auto`.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +41,17 @@ class Interrupt(keras.callbacks.Callback):
 """
 UPDATES = 40
 RUN = (
-    *(
-        "model=mlp",
-        "model.dropout=0.2",
-        "optimizer=momentum",
-        "hardware.deterministic=true",
-        f"training.updates={UPDATES}",
-    ),
-    *(
-        "training.checkpoint_every=7",
-        "training.evaluate_every=5",
-        "tracking.log_model=false",
-    ),
-    *(
-        "tracking.system_metrics=false",
-        "+training.callbacks.it={_target_: mine.Interrupt}",
-        "hydra.run.dir=run",
-    ),
+    "model=mlp",
+    "model.dropout=0.2",
+    "optimizer=momentum",
+    "hardware.deterministic=true",
+    f"training.updates={UPDATES}",
+    "training.checkpoint_every=7",
+    "training.evaluate_every=5",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+    "+training.callbacks.it={_target_: mine.Interrupt}",
+    "hydra.run.dir=run",
 )
 AUTO = (*RUN, "training.resume=auto")
 
@@ -73,6 +70,7 @@ def undisturbed(tmp_path_factory):
 
 
 def interrupted(folder, at, by, *arguments, **more):
+    """Train, and end the process in the update `at` by the signal `by`."""
     status = {2: 130, 15: 143, 12: 143, 9: -9}[by]
     return pipeline(
         "train", *arguments, cwd=folder, status=status, AT=str(at), BY=str(by), **more
@@ -81,8 +79,8 @@ def interrupted(folder, at, by, *arguments, **more):
 
 def histories(folder):
     store = Store(folder)
-    found = store.histories(store.run())
-    return {key: points for key, points in found.items() if not key.startswith("perf/")}
+    curves = store.histories(store.run())
+    return {key: curve for key, curve in curves.items() if not key.startswith("perf/")}
 
 
 def weights(folder):
@@ -91,13 +89,15 @@ def weights(folder):
 
 
 def check_equal(folder, undisturbed):
+    """Check that two folders have the same run, bit for bit."""
     run = Store(folder).run()
     assert (run.info.status, run.data.tags.get("failure")) == ("FINISHED", None)
     assert histories(folder) == histories(undisturbed)
-    now, then = weights(folder), weights(undisturbed)
-    assert {name: array.tobytes() for name, array in now.items()} == {
-        n: a.tobytes() for n, a in then.items()
-    }
+    arrays = weights(folder)
+    expected = weights(undisturbed)
+    assert arrays.keys() == expected.keys()
+    for name, array in arrays.items():
+        assert array.tobytes() == expected[name].tobytes(), name
 
 
 # `make test` has `resume` after SIGTERM, in test_fork.py.
@@ -105,18 +105,24 @@ def check_equal(folder, undisturbed):
 def test_the_same_command_goes_on_to_the_same_result(tmp_path, undisturbed, by):
     folder = folder_of(tmp_path)
     interrupted(folder, 17, by, *AUTO)
+    resumed = pipeline("train", *AUTO, cwd=folder)
     # A signal that can be waited for leaves a checkpoint of the update that it came in.
     # One that cannot may come while a thread still writes the latest.
-    first = after(pipeline("train", *AUTO, cwd=folder), [7, 14] if by == 9 else [17])
+    update = update_before(resumed)
+    if by == 9:
+        assert update in (7, 14)
+    else:
+        assert update == 17
     check_equal(folder, undisturbed)
     segments = json.loads((folder / "run" / "segments.json").read_text())
-    assert [segment["after"] for segment in segments] == [0, first]
+    assert [segment["after"] for segment in segments] == [0, update]
     assert Store(folder).run().data.tags["segments"] == "2"
 
 
-def after(said, expected):
-    (update,) = re.findall(r"^goes on after update (\d+)$", said.stderr, re.MULTILINE)
-    assert int(update) in expected
+def update_before(resumed):
+    """Return the update after which a command says that it goes on."""
+    line = re.compile(r"^goes on after update (\d+)$", re.MULTILINE)
+    (update,) = line.findall(resumed.stderr)
     return int(update)
 
 
@@ -133,20 +139,22 @@ def test_resume_by_the_id_of_the_run(tmp_path, undisturbed):
 
 @pytest.mark.slow
 def test_another_cut_agrees_within_rounding(tmp_path):
-    """Negative control: without dropout's and momentum's state it would not, see test_files.py."""
+    """The negative control is in test_files.py.
+
+    There, other runs follow without the state of dropout or momentum.
+    """
     exact = (*RUN, "hardware.precision=float64", "model.dropout=0")
-    pipeline(
-        "train", *exact, "accumulation.factor=2", cwd=folder_of(tmp_path / "whole")
-    )
-    whole = histories(tmp_path / "whole")
+    undisturbed = folder_of(tmp_path / "undisturbed")
+    pipeline("train", *exact, "accumulation.factor=2", cwd=undisturbed)
     folder = folder_of(tmp_path / "cut")
     interrupted(folder, 17, 9, *exact, "accumulation.factor=2")
-    said = pipeline(
-        "resume", "run", "accumulation.factor=4", "hardware.replicas=2", cwd=folder
-    )
-    assert "accumulation.factor 4 (was 2)" in said.stderr
-    assert "hardware.replicas 2 (was 1)" in said.stderr
-    found = histories(folder)
+    another_cut = ("accumulation.factor=4", "hardware.replicas=2")
+    err = pipeline("resume", "run", *another_cut, cwd=folder).stderr
+    assert "accumulation.factor 4 (was 2)" in err
+    assert "hardware.replicas 2 (was 1)" in err
+
+    curves = histories(folder)
+    expected = histories(undisturbed)
     for key in (
         "train/loss",
         "val/loss",
@@ -154,13 +162,12 @@ def test_another_cut_agrees_within_rounding(tmp_path):
         "train/accuracy",
         "train/learning_rate",
     ):
-        assert found[key].keys() == whole[key].keys()
-        # Rounding is amplified a hundredfold over these updates, from 1e-16 of a number of order 1.
-        assert (
-            max(abs(found[key][step] - value) for step, value in whole[key].items())
-            < 1e-12
-        ), key
-    assert list(found["train/micro_steps"]) == list(range(1, UPDATES + 1))
+        assert curves[key].keys() == expected[key].keys()
+        # Rounding is amplified a hundredfold over these updates, from 1e-16 of a number
+        # of order 1.
+        for step, value in expected[key].items():
+            assert abs(curves[key][step] - value) < 1e-12, key
+    assert list(curves["train/micro_steps"]) == list(range(1, UPDATES + 1))
 
 
 @pytest.mark.slow
@@ -169,8 +176,7 @@ def test_a_longer_horizon(tmp_path):
     pipeline("train", *AUTO, cwd=folder)
     assert "has finished in" in pipeline("train", *AUTO, cwd=folder).stderr
     pipeline("resume", "run", "training.updates=50", cwd=folder)
-    found = histories(folder)
-    assert list(found["train/loss"]) == list(range(1, 51))
+    assert list(histories(folder)["train/loss"]) == list(range(1, 51))
     assert Store(folder).run().info.status == "FINISHED"
 
 
@@ -178,22 +184,20 @@ def test_a_longer_horizon(tmp_path):
 def test_what_a_callback_has_ended_does_not_go_on(tmp_path):
     folder = folder_of(tmp_path)
     # A loss that would have to fall by 100.
-    early = "{_target_: keras.callbacks.EarlyStopping, monitor: loss, min_delta: 100, patience: 1}"
+    early = (
+        "{_target_: keras.callbacks.EarlyStopping, monitor: loss, min_delta: 100, "
+        "patience: 1}"
+    )
     pipeline("train", *RUN, f"+training.callbacks.early={early}", cwd=folder)
     last = int(Store(folder).run().data.tags["updates"])
-    refused = pipeline("resume", "run", "training.updates=50", cwd=folder, status=2)
-    rule = f"RUN was ended by training.callbacks.early after update {last}: begin another one there, with start.run="
-    assert refused.stderr.splitlines()[-1].startswith(
-        f"pipeline: {rule}RUN@{last}. Received: "
+    rejected = pipeline("resume", "run", "training.updates=50", cwd=folder, status=2)
+    rule = (
+        f"RUN was ended by training.callbacks.early after update {last}: begin another "
+        f"one there, with start.run=RUN@{last}. Received: "
     )
-    begun = (
-        "train",
-        *RUN[:-1],
-        "training.updates=30",
-        f"start.run=run@{last}",
-        "hydra.run.dir=on",
-    )
-    pipeline(*begun, cwd=folder)
+    assert rejected.stderr.splitlines()[-1].startswith(f"pipeline: {rule}")
+    fork = ("training.updates=30", f"start.run=run@{last}", "hydra.run.dir=on")
+    pipeline("train", *RUN[:-1], *fork, cwd=folder)
 
 
 OWN = """
@@ -202,7 +206,7 @@ def data():
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     split = tf.data.Dataset.from_tensor_slices((x, (x.sum(1) > 0).astype("int64")))
     return split, split.take(8), split.skip(56)
-def unlabelled():
+def unlabeled():
     split, validation, test = data()
     return split, validation, test.map(lambda x, y: x)
 """
@@ -210,70 +214,64 @@ def unlabelled():
 
 @pytest.mark.parametrize("name", mostly_slow(["own", "plain"], [], ["own"]))
 def test_data_of_ones_own_go_on_as_they_were(tmp_path, name):
-    """With the order that the first run had settled; a third split is the test's, and has labels as the others have."""
+    """They have the order that the first run settled.
+
+    A third split is the test split; it has to have labels as the others do.
+    """
     folder = folder_of(tmp_path)
     (folder / "own.py").write_text(OWN)
-    (folder / "conf" / "dataset").mkdir(parents=True)
-    more = "in_memory: auto\n" if name == "own" else ""
-    (folder / "conf" / "dataset" / f"{name}.yaml").write_text(
-        f"_target_: own.data\n{more}"
-    )
-    (folder / "conf" / "dataset" / "unlabelled.yaml").write_text(
-        "_target_: own.unlabelled\n"
-    )
-    short = (
+    configs = folder / "conf" / "dataset"
+    configs.mkdir(parents=True)
+    config = "_target_: own.data\n"
+    if name == "own":
+        config += "in_memory: auto\n"
+    (configs / f"{name}.yaml").write_text(config)
+    (configs / "unlabeled.yaml").write_text("_target_: own.unlabeled\n")
+    common = (
         "--config-dir",
         "conf",
         "model=mlp",
         "accumulation.effective_batch_size=8",
         "tracking.log_model=false",
+        "+model.classes=2",
     )
     own = (
-        *short,
+        *common,
         f"dataset={name}",
-        "+model.classes=2",
         f"hydra.run.dir={name}",
         "training.resume=auto",
     )
     pipeline("train", *own, "training.updates=6", cwd=folder)
-    said = pipeline("train", *own, "training.updates=9", cwd=folder).stderr
-    assert "goes on after update 6" in said
-    assert "test/accuracy" in said
-    refused = pipeline(
-        "train", *short, "dataset=unlabelled", "+model.classes=2", cwd=folder, status=2
-    )
-    assert (
+    err = pipeline("train", *own, "training.updates=9", cwd=folder).stderr
+    assert "goes on after update 6" in err
+    assert "test/accuracy" in err
+    rejected = pipeline("train", *common, "dataset=unlabeled", cwd=folder, status=2)
+    rule = (
         "dataset._target_ must give its test split with labels, as its training split."
-        in refused.stderr
     )
+    assert rule in rejected.stderr
 
 
 @pytest.mark.slow
 def test_a_sweep_goes_on_inside_its_interrupted_jobs(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
-    sweep = ("train", "-m", *RUN[:-1], "seed=0,1", "hydra.sweep.dir=jobs")
-    pipeline(*sweep, cwd=folder, status=1, AT="17", BY="9")
+    sweep = ("train", "-m", *RUN[:-1], "seed=0,1")
+    killed = "hydra.sweep.dir=jobs"
+    pipeline(*sweep, killed, cwd=folder, status=1, AT="17", BY="9")
     store = Store(folder)
-    (parent,) = (run for run in store.runs() if "sweep.name" in run.data.tags)
+    (parent,) = [run for run in store.runs() if "sweep.name" in run.data.tags]
     assert [run.info.status for run in store.trained()] == ["KILLED", "KILLED"]
-    pipeline(
-        *sweep[:-1],
-        "hydra.sweep.dir=more",
-        f"tracking.sweep={parent.info.run_id}",
-        cwd=folder,
+    more = ("hydra.sweep.dir=more", f"tracking.sweep={parent.info.run_id}")
+    pipeline(*sweep, *more, cwd=folder)
+
+    first, second = sorted(
+        store.trained(), key=lambda run: int(run.data.params["seed"])
     )
-    first, second = store.trained()
     for run in (first, second):
         assert (run.info.status, run.data.tags["segments"]) == ("FINISHED", "2")
         assert list(store.history(run, "train/loss")) == list(range(1, UPDATES + 1))
-    loss = Store(undisturbed).history(Store(undisturbed).run(), "train/loss")
-    assert (
-        store.history(
-            min(first, second, key=lambda run: int(run.data.params["seed"])),
-            "train/loss",
-        )
-        == loss
-    )
+    expected = Store(undisturbed).history(Store(undisturbed).run(), "train/loss")
+    assert store.history(first, "train/loss") == expected
     assert store.client.get_run(parent.info.run_id).info.status == "FINISHED"
 
 
@@ -283,89 +281,90 @@ def test_a_run_that_goes_on_keeps_its_own_store_unless_another_is_named(monkeypa
     def resumed(store: str, *overrides: str) -> str:
         composed = compose.composed(overrides)
         past = SimpleNamespace(start={"store": store})
-        return resume_rules.with_own_store(
-            resolve(composed, overrides), past
-        ).config.tracking.uri
+        spec = resume_rules.with_own_store(resolve(composed, overrides), past)
+        return spec.config.tracking.uri
 
-    assert resumed("sqlite:////runs/mlflow.db") == "sqlite:////runs/mlflow.db"
-    assert (
-        resumed("sqlite:////runs/mlflow.db", "tracking.uri=http://named:80")
-        == "http://named:80"
-    )
-    assert (
-        resumed("http://me:***@host") == "http://exported:80"
-    )  # then it is refused, as the store of another run
+    own = "sqlite:////runs/mlflow.db"
+    assert resumed(own) == own
+    assert resumed(own, "tracking.uri=http://named:80") == "http://named:80"
+    # It is rejected later, as the store of another run.
+    assert resumed("http://me:***@host") == "http://exported:80"
 
 
 @pytest.mark.slow
-def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
+def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     interrupted(folder, 17, 9, *RUN)
-    pipeline(
-        "train",
-        *RUN[:-1],
-        "hydra.run.dir=none",
-        "training.checkpoint_every=null",
-        cwd=folder,
-    )
+    no_checkpoint = ("hydra.run.dir=none", "training.checkpoint_every=null")
+    pipeline("train", *RUN[:-1], *no_checkpoint, cwd=folder)
     shutil.copytree(undisturbed / "run", folder / "done")
     shutil.copytree(folder / "run", folder / "old")
-    (folder / "old" / "journal.jsonl").write_text(
-        '{"time":1,"start":{"experiment":"e"}}\n'
-    )
+    old_start = '{"time":1,"start":{"experiment":"e"}}\n'
+    (folder / "old" / "journal.jsonl").write_text(old_start)
     shutil.copytree(undisturbed / "run", folder / "torn")
-    torn = (folder / "torn" / "journal.jsonl").read_text()
-    (folder / "torn" / "journal.jsonl").write_text(
-        torn.replace('"step":3,', '"step":4,', 1)
-    )
+    torn = folder / "torn" / "journal.jsonl"
+    torn.write_text(torn.read_text().replace('"step":3,', '"step":4,', 1))
     shutil.copytree(folder / "run", folder / "other")
-    expected = {
-        "resume nowhere": "RUN must be one run directory, or the start of the ID of one run whose directory lies below "
-        "this one. Received: 'nowhere'.",
-        "resume run seed=1": "seed must be that of the run, 0. Received: 1.",
-        "resume run model.hidden=[8]": "model.hidden must be that of the run, [128, 128]. Received: [8].",
-        "resume run optimizer.learning_rate=1": "optimizer.learning_rate must be that of the run, 0.05. Received: 1.",
-        "resume run accumulation.effective_batch_size=64": "accumulation.effective_batch_size must be that of the run, "
-        "128. Received: 64.",
-        "resume run hardware.precision=float64": "hardware.precision must be that of the run, 'float32'. Received: "
-        "'float64'.",
-        "resume run tracking.uri=sqlite:///elsewhere.db": "tracking.uri must be the store of the run, sqlite:",
-        "resume run hydra.run.dir=x": "arguments must set nothing of Hydra: a run goes on in its own directory.",
+
+    rule_by_run = {
+        "nowhere": "RUN must be one run directory, or the start of the ID of one run "
+        "whose directory lies below this one. Received: 'nowhere'.",
+        "run seed=1": "seed must be that of the run, 0. Received: 1.",
+        "run model.hidden=[8]": "model.hidden must be that of the run, [128, 128]. "
+        "Received: [8].",
+        "run optimizer.learning_rate=1": "optimizer.learning_rate must be that of the "
+        "run, 0.05. Received: 1.",
+        "run accumulation.effective_batch_size=64": "accumulation.effective_batch_size "
+        "must be that of the run, 128. Received: 64.",
+        "run hardware.precision=float64": "hardware.precision must be that of the run, "
+        "'float32'. Received: 'float64'.",
+        "run tracking.uri=sqlite:///elsewhere.db": "tracking.uri must be the store of "
+        "the run, sqlite:",
+        "run hydra.run.dir=x": "arguments must set nothing of Hydra: a run goes on in "
+        "its own directory.",
         # 14 updates, or 7 where that was not written yet.
-        "resume run training.updates=5": "training must have a horizon beyond the ",
-        "resume": "arguments must be as pipeline resume --help says (the following arguments are required: RUN).",
-        "resume none training.updates=50": "RUN must have a checkpoint: see training.checkpoint_every.",
-        "resume torn": "RUN must have an intact checkpoint after at most 2 updates, of which journal.jsonl has the "
-        "rows (line ",
-        "resume done": "RUN has finished: a longer horizon goes on with it, and pipeline sync ships what its store "
-        "lacks.",
-        "resume old": "RUN must have a journal of format 1 (it is of a version before this one).",
-        "train model=mlp hydra.run.dir=run": "hydra.run.dir must be a folder without a run in it.",
-        "train model=cnn training.resume=auto hydra.run.dir=run": "model._target_ must be that of the run,",
+        "run training.updates=5": "training must have a horizon beyond the ",
+        "": "arguments must be as pipeline resume --help says (the following arguments "
+        "are required: RUN).",
+        "none training.updates=50": "RUN must have a checkpoint: see "
+        "training.checkpoint_every.",
+        "torn": "RUN must have an intact checkpoint after at most 2 updates, of which "
+        "journal.jsonl has the rows (line ",
+        "done": "RUN has finished: a longer horizon goes on with it, and pipeline sync "
+        "ships what its store lacks.",
+        "old": "RUN must have a journal of format 1 (it is of a version before this "
+        "one).",
     }
-    answers = one_process({line: line for line in expected}, folder)
-    for line, rule in expected.items():
+    rule_by_line = {
+        "train model=mlp hydra.run.dir=run": "hydra.run.dir must be a folder without a "
+        "run in it.",
+        "train model=cnn training.resume=auto hydra.run.dir=run": "model._target_ must "
+        "be that of the run,",
+    }
+    for run, rule in rule_by_run.items():
+        rule_by_line[f"resume {run}"] = rule
+
+    answers = one_process({line: line for line in rule_by_line}, folder)
+    for line, rule in rule_by_line.items():
         answer = answers[line]
         assert answer["status"] == 2, (line, answer)
-        assert answer["err"].splitlines()[-1].startswith(f"pipeline: {rule}"), (
-            line,
-            answer["err"],
-        )
-        assert [
-            path for path in answer["changed"] if not path.startswith("mlruns")
-        ] == [], line
+        last = answer["err"].splitlines()[-1]
+        assert last.startswith(f"pipeline: {rule}"), (line, answer["err"])
+        for path in answer["changed"]:
+            assert path.startswith("mlruns"), line
 
 
 GROUPS = "".join(f"{key}: {{}}\n" for key in run_dirs.CONFIG)
-CONFIGS = {  # what stands in config.yaml, and what is said of it
-    "empty": ("{}\n", "line 1: dataset is missing"),
+# The content of config.yaml, and the end of the message.
+CONFIGS = {
+    "empty": (b"{}\n", "line 1: dataset is missing"),
     "cut": (
-        "dataset: {}\nmodel: [\n",
+        b"dataset: {}\nmodel: [\n",
         "line 3: expected the node content, but found '<stream end>'",
     ),
-    "endless": ("dataset: &a\n  b: *a\n", "line 2: an alias is not expected"),
+    "endless": (b"dataset: &a\n  b: *a\n", "line 2: an alias is not expected"),
     "number": (
-        GROUPS.replace("tracking: {}", "tracking: 5"),
+        GROUPS.replace("tracking: {}", "tracking: 5").encode(),
         "line 9: tracking must be a mapping, and is an integer",
     ),
     "binary": (
@@ -376,29 +375,27 @@ CONFIGS = {  # what stands in config.yaml, and what is said of it
 }
 
 
-def test_a_damaged_config_is_refused_by_its_line(tmp_path):
-    for name, (text, _) in CONFIGS.items():
+def test_a_damaged_config_is_rejected_by_its_line(tmp_path):
+    start = {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}
+    for name, (content, _) in CONFIGS.items():
         (tmp_path / name).mkdir()
-        writer = journal_file.create(tmp_path / name / journal_file.NAME)
-        writer.write(
-            {"start": {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}}
-        )
+        writer = journal_file.create(tmp_path / name / journal_file.JOURNAL_NAME)
+        writer.write({"start": start})
         writer.close()
-        (tmp_path / name / "config.yaml").write_bytes(
-            text if isinstance(text, bytes) else text.encode()
-        )
+        (tmp_path / name / "config.yaml").write_bytes(content)
+
     answers = one_process({name: f"resume {name}" for name in CONFIGS}, tmp_path)
-    for name, (_, said) in CONFIGS.items():
-        rule = f"pipeline: RUN must have a config.yaml that can be read (config.yaml, {said}"
-        assert answers[name]["status"] == 2, answers[name]
-        assert answers[name]["err"].splitlines()[-1].startswith(rule), answers[name][
-            "err"
-        ]
-        assert answers[name]["changed"] == []
+    for name, (_, reason) in CONFIGS.items():
+        answer = answers[name]
+        rule = f"RUN must have a config.yaml that can be read (config.yaml, {reason}"
+        assert answer["status"] == 2, answer
+        last = answer["err"].splitlines()[-1]
+        assert last.startswith(f"pipeline: {rule}"), answer["err"]
+        assert answer["changed"] == []
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("{", "line 1: Expecting property name enclosed in double quotes"),
         ("[]", "line 1: all of it must be a mapping, and is a list"),
@@ -413,37 +410,30 @@ def test_a_damaged_config_is_refused_by_its_line(tmp_path):
         ("[" * 100_000, "line 1: maximum recursion depth exceeded"),
     ],
 )
-def test_a_damaged_record_of_the_data_is_refused_by_its_line(tmp_path, text, said):
+def test_a_damaged_record_of_the_data_is_rejected_by_its_line(tmp_path, text, reason):
     (tmp_path / journal_file.DESCRIBED).write_text(text)
     past = SimpleNamespace(described=True, run={})
-    with pytest.raises(
-        ConfigError,
-        match=re.escape(
-            f"must have a dataset.json that can be read (dataset.json, {said}"
-        ),
-    ):
-        Continuation(tmp_path, None, past, None).check_dataset({})
+    continuation = Continuation(tmp_path, None, past, None)
+    rule = f"must have a dataset.json that can be read (dataset.json, {reason}"
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        continuation.check_dataset({})
 
 
 @pytest.mark.parametrize("text", ["a b", "it's", "a\\b", "a\\", "a\\'b"])
 def test_a_quoted_value_is_read_as_it_was(text):
-    assert (
-        OverridesParser.create().parse_override(f"key={run_dirs.quoted(text)}").value()
-        == text
-    )
+    override = f"key={run_dirs.quoted(text)}"
+    assert OverridesParser.create().parse_override(override).value() == text
 
 
 @pytest.mark.parametrize("precision", ["float64", "mixed_bfloat16"])
 def test_in_another_precision_it_is_another_run(precision):
     recorded = resolve(compose.composed([]), []).recorded
     spec = resolve(compose.composed([f"hardware.precision={precision}"]), [])
-    past = SimpleNamespace(
-        run={},
-        start={
-            "store": spec.config.tracking.uri,
-            "segment": {"cut": {"effective_batch_size": 128}},
-        },
-    )
+    start = {
+        "store": spec.config.tracking.uri,
+        "segment": {"cut": {"effective_batch_size": 128}},
+    }
+    past = SimpleNamespace(run={}, start=start)
     rule = "hardware.precision must be that of the run, 'float32'"
     with pytest.raises(ConfigError, match=rule):
         resume_rules.changes(recorded, spec, past)

@@ -1,4 +1,7 @@
-"""`pipeline critical`: branches of a checkpoint, killed and continued, and what is refused."""
+"""`pipeline critical`: branches of a checkpoint, killed and continued.
+
+And what it rejects.
+"""
 
 from __future__ import annotations
 
@@ -15,89 +18,98 @@ TINY = (
     "hardware.deterministic=true",
 )
 RUN = (
-    *(
-        "train",
-        *TINY,
-        "accumulation.effective_batch_size=32",
-        "accumulation.factor=2",
-        "schedule=constant",
-    ),
-    *(
-        "training.updates=40",
-        "training.checkpoint_every=20",
-        "training.evaluate_every=40",
-        "hydra.run.dir=run",
-    ),
+    "train",
+    *TINY,
+    "accumulation.effective_batch_size=32",
+    "accumulation.factor=2",
+    "schedule=constant",
+    "training.updates=40",
+    "training.checkpoint_every=20",
+    "training.evaluate_every=40",
+    "hydra.run.dir=run",
 )
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a run whose checkpoints of updates 20 and 40 are there; an epoch of it has 45 updates."""
+    """A folder with a run that has the checkpoints of updates 20 and 40.
+
+    An epoch has 45 updates.
+    """
     folder = tmp_path_factory.mktemp("critical")
     pipeline(*RUN, cwd=folder)
     return folder
 
 
 def test_branches_of_a_checkpoint_are_killed_and_continued(folder):
-    process = start("critical", "run@20", "--examples=384", cwd=folder)
     store = Store(folder)
-    wait(lambda: any(run.info.status == "FINISHED" for run in store.trained()[1:]))
+
+    def a_branch_has_finished() -> bool:
+        statuses = [run.info.status for run in store.trained()[1:]]
+        return "FINISHED" in statuses
+
+    process = start("critical", "run@20", "--examples=384", cwd=folder)
+    wait(a_branch_has_finished)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130, said
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
     (parent,) = [
         run for run in store.runs() if run.data.tags.get("sweep.name") == "critical"
     ]
     again = f"critical run@20 --examples=384 --again {parent.info.run_id}"
-    assert f"run what is missing with: pipeline {again}" in said
+    assert f"run what is missing with: pipeline {again}" in err
+
     done = pipeline(*again.split(), cwd=folder)
-    jobs = {
-        run.data.tags["sweep.job"]: run
-        for run in store.trained()
-        if run.data.tags.get("sweep")
-    }
-    assert list(jobs) == ["batch=32", "batch=64", "batch=128"]
-    assert {run.info.status for run in jobs.values()} == {"FINISHED"}
-    assert {run.data.tags["mlflow.parentRunId"] for run in jobs.values()} == {
-        parent.info.run_id
-    }
-    rows = {name: store.histories(run) for name, run in jobs.items()}
-    before = store.histories(store.trained()[0])
-    # The smallest branch is the run itself, as its rate is constant; the others read on where it was.
-    assert {u: rows["batch=32"]["train/loss"][u] for u in range(21, 33)} == {
-        u: before["train/loss"][u] for u in range(21, 33)
-    }
-    for k, name in ((1, "batch=32"), (2, "batch=64"), (4, "batch=128")):
-        seen = rows[name]["train/examples_seen"]
-        assert list(seen.values()) == [640 + 32 * k * n for n in range(1, 12 // k + 1)]
-        (rate,) = set(rows[name]["train/learning_rate"].values())
-        assert rate == pytest.approx(before["train/learning_rate"][20] * k**0.5)
-        assert len(rows[name]["val/loss"]) == 1
-    assert rows["batch=64"]["train/loss"][21] != before["train/loss"][21]
     assert "Critical batch: " in done.stdout
     assert "Schedule: " in done.stdout
-    refused = pipeline(
-        "critical", "run@40", "--again", parent.info.run_id, cwd=folder, status=2
-    )
-    assert "--again must be a sweep of the same branches" in refused.stderr
+    run_by_job = {}
+    for run in store.trained():
+        if run.data.tags.get("sweep"):
+            run_by_job[run.data.tags["sweep.job"]] = run
+    assert list(run_by_job) == ["batch=32", "batch=64", "batch=128"]
+    for run in run_by_job.values():
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+
+    curves_by_job = {name: store.histories(run) for name, run in run_by_job.items()}
+    source = store.histories(store.trained()[0])
+    # The smallest branch is the run itself, as its rate is constant; the others read on
+    # from the same example.
+    for update in range(21, 33):
+        loss = curves_by_job["batch=32"]["train/loss"][update]
+        assert loss == source["train/loss"][update]
+    assert curves_by_job["batch=64"]["train/loss"][21] != source["train/loss"][21]
+    for batch in (32, 64, 128):
+        curves = curves_by_job[f"batch={batch}"]
+        seen = list(curves["train/examples_seen"].values())
+        assert seen == list(range(640 + batch, 640 + 384 + 1, batch))
+        (rate,) = set(curves["train/learning_rate"].values())
+        expected = source["train/learning_rate"][20] * (batch / 32) ** 0.5
+        assert rate == pytest.approx(expected)
+        assert len(curves["val/loss"]) == 1
+
+    other_branches = ("critical", "run@40", "--again", parent.info.run_id)
+    rejected = pipeline(*other_branches, cwd=folder, status=2)
+    assert "--again must be a sweep of the same branches" in rejected.stderr
 
 
-def test_what_is_refused_in_one_line(folder):
-    expected = {
+def test_what_is_rejected_in_one_line(folder):
+    help_line = "arguments must be as pipeline critical --help says"
+    rule_by_line = {
         "critical none@20": "RUN@UPDATE must be one run directory",
-        "critical run@30": "RUN@UPDATE must name an update whose checkpoint is there. Received: 'run@30'.",
-        "critical run@20 --examples=100": "--examples must be at least 192, and the training split at least",
-        "critical run@20 --examples=many": "arguments must be as pipeline critical --help says",
-        "critical": "arguments must be as pipeline critical --help says",
+        "critical run@30": "RUN@UPDATE must name an update whose checkpoint is there. "
+        "Received: 'run@30'.",
+        "critical run@20 --examples=100": "--examples must be at least 192, and the "
+        "training split at least",
+        "critical run@20 --examples=many": help_line,
+        "critical": help_line,
         "critical run@20 nope=1": "nope",
         "critical run@20 --again 12345678": "SWEEP must name one sweep of the store.",
     }
-    for line, answer in one_process({line: line for line in expected}, folder).items():
+    answers = one_process({line: line for line in rule_by_line}, folder)
+    for line, answer in answers.items():
         assert answer["status"] == 2, (line, answer)
-        assert (
-            answer["err"].splitlines()[-1].startswith(f"pipeline: {expected[line]}")
-        ), (line, answer["err"])
+        last = answer["err"].splitlines()[-1]
+        assert last.startswith(f"pipeline: {rule_by_line[line]}"), (line, answer["err"])
         assert answer["changed"] == [], line

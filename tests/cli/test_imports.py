@@ -1,4 +1,7 @@
-"""Python looks for no garbage while the commands import TensorFlow, nor later among what was imported first."""
+"""Python collects no garbage while the commands import TensorFlow.
+
+Nor does it later look at what was imported first.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import gc
 from pipeline.common import imports
 with {context}:
     import keras
-    looked_for = gc.isenabled()
-print(looked_for, gc.isenabled(), gc.get_freeze_count() > 100_000)
+    enabled_meanwhile = gc.isenabled()
+print(enabled_meanwhile, gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
 
 
@@ -26,7 +29,7 @@ print(looked_for, gc.isenabled(), gc.get_freeze_count() > 100_000)
     ],
     ids=["without chatter", "plain"],
 )
-def test_no_garbage_is_looked_for_meanwhile(context, printed):
+def test_no_garbage_is_collected_meanwhile(context, printed):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(context=context)],
         capture_output=True,

@@ -1,8 +1,7 @@
-"""`pipeline ui`: it prints where the newest run is, serves it, and leaves no process behind."""
+"""`pipeline ui` prints where the newest run is, serves it, and leaves no process."""
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
 import urllib.request
@@ -22,7 +21,12 @@ def answers(address: str) -> bool:
     return False
 
 
-# In the place of MLflow's server, which takes 10 s to start: it starts a process that would outlive it.
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+# In place of MLflow's server, which takes 10 s to start. It starts a process that would
+# outlive it.
 STUB = """
 import http.server, subprocess, sys
 
@@ -47,47 +51,38 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Answer).serve_forever()
 def test_it_shows_the_newest_run_and_ends_with_all_its_processes(
     tmp_path, number, status, stub
 ):
-    more = {}
+    variables = {}
     if stub:
-        (tmp_path / "stub" / "mlflow").mkdir(parents=True)
-        (tmp_path / "stub" / "mlflow" / "__init__.py").touch()  # else it is outranked
-        (tmp_path / "stub" / "mlflow" / "__main__.py").write_text(STUB)
-        more["PYTHONPATH"] = str(
-            tmp_path / "stub"
-        )  # the command itself has imported MLflow
+        package = tmp_path / "stub" / "mlflow"
+        package.mkdir(parents=True)
+        # Without it, the real package would be found first.
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text(STUB)
+        # The command itself has imported MLflow already.
+        variables["PYTHONPATH"] = str(tmp_path / "stub")
     shared.place_store(tmp_path)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
-    experiments = [client.create_experiment(name) for name in ("pipeline", "another")]
-    runs = [
-        client.create_run(experiment, start_time=at)
-        for at, experiment in enumerate(experiments, 1)
-    ]
+    older = client.create_experiment("pipeline")
+    newer = client.create_experiment("another")
+    client.create_run(older, start_time=1)
+    newest = client.create_run(newer, start_time=2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = start("ui", "--port", str(port), cwd=tmp_path, **more)
+
+    process = start("ui", "--port", str(port), cwd=tmp_path, **variables)
     try:
         root = f"http://127.0.0.1:{port}"
-        page = f"{root}/#/experiments/{experiments[1]}/runs/{runs[1].info.run_id}"
-        assert process.stdout.readline() == f"newest run: {page}\n"
-        assert (
-            process.stdout.readline() == f"all runs:   {re.sub('/[^/]+$', '', page)}\n"
-        )
+        runs = f"{root}/#/experiments/{newer}/runs"
+        newest_line = f"newest run: {runs}/{newest.info.run_id}\n"
+        assert process.stdout.readline() == newest_line
+        assert process.stdout.readline() == f"all runs:   {runs}\n"
         wait(lambda: answers(f"{root}/health"))
         served = psutil.Process(process.pid).children(recursive=True)
         assert len(served) > 1
-        process.send_signal(
-            number
-        )  # to it alone, as a supervisor does, or the terminal that is closed
+        # To it alone, as a supervisor does, or the terminal that is closed.
+        process.send_signal(number)
         assert process.wait(timeout=60) == status
-        wait(
-            lambda: (
-                not any(
-                    child.is_running() and child.status() != psutil.STATUS_ZOMBIE
-                    for child in served
-                )
-            ),
-            10,
-        )
+        wait(lambda: not any(map(is_running, served)), 10)
     finally:
         process.kill()

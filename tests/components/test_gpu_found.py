@@ -133,7 +133,7 @@ def test_a_process_that_lost_the_gpu_does_not_go_on_on_the_cpu(driver, monkeypat
 @pytest.mark.slow
 def test_tensorflow_is_asked_in_a_process(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    listed, missing = nvidia.of_tensorflow.__wrapped__()
+    listed, missing = nvidia.gpus_of_tensorflow.__wrapped__()
     assert listed == 0
     # The driver's library is looked for first.
     assert set(missing) <= {"libcuda.so.1"}

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.accumulation.internals import (
     batch_dependent_layers,
-    normalising_layers,
+    normalizing_layers,
     trace_forward,
 )
 from pipeline.common.errors import ConfigError
@@ -67,36 +67,34 @@ def test_what_a_dataset_does_not_say_is_named_with_the_way_to_give_it():
     ],
 )
 def test_the_ready_models_fit_any_image(target, shape, classes, arguments, parameters):
-    made = build(target, shape, classes, **arguments)
-    assert made.count_params() == parameters
-    assert made(np.zeros((3, *shape), np.float32)).shape == (3, classes)
+    network = build(target, shape, classes, **arguments)
+    assert network.count_params() == parameters
+    assert network(np.zeros((3, *shape), np.float32)).shape == (3, classes)
 
 
 @pytest.mark.parametrize(
     "target", ["pipeline.components.model.mlp", "pipeline.components.model.cnn"]
 )
 def test_penalty_and_dropout_are_in_the_model(target):
-    made = build(target, (8, 8, 1), hidden=[4], l2=0.5, dropout=0.25)
-    kernels = [
-        weight for weight in made.trainable_variables if weight.path.endswith("kernel")
-    ]
-    expected = [0.5 * np.square(kernel.numpy()).sum() for kernel in kernels]
-    assert float(sum(made.losses)) == pytest.approx(sum(expected), rel=1e-5)  # float32
-    assert [
-        layer.rate for layer in made.layers if isinstance(layer, layers.Dropout)
-    ] == [0.25]
+    network = build(target, (8, 8, 1), hidden=[4], l2=0.5, dropout=0.25)
+    penalty = 0.0
+    for weight in network.trainable_variables:
+        if weight.path.endswith("kernel"):
+            penalty += 0.5 * np.square(weight.numpy()).sum()
+    assert float(sum(network.losses)) == pytest.approx(penalty, rel=1e-5)  # float32
+    (dropout,) = layers_of(network, layers.Dropout)
+    assert dropout.rate == 0.25
+
+
+def layers_of(network, kind):
+    return [layer for layer in network.layers if isinstance(layer, kind)]
 
 
 def test_logits_are_in_full_precision_under_a_mixed_policy(precision):
     precision("mixed_bfloat16")
-    made = build("pipeline.components.model.mlp", (4,))
-    assert [
-        layer.compute_dtype for layer in made.layers if isinstance(layer, layers.Dense)
-    ] == [
-        "bfloat16",
-        "bfloat16",
-        "float32",
-    ]
+    network = build("pipeline.components.model.mlp", (4,))
+    dtypes = [layer.compute_dtype for layer in layers_of(network, layers.Dense)]
+    assert dtypes == ["bfloat16", "bfloat16", "float32"]
 
 
 def own(classes: int, width: int = 3) -> keras.Model:
@@ -114,12 +112,10 @@ def own(classes: int, width: int = 3) -> keras.Model:
 
 
 def test_a_model_of_the_users_own_is_offered_what_it_asks_for():
-    made = build(f"{__name__}.own", (4,), classes=6)
-    assert made.output_shape == (None, 6)
-    assert (
-        build(f"{__name__}.own", (4,), classes=6, **{"width": 5}).count_params()
-        > made.count_params()
-    )
+    network = build(f"{__name__}.own", (4,), classes=6)
+    assert network.output_shape == (None, 6)
+    wider = build(f"{__name__}.own", (4,), classes=6, width=5)
+    assert wider.count_params() > network.count_params()
 
 
 class Counting(layers.Layer):
@@ -172,15 +168,15 @@ def subclassed() -> keras.Model:
     ],
 )
 def test_layers_that_assign_state_depend_on_the_cut(target, names, unheld):
-    made = build(target, (4,))
-    before = [value.numpy() for value in made.variables]
-    seen = trace_forward(made, np.ones((2, 4), np.float32), same_noise=False)
-    assert batch_dependent_layers(made, seen) == names
+    network = build(target, (4,))
+    values_before = [variable.numpy() for variable in network.variables]
+    seen = trace_forward(network, np.ones((2, 4), np.float32), same_noise=False)
+    assert batch_dependent_layers(network, seen) == names
     # The others move once an update.
-    held_back = normalising_layers(made)
-    assert batch_dependent_layers(made, seen, held_back) == unheld
-    for value, was in zip(made.variables, before, strict=True):
-        np.testing.assert_array_equal(value, was)
+    held_back = normalizing_layers(network)
+    assert batch_dependent_layers(network, seen, held_back) == unheld
+    for variable, before in zip(network.variables, values_before, strict=True):
+        np.testing.assert_array_equal(variable, before)
 
 
 class OwnStep(keras.Sequential):
@@ -238,10 +234,10 @@ def synchronized() -> keras.Model:
         ),
     ],
 )
-def test_what_is_no_model_is_refused(node, message):
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_no_model_is_rejected(node, message):
+    with pytest.raises(ConfigError) as error:
         model.build(OmegaConf.create(node), data((4,)))
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 class Adding(layers.Layer):

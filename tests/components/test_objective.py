@@ -13,16 +13,14 @@ from pipeline.components import objective
     ("name", "couples"), [("circle", True), ("mean_squared_error", False)]
 )
 def test_a_function_of_several_examples_at_once_is_known_as_one(name, couples):
-    given = {
+    config = {
         "loss": {"_target_": f"keras.losses.{name}", "_partial_": True},
         "loss_weights": None,
-    }
-    rest = {
         "added_losses": "mean",
         "loss_over": "example",
         "metrics": {},
         "weighted_metrics": {},
         "callbacks": {},
     }
-    made = objective.build(OmegaConf.create(given | rest))
-    assert couples_examples(made.training.loss) is couples
+    objectives = objective.build(OmegaConf.create(config))
+    assert couples_examples(objectives.training.loss) is couples

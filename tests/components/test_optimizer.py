@@ -254,7 +254,7 @@ def test_a_share_is_at_least_one_update(share, updates):
         ),
     ],
 )
-def test_what_is_no_optimizer_or_schedule_is_refused(overrides, message):
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_no_optimizer_or_schedule_is_rejected(overrides, message):
+    with pytest.raises(ConfigError) as error:
         build(compose(*overrides), 128)
-    assert message in str(refused.value)
+    assert message in str(error.value)

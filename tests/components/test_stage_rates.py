@@ -19,7 +19,7 @@ from pipeline.components import optimizer
 from pipeline.components.stage_rates import StageRates
 from pipeline.config import sizes
 from pipeline.config.plan import Plan, plan_of
-from pipeline.config.stages import Asked, asked
+from pipeline.config.stages import ScheduledStage, parse_schedule
 from tests.config.test_stages import RAMP, resolved
 
 EXAMPLES = 1000
@@ -46,13 +46,15 @@ class Built:
 
 def built(*overrides: str) -> Built:
     spec = resolved(overrides)
-    batch_schedule = asked(spec.config.accumulation.batch_schedule)
+    batch_schedule = parse_schedule(spec.config.accumulation.batch_schedule)
     plan = plan_of(spec.batching, EXAMPLES, spec.horizon, batch_schedule)
 
-    made, scaling = optimizer.build(spec, plan.updates, plan)
-    schedule = made._learning_rate
+    built_optimizer, scaling = optimizer.build(spec, plan.updates, plan)
+    schedule = built_optimizer._learning_rate
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        return Built([float(made.learning_rate)] * plan.updates, scaling, plan)
+        return Built(
+            [float(built_optimizer.learning_rate)] * plan.updates, scaling, plan
+        )
 
     rate = tf.function(schedule, input_signature=[tf.TensorSpec([], tf.int64)])
     rates = [float(rate(update)) for update in range(plan.updates)]
@@ -128,7 +130,7 @@ def test_a_clock_of_examples_is_at_the_examples_seen():
 def test_the_clock_is_that_of_the_plan_at_hundreds_of_thousands_of_updates():
     batch_schedule = []
     for number in range(4):
-        batch_schedule.append(Asked("updates", number * 10**5, 32 + number))
+        batch_schedule.append(ScheduledStage("updates", number * 10**5, 32 + number))
     horizon = sizes.Horizon("updates", 10**6)
     plan = plan_of(sizes.derive(32, 4, None), 10**6 + 1, horizon, batch_schedule)
     stages = [

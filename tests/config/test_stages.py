@@ -19,7 +19,7 @@ from pipeline.config import sizes, stages
 from pipeline.config.compose import composed
 from pipeline.config.plan import Plan, plan_of
 from pipeline.config.resolve import from_text, resolve
-from pipeline.config.stages import Asked
+from pipeline.config.stages import ScheduledStage
 
 RAMP = (
     "accumulation.batch_schedule=["
@@ -60,7 +60,7 @@ class Drawn:
         plan: the plan.
     """
 
-    asked: list[Asked]
+    asked: list[ScheduledStage]
     horizon: sizes.Horizon
     halvings: list[int]
     plan: Plan
@@ -109,7 +109,7 @@ def draw(chance):
     """A random schedule; some updates are in halved micro-batches."""
     examples = chance.randint(3, 60)
     replicas = chance.randint(1, 3)
-    asked = [Asked("updates", 0, chance.randint(replicas, examples))]
+    asked = [ScheduledStage("updates", 0, chance.randint(replicas, examples))]
     first = sizes.Batching(asked[0].size, chance.randint(1, 9), 1, replicas)
     horizons = [("updates", 70), ("examples", 5 * examples - 1), ("epochs", 6)]
     horizon = sizes.Horizon(*chance.choice(horizons))
@@ -120,7 +120,7 @@ def draw(chance):
             start = chance.randint(1, 50) / 10
         else:
             start = chance.randint(1, most)
-        more = [*asked, Asked(unit, start, chance.randint(replicas, examples))]
+        more = [*asked, ScheduledStage(unit, start, chance.randint(replicas, examples))]
         try:
             plan_of(first, examples, horizon, more)
         except ConfigError:  # it does not rise
@@ -187,9 +187,9 @@ def read(plan, done):
 
 def test_a_ramp_to_check_by_hand():
     asked = [
-        Asked("updates", 0, 32),
-        Asked("examples", 500, 100),
-        Asked("epochs", 2, 256),
+        ScheduledStage("updates", 0, 32),
+        ScheduledStage("examples", 500, 100),
+        ScheduledStage("epochs", 2, 256),
     ]
     plan = plan_of(sizes.derive(32, 4, None), 1437, sizes.Horizon("epochs", 3), asked)
     # 16 · 32 = 512 is the first whole update from 500 on. Then
@@ -221,13 +221,15 @@ def test_a_ramp_to_check_by_hand():
 
 def test_a_decimal_share_of_an_epoch_is_exact():
     # As floats 0.07 · 100 is more than 7.
-    asked = [Asked("updates", 0, 1), Asked("epochs", 0.07, 5)]
+    asked = [ScheduledStage("updates", 0, 1), ScheduledStage("epochs", 0.07, 5)]
     plan = plan_of(sizes.derive(1, 1, None), 100, sizes.Horizon("epochs", 2), asked)
     assert plan.changes == [(0, 1), (7, 5)]
 
 
 def test_counters_of_a_long_run_take_no_time():
-    asked = [Asked("updates", number * 10**5, 32 + number) for number in range(8)]
+    asked = [
+        ScheduledStage("updates", number * 10**5, 32 + number) for number in range(8)
+    ]
     horizon = sizes.Horizon("updates", 10**6)
     plan = plan_of(sizes.derive(32, 4, None), 10**6 + 1, horizon, asked)
     seen = [plan.examples_seen(update) for update in range(699_990, 700_010)]
@@ -357,15 +359,15 @@ def test_what_cannot_be_is_refused_in_one_line(overrides, message):
     ("asked_stages", "message"),
     [
         (
-            [Asked("updates", 0, 32), Asked("updates", 3, 101)],
+            [ScheduledStage("updates", 0, 32), ScheduledStage("updates", 3, 101)],
             "accumulation.batch_schedule[1].effective_batch_size must be at most the "
             "100 examples of the training split. Received: 101.",
         ),
         (  # both in the first update
             [
-                Asked("updates", 0, 32),
-                Asked("examples", 5, 50),
-                Asked("epochs", 0.2, 60),
+                ScheduledStage("updates", 0, 32),
+                ScheduledStage("examples", 5, 50),
+                ScheduledStage("epochs", 0.2, 60),
             ],
             "accumulation.batch_schedule[2].start.epochs must be later than update 2, "
             "with which the stage before begins. Received: 0.2.",

@@ -1,4 +1,7 @@
-"""Data that cannot be read, at the start and in the middle of a run: the file and the example, in one line."""
+"""Data that cannot be read, at the start and in the middle of a run.
+
+One line names the file and the example.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ import tensorflow_datasets as tfds
 from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline, start, wait
 
-SHARDS, EACH, SIDE = 4, 16, 8
+SHARDS = 4
+EXAMPLES_PER_SHARD = 16
+SIDE = 8  # of an image, in pixels
 SMALL = (
     "model.filters=[2]",
     "model.hidden=[]",
@@ -35,7 +40,13 @@ STREAMED = (
 
 
 def written(folder: Path, *, seed: int = 0, bad: int | None = None) -> Path:
-    """A TFDS folder of PNG images in four files; the one of number `bad` is none."""
+    """Write a TFDS folder of PNG images in four files, and return where they are.
+
+    Args:
+        folder: TFDS' data_dir.
+        seed: of the images.
+        bad: number of an example that is no image; None for none.
+    """
     features = tfds.features.FeaturesDict(
         {
             "image": tfds.features.Image(shape=(SIDE, SIDE, 1)),
@@ -44,30 +55,23 @@ def written(folder: Path, *, seed: int = 0, bad: int | None = None) -> Path:
     )
     place = folder / "own" / "1.0.0"
     place.mkdir(parents=True, exist_ok=True)
-    pixels = (
-        np.random.default_rng(seed)
-        .integers(0, 256, (SHARDS, EACH, SIDE, SIDE, 1))
-        .astype("uint8")
-    )
     template = tfds.core.ShardedFileTemplate(
         data_dir=place, dataset_name="own", split="train", filetype_suffix="tfrecord"
     )
+    shape = (SHARDS, EXAMPLES_PER_SHARD, SIDE, SIDE, 1)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
     for shard, images in enumerate(pixels):
-        with tf.io.TFRecordWriter(
-            str(template.sharded_filepath(shard_index=shard, num_shards=SHARDS))
-        ) as writer:
+        path = template.sharded_filepath(shard_index=shard, num_shards=SHARDS)
+        with tf.io.TFRecordWriter(str(path)) as writer:
             for number, image in enumerate(images):
-                broken = shard * EACH + number == bad
-                feature = {
-                    "image": io.BytesIO(b"no image") if broken else image,
-                    "label": number % 2,
-                }
-                writer.write(
-                    features.serialize_example(features.encode_example(feature))
-                )
+                if shard * EXAMPLES_PER_SHARD + number == bad:
+                    image = io.BytesIO(b"no image")
+                example = features.encode_example({"image": image, "label": number % 2})
+                writer.write(features.serialize_example(example))
+
     split = tfds.core.SplitInfo(
         name="train",
-        shard_lengths=[EACH] * SHARDS,
+        shard_lengths=[EXAMPLES_PER_SHARD] * SHARDS,
         num_bytes=0,
         filename_template=template,
     )
@@ -78,21 +82,26 @@ def written(folder: Path, *, seed: int = 0, bad: int | None = None) -> Path:
 
 
 def file(place: Path, number: int) -> Path:
+    """Return the path of a file of `written`."""
     return place / f"own-train.tfrecord-{number:05d}-of-{SHARDS:05d}"
 
 
-def line(folder: Path, *more: str) -> list[str]:
-    given = (
+def overrides(folder: Path, *more: str) -> list[str]:
+    """Return the overrides of a run on the data in `folder`."""
+    return [
         "dataset=tfds",
         "dataset.name=own:1.0.0",
         f"dataset.data_dir={folder}",
         "dataset.validation_split=null",
-    )
-    return [*given, "dataset.scale=0.01", *SMALL, *CUT, *more]
+        "dataset.scale=0.01",
+        *SMALL,
+        *CUT,
+        *more,
+    ]
 
 
 def failed(folder: Path) -> tuple[str, list[int]]:
-    """Why the run failed, and its steps."""
+    """Return why the run failed, and the steps of its rows."""
     store = Store(folder)
     run = store.run()
     assert run.info.status == "FAILED"
@@ -100,20 +109,24 @@ def failed(folder: Path) -> tuple[str, list[int]]:
 
 
 def test_an_example_that_cannot_be_decoded_is_named_with_its_file(tmp_path):
-    place = written(tmp_path / "data", bad=2 * EACH + 3)
-    said = pipeline(
+    place = written(tmp_path / "data", bad=2 * EXAMPLES_PER_SHARD + 3)
+    data = tmp_path / "data"
+    err = pipeline(
         "train",
-        *line(tmp_path / "data", *STREAMED, "training.epochs=1"),
+        *overrides(data, *STREAMED, "training.epochs=1"),
         cwd=tmp_path,
         status=1,
     ).stderr
-    where = f"example 35 of the train split, which is example 3 of {file(place, 2)}, counted from 0: "
+    where = (
+        "example 35 of the train split, which is example 3 of "
+        f"{file(place, 2)}, counted from 0: "
+    )
     why, steps = failed(tmp_path)
     assert f"the data cannot be read: {where}" in why
     assert "\n" not in why
-    assert f"the data cannot be read: {where}" in said
-    assert "image" in said.split(where)[1].splitlines()[0]
-    assert "Traceback" not in said
+    assert f"the data cannot be read: {where}" in err
+    assert "image" in err.split(where)[1].splitlines()[0]
+    assert "Traceback" not in err
     assert steps == [1, 2, 3, 4]  # of 8 examples each, as the 35th is in the fifth
 
 
@@ -155,12 +168,12 @@ class Nothing(tfds.core.GeneratorBasedBuilder):
 
 
 @pytest.mark.slow
-def test_what_can_be_known_before_is_refused_before(tmp_path):
-    place = written(tmp_path / "bad", bad=EACH + 5)
-    own = tmp_path / "run"
-    own.mkdir()
-    (own / "nothing.py").write_text(NOTHING)
-    (own / "own.py").write_text(OWN)
+def test_what_can_be_known_before_is_rejected_before(tmp_path):
+    place = written(tmp_path / "bad", bad=EXAMPLES_PER_SHARD + 5)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "nothing.py").write_text(NOTHING)
+    (folder / "own.py").write_text(OWN)
     none = [
         "dataset=tfds",
         "+dataset.builder=nothing.Nothing",
@@ -170,78 +183,95 @@ def test_what_can_be_known_before_is_refused_before(tmp_path):
         *CUT,
     ]
     table = ["dataset=breast_cancer", "dataset._target_=own.table", "model=mlp", *CUT]
+    bad = overrides(tmp_path / "bad", "dataset.in_memory=true")
     lines = {
-        "table": table,
-        "bad": line(tmp_path / "bad", "dataset.in_memory=true"),
-        "none": none,
+        "table": " ".join(["train", *table]),
+        "bad": " ".join(["train", *bad]),
+        "none": " ".join(["train", *none]),
     }
-    found = one_process(
-        {name: " ".join(["train", *given]) for name, given in lines.items()}, own
-    )
-    for answer in found.values():
+    answers = one_process(lines, folder)
+    for answer in answers.values():
         assert (answer["status"], answer["changed"]) == (2, [])
         assert answer["err"].count("\n") <= 2
         assert "Traceback" not in answer["err"]
-    where = f"example 21 of the train split, which is example 5 of {file(place, 1)}, counted from 0: "
-    assert (
-        f"dataset must give examples (the data cannot be read: {where}"
-        in found["bad"]["err"]
+
+    cannot = "dataset must give examples (the data cannot be read: "
+    image = (
+        "example 21 of the train split, which is example 5 of "
+        f"{file(place, 1)}, counted from 0: "
     )
-    rows = "example 17 of the train split, counted from 0: ValueError: row 17 has no label)"
-    assert (
-        f"dataset must give examples (the data cannot be read: {rows}"
-        in found["table"]["err"]
-    )
-    assert "No examples were yielded" in found["none"]["err"]
+    row = "example 17 of the train split, counted from 0: "
+    row += "ValueError: row 17 has no label)"
+    assert cannot + image in answers["bad"]["err"]
+    assert cannot + row in answers["table"]["err"]
+    assert "No examples were yielded" in answers["none"]["err"]
+
+
+def change(target: Path, how: str, other: Path) -> None:
+    """Change a file while it is read.
+
+    Args:
+        target: the file.
+        how: "torn", "gone", "replaced" by `other`, or "the same again".
+        other: a file of other examples.
+    """
+    if how == "torn":
+        content = target.read_bytes()
+        target.write_bytes(content[: len(content) // 2] + b"?" * 100)
+    elif how == "gone":
+        target.unlink()
+    elif how == "replaced":
+        shutil.move(other, target)
+    else:
+        copy = target.parents[3] / "same"
+        shutil.copy(target, copy)
+        copy.touch()
+        shutil.move(copy, target)
 
 
 @pytest.mark.parametrize(
     "how", mostly_slow(["torn", "gone", "replaced", "the same again"], [], ["replaced"])
 )
 def test_a_file_that_changes_while_training(tmp_path, how):
-    place, other = written(tmp_path / "data"), written(tmp_path / "other", seed=1)
+    place = written(tmp_path / "data")
+    other = written(tmp_path / "other", seed=1)
     epochs = 20 if how == "the same again" else 400
     more = (*STREAMED, f"training.epochs={epochs}", "tracking.log_every=1")
     process = start(
         "train",
-        *line(tmp_path / "data", *more),
+        *overrides(tmp_path / "data", *more),
         "hydra.run.dir=run",
         cwd=tmp_path,
         warm=True,
     )
     journal = tmp_path / "run" / "journal.jsonl"
+    dataset = tmp_path / "run" / "dataset.json"
 
-    def rows() -> int:
-        texts = journal.read_text().splitlines() if journal.exists() else []
-        return sum('"train/loss"' in text for text in texts)
+    def has_begun() -> bool:
+        if not journal.exists():
+            return False
+        rows = [
+            row for row in journal.read_text().splitlines() if '"train/loss"' in row
+        ]
+        return len(rows) >= 20 and bool(json.loads(dataset.read_text())["files"])
 
-    known = tmp_path / "run" / "dataset.json"
-    wait(lambda: rows() >= 20 and json.loads(known.read_text())["files"])
+    wait(has_begun)
     target = file(place, 1)
-    if how == "torn":
-        whole = target.read_bytes()
-        target.write_bytes(whole[: len(whole) // 2] + b"?" * 100)
-    elif how == "gone":
-        target.unlink()
-    elif how == "replaced":
-        shutil.move(file(other, 1), target)
-    else:
-        shutil.copy(target, tmp_path / "same")
-        (tmp_path / "same").touch()
-        shutil.move(tmp_path / "same", target)
+    change(target, how, file(other, 1))
     _, err = process.communicate(timeout=300)
-    store = Store(tmp_path)
     if how == "the same again":
         assert process.returncode == 0, err
-        assert store.run().info.status == "FINISHED"
+        assert Store(tmp_path).run().info.status == "FINISHED"
         return
+
     assert process.returncode == 1, err
     why, steps = failed(tmp_path)
     assert str(target) in why
     assert "\n" not in why
-    assert (
-        "cannot be read" if how == "gone" else "has changed since the run began"
-    ) in why
+    if how == "gone":
+        assert "cannot be read" in why
+    else:
+        assert "has changed since the run began" in why
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 20
     assert (len(steps) == epochs * 8) == (how == "replaced")

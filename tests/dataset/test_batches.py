@@ -1,4 +1,4 @@
-"""The order and the augmentation depend on (seed, epoch, example) and on nothing else; the digits' fixed splits."""
+"""Order and augmentation depend on (seed, epoch, example) only; the digits' splits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
 from pipeline.config.plan import Plan, plan_of
 from pipeline.config.schema import TrainingConfig
-from pipeline.config.stages import Asked, Slice
+from pipeline.config.stages import ScheduledStage, Slice
 from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.builtin.digits import Digits
@@ -27,34 +27,36 @@ EXAMPLES = 23
 
 
 def numbered() -> Data:
-    """Images that are zero but for one pixel in the middle, labelled by their number."""
+    """Return images that are zero except one pixel, labeled by their number."""
     images = np.zeros((EXAMPLES, 7, 7, 1), np.float32)
     images[:, 3, 3] = 1
     return Data(tf.data.Dataset.from_tensor_slices((images, np.arange(EXAMPLES))), None)
 
 
 def epochs(size, *, seed=0, epochs=2, **node):
-    """Per epoch, the (number, image) of every example in the order they come."""
+    """Return the examples' numbers in the order of each epoch, and their images."""
     node = OmegaConf.create(node)
-    arguments = {"seed": seed, "slices": [Slice(size, epochs)]}
-    batches = list(
-        batching.effective_batches(node, numbered(), **arguments).as_numpy_iterator()
-    )
-    tail = [EXAMPLES % size] * (EXAMPLES % size > 0)
-    assert [len(y) for _, y in batches] == ([size] * (EXAMPLES // size) + tail) * epochs
-    x, y = (
-        np.concatenate(parts).reshape(epochs, EXAMPLES, -1)
-        for parts in zip(*batches, strict=True)
-    )
-    return y[..., 0].tolist(), x
+    batches = as_arrays(node, numbered(), slices=[Slice(size, epochs)], seed=seed)
+    sizes_of_epoch = [size] * (EXAMPLES // size)
+    if EXAMPLES % size:
+        sizes_of_epoch.append(EXAMPLES % size)
+    assert [len(y) for _, y in batches] == sizes_of_epoch * epochs
+    x, y = map(np.concatenate, zip(*batches, strict=True))
+    numbers = y.reshape(epochs, EXAMPLES).tolist()
+    return numbers, x.reshape(epochs, EXAMPLES, -1)
+
+
+def as_arrays(node, data, **arguments):
+    """Return the effective batches of an `effective_batches` as arrays."""
+    batches = batching.effective_batches(node, data, **arguments)
+    return list(batches.as_numpy_iterator())
 
 
 SHIFT = {"augment": {"_target_": "pipeline.dataset.augmentation.Shift", "pixels": 3}}
-IN_MEMORY, STREAMED, BUFFERED = (
-    {"in_memory": True},
-    {"in_memory": False},
-    {"in_memory": False, "shuffle_buffer": 5},
-)
+IN_MEMORY = {"in_memory": True}
+STREAMED = {"in_memory": False}
+BUFFERED = {"in_memory": False, "shuffle_buffer": 5}
+BY_FILES = {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200}
 
 
 @pytest.mark.parametrize(
@@ -72,9 +74,8 @@ IN_MEMORY, STREAMED, BUFFERED = (
 )
 def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
     order, images = epochs(8, **node, **augment)
-    assert [sorted(epoch) for epoch in order] == [
-        list(range(EXAMPLES))
-    ] * 2  # each exactly once
+    for epoch in order:
+        assert sorted(epoch) == list(range(EXAMPLES))  # each exactly once
     assert order[0] != order[1] != list(range(EXAMPLES))
     for size in (1, 5, EXAMPLES):
         other, other_images = epochs(size, **node, **augment)
@@ -84,15 +85,16 @@ def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
 
 
 def test_no_thread_tunes_an_iterator():
-    """Deleting it would wait for that thread, up to a minute; in a process that exits meanwhile, TensorFlow aborts."""
+    """Deleting it would wait for that thread, up to a minute.
+
+    In a process that exits meanwhile, TensorFlow aborts.
+    """
     trained = batching.effective_batches(
         OmegaConf.create({}), numbered(), [Slice(8, 1)], seed=0
     )
     evaluated = batching.in_order(numbered().train, 8)
-    assert [batches.options().autotune.enabled for batches in (trained, evaluated)] == [
-        False,
-        False,
-    ]
+    assert trained.options().autotune.enabled is False
+    assert evaluated.options().autotune.enabled is False
 
 
 AUGMENTED = []  # by `noting_shift`
@@ -100,16 +102,18 @@ AUGMENTED = []  # by `noting_shift`
 
 def noting_shift(image, seed):
     AUGMENTED.append(1)
-    return tf.roll(
-        image, tf.random.stateless_uniform([2], seed, 0, 3, tf.int32), [0, 1]
-    )
+    pixels = tf.random.stateless_uniform([2], seed, 0, 3, tf.int32)
+    return tf.roll(image, pixels, [0, 1])
 
 
 def augmentation():
-    """Shifts an image, and notes each that it has shifted."""
-    return lambda image, seed: tf.ensure_shape(
-        tf.py_function(noting_shift, [image, seed], image.dtype), image.shape
-    )
+    """Return a function that shifts an image, and notes each call."""
+
+    def shift(image, seed):
+        shifted = tf.py_function(noting_shift, [image, seed], image.dtype)
+        return tf.ensure_shape(shifted, image.shape)
+
+    return shift
 
 
 SHIFTING = {"augment": {"_target_": f"{__name__}.augmentation"}}
@@ -131,66 +135,78 @@ SHIFTING = {"augment": {"_target_": f"{__name__}.augmentation"}}
     ],
 )
 def test_what_comes_before_an_update_is_left_out(node, augment):
-    """Of 3 updates an epoch, the last one of 7 examples: the rest is what it was, and nothing before it is made."""
+    """The rest is what it was, and nothing before it is made.
+
+    An epoch has 3 updates, the last one of 7 examples.
+    """
     read = []
-    data = numbered()
-    note = lambda number: read.append(1) or number  # noqa: E731
-    data = Data(
-        data.train.map(
-            lambda x, y: (x, tf.ensure_shape(tf.py_function(note, [y], y.dtype), []))
-        ),
-        None,
-    )
+
+    def note(number):
+        read.append(1)
+        return number
+
+    def noted(x, y):
+        return x, tf.ensure_shape(tf.py_function(note, [y], y.dtype), [])
+
+    data = Data(numbered().train.map(noted), None)
+    plan = Plan(sizes.derive(8, 1, None), EXAMPLES, 9)
+    node_of_run = OmegaConf.create({**node, **augment})
 
     def batches(first_update):
-        settings = {
-            "seed": 0,
-            "slices": Plan(sizes.derive(8, 1, None), EXAMPLES, 9).slices(first_update),
-        }
-        return list(
-            batching.effective_batches(
-                OmegaConf.create({**node, **augment}), data, **settings
-            ).as_numpy_iterator()
-        )
+        slices = plan.slices(first_update)
+        return as_arrays(node_of_run, data, slices=slices, seed=0)
 
-    whole = batches(0)
-    assert [len(y) for _, y in whole] == [8, 8, 7] * 3
+    all_batches = batches(0)
+    assert [len(y) for _, y in all_batches] == [8, 8, 7] * 3
     for first_update in range(10):
-        read.clear(), AUGMENTED.clear()
+        read.clear()
+        AUGMENTED.clear()
         rest = batches(first_update)
         assert len(rest) == 9 - first_update
-        for one, two in zip(rest, whole[first_update:], strict=True):
-            assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
-        assert len(AUGMENTED) == (sum(len(y) for _, y in rest) if augment else 0)
-        assert len(read) == (
-            EXAMPLES if node["in_memory"] else EXAMPLES * (3 - first_update // 3)
-        )
+        for batch, expected in zip(rest, all_batches[first_update:], strict=True):
+            for part, expected_part in zip(batch, expected, strict=True):
+                assert np.array_equal(part, expected_part)
+
+        augmented = 0
+        if augment:
+            augmented = sum(len(y) for _, y in rest)
+        assert len(AUGMENTED) == augmented
+        passes = 1
+        if not node["in_memory"]:
+            passes = 3 - first_update // 3
+        assert len(read) == passes * EXAMPLES
 
 
 def by_readers(workers, replicas, batches_of):
-    """What each of so many workers, with so many replicas each, reads: `batches_of(reader)`."""
-    readers = [
-        ShareReader(worker * replicas, replicas, workers * replicas)
-        for worker in range(workers)
-    ]
-    return [list(batches_of(reader)) for reader in readers]
+    """Return what each of the workers reads: the list of `batches_of(reader)`.
+
+    `replicas` are those of each worker.
+    """
+    shares_of_workers = []
+    for worker in range(workers):
+        reader = ShareReader(worker * replicas, replicas, workers * replicas)
+        shares_of_workers.append(list(batches_of(reader)))
+    return shares_of_workers
 
 
-def assert_shares(whole, of_workers, replicas):
-    """Of every batch each worker has the examples of its replicas, some of them none, and knows where they are."""
-    assert [len(shares) for shares in of_workers] == [len(whole)] * len(of_workers)
-    for batch, *shares in zip(whole, *of_workers, strict=True):
+def assert_shares(batches, shares_of_workers, replicas):
+    """Each worker has the examples of its replicas of each batch, and their place.
+
+    Some workers have none.
+    """
+    workers = len(shares_of_workers)
+    for shares in shares_of_workers:
+        assert len(shares) == len(batches)
+    for batch, *shares in zip(batches, *shares_of_workers, strict=True):
         count = len(batch[1])
-        size = replicas * -(-count // (replicas * len(of_workers)))
-        assert [int(share.examples) for share in shares] == [count] * len(shares)
-        assert [int(share.start) for share in shares] == [
-            worker * size for worker in range(len(shares))
-        ]
-        sizes = [
-            min(max(count - worker * size, 0), size) for worker in range(len(shares))
-        ]
-        assert [len(share.batch[1]) for share in shares] == sizes
-        for part, *parts in zip(batch, *(share.batch for share in shares), strict=True):
+        size = replicas * -(-count // (replicas * workers))
+        for worker, share in enumerate(shares):
+            start = worker * size
+            assert int(share.examples) == count
+            assert int(share.start) == start
+            assert len(share.batch[1]) == min(max(count - start, 0), size)
+        parts_of_shares = [share.batch for share in shares]
+        for part, *parts in zip(batch, *parts_of_shares, strict=True):
             assert np.array_equal(np.concatenate(parts), part)
 
 
@@ -198,84 +214,90 @@ def assert_shares(whole, of_workers, replicas):
     ("node", "augment", "workers", "replicas"),
     mostly_slow(
         [
-            *(
-                (IN_MEMORY, {}, 3, 1),
-                (IN_MEMORY, SHIFTING, 9, 1),
-                (IN_MEMORY, {}, 2, 2),
-            ),
-            *(
-                (STREAMED, {}, 3, 1),
-                (STREAMED, SHIFTING, 2, 2),
-                (STREAMED, SHIFTING, 9, 1),
-            ),
-            *((BUFFERED, {}, 9, 1), (BUFFERED, SHIFTING, 3, 1)),
+            (IN_MEMORY, {}, 3, 1),
+            (IN_MEMORY, SHIFTING, 9, 1),
+            (IN_MEMORY, {}, 2, 2),
+            (STREAMED, {}, 3, 1),
+            (STREAMED, SHIFTING, 2, 2),
+            (STREAMED, SHIFTING, 9, 1),
+            (BUFFERED, {}, 9, 1),
+            (BUFFERED, SHIFTING, 3, 1),
         ],
         [],
         [(IN_MEMORY, SHIFTING, 9, 1), (STREAMED, SHIFTING, 2, 2), (BUFFERED, {}, 9, 1)],
     ),
 )
 def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
-    """Of 23 examples in batches of 8: the last one has 7, so that one of nine workers has two times none."""
+    """Of 23 examples in batches of 8 the last batch has 7.
+
+    So one of nine workers has two times none.
+    """
+    training = TrainingConfig(class_weight={3: 5.0}, loss=None)
+    node_of_run = OmegaConf.create({**node, **augment})
 
     def batches_of(reader):
-        settings = {
-            "seed": 0,
-            "slices": Plan(sizes.derive(8, 1, None), EXAMPLES, 6).slices(1),
-        }
-        settings["weigh"] = weigher(
-            TrainingConfig(class_weight={3: 5.0}, loss=None), numbered()
+        return as_arrays(
+            node_of_run,
+            numbered(),
+            slices=Plan(sizes.derive(8, 1, None), EXAMPLES, 6).slices(1),
+            seed=0,
+            weigh=weigher(training, numbered()),
+            reader=reader,
         )
-        node_of = OmegaConf.create({**node, **augment})
-        return batching.effective_batches(
-            node_of, numbered(), **settings, reader=reader
-        ).as_numpy_iterator()
 
-    whole = list(batches_of(None))
+    all_batches = batches_of(None)
     AUGMENTED.clear()
-    of_workers = by_readers(workers, replicas, batches_of)
-    assert_shares(whole, of_workers, replicas)
-    assert len(AUGMENTED) == (2 * EXAMPLES - 8 if augment else 0)
+    shares_of_workers = by_readers(workers, replicas, batches_of)
+    assert_shares(all_batches, shares_of_workers, replicas)
+    augmented = 0
+    if augment:
+        augmented = 2 * EXAMPLES - 8
+    assert len(AUGMENTED) == augmented
 
 
 @pytest.mark.parametrize("node", [IN_MEMORY, STREAMED], ids=["in_memory", "streamed"])
 def test_workers_read_examples_of_unequal_length_whole(node):
     """How long a batch is follows from all of it."""
-    lengths = [1 + number % 4 for number in range(EXAMPLES)]
-    texts = tf.data.Dataset.from_generator(
-        lambda: ((np.full(length, 7), number) for number, length in enumerate(lengths)),
-        output_signature=(tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)),
-    ).apply(tf.data.experimental.assert_cardinality(EXAMPLES))
-    settings = {"seed": 0, "slices": [Slice(8, 1)]}
+
+    def examples():
+        for number in range(EXAMPLES):
+            yield np.full(1 + number % 4, 7), number
+
+    spec = (tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64))
+    texts = tf.data.Dataset.from_generator(examples, output_signature=spec)
+    texts = texts.apply(tf.data.experimental.assert_cardinality(EXAMPLES))
     for pad in (None, {"multiple": 4, "value": 0}):
-        made = OmegaConf.create({**node, "pad": pad})
-        one, two = (
-            list(
-                batching.effective_batches(
-                    made, Data(texts, None), **settings, reader=reader
-                )
-            )
-            for reader in (None, ShareReader(1, 1, 2))
-        )
-        for (x, y), (also_x, also_y) in zip(one, two, strict=True):
-            assert (y == also_y).numpy().all()
-            assert (
-                x.to_list() == also_x.to_list()
-                if pad is None
-                else (x == also_x).numpy().all()
-            )
+        node_of_run = OmegaConf.create({**node, "pad": pad})
+
+        def batches(reader, node=node_of_run):
+            data = Data(texts, None)
+            slices = [Slice(8, 1)]
+            return batching.effective_batches(node, data, slices, 0, reader=reader)
+
+        alone = list(batches(None))
+        of_a_worker = list(batches(ShareReader(1, 1, 2)))
+        for (x, y), (worker_x, worker_y) in zip(alone, of_a_worker, strict=True):
+            assert (y == worker_y).numpy().all()
+            if pad is None:
+                assert x.to_list() == worker_x.to_list()
+            else:
+                assert (x == worker_x).numpy().all()
 
 
 def staged():
-    """23 examples an epoch: 5, 5, 3 · 3 and 4; 8 and 15; 15 and 8; two stages begin in the first epoch."""
-    asked = [
-        Asked("updates", 0, 5),
-        Asked("updates", 2, 3),
-        Asked("examples", 19, 8),
-        Asked("examples", 31, 15),
+    """Return a plan of 23 examples an epoch, in four stages.
+
+    The batches are 5, 5, 3 · 3 and 4; 8 and 15; 15 and 8. Two stages begin in the first
+    epoch.
+    """
+    stages = [
+        ScheduledStage("updates", 0, 5),
+        ScheduledStage("updates", 2, 3),
+        ScheduledStage("examples", 19, 8),
+        ScheduledStage("examples", 31, 15),
     ]
-    return plan_of(
-        sizes.derive(5, 1, None), EXAMPLES, sizes.Horizon("epochs", 3), asked
-    )
+    horizon = sizes.Horizon("epochs", 3)
+    return plan_of(sizes.derive(5, 1, None), EXAMPLES, horizon, stages)
 
 
 @pytest.mark.slow
@@ -288,83 +310,84 @@ def staged():
     ],
 )
 def test_the_order_does_not_depend_on_stages(node, augment):
-    plan, order = staged(), [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
-    whole, images = epochs(8, epochs=3, **node, **augment)
-    numbers, images = (
-        [number for epoch in whole for number in epoch],
-        images.reshape(3 * EXAMPLES, -1),
-    )
-    made = OmegaConf.create({**node, **augment})
+    plan = staged()
+    batch_sizes = [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
+    order, images = epochs(8, epochs=3, **node, **augment)
+    numbers = np.concatenate(order).tolist()
+    images = images.reshape(3 * EXAMPLES, -1)
+    node_of_run = OmegaConf.create({**node, **augment})
     for done in (0, 3, 6):  # the begin, in a stage, where one begins
-        given = {"seed": 0, "slices": plan.slices(done)}
-        found = list(
-            batching.effective_batches(made, numbered(), **given).as_numpy_iterator()
+        slices = plan.slices(done)
+        batches = as_arrays(node_of_run, numbered(), slices=slices, seed=0)
+        x, y = map(np.concatenate, zip(*batches, strict=True))
+        examples_done = sum(batch_sizes[:done])
+        assert [len(labels) for _, labels in batches] == batch_sizes[done:]
+        assert y.tolist() == numbers[examples_done:]
+        assert (x.reshape(len(x), -1) == images[examples_done:]).all()
+
+    def batches_of(reader):
+        slices = plan.slices(1)
+        return batching.effective_batches(
+            node_of_run, numbered(), slices, seed=0, reader=reader
         )
-        x, y = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        assert [len(labels) for _, labels in found] == order[done:]
-        assert y.tolist() == numbers[sum(order[:done]) :]
-        assert (x.reshape(len(x), -1) == images[sum(order[:done]) :]).all()
-    shares = {"seed": 0, "slices": plan.slices(1)}
-    batches_of = lambda reader: batching.effective_batches(  # noqa: E731
-        made, numbered(), **shares, reader=reader
-    )
+
     assert_shares(list(batches_of(None)), by_readers(3, 1, batches_of), 1)
 
 
 @pytest.mark.slow
 def test_examples_of_unequal_length_come_in_stages():
-    lengths = [1 + number % 4 for number in range(EXAMPLES)]
     rows = tf.data.Dataset.from_tensor_slices(
         (np.arange(EXAMPLES), np.arange(EXAMPLES))
     )
     texts = rows.map(lambda x, y: (tf.repeat(x, 1 + x % 4), y))
-    given = {"seed": 0, "slices": staged().slices(0)}
     for node in (IN_MEMORY, STREAMED):
-        found = list(
+        batches = list(
             batching.effective_batches(
-                OmegaConf.create(node), Data(texts, None), **given
+                OmegaConf.create(node), Data(texts, None), staged().slices(0), seed=0
             )
         )
-        assert [len(y) for _, y in found] == [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
-        for x, y in found:
-            assert x.to_list() == [[number] * lengths[number] for number in y.numpy()]
+        assert [len(y) for _, y in batches] == [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
+        for x, y in batches:
+            assert x.to_list() == [text_of(number) for number in y.numpy()]
+
+
+def text_of(number):
+    """Return an example of its own length, 1 to 4."""
+    return [number] * (1 + number % 4)
 
 
 def test_the_augmentation_is_of_the_example_in_this_epoch():
-    by_number = []
+    images_by_number = []
     for node in (IN_MEMORY, STREAMED):  # two orders
         order, images = epochs(8, **node, **SHIFT)
-        by_number.append(
-            [
-                image[np.argsort(numbers)]
-                for numbers, image in zip(order, images, strict=True)
-            ]
-        )
-    assert (np.array(by_number[0]) == np.array(by_number[1])).all()
-    places = np.argmax(by_number[0], -1)  # (epoch, number) → where the pixel went
-    assert (np.max(by_number[0], -1) == 1).all()
+        # (epoch, number, pixel)
+        ranks = np.argsort(order, axis=1)[..., np.newaxis]
+        images_by_number.append(np.take_along_axis(images, ranks, axis=1))
+    assert (images_by_number[0] == images_by_number[1]).all()
+    # (epoch, number) → where the pixel went
+    places = np.argmax(images_by_number[0], -1)
+    assert (np.max(images_by_number[0], -1) == 1).all()
     assert (places[0] != places[1]).any()
     assert len(set(places[0].tolist())) > EXAMPLES / 4
 
 
 def test_ragged_examples_stay_together():
-    lengths = [1 + number % 4 for number in range(EXAMPLES)]
-    x = tf.ragged.constant([[number] * length for number, length in enumerate(lengths)])
-    data = Data(
-        tf.data.Dataset.from_tensor_slices((x, np.arange(EXAMPLES))).map(
-            lambda x, y: (x.to_tensor() if isinstance(x, tf.RaggedTensor) else x, y)
-        ),
-        None,
-    )
+    x = tf.ragged.constant([text_of(number) for number in range(EXAMPLES)])
+    examples = tf.data.Dataset.from_tensor_slices((x, np.arange(EXAMPLES)))
+
+    def dense(x, y):
+        if isinstance(x, tf.RaggedTensor):
+            x = x.to_tensor()
+        return x, y
+
+    data = Data(examples.map(dense), None)
     for node in (IN_MEMORY, STREAMED):
-        settings = {"seed": 0, "slices": [Slice(8, 1)]}
         seen = []
         for batch, numbers in batching.effective_batches(
-            OmegaConf.create(node), data, **settings
+            OmegaConf.create(node), data, [Slice(8, 1)], seed=0
         ):
-            assert batch.to_list() == [
-                [number] * lengths[number] for number in numbers.numpy()
-            ]
+            expected = [text_of(number) for number in numbers.numpy()]
+            assert batch.to_list() == expected
             seen += numbers.numpy().tolist()
         assert sorted(seen) == list(range(EXAMPLES))
 
@@ -409,36 +432,28 @@ def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(
 ):
     monkeypatch.setattr(batching, "SMALL", small)
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
-    assert (
-        data.stored["train"].shuffled(tf.constant(0, tf.int64)).element_spec.dtype
-        == tf.string
-    )  # as it is stored
+    records = data.stored["train"].shuffled(tf.constant(0, tf.int64))
+    assert records.element_spec.dtype == tf.string  # as it is stored
     settings = {"seed": 3, "slices": [Slice(100, 1)]}
-    node = OmegaConf.create(
-        {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200, **augment}
-    )
-    batches = list(
-        batching.effective_batches(node, data, **settings).as_numpy_iterator()
-    )
+    batches = as_arrays(OmegaConf.create({**BY_FILES, **augment}), data, **settings)
     examples = [(x.tobytes(), int(y)) for x, y in data.train.as_numpy_iterator()]
-    seen = [
-        (x[number].tobytes(), int(y[number]))
-        for x, y in batches
-        for number in range(len(y))
-    ]
+    seen = []
+    for batch in batches:
+        for x, y in zip(*batch, strict=True):
+            seen.append((x.tobytes(), int(y)))
     assert seen != examples
     if not augment:
         assert sorted(seen) == sorted(examples)
-    else:  # the same order, each image moved
-        plain = batching.effective_batches(
-            OmegaConf.create({**node, "augment": None}), data, **settings
-        )
-        assert [label for _, label in seen] == np.concatenate(
-            [y for _, y in plain.as_numpy_iterator()]
-        ).tolist()
-        kept = {image for image, _ in seen} & {image for image, _ in examples}
-        assert len(kept) < 1437 / 10  # one place of 49 is where it was
-        assert {x.dtype for x, _ in batches} == {np.dtype("float32")}
+        return
+
+    # The order is the same, and each image is moved.
+    plain = as_arrays(OmegaConf.create(BY_FILES), data, **settings)
+    labels = np.concatenate([y for _, y in plain])
+    assert [label for _, label in seen] == labels.tolist()
+    unmoved = {image for image, _ in seen} & {image for image, _ in examples}
+    assert len(unmoved) < 1437 / 10  # one place of 49 is where it was
+    for x, _ in batches:
+        assert x.dtype == np.float32
 
 
 STORED = []  # examples that `counted` has made
@@ -458,9 +473,8 @@ def counted(data):
 
         return replace(stored, make=make)
 
-    return replace(
-        data, stored={name: counting(stored) for name, stored in data.stored.items()}
-    )
+    stored_by_split = {name: counting(stored) for name, stored in data.stored.items()}
+    return replace(data, stored=stored_by_split)
 
 
 @pytest.mark.slow
@@ -470,25 +484,17 @@ def counted(data):
 @pytest.mark.parametrize("shuffle_files", [True, False])
 def test_each_worker_decodes_its_share_alone(digits, shuffle_files, augment):
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
-    node = OmegaConf.create(
-        {
-            "in_memory": False,
-            "shuffle_files": shuffle_files,
-            "shuffle_buffer": 200,
-            **augment,
-        }
-    )
+    node = OmegaConf.create({**BY_FILES, "shuffle_files": shuffle_files, **augment})
     settings = {"seed": 3, "slices": [Slice(100, 1)]}
-    whole = list(batching.effective_batches(node, data, **settings).as_numpy_iterator())
+    all_batches = as_arrays(node, data, **settings)
     STORED.clear()
 
     def batches_of(reader):
-        return batching.effective_batches(
-            node, counted(data), **settings, reader=reader
-        ).as_numpy_iterator()
+        return as_arrays(node, counted(data), **settings, reader=reader)
 
-    assert_shares(whole, by_readers(3, 1, batches_of), 1)
-    assert sorted(STORED) == sorted(np.concatenate([y for _, y in whole]).tolist())
+    assert_shares(all_batches, by_readers(3, 1, batches_of), 1)
+    labels = np.concatenate([y for _, y in all_batches])
+    assert sorted(STORED) == sorted(labels.tolist())
 
 
 def brighter_from_5_on(features):
@@ -507,59 +513,65 @@ def test_what_makes_an_example_may_have_an_if_of_a_tensor(digits):
         validation_split="validation",
         preprocess=brighter_from_5_on,
     )
-    node = OmegaConf.create(
-        {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200}
-    )
-    settings = {"seed": 3, "slices": [Slice(500, 1)]}
+    node = OmegaConf.create(BY_FILES)
     for reader in (None, ShareReader(0, 1, 2)):
-        splits = [
-            batching.effective_batches(node, data, **settings, reader=reader),
-            batching.in_order(
-                data.validation, 500, None, reader, data.made_of("validation")
-            ),
-        ]
-        for batch in (batch for split in splits for batch in split.as_numpy_iterator()):
-            x, y = batch if reader is None else batch.batch
+        trained = batching.effective_batches(
+            node, data, [Slice(500, 1)], seed=3, reader=reader
+        )
+        records = data.made_of("validation")
+        evaluated = batching.in_order(data.validation, 500, None, reader, records)
+        for element in trained.concatenate(evaluated).as_numpy_iterator():
+            x, y = parts_of(element)
             assert ((x.max((1, 2, 3)) >= 100) == (y >= 5)).all()
             assert len(set(y.tolist())) == 10
+
+
+def parts_of(element):
+    """Return the parts of a batch or of a share."""
+    if isinstance(element, Share):
+        return element.batch
+    return element
 
 
 @pytest.mark.slow
 def test_each_worker_decodes_its_share_of_an_evaluation_alone(digits):
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
-    whole = list(batching.in_order(data.validation, 50).as_numpy_iterator())
+    all_batches = list(batching.in_order(data.validation, 50).as_numpy_iterator())
 
-    def batches_of(reader, data):
+    def shares_of(data):
         made_of = data.made_of("validation")
-        return batching.in_order(
-            data.validation, 50, None, reader, made_of
-        ).as_numpy_iterator()
+
+        def batches_of(reader):
+            batches = batching.in_order(data.validation, 50, None, reader, made_of)
+            return batches.as_numpy_iterator()
+
+        return by_readers(2, 1, batches_of)
 
     STORED.clear()
-    assert_shares(
-        whole, by_readers(2, 1, lambda reader: batches_of(reader, counted(data))), 1
-    )
+    assert_shares(all_batches, shares_of(counted(data)), 1)
     assert len(STORED) == 180
+
     # Another split in its place is read as it is.
     brighter = replace(data, validation=data.validation.map(lambda x, y: (x + 1, y)))
     STORED.clear()
-    of_workers = by_readers(2, 1, lambda reader: batches_of(reader, counted(brighter)))
-    assert_shares([(x + 1, y) for x, y in whole], of_workers, 1)
+    brighter_batches = [(x + 1, y) for x, y in all_batches]
+    assert_shares(brighter_batches, shares_of(counted(brighter)), 1)
     assert STORED == []
 
 
 @pytest.mark.slow
 def test_a_training_split_of_ones_own_is_not_read_as_it_was_stored(digits, monkeypatch):
-    """Its examples are changed, so the records that they were made of are not asked."""
+    """Its examples are changed, so the records that they come from are not read."""
     plain = load.digits(digits)
-    brighter = lambda: replace(plain, train=plain.train.map(lambda x, y: (x + 1, y)))  # noqa: E731
+
+    def brighter():
+        return replace(plain, train=plain.train.map(lambda x, y: (x + 1, y)))
+
     monkeypatch.setattr(load, "digits", brighter)
     data = load.load(DIGITS)
-    node = OmegaConf.create(
-        {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200}
-    )
-    batches = batching.effective_batches(node, data, [Slice(500, 1)], seed=0)
-    assert min(x.min() for x, _ in batches.as_numpy_iterator()) == 1
+    node = OmegaConf.create(BY_FILES)
+    batches = as_arrays(node, data, slices=[Slice(500, 1)], seed=0)
+    assert min(x.min() for x, _ in batches) == 1
     assert data.made_of("train") is None
     assert data.made_of("validation") is not None
 
@@ -567,13 +579,14 @@ def test_a_training_split_of_ones_own_is_not_read_as_it_was_stored(digits, monke
 class BrighterDigits(Digits):
     """Makes its examples in a way of its own, which the stored records do not show."""
 
-    __module__ = (
-        Digits.__module__
-    )  # TFDS looks for a builder's files beside its module, in a package
+    # TFDS looks for a builder's files beside its module, which has to be in a package.
+    __module__ = Digits.__module__
 
     def _as_dataset(self, *args, **options):
-        features = super()._as_dataset(*args, **options)
-        return features.map(lambda each: {**each, "image": each["image"] + 1})
+        examples = super()._as_dataset(*args, **options)
+        return examples.map(
+            lambda features: {**features, "image": features["image"] + 1}
+        )
 
 
 def test_a_builder_with_a_way_of_its_own_to_read_is_never_read_another_way(tmp_path):
@@ -582,26 +595,18 @@ def test_a_builder_with_a_way_of_its_own_to_read_is_never_read_another_way(tmp_p
         data_dir=str(tmp_path),
         validation_split="validation",
     )
-    read = [
-        batching.in_order(
-            data.validation, 90, None, ShareReader(0, 1, 2), data.made_of("validation")
-        )
-    ]
+    reader = ShareReader(0, 1, 2)
+    records = data.made_of("validation")
+    ways = [batching.in_order(data.validation, 90, None, reader, records)]
     for in_memory in (True, False):
-        node = OmegaConf.create(
-            {"in_memory": in_memory, "shuffle_files": True, "shuffle_buffer": 200}
-        )
-        read.append(batching.effective_batches(node, data, [Slice(500, 1)], seed=0))
-        read.append(
-            batching.effective_batches(
-                node, data, [Slice(500, 1)], seed=0, reader=ShareReader(0, 1, 2)
+        node = OmegaConf.create({**BY_FILES, "in_memory": in_memory})
+        for reader_or_none in (None, reader):
+            batches = batching.effective_batches(
+                node, data, [Slice(500, 1)], seed=0, reader=reader_or_none
             )
-        )
-    for batches in read:
-        images = [
-            (each.batch if isinstance(each, Share) else each)[0]
-            for each in batches.as_numpy_iterator()
-        ]
+            ways.append(batches)
+    for batches in ways:
+        images = [parts_of(element)[0] for element in batches.as_numpy_iterator()]
         assert min(map(np.min, images)) == 1
 
 
@@ -615,20 +620,19 @@ def test_the_digits_are_split_once_and_for_all(digits):
         10,
         "digits",
     )
-    splits = [
-        next(batching.in_order(split, 2000).as_numpy_iterator())
-        for split in (data.train, data.validation)
-    ]
-    assert [len(y) for _, y in splits] == [1437, 180]
-    for x, y in splits:
+    images = set()
+    for split, count in ((data.train, 1437), (data.validation, 180)):
+        x, y = next(batching.in_order(split, 2000).as_numpy_iterator())
+        assert len(y) == count
         assert (x.min(), x.max()) == (0, 1)
-        # Stratified: a class has 174 to 183 of the 1797 images, so 9.7% to 10.2% of each split, rounded.
+        # Stratified: a class has 174 to 183 of the 1797 images, so 9.7% to 10.2% of
+        # each split, rounded.
         assert (np.abs(np.bincount(y) - len(y) / 10) <= 0.005 * len(y) + 1).all()
-    images = {
-        image.tobytes() for x, _ in splits for image in np.rint(x * 16).astype(np.uint8)
-    }
+        pixels = np.rint(x * 16).astype(np.uint8)
+        images.update(image.tobytes() for image in pixels)
     assert len(images) == 1437 + 180  # no image is in both
-    assert images < {image.astype(np.uint8).tobytes() for image in load_digits().images}
+    all_pixels = load_digits().images.astype(np.uint8)
+    assert images < {image.tobytes() for image in all_pixels}
 
 
 @pytest.mark.parametrize(
@@ -636,7 +640,8 @@ def test_the_digits_are_split_once_and_for_all(digits):
     [
         (
             {"_target_": "builtins.dict"},
-            "dataset._target_ must give (train, validation[, test]) as tf.data.Datasets",
+            "dataset._target_ must give (train, validation[, test]) as "
+            "tf.data.Datasets",
         ),
         (
             {"_target_": "pipeline.dataset.from_tfds", "name": "no_such"},
@@ -653,10 +658,10 @@ def test_the_digits_are_split_once_and_for_all(digits):
         ),
     ],
 )
-def test_what_is_no_dataset_is_refused(node, message):
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_no_dataset_is_rejected(node, message):
+    with pytest.raises(ConfigError) as error:
         load.load(OmegaConf.create(node))
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 MAPS = np.random.default_rng(0).integers(0, 3, (4, 5, 3))
@@ -670,12 +675,8 @@ OF_CLASS = np.array([1.0, 2.0, 3.0])
     ("labels", "classes", "loss", "expected"),
     [
         (KINDS, 3, "keras.losses.SparseCategoricalCrossentropy", OF_CLASS[KINDS]),
-        (
-            MAPS,
-            3,
-            "keras.losses.SparseCategoricalCrossentropy",
-            OF_CLASS[MAPS],
-        ),  # as many columns as classes
+        # as many columns as classes
+        (MAPS, 3, "keras.losses.SparseCategoricalCrossentropy", OF_CLASS[MAPS]),
         (MAPS, 7, "mine.focal", OF_CLASS[MAPS]),
         (MAPS[..., :1], None, "mine.focal", OF_CLASS[MAPS[..., 0]]),
         (
@@ -689,40 +690,28 @@ OF_CLASS = np.array([1.0, 2.0, 3.0])
     ],
 )
 def test_a_class_weighs_its_elements(labels, classes, loss, expected):
-    data = Data(
-        tf.data.Dataset.from_tensor_slices((np.zeros(4), labels)), None, classes=classes
-    )
-    *_, weights = weigher(
-        TrainingConfig(class_weight=WEIGHTS, loss={"_target_": loss}), data
-    )(None, tf.constant(labels))
+    examples = tf.data.Dataset.from_tensor_slices((np.zeros(4), labels))
+    training = TrainingConfig(class_weight=WEIGHTS, loss={"_target_": loss})
+    weigh = weigher(training, Data(examples, None, classes=classes))
+    *_, weights = weigh(None, tf.constant(labels))
     np.testing.assert_array_equal(weights, expected)
 
 
 def test_labels_that_may_be_one_hot_or_not_are_not_weighed():
     data = Data(tf.data.Dataset.from_tensor_slices((np.zeros(4), MAPS)), None)
-    with pytest.raises(
-        ConfigError,
-        match=r"class_weight must be null where labels \(5, 3\) may be one-hot or a class",
-    ):
-        weigher(
-            TrainingConfig(class_weight=WEIGHTS, loss={"_target_": "mine.focal"}), data
-        )
+    training = TrainingConfig(class_weight=WEIGHTS, loss={"_target_": "mine.focal"})
+    line = r"class_weight must be null where labels \(5, 3\) may be one-hot or a class"
+    with pytest.raises(ConfigError, match=line):
+        weigher(training, data)
 
 
 @pytest.mark.parametrize(
     "weights", [[0, 0, 0], [1, -2, 0], [1, np.nan, 1], [1, np.inf, 1]]
 )
-def test_weights_that_train_nothing_are_refused(weights):
-    data = Data(
-        tf.data.Dataset.from_tensor_slices(
-            (np.zeros(3), np.zeros(3), np.float32(weights))
-        ),
-        None,
-    )
-    with pytest.raises(
-        ConfigError,
-        match="dataset must give sample weights with a positive and finite sum",
-    ):
-        batching.effective_batches(
-            OmegaConf.create(IN_MEMORY), data, [Slice(2, 1)], seed=0
-        )
+def test_weights_that_train_nothing_are_rejected(weights):
+    parts = (np.zeros(3), np.zeros(3), np.float32(weights))
+    data = Data(tf.data.Dataset.from_tensor_slices(parts), None)
+    node = OmegaConf.create(IN_MEMORY)
+    line = "dataset must give sample weights with a positive and finite sum"
+    with pytest.raises(ConfigError, match=line):
+        batching.effective_batches(node, data, [Slice(2, 1)], seed=0)

@@ -28,7 +28,7 @@ def split(**parts: object) -> Data:
 def settled(data: Data, **node: object) -> tuple[dict, str]:
     """Return the keys of the group after the decision, and the line for the user."""
     keys = {**AUTO, **node}
-    decided, line = cache.resolve(OmegaConf.create(keys), data)
+    decided, line = cache.decide_in_memory(OmegaConf.create(keys), data)
     return {**keys, **decided}, line
 
 
@@ -80,7 +80,7 @@ def test_a_validation_split_that_is_kept_is_read_once(monkeypatch):
         monkeypatch.setattr(cache, "limit", lambda size=size: size)
         read.clear()
         assert cache.keeps_validation(OmegaConf.create({}), data) is kept
-        evaluated = batches.evaluated(data, "validation", 8, None, None, kept)
+        evaluated = batches.evaluation_batches(data, "validation", 8, None, None, kept)
         for _ in range(3):
             assert [*evaluated.unbatch().as_numpy_iterator()] == expected
         passes = 1 if kept else 3
@@ -111,7 +111,7 @@ def test_the_peak_of_a_run_is_not_that_of_the_process_that_started_it():
 
 
 class Sorted(tfds.core.GeneratorBasedBuilder):
-    """Numbers from 0 to 999 in files sorted by class, which is the number's hundreds."""
+    """The numbers 0 to 999 in files sorted by class, which is their hundreds digit."""
 
     VERSION = tfds.core.Version("1.0.0")
 

@@ -107,7 +107,7 @@ def test_a_run_records_them_beside_its_training(tmp_path, cache):
     for arguments in (rerun, resume):
         rejected = pipeline(*arguments, cwd=tmp_path, status=2)
         assert f"the file {victim.name} differs" in rejected.stderr, rejected.stderr
-    # One that is not asked for is not compared.
+    # One that is not requested is not compared.
     pipeline(*RUN[:-1], "hydra.run.dir=none", "dataset.checksum=none", cwd=tmp_path)
     none = json.loads((tmp_path / "none" / "dataset.json").read_text())
     assert (none["checksum"], none["files"], none["content"]) == ("none", {}, {})

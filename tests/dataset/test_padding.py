@@ -21,6 +21,11 @@ PAD = {"pad": {"multiple": 4, "value": 0}}
 
 
 def texts(first: int = 1) -> Data:
+    """Return texts of `LENGTHS`, whose labels are the next tokens.
+
+    Args:
+        first: the smallest token.
+    """
     numbers = np.random.default_rng(0)
     rows = []
     for length in LENGTHS:
@@ -33,6 +38,7 @@ def texts(first: int = 1) -> Data:
 
 
 def batches(size: int, data: Data | None = None, **node: object) -> list:
+    """Return the effective batches of one epoch; those of `texts` by default."""
     if data is None:
         data = texts()
     node = OmegaConf.create({**PAD, **node})
@@ -62,13 +68,16 @@ def test_weights_of_examples_and_of_elements_are_spread_and_padded():
     weights_of_examples = np.arange(1, len(LENGTHS) + 1, dtype="float32")
     weighted = tf.data.Dataset.zip(
         texts().train, tf.data.Dataset.from_tensor_slices(weights_of_examples)
-    ).map(lambda example, weight: (*example, weight))
+    )
+    weighted = weighted.map(lambda example, weight: (*example, weight))
     ((_, y, weights),) = batches(len(LENGTHS), Data(weighted, None))
     expected = weights_of_examples * np.array(LENGTHS)
     assert sorted(weights.numpy().sum(1)) == sorted(expected)
+
     elements = texts().train.map(lambda x, y: (x, y, tf.cast(y, tf.float32)))
     ((_, y, weights),) = batches(len(LENGTHS), Data(elements, None))
     assert (weights.numpy() == y.numpy()).all()
+
     outputs = texts().train.map(lambda x, y: (x, {"next": y, "first": x[0]}))
     ((_, _, weights),) = batches(len(LENGTHS), Data(outputs, None))
     assert weights["next"].shape == (9, 12)
@@ -79,33 +88,33 @@ def test_weights_of_examples_and_of_elements_are_spread_and_padded():
 def test_each_step_of_labels_that_have_an_axis_of_their_own_has_one_weight():
     one_hot = texts().train.map(lambda x, y: (x, tf.one_hot(y, TOKENS)))
     ((_, y, weights),) = batches(len(LENGTHS), Data(one_hot, None))
-    assert (y.shape, weights.shape) == ((9, 12, TOKENS), (9, 12))
+    assert y.shape == (9, 12, TOKENS)
+    assert weights.shape == (9, 12)
     assert weights.numpy().sum() == sum(LENGTHS)
+
     images = texts().train.map(lambda x, y: (tf.ones([6, tf.size(x), 1]), y[0]))
-    ((x, _),) = batches(
-        len(LENGTHS), Data(images, None), pad={"multiple": 16, "value": 0}
-    )
-    assert x.shape == (9, 6, 16, 1)  # what is of one size stays so
+    pad = {"multiple": 16, "value": 0}
+    ((x, _),) = batches(len(LENGTHS), Data(images, None), pad=pad)
+    # An axis of one size keeps it.
+    assert x.shape == (9, 6, 16, 1)
+
     words = texts().train.map(lambda x, y: (tf.strings.as_string(x), y[0]))
     ((x, _),) = batches(len(LENGTHS), Data(words, None))
     assert x.numpy()[:, -1].tolist().count(b"") == 9
 
 
-def test_a_pad_value_that_its_type_has_not_is_refused():
+def test_a_pad_value_that_its_type_has_not_is_rejected():
     small = texts().train.map(lambda x, y: (tf.cast(x, tf.uint8), y))
+    line = r"dataset.pad.value must be a value of the inputs' type, uint8"
     for value in (-1, 0.5):
-        with pytest.raises(
-            ConfigError,
-            match=r"dataset.pad.value must be a value of the inputs' type, uint8",
-        ):
-            batches(4, Data(small, None), pad={"multiple": 4, "value": value})
+        pad = {"multiple": 4, "value": value}
+        with pytest.raises(ConfigError, match=line):
+            batches(4, Data(small, None), pad=pad)
 
 
-def test_a_pad_value_that_is_a_value_of_the_inputs_is_refused():
-    with pytest.raises(
-        tf.errors.InvalidArgumentError,
-        match=r"dataset.pad.value must not be a value of the inputs",
-    ):
+def test_a_pad_value_that_is_a_value_of_the_inputs_is_rejected():
+    line = r"dataset.pad.value must not be a value of the inputs"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=line):
         batches(4, texts(first=0))
     assert batches(4, texts(first=0), pad={"multiple": 4, "value": TOKENS})
 
@@ -113,26 +122,26 @@ def test_a_pad_value_that_is_a_value_of_the_inputs_is_refused():
 def model() -> keras.Model:
     keras.utils.set_random_seed(0)
     inputs = keras.Input((None,), dtype="int32")
-    hidden = keras.layers.Embedding(TOKENS + 1, WIDTH)(inputs)
-    hidden = (
-        keras.layers.MultiHeadAttention(1, WIDTH)(hidden, hidden, use_causal_mask=True)
-        + hidden
-    )
+    embedded = keras.layers.Embedding(TOKENS + 1, WIDTH)(inputs)
+    attention = keras.layers.MultiHeadAttention(1, WIDTH)
+    hidden = attention(embedded, embedded, use_causal_mask=True) + embedded
     return keras.Model(inputs, keras.layers.Dense(TOKENS)(hidden))
 
 
 def step(
     batch, micro_batch_size: int, reduction: str = "mean_with_sample_weight"
 ) -> tuple[list, dict]:
-    made = model()
+    """Return the weights after one update, and its results."""
+    network = model()
     optimizer = keras.optimizers.SGD(0.5)
-    optimizer.build(made.trainable_variables)
+    optimizer.build(network.trainable_variables)
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction=reduction
     )
-    update = Update(made, loss, optimizer, micro_batch_size)
+    update = Update(network, loss, optimizer, micro_batch_size)
     results = tf.function(update, autograph=False)(batch)
-    return made.get_weights(), {name: float(value) for name, value in results.items()}
+    values = {name: float(value) for name, value in results.items()}
+    return network.get_weights(), values
 
 
 def deviation(weights: list, others: list) -> float:
@@ -142,37 +151,39 @@ def deviation(weights: list, others: list) -> float:
 
 
 def test_what_is_padded_changes_nothing_but_the_shape(float64):
-    """Against each text alone, unpadded, summed by hand.
+    """The reference is each text alone, unpadded, summed by hand.
 
     The mean of the texts' means is something else.
     """
-    (batch,) = batches(len(LENGTHS))
-    made = model()
+    network = model()
+    losses_of_texts = []
     with tf.GradientTape() as tape:
-        losses_of_texts = []
         for x, y in texts().train:
-            logits = made(x[None], training=True)
-            losses_of_texts.append(
-                keras.losses.sparse_categorical_crossentropy(
-                    y[None], logits, from_logits=True
-                )
+            logits = network(x[None], training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(
+                y[None], logits, from_logits=True
             )
+            losses_of_texts.append(losses)
         sums = [tf.reduce_sum(losses) for losses in losses_of_texts]
         mean = tf.add_n(sums) / sum(LENGTHS)
-    variables = [variable.value for variable in made.trainable_variables]
+    variables = [variable.value for variable in network.trainable_variables]
     gradients = tape.gradient(mean, variables)
     expected = []
-    for weight, gradient in zip(made.get_weights(), gradients, strict=True):
+    for weight, gradient in zip(network.get_weights(), gradients, strict=True):
         expected.append(weight - 0.5 * tf.convert_to_tensor(gradient).numpy())
+
+    (batch,) = batches(len(LENGTHS))
     for micro_batch_size in (9, 2):
         weights, results = step(batch, micro_batch_size)
         assert deviation(weights, expected) < 1e-12
         assert abs(results["loss"] - float(mean)) < 1e-12
+
     means = [tf.reduce_mean(losses) for losses in losses_of_texts]
     mean_of_means = float(tf.reduce_mean(means))
     assert abs(mean_of_means - float(mean)) > 1e-3
     # Keras' default divides by the padding as well.
-    assert step(batch, 2, "sum_over_batch_size")[1]["loss"] < 0.7 * float(mean)
+    _, results = step(batch, 2, "sum_over_batch_size")
+    assert results["loss"] < 0.7 * float(mean)
 
 
 @pytest.mark.slow
@@ -180,4 +191,6 @@ def test_more_padding_changes_nothing(float64):
     (batch,) = batches(9)
     (longer,) = batches(9, pad={"multiple": 32, "value": 0})
     assert longer[0].shape[1] == 32
-    assert deviation(step(batch, 4)[0], step(longer, 4)[0]) < 1e-12
+    weights, _ = step(batch, 4)
+    weights_of_longer, _ = step(longer, 4)
+    assert deviation(weights, weights_of_longer) < 1e-12

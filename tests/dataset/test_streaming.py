@@ -1,9 +1,10 @@
-"""A training split that is longer than memory: 1 GB of files, in bounded memory, from the first update on."""
+"""A training split of 1 GB is streamed in bounded memory, from the first update on."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,13 @@ import tensorflow_datasets as tfds
 from tests.running import Store, pipeline
 
 pytestmark = pytest.mark.slow
-SIDE, SHARDS, CLASSES = 64, 32, 8
+SIDE = 64  # of an image, in pixels
+SHARDS = 32
+CLASSES = 8
 GIB = 2**30
-SIZE = "accumulation.effective_batch_size=64"
-# No checksum is computed before the first update is done; that update notes how many bytes the process has read.
+
+# No checksum is computed before the first update is done; that update notes how many
+# bytes the process has read.
 WATCHED = """
 import threading
 from pathlib import Path
@@ -29,26 +33,28 @@ updated = threading.Event()
 sha256_of = checksums.sha256_of
 
 
-def held(path):
+def sha256_after_first_update(path):
     if not updated.wait(300):
         raise RuntimeError("the first update waits for the checksums")
     return sha256_of(path)
 
 
-checksums.sha256_of = held
+checksums.sha256_of = sha256_after_first_update
 
 
 class Watched(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if not updated.is_set():
-            rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-            Path("read").write_text(rows["rchar"])
+            for line in Path("/proc/self/io").read_text().splitlines():
+                name, value = line.split(": ")
+                if name == "rchar":
+                    Path("read").write_text(value)
             updated.set()
 """
 
 
 def written(folder: Path, size: int) -> Path:
-    """A TFDS folder of so many bytes of images, in files that are sorted by class."""
+    """Write a TFDS folder of `size` bytes of images, in files sorted by class."""
     shape = (SIDE, SIDE, 3)
     features = tfds.features.FeaturesDict(
         {
@@ -60,26 +66,26 @@ def written(folder: Path, size: int) -> Path:
     )
     place = folder / "big" / "1.0.0"
     place.mkdir(parents=True)
-    numbers = np.random.default_rng(0)
-    each = size // np.prod(shape) // SHARDS
     template = tfds.core.ShardedFileTemplate(
         data_dir=place, dataset_name="big", split="train", filetype_suffix="tfrecord"
     )
+    numbers = np.random.default_rng(0)
+    per_shard = int(size // np.prod(shape) // SHARDS)
     for shard in range(SHARDS):
-        path = str(template.sharded_filepath(shard_index=shard, num_shards=SHARDS))
-        # The same images in all files, but for their first pixel: making them takes longer than writing them.
-        records = [
-            features.serialize_example(
-                {"image": image, "label": shard * CLASSES // SHARDS}
-            )
-            for image in numbers.integers(0, 256, (64, *shape)).astype("uint8")
-        ]
-        with tf.io.TFRecordWriter(path) as writer:
-            for number in range(each):
+        # A file repeats 64 images: making them takes longer than writing them.
+        label = shard * CLASSES // SHARDS
+        records = []
+        for image in numbers.integers(0, 256, (64, *shape)).astype("uint8"):
+            example = {"image": image, "label": label}
+            records.append(features.serialize_example(example))
+        path = template.sharded_filepath(shard_index=shard, num_shards=SHARDS)
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for number in range(per_shard):
                 writer.write(records[number % len(records)])
+
     split = tfds.core.SplitInfo(
         name="train",
-        shard_lengths=[int(each)] * SHARDS,
+        shard_lengths=[per_shard] * SHARDS,
         num_bytes=0,
         filename_template=template,
     )
@@ -89,39 +95,49 @@ def written(folder: Path, size: int) -> Path:
     return folder
 
 
-def run(folder: Path, *more: str, warm: bool = False) -> dict:
-    """What a short run over the files has logged, and its peak of memory, which a warm process shares with others."""
-    given = (
+def overrides(folder: Path) -> list[str]:
+    """Return the overrides of a run of a small model on the data in `folder`."""
+    return [
         "dataset=tfds",
         "dataset.name=big:1.0.0",
         f"dataset.data_dir={folder}",
         "dataset.validation_split=null",
-    )
-    small = (
         "model.filters=[4]",
         "model.hidden=[]",
-        "training.updates=60",
         "tracking.log_model=false",
-        SIZE,
-    )
-    quiet = ("tracking.system_metrics=false", "dataset.in_memory=false")
-    cache = str(folder / "cache")
+    ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has logged: its losses by update, and its peak of memory in bytes."""
+
+    losses: np.ndarray
+    peak: float
+
+
+def run(folder: Path, *more: str, warm: bool = False) -> Run:
+    """Train 60 updates, or as many as `more` says, and return what was logged.
+
+    A warm process shares memory with others, so its peak is not its own.
+    """
     pipeline(
         "train",
-        *given,
-        *small,
-        *quiet,
+        *overrides(folder),
+        "training.updates=60",
+        "accumulation.effective_batch_size=64",
+        "tracking.system_metrics=false",
+        "dataset.in_memory=false",
         *more,
         cwd=folder,
         warm=warm,
-        XDG_CACHE_HOME=cache,
+        XDG_CACHE_HOME=str(folder / "cache"),
     )
     store = Store(folder)
-    made = store.runs()[-1]
-    return {
-        **store.histories(made),
-        "peak": made.data.metrics["perf/peak_memory_bytes"],
-    }
+    newest = store.runs()[-1]
+    losses = store.history(newest, "train/loss")
+    peak = newest.data.metrics["perf/peak_memory_bytes"]
+    return Run(np.array(list(losses.values())), peak)
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +148,15 @@ def big(tmp_path_factory):
 def test_a_gigabyte_is_streamed_in_bounded_memory(big):
     """The examples would take four, as floats."""
     buffer = "dataset.shuffle_buffer=2000"
-    one, two = run(big, buffer), run(big, buffer, "accumulation.factor=8")
-    assert max(one["peak"], two["peak"]) < 1.5 * GIB
-    # The same order at another factor: the examples of an update are the same, so its loss is, within float32.
-    losses = [np.array(list(each["train/loss"].values())) for each in (one, two)]
-    assert np.abs(losses[0][:5] / losses[1][:5] - 1).max() < 1e-4
+    at_once = run(big, buffer)
+    in_eight = run(big, buffer, "accumulation.factor=8")
+    assert at_once.peak < 1.5 * GIB
+    assert in_eight.peak < 1.5 * GIB
+    # The order is the same at another factor, so the examples of an update are, and its
+    # loss is within float32.
+    assert np.abs(at_once.losses[:5] / in_eight.losses[:5] - 1).max() < 1e-4
     other = run(big, buffer, "seed=1", "training.updates=2", warm=True)
-    assert np.abs(next(iter(other["train/loss"].values())) / losses[0][0] - 1) > 1e-3
+    assert np.abs(other.losses[0] / at_once.losses[0] - 1) > 1e-3
 
 
 def test_the_first_update_waits_neither_for_the_data_nor_for_their_checksums(big):
@@ -153,46 +171,27 @@ def test_the_first_update_waits_neither_for_the_data_nor_for_their_checksums(big
     print(f"{read / 2**20:.0f} MiB are read before the first update is done")
     assert read < GIB / 4
     files = json.loads((big / "first" / "dataset.json").read_text())["files"]
-    assert sum("tfrecord" in name for name in files) == SHARDS
+    assert len([name for name in files if "tfrecord" in name]) == SHARDS
 
 
 def test_auto_streams_what_is_too_large(big):
     """The files hold 1 GiB of bytes, which are 4 GiB of floats."""
     from pipeline.dataset import cache
 
-    said = pipeline(
-        "train",
-        "dataset=tfds",
-        "dataset.name=big:1.0.0",
-        f"dataset.data_dir={big}",
-        "--cfg",
-        "job",
-        cwd=big,
+    shown = pipeline("train", *overrides(big), "--cfg", "job", cwd=big).stdout
+    assert "in_memory: auto" in shown
+
+    quarter = cache.limit() / cache.SHARE
+    if quarter >= 4 * GIB:
+        pytest.skip(f"a quarter of this machine's memory is {quarter / GIB:.0f} GiB")
+    more = ("training.updates=3", "hydra.run.dir=auto")
+    done = pipeline("train", *overrides(big), *more, cwd=big, warm=False)
+    line = (
+        r"4.0 GiB of training examples are streamed, as a quarter of the memory is "
+        r"[\d.]+ GiB; "
     )
-    assert "in_memory: auto" in said.stdout
-    held = cache.limit() / cache.SHARE >= 4 * GIB
-    if held:
-        pytest.skip(
-            f"a quarter of this machine's memory is {cache.limit() / cache.SHARE / GIB:.0f} GiB"
-        )
-    given = (
-        "dataset=tfds",
-        "dataset.name=big:1.0.0",
-        f"dataset.data_dir={big}",
-        "dataset.validation_split=null",
-    )
-    small = (
-        "model.filters=[4]",
-        "model.hidden=[]",
-        "training.updates=3",
-        "tracking.log_model=false",
-        "hydra.run.dir=auto",
-    )
-    said = pipeline("train", *given, *small, cwd=big, warm=False)
-    assert re.search(
-        r"4.0 GiB of training examples are streamed, as a quarter of the memory is [\d.]+ GiB; ",
-        said.stderr,
-    )
+    assert re.search(line, done.stderr)
     recorded = (big / "auto" / "config.yaml").read_text()
     assert "in_memory: false" in recorded
-    assert re.search(r"shuffle_buffer: 27\d\d\n", recorded)  # of 48 KiB each in 128 MiB
+    # Its examples take 48 KiB each, in 128 MiB.
+    assert re.search(r"shuffle_buffer: 27\d\d\n", recorded)

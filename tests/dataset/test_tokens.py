@@ -80,5 +80,5 @@ def test_every_worker_counts_those_of_all():
     batch = tf.zeros((10, 7), tf.int32), tf.zeros(10)
     counter = tokens.counter(tf.TensorSpec((7,), tf.int32))
     for first_replica in range(3):
-        share = Share.of(batch, first_replica, 1, 3)
+        share = Share.for_replicas(batch, first_replica, 1, 3)
         assert int(counter(share)) == 70

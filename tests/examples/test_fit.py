@@ -26,9 +26,8 @@ def test_it_learns(tmp_path):
     )
     out, err = process.communicate()
     assert process.returncode == 0, err
-    losses = [
-        float(value) for value in re.findall(r"^epoch .* loss (\S+)", out, re.MULTILINE)
-    ]
+    printed = re.findall(r"^epoch .* loss (\S+)", out, re.MULTILINE)
+    losses = list(map(float, printed))
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.3

@@ -1,13 +1,16 @@
-"""The example of a project of one's own trains its own data, model, loss and metric, by the command on its top."""
+"""The example of a project of one's own trains by the command on its top.
+
+Data, model, loss and metric are its own.
+"""
 
 from __future__ import annotations
 
 import ast
-import shlex
 import shutil
 
 import pytest
 
+from tests.examples.commands import command_on_top_of
 from tests.running import ROOT, Store, pipeline
 
 PROJECT = ROOT / "examples" / "own_project"
@@ -17,12 +20,8 @@ PROJECT = ROOT / "examples" / "own_project"
 def test_it_trains_what_it_brings(tmp_path):
     folder = tmp_path / "own_project"
     shutil.copytree(PROJECT, folder)
-    text = (
-        ast.get_docstring(ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8")))
-        or ""
-    )
-    command = text.split("&& pipeline ")[1].splitlines()[0]
-    pipeline(*shlex.split(command), "tracking.system_metrics=false", cwd=folder)
+    command = command_on_top_of(PROJECT / "mine.py")
+    pipeline(*command, "tracking.system_metrics=false", cwd=folder)
     store = Store(folder)
     run = store.run()
     assert run.data.params["dataset._target_"] == "mine.moons"
@@ -36,8 +35,9 @@ def test_it_trains_what_it_brings(tmp_path):
 
 def test_each_piece_of_it_is_under_ten_lines():
     tree = ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))
-    pieces = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    ]
+    definitions = (ast.FunctionDef, ast.ClassDef)
+    pieces = [node for node in tree.body if isinstance(node, definitions)]
     assert len(pieces) == 4
-    assert all(node.end_lineno - node.lineno + 1 < 10 for node in pieces)
+    for piece in pieces:
+        lines = piece.end_lineno - piece.lineno + 1
+        assert lines < 10, piece.name

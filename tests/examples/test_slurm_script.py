@@ -1,6 +1,6 @@
-"""The batch script of the examples, where there is no Slurm: its syntax and its command lines.
+"""The batch script of the examples has valid syntax and command lines.
 
-tests/sweep/test_slurm.py submits it.
+No Slurm is needed here; tests/sweep/test_slurm.py submits it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,18 @@ def test_its_syntax():
 
 
 def test_its_command_lines_compose():
-    overrides = re.search(
+    submitted = re.search(
         r"^# Command: +sbatch examples/slurm/train\.sbatch ((?:\S+=\S+ ?)+)",
         TEXT,
         re.MULTILINE,
     )
-    assert overrides
-    assert (
-        composed(overrides[1].split()).model["_target_"]
-        == "pipeline.components.model.mlp"
-    )
+    assert submitted
+    config = composed(submitted[1].split())
+    assert config.model["_target_"] == "pipeline.components.model.mlp"
+
     sweep = re.search(r"^# +pipeline sweep (\S+) (.*)$", TEXT, re.MULTILINE)
     assert sweep
-    file = [
-        "--config-dir",
-        str(sweep_files()[sweep[1]].parent),
-        "--config-name",
-        sweep[1],
-    ]
-    assert composed([*file, *sweep[2].split()])
+    name, overrides = sweep.groups()
+    folder = str(sweep_files()[name].parent)
+    options = ["--config-dir", folder, "--config-name", name]
+    assert composed([*options, *overrides.split()])

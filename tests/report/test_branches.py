@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipeline.report import comparison, critical_batch, html_page, writer
 from pipeline.report.critical_batch import TOLERANCE, Branch, measure
 from tests import synthetic
-from tests.synthetic import Made
+from tests.synthetic import PlantedSweep
 
 SMALLEST = 8
 SIZES = [SMALLEST << doublings for doublings in range(7)]
@@ -204,7 +204,9 @@ def test_the_interval_holds_the_truth_and_seeds_widen_it():
     assert 0.006 < np.mean(apart.errors) < 0.02  # 1.96 · 0.01 / √3 = 0.011
 
 
-def branches_sweep(store, losses: dict[int, float], statuses: dict[int, str]) -> Made:
+def branches_sweep(
+    store, losses: dict[int, float], statuses: dict[int, str]
+) -> PlantedSweep:
     """Make a sweep of branches after update 400, with a noise scale of 40.
 
     Args:
@@ -212,7 +214,7 @@ def branches_sweep(store, losses: dict[int, float], statuses: dict[int, str]) ->
         losses: the first loss of each branch, by batch; all of them are planned.
         statuses: the status of each branch that has run, by batch.
     """
-    made = Made(store, [f"batch={batch}" for batch in losses], name="critical")
+    sweep = PlantedSweep(store, [f"batch={batch}" for batch in losses], name="critical")
     for batch, status in statuses.items():
         updates = 1024 // batch
         tags = {
@@ -225,7 +227,7 @@ def branches_sweep(store, losses: dict[int, float], statuses: dict[int, str]) ->
             "train/gradient_noise_scale": [40.0] * updates,
             "train/effective_batch_size": [batch] * updates,
         }
-        made.job(
+        sweep.job(
             f"batch={batch}",
             curves,
             factor=1,
@@ -234,7 +236,7 @@ def branches_sweep(store, losses: dict[int, float], statuses: dict[int, str]) ->
             params={"scaling.reference_batch_size": 32},
             status=status,
         )
-    return made
+    return sweep
 
 
 def test_what_is_larger_than_a_missing_branch_is_not_judged(tmp_path):
@@ -242,22 +244,22 @@ def test_what_is_larger_than_a_missing_branch_is_not_judged(tmp_path):
     losses = {32: 2.0, 64: 2.005, 128: 2.004, 256: 2.003}
     finished = dict.fromkeys(losses, "FINISHED")
     complete = branches_sweep(store, losses, finished)
-    sweep = comparison.read(store.uri, complete.run_id)
-    assert critical_batch.measured(sweep).critical == 256
+    results = comparison.read(store.uri, complete.run_id)
+    assert critical_batch.measured(results).critical == 256
 
     failed = branches_sweep(store, losses, finished | {128: "FAILED"})
-    sweep = comparison.read(store.uri, failed.run_id)
-    assert critical_batch.measured(sweep).critical == 64
+    results = comparison.read(store.uri, failed.run_id)
+    assert critical_batch.measured(results).critical == 64
 
 
 def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
     store = synthetic.store(tmp_path)
     losses = {32: 2.0, 64: 2.005, 128: 2.004, 256: 2.0}
     finished = dict.fromkeys((32, 64, 128), "FINISHED")
-    made = branches_sweep(store, losses, finished)
-    made.end("FAILED")
+    sweep = branches_sweep(store, losses, finished)
+    sweep.end("FAILED")
 
-    written = writer.write(store.uri, made.run_id, tmp_path / "report")
+    written = writer.write(store.uri, sweep.run_id, tmp_path / "report")
     by_topic = {finding.topic: finding for finding in written.findings}
     assert list(by_topic) == ["jobs", "critical", "schedule", "noise_scale"]
     assert by_topic["critical"].figures["critical"] == 128
@@ -268,8 +270,8 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
     )
     assert by_topic["noise_scale"].text.startswith("40 examples. Merrill et al. 2025")
 
-    sweep = comparison.read(store.uri, made.run_id)
-    (plot,) = critical_batch.branch_plots(sweep)
+    results = comparison.read(store.uri, sweep.run_id)
+    (plot,) = critical_batch.branch_plots(results)
     names = [drawn["name"] for drawn in plot.data]
     assert names == ["branches", "lowest + 0.01", "critical batch", "noise scale"]
     assert plot.data[0]["x"] == [32, 64, 128]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from pipeline.report import comparison, plots, writer
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot
 from pipeline.report.writer import summarize
 from pipeline.sweep.parent_run import ParentRun
 from tests import synthetic
-from tests.synthetic import Made
+from tests.synthetic import PlantedSweep
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +24,18 @@ def store(tmp_path_factory):
     return synthetic.store(tmp_path_factory.mktemp("store"))
 
 
-def read(made: Made) -> Comparison:
-    return comparison.read(made.store.uri, made.run_id)
+def read(sweep: PlantedSweep) -> SweepResult:
+    return comparison.read(sweep.store.uri, sweep.run_id)
 
 
-def all_findings(made: Made) -> list[SweepFinding]:
-    return summarize(read(made))
+def all_findings(sweep: PlantedSweep) -> list[SweepFinding]:
+    return summarize(read(sweep))
 
 
-def first_by_topic(made: Made) -> dict[str, SweepFinding]:
+def first_by_topic(sweep: PlantedSweep) -> dict[str, SweepFinding]:
     """Return the first finding of each topic."""
     by_topic: dict[str, SweepFinding] = {}
-    for finding in all_findings(made):
+    for finding in all_findings(sweep):
         by_topic.setdefault(finding.topic, finding)
     return by_topic
 
@@ -49,8 +49,8 @@ def first_with(findings: list[SweepFinding], figure: str) -> SweepFinding:
     return next(finding for finding in findings if figure in finding.figures)
 
 
-def plot_of(made: Made, key: str) -> Plot:
-    for plot in plots.draw(read(made)):
+def plot_of(sweep: PlantedSweep, key: str) -> Plot:
+    for plot in plots.draw(read(sweep)):
         if plot.key == key:
             return plot
     raise AssertionError(f"no plot has the key {key}")
@@ -90,42 +90,42 @@ def test_error_bars_and_whether_groups_differ(store):
     for factor, accuracies in accuracies_by_factor.items():
         for seed, accuracy in enumerate(accuracies):
             accuracy_by_name[f"factor={factor} seed={seed}"] = accuracy
-    made = Made(store, list(accuracy_by_name), ["accumulation.factor", "seed"])
+    sweep = PlantedSweep(store, list(accuracy_by_name), ["accumulation.factor", "seed"])
     for name, accuracy in accuracy_by_name.items():
         curves = {
             "val/loss": {1: 2.0, 2: 1.0},
             "val/accuracy": {1: 0.1, 2: accuracy},
         }
-        made.job(name, curves, factor=factor_in(name))
+        sweep.job(name, curves, factor=factor_in(name))
 
-    (means,) = plot_of(made, "final_by_factor").data
+    (means,) = plot_of(sweep, "final_by_factor").data
     assert means["x"] == [1, 2, 4]
     assert means["y"] == pytest.approx([0.82, 0.92, 0.92])
     assert means["error_y"]["array"] == pytest.approx([0.02, 0.02, 0.01])
-    final = first_by_topic(made)["final"]
+    final = first_by_topic(sweep)["final"]
     assert final.figures["worst"] == "factor=1"
     assert final.figures["groups"]["factor=2"] == pytest.approx(0.92)
     assert "does just as well" in final.text
 
 
 def test_a_lower_error_is_better_and_one_seed_is_named_as_one(store):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     params = {"training.metrics.wrong._target_": "keras.metrics.MeanAbsoluteError"}
     for factor, error in ((1, 0.2), (2, 0.1)):
         curves = {"train/loss": [2, 1], "val/wrong": {2: error}}
-        made.job(f"factor={factor}", curves, factor=factor, params=params)
-    final = first_by_topic(made)["final"]
+        sweep.job(f"factor={factor}", curves, factor=factor, params=params)
+    final = first_by_topic(sweep)["final"]
     assert final.figures["best"] == "factor=2"
     assert "With one seed, chance is not told from effect" in final.text
     assert final.figures["difference"] is None
 
 
 def test_seeds_alone_are_compared_with_nothing(store):
-    made = Made(store, ["seed=0", "seed=1"])
+    sweep = PlantedSweep(store, ["seed=0", "seed=1"])
     for seed, accuracy in ((0, 0.8), (1, 0.9)):
         curves = {"train/loss": [2, 1], "val/accuracy": {2: accuracy}}
-        made.job(f"seed={seed}", curves, factor=1, params={"seed": seed})
-    findings = first_by_topic(made)
+        sweep.job(f"seed={seed}", curves, factor=1, params={"seed": seed})
+    findings = first_by_topic(sweep)
     final = findings["final"]
     assert final.text == "Final val/accuracy of all jobs: 0.850 ± 0.071 (2 seeds)."
     assert final.figures["value"] == pytest.approx(0.85)
@@ -182,7 +182,7 @@ def test_what_a_factor_costs(by_batch):
 
 
 @pytest.fixture
-def over_rate_and_optimizer(store) -> Made:
+def over_rate_and_optimizer(store) -> PlantedSweep:
     accuracy_by_name = {
         "rate=0.01 optimizer=adam": 0.5,
         "rate=0.01 optimizer=lion": 0.7,
@@ -190,11 +190,11 @@ def over_rate_and_optimizer(store) -> Made:
         "rate=0.1 optimizer=lion": 0.6,
     }
     varied = ["optimizer.learning_rate", "optimizer"]
-    made = Made(store, list(accuracy_by_name), varied)
-    made.client.set_tag(made.run_id, "sweep.question", "which rate?")
+    sweep = PlantedSweep(store, list(accuracy_by_name), varied)
+    sweep.client.set_tag(sweep.run_id, "sweep.question", "which rate?")
     for name, accuracy in accuracy_by_name.items():
-        made.job(name, {"train/loss": [2, 1], "val/accuracy": {2: accuracy}})
-    return made
+        sweep.job(name, {"train/loss": [2, 1], "val/accuracy": {2: accuracy}})
+    return sweep
 
 
 def test_a_sweep_over_any_key_is_drawn_by_it(over_rate_and_optimizer):
@@ -208,8 +208,8 @@ def test_a_sweep_over_any_key_is_drawn_by_it(over_rate_and_optimizer):
 
 
 def test_the_best_value_of_each_key_is_listed(over_rate_and_optimizer, tmp_path):
-    made = over_rate_and_optimizer
-    page = writer.write(made.store.uri, made.run_id, tmp_path).page.read_text()
+    sweep = over_rate_and_optimizer
+    page = writer.write(sweep.store.uri, sweep.run_id, tmp_path).page.read_text()
     row = r"<tr><th scope=\"row\">(\w+=[\w.]+)</th><td>([\d.]+)</td><td>(.*?)</td>"
     assert re.findall(row, page) == [
         ("rate=0.01", "0.7", "rate=0.01 optimizer=lion"),
@@ -221,11 +221,11 @@ def test_the_best_value_of_each_key_is_listed(over_rate_and_optimizer, tmp_path)
 
 
 def test_what_is_fast_and_what_ends_best_are_both_named(store):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     for factor, accuracy in ((1, 0.8), (2, 0.9)):
         curves = {"train/loss": [2, 1], "val/accuracy": {2: accuracy}}
-        made.job(f"factor={factor}", curves, factor=factor, seconds=0.01 * factor)
-    text = first_by_topic(made)["next"].text
+        sweep.job(f"factor={factor}", curves, factor=factor, seconds=0.01 * factor)
+    text = first_by_topic(sweep)["next"].text
     assert text.startswith("On this machine take factor=1: it reached the target first")
     assert text.endswith(
         "By its final val/accuracy factor=2 is better, though not by more than chance "
@@ -240,21 +240,21 @@ def test_what_to_try_next(by_batch):
 
 
 def test_a_job_that_diverged_sets_no_target(store):
-    made = Made(store, [f"rate={rate}" for rate in (1, 2, 3)])
+    sweep = PlantedSweep(store, [f"rate={rate}" for rate in (1, 2, 3)])
     loss = 2 * 0.9 ** np.arange(20)
-    made.job("rate=1", {"train/loss": loss})
-    made.job("rate=2", {"train/loss": loss * 1.5})
-    made.job("rate=3", {"train/loss": 2 * 1.5 ** np.arange(20)})
-    figures = first_by_topic(made)["time_to_target"].figures
+    sweep.job("rate=1", {"train/loss": loss})
+    sweep.job("rate=2", {"train/loss": loss * 1.5})
+    sweep.job("rate=3", {"train/loss": 2 * 1.5 ** np.arange(20)})
+    figures = first_by_topic(sweep)["time_to_target"].figures
     assert not figures["all_reach"]
     assert figures["target"] == pytest.approx(loss[-1] * 1.5)
     assert list(figures["groups"]) == ["rate=1", "rate=2"]
 
 
 def test_a_loss_that_only_rose_has_no_target(store):
-    made = Made(store, ["job"])
-    made.job("job", {"train/loss": [2, 3, 4]})
-    assert first_by_topic(made)["time_to_target"].figures == {}
+    sweep = PlantedSweep(store, ["job"])
+    sweep.job("job", {"train/loss": [2, 3, 4]})
+    assert first_by_topic(sweep)["time_to_target"].figures == {}
 
 
 def optimizer_names(factors: tuple[int, ...]) -> list[str]:
@@ -267,7 +267,7 @@ def optimizer_names(factors: tuple[int, ...]) -> list[str]:
 
 def test_optimizers_are_families_with_a_batch_each(store):
     names = optimizer_names((1, 2))
-    made = Made(store, names, ["optimizer", "accumulation.factor"])
+    sweep = PlantedSweep(store, names, ["optimizer", "accumulation.factor"])
     for name in names:
         factor = factor_in(name)
         # sgd needs as many updates at either batch, so the larger one saves nothing;
@@ -275,9 +275,9 @@ def test_optimizers_are_families_with_a_batch_each(store):
         rate = 0.8**factor if "adam" in name else 0.9
         loss = 2 * rate ** np.arange(1, 41)
         curves = {"train/loss": loss, "val/loss": dict(enumerate(loss, start=1))}
-        made.job(name, curves, factor=factor, batch=32 * factor)
+        sweep.job(name, curves, factor=factor, batch=32 * factor)
 
-    findings = all_findings(made)
+    findings = all_findings(sweep)
     sgd, adam = figures_of(findings, "largest_batch")
     assert sgd["family"] == "optimizer=sgd"
     assert sgd["largest"] == 32
@@ -286,18 +286,18 @@ def test_optimizers_are_families_with_a_batch_each(store):
 
     to_try = [finding for finding in findings if "Try an" in finding.text]
     assert figures_of(to_try, "next") == [{"batch": 128, "family": "optimizer=adam"}]
-    traces = plot_of(made, "final_by_factor").data
+    traces = plot_of(sweep, "final_by_factor").data
     names = [trace["name"] for trace in traces]
     assert names == ["optimizer=sgd", "optimizer=adam"]
 
 
 def test_jobs_that_ran_at_once_are_named(store):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     loss = 2 * 0.9 ** np.arange(20)
-    made.job("factor=1", {"train/loss": loss})
-    made.clock = synthetic.STARTED
-    made.job("factor=2", {"train/loss": loss}, factor=2)
-    text = first_by_topic(made)["time_to_target"].text
+    sweep.job("factor=1", {"train/loss": loss})
+    sweep.clock = synthetic.STARTED
+    sweep.job("factor=2", {"train/loss": loss}, factor=2)
+    text = first_by_topic(sweep)["time_to_target"].text
     assert "Up to 2 jobs ran at the same time" in text
 
 
@@ -306,27 +306,27 @@ def test_jobs_that_never_ran_are_named_whatever_the_size_of_the_sweep(store):
     names = []
     for number in range(400):
         names.append(f"optimizer=adamw learning_rate=0.0{number:03} batch=256")
-    made = Made(store, names, varied=["optimizer", "optimizer.learning_rate"])
-    made.job(names[0], {"train/loss": [2, 1]})
-    assert first_by_topic(made)["next"].figures["missing"] == names[1:]
+    sweep = PlantedSweep(store, names, varied=["optimizer", "optimizer.learning_rate"])
+    sweep.job(names[0], {"train/loss": [2, 1]})
+    assert first_by_topic(sweep)["next"].figures["missing"] == names[1:]
 
     # Two tags instead of four.
-    parent = ParentRun(store.uri, made.run_id, made.experiment_id)
+    parent = ParentRun(store.uri, sweep.run_id, sweep.experiment_id)
     parent.tag("sweep.jobs", json.dumps(names[:150]))
-    assert first_by_topic(made)["next"].figures["missing"] == names[1:150]
+    assert first_by_topic(sweep)["next"].figures["missing"] == names[1:150]
 
 
 # --- what must not be claimed ---
 
 
 def test_the_tracing_of_the_first_update_is_no_training_time(store):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     loss = 2 * 0.9 ** np.arange(20)
     for factor, tracing in ((1, 9.7), (2, 0.3)):
         seconds = [tracing, *[0.01 * factor] * 19]
         curves = {"train/loss": loss, "perf/update_seconds": seconds}
-        made.job(f"factor={factor}", curves, factor=factor)
-    figures = first_by_topic(made)["time_to_target"].figures
+        sweep.job(f"factor={factor}", curves, factor=factor)
+    figures = first_by_topic(sweep)["time_to_target"].figures
     expected = {"factor=1": 20 * 0.01, "factor=2": 20 * 0.02}
     assert figures["groups"] == pytest.approx(expected)
     assert figures["best"] == "factor=1"
@@ -334,7 +334,7 @@ def test_the_tracing_of_the_first_update_is_no_training_time(store):
 
 def test_the_batch_that_still_pays_is_that_of_the_recommended_family(store):
     names = optimizer_names((1, 2, 4))
-    made = Made(store, names, ["optimizer", "accumulation.factor"])
+    sweep = PlantedSweep(store, names, ["optimizer", "accumulation.factor"])
     for name in names:
         factor = factor_in(name)
         # sgd needs as many updates at any batch; adam pays to the largest batch, and
@@ -346,9 +346,9 @@ def test_the_batch_that_still_pays_is_that_of_the_recommended_family(store):
             seconds = 0.01
         loss = 2 * rate ** np.arange(1, 81)
         curves = {"train/loss": loss, "val/loss": dict(enumerate(loss, start=1))}
-        made.job(name, curves, factor=factor, batch=32 * factor, seconds=seconds)
+        sweep.job(name, curves, factor=factor, batch=32 * factor, seconds=seconds)
 
-    findings = all_findings(made)
+    findings = all_findings(sweep)
     sgd, adam = figures_of(findings, "largest_batch")
     assert sgd["family"] == "optimizer=sgd"
     assert sgd["largest"] == 32
@@ -372,17 +372,17 @@ def test_what_differs_between_groups_is_no_error_bar(store):
         for batch in (32, 64, 128):
             names.append(f"factor={factor} batch={batch}")
     varied = ["accumulation.factor", "accumulation.effective_batch_size"]
-    made = Made(store, names, varied)
+    sweep = PlantedSweep(store, names, varied)
     for name in names:
         batch = int(name.split("batch=")[1])
         loss = 2 * 0.9 ** (np.arange(1, 41) * 32 / batch)
         curves = {"train/loss": loss, "val/accuracy": {40: batch / 128}}
-        made.job(name, curves, factor=factor_in(name), batch=batch)
+        sweep.job(name, curves, factor=factor_in(name), batch=batch)
 
-    (means,) = plot_of(made, "final_by_factor").data
+    (means,) = plot_of(sweep, "final_by_factor").data
     assert "error_y" not in means
     assert means["y"] == pytest.approx([(32 + 64 + 128) / 3 / 128] * 2)
-    text = first_by_topic(made)["largest_batch"].text
+    text = first_by_topic(sweep)["largest_batch"].text
     assert "With one seed at some batch, this is one observation" in text
 
 
@@ -393,15 +393,15 @@ def test_equal_results_of_all_seeds_are_no_certainty(store):
     for factor in accuracy_by_factor:
         for seed in range(3):
             names.append(f"factor={factor} seed={seed}")
-    made = Made(store, names, ["accumulation.factor", "seed"])
+    sweep = PlantedSweep(store, names, ["accumulation.factor", "seed"])
     for name in names:
         factor = factor_in(name)
         curves = {
             "train/loss": [2, 1],
             "val/accuracy": {2: accuracy_by_factor[factor]},
         }
-        made.job(name, curves, factor=factor, seed=int(name[-1]))
-    finding = first_by_topic(made)["final"]
+        sweep.job(name, curves, factor=factor, seed=int(name[-1]))
+    finding = first_by_topic(sweep)["final"]
     assert finding.figures["difference"] is None
     assert "so they differ" not in finding.text
     assert (
@@ -412,8 +412,8 @@ def test_equal_results_of_all_seeds_are_no_certainty(store):
 
 @pytest.mark.slow
 def test_a_critical_batch_outside_of_what_was_tried_was_not_measured(store):
-    made = synthetic.at_fixed_micro_batch(store, critical=5000.0)
-    finding = first_by_topic(made)["noise_scale"]
+    sweep = synthetic.at_fixed_micro_batch(store, critical=5000.0)
+    finding = first_by_topic(sweep)["noise_scale"]
     # The losses are logged at 40 updates.
     assert finding.figures["extrapolated"] == pytest.approx(5000, rel=1e-2)
     assert "measured" not in finding.figures
@@ -421,10 +421,10 @@ def test_a_critical_batch_outside_of_what_was_tried_was_not_measured(store):
 
 
 def test_a_sweep_without_a_file_is_run_again_as_it_was_run(store):
-    made = Made(store, ["seed=0"], name="multirun")
-    made.end("FAILED")
-    finding = first_with(all_findings(made), "missing")
+    sweep = PlantedSweep(store, ["seed=0"], name="multirun")
+    sweep.end("FAILED")
+    finding = first_with(all_findings(sweep), "missing")
     command = (
-        f"pipeline train -m … tracking.sweep={made.run_id} tracking.uri={store.uri}"
+        f"pipeline train -m … tracking.sweep={sweep.run_id} tracking.uri={store.uri}"
     )
     assert command in finding.text

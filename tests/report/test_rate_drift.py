@@ -10,7 +10,7 @@ import pytest
 from plotly import graph_objects
 
 from pipeline.report import plots, rate_drift
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from tests import synthetic
 
@@ -20,7 +20,7 @@ BATCHES = (16, 64, 256)
 
 def sweep_of(
     drifts: dict[str, float], seeds: int = 3, noise: float = 0.0, rng_seed: int = 0
-) -> Comparison:
+) -> SweepResult:
     """Return a sweep in which the best rate is 2^-6.3 at a batch of 64.
 
     Args:
@@ -43,11 +43,11 @@ def sweep_of(
     return synthetic.swept(jobs)
 
 
-def first_finding(sweep: Comparison) -> SweepFinding:
+def first_finding(sweep: SweepResult) -> SweepFinding:
     return next(iter(rate_drift.findings(sweep)))
 
 
-def drift_of(sweep: Comparison) -> dict[str, Any]:
+def drift_of(sweep: SweepResult) -> dict[str, Any]:
     return first_finding(sweep).figures
 
 

@@ -21,7 +21,7 @@ from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot
 from tests import synthetic
 from tests.browser import picture, window
-from tests.synthetic import Made
+from tests.synthetic import PlantedSweep
 
 # The name of an optimizer, as the store has it.
 NASTY = "<img src=x onerror=console.error('run')></script> $x_$ &amp;"
@@ -34,8 +34,8 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_batch(store, tmp_path_factory) -> writer.Report:
-    made = synthetic.at_fixed_micro_batch(store)
-    return writer.write(store.uri, made.run_id, tmp_path_factory.mktemp("by_batch"))
+    sweep = synthetic.at_fixed_micro_batch(store)
+    return writer.write(store.uri, sweep.run_id, tmp_path_factory.mktemp("by_batch"))
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +46,25 @@ def nasty(store, tmp_path_factory) -> writer.Report:
     """
     seeds = [f"optimizer={NASTY} seed={seed}" for seed in range(4)]
     names = [*seeds, "optimizer=slow", "optimizer=lost"]
-    made = Made(store, names, ["optimizer", "seed"], NASTY)
+    sweep = PlantedSweep(store, names, ["optimizer", "seed"], NASTY)
     loss = 2 * 0.95 ** np.arange(20)
-    made.job(seeds[0], {"train/loss": loss})
-    made.job(
+    sweep.job(seeds[0], {"train/loss": loss})
+    sweep.job(
         seeds[1],
         {"train/loss": [*loss[:5], math.nan]},
         status="FAILED",
         tags={"failure": f"Lost: {NASTY}\nmore"},
     )
-    made.job(
+    sweep.job(
         seeds[2],
         {"train/loss": loss[:3]},
         status="FAILED",
         tags={"failure": "first try"},
     )
-    made.job(seeds[2], {"train/loss": loss * 1.1})
-    made.job(seeds[3], {"train/loss": [*loss[:4], math.inf]}, status="KILLED")
-    made.job("optimizer=slow", {"train/loss": loss[:7] * 2}, status="RUNNING")
-    return writer.write(store.uri, made.run_id, tmp_path_factory.mktemp("nasty"))
+    sweep.job(seeds[2], {"train/loss": loss * 1.1})
+    sweep.job(seeds[3], {"train/loss": [*loss[:4], math.inf]}, status="KILLED")
+    sweep.job("optimizer=slow", {"train/loss": loss[:7] * 2}, status="RUNNING")
+    return writer.write(store.uri, sweep.run_id, tmp_path_factory.mktemp("nasty"))
 
 
 def first_on(written: writer.Report, topic: str) -> SweepFinding:
@@ -113,8 +113,8 @@ def test_no_sentence_occurs_twice(nasty):
 
 
 def test_a_sweep_of_which_nothing_ran_is_reported(store, tmp_path):
-    made = Made(store, ["factor=1", "factor=2"])
-    written = writer.write(store.uri, made.run_id, tmp_path / "new" / "folder")
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
+    written = writer.write(store.uri, sweep.run_id, tmp_path / "new" / "folder")
     assert first_on(written, "jobs").figures == {"planned": 2, "NO RUN": 2}
     topics = {finding.topic for finding in written.findings if finding.figures}
     assert topics == {"jobs", "next"}
@@ -123,11 +123,11 @@ def test_a_sweep_of_which_nothing_ran_is_reported(store, tmp_path):
 
 
 def test_a_sweep_is_found_by_its_name_and_by_the_start_of_its_run_id(store):
-    made = Made(store, [], name="only this one")
-    assert comparison.read(store.uri, "sweep only this one").run_id == made.run_id
-    assert comparison.read(store.uri, made.run_id[:12]).name == "only this one"
+    sweep = PlantedSweep(store, [], name="only this one")
+    assert comparison.read(store.uri, "sweep only this one").run_id == sweep.run_id
+    assert comparison.read(store.uri, sweep.run_id[:12]).name == "only this one"
     # `pipeline sweep` names its newest sweep so.
-    newer = Made(store, [], name="only this one")
+    newer = PlantedSweep(store, [], name="only this one")
     assert comparison.read(store.uri, "only this one").run_id == newer.run_id
     with pytest.raises(ConfigError, match="SWEEP must name one sweep of the store"):
         comparison.read(store.uri, "another")
@@ -170,8 +170,8 @@ def test_no_cell_of_the_table_is_a_formula_or_moves_the_terminal(store, tmp_path
         "\x1b[31ma=1": "?[31ma=1",
         "a=-1": "a=-1",
     }
-    made = Made(store, list(cell_by_name))
-    written = writer.write(store.uri, made.run_id, tmp_path)
+    sweep = PlantedSweep(store, list(cell_by_name))
+    written = writer.write(store.uri, sweep.run_id, tmp_path)
     text = (written.page.parent / "jobs.csv").read_bytes().decode()
     cells = [row["job"] for row in csv.DictReader(text.splitlines())]
     assert cells == list(cell_by_name.values())
@@ -179,13 +179,13 @@ def test_no_cell_of_the_table_is_a_formula_or_moves_the_terminal(store, tmp_path
 
 
 def test_the_rows_of_the_page_stand_in_the_order_of_the_plan(store):
-    made = Made(store, ["factor=4", "factor=1", "factor=2"])
-    made.job("factor=2", {"train/loss": [2, 1]}, factor=2)
-    made.job("factor=1", {"train/loss": [2, 1]})
-    sweep = comparison.read(store.uri, made.run_id)
-    rows = [group for group, _ in table.sorted_groups(sweep)]
+    sweep = PlantedSweep(store, ["factor=4", "factor=1", "factor=2"])
+    sweep.job("factor=2", {"train/loss": [2, 1]}, factor=2)
+    sweep.job("factor=1", {"train/loss": [2, 1]})
+    results = comparison.read(store.uri, sweep.run_id)
+    rows = [group for group, _ in table.sorted_groups(results)]
     assert rows == ["factor=4", "factor=1", "factor=2"]
-    assert [row[0] for row in table.groups_table(sweep).rows] == rows
+    assert [row[0] for row in table.groups_table(results).rows] == rows
 
 
 def test_findings_are_written_as_data_and_as_plain_text(nasty):

@@ -8,7 +8,7 @@ import pytest
 from pipeline.report import comparison
 from pipeline.report.findings import SweepFinding, same_trajectory
 from tests import synthetic
-from tests.synthetic import Made
+from tests.synthetic import PlantedSweep
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +16,8 @@ def store(tmp_path_factory):
     return synthetic.store(tmp_path_factory.mktemp("store"))
 
 
-def finding_of(made: Made) -> SweepFinding:
-    (finding,) = same_trajectory(comparison.read(made.store.uri, made.run_id))
+def finding_of(sweep: PlantedSweep) -> SweepFinding:
+    (finding,) = same_trajectory(comparison.read(sweep.store.uri, sweep.run_id))
     return finding
 
 
@@ -40,31 +40,31 @@ def test_float32_trajectories_part_where_they_were_made_to(store):
     ("tags", "agree"), [({}, False), ({"float32.in_tf32": "true"}, True)]
 )
 def test_the_bounds_of_tf32_apply_where_a_job_computed_in_it(store, tags, agree):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     loss = 2 * 0.9 ** np.arange(10)
-    made.job("factor=1", {"train/loss": loss})
-    made.job("factor=2", {"train/loss": loss * 1.003}, factor=2, tags=tags)
-    finding = finding_of(made)
+    sweep.job("factor=1", {"train/loss": loss})
+    sweep.job("factor=2", {"train/loss": loss * 1.003}, factor=2, tags=tags)
+    finding = finding_of(sweep)
     assert finding.figures["agree"] is agree
     assert finding.text.startswith("In float32 with TF32, ") is agree
 
 
 def test_the_bound_of_rounding_doubles_with_each_update(store):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     loss = 2 * 0.9 ** np.arange(5)
     differences = np.array([0.9e-5, 1.9e-5, 3.9e-5, 7.9e-5, 15e-5])
-    made.job("factor=1", {"train/loss": loss})
-    made.job("factor=2", {"train/loss": loss * (1 - differences)}, factor=2)
-    assert finding_of(made).figures["agree"]
+    sweep.job("factor=1", {"train/loss": loss})
+    sweep.job("factor=2", {"train/loss": loss * (1 - differences)}, factor=2)
+    assert finding_of(sweep).figures["agree"]
 
 
 def test_what_differs_at_the_first_update_is_not_called_rounding(store):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     layers = {"model.batch_dependent_layers": "batch_normalization"}
     loss = 2 * 0.9 ** np.arange(10)
-    made.job("factor=1", {"train/loss": loss}, tags=layers)
-    made.job("factor=2", {"train/loss": loss * 1.01}, factor=2, tags=layers)
-    finding = finding_of(made)
+    sweep.job("factor=1", {"train/loss": loss}, tags=layers)
+    sweep.job("factor=2", {"train/loss": loss * 1.01}, factor=2, tags=layers)
+    finding = finding_of(sweep)
     assert not finding.figures["rounding"]
     assert finding.figures["above"] == {"1e-6": 1, "1e-3": 1, "1e-2": None}
     assert "depends on the micro-batch: batch_normalization." in finding.text
@@ -81,43 +81,43 @@ def test_what_differs_at_the_first_update_is_not_called_rounding(store):
     ],
 )
 def test_only_equal_configs_are_compared(store, differs):
-    made = Made(store, ["one", "other"])
+    sweep = PlantedSweep(store, ["one", "other"])
     same = {"params": {"optimizer.learning_rate": 0.1}}
-    made.job("one", {"train/loss": [2, 1]}, **same)
-    made.job("other", {"train/loss": [2, 1]}, **{**same, **differs})
-    finding = finding_of(made)
+    sweep.job("one", {"train/loss": [2, 1]}, **same)
+    sweep.job("other", {"train/loss": [2, 1]}, **{**same, **differs})
+    finding = finding_of(sweep)
     assert finding.figures == {}
     assert "cannot be compared: no two jobs share effective batch, seed" in finding.text
 
 
 def test_hardware_and_logging_do_not_keep_jobs_apart(store):
-    made = Made(store, ["one", "other"])
+    sweep = PlantedSweep(store, ["one", "other"])
     params = {"hardware.replicas": 1, "tracking.log_every": 1}
-    made.job("one", {"train/loss": [2, 1]}, params=params)
+    sweep.job("one", {"train/loss": [2, 1]}, params=params)
     params = {"hardware.replicas": 2, "tracking.log_every": 2}
-    made.job("other", {"train/loss": {2: 1}}, params=params)
-    finding = finding_of(made)
+    sweep.job("other", {"train/loss": {2: 1}}, params=params)
+    finding = finding_of(sweep)
     assert finding.figures["largest"] == 0
     assert finding.figures["updates"] == 1
     assert "of equal effective batch, seed and config train the same" in finding.text
 
 
 def test_what_else_differs_between_jobs_of_one_trajectory_is_named(store):
-    made = Made(store, ["one", "other"])
+    sweep = PlantedSweep(store, ["one", "other"])
     for name, compiled in (("one", "false"), ("other", "true")):
-        made.job(name, {"train/loss": [2, 1]}, params={"hardware.xla": compiled})
-    text = finding_of(made).text
+        sweep.job(name, {"train/loss": [2, 1]}, params={"hardware.xla": compiled})
+    text = finding_of(sweep).text
     assert "seed and config (but for hardware.xla) train the same" in text
 
 
 def test_rounding_that_starts_after_the_first_update_has_its_amplification(store):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     loss = 2 * 0.99 ** np.arange(30)
     # Both are bit-identical for two updates.
     apart = np.concatenate([[0, 0], 1e-7 * 1.5 ** np.arange(28)])
-    made.job("factor=1", {"train/loss": loss})
-    made.job("factor=2", {"train/loss": loss * (1 - apart)}, factor=2)
-    finding = finding_of(made)
+    sweep.job("factor=1", {"train/loss": loss})
+    sweep.job("factor=2", {"train/loss": loss * (1 - apart)}, factor=2)
+    finding = finding_of(sweep)
     # Of 1e-7 of a loss three digits are left.
     assert finding.figures["amplified"] == pytest.approx(1.5**27, rel=1e-3)
     assert "at most 0 of their value at the first update" in finding.text
@@ -127,16 +127,16 @@ def test_rounding_that_starts_after_the_first_update_has_its_amplification(store
 
 
 def test_what_was_not_logged_is_not_called_more_than_rounding(store):
-    made = Made(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     # As with tracking.log_every=20.
     steps = np.arange(20, 121, 20)
     loss = 2 * 0.99**steps
     apart = 1e-7 * 1.1**steps
     curve = dict(zip(steps.tolist(), loss, strict=True))
-    made.job("factor=1", {"train/loss": curve}, factor=1)
+    sweep.job("factor=1", {"train/loss": curve}, factor=1)
     curve = dict(zip(steps.tolist(), loss * (1 - apart), strict=True))
-    made.job("factor=2", {"train/loss": curve}, factor=2)
-    finding = finding_of(made)
+    sweep.job("factor=2", {"train/loss": curve}, factor=2)
+    finding = finding_of(sweep)
     assert "at update 20, the first that was logged" in finding.text
     assert "more than rounding" not in finding.text
     assert finding.figures["rounding"]

@@ -11,7 +11,7 @@ import pytest
 from scipy.special import stdtrit
 
 from pipeline.report import statistics, verdict
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve
 from pipeline.report.writer import summarize
@@ -27,7 +27,7 @@ def sweep_of(
     losses: Mapping[int, Sequence[float]],
     rule: str = "",
     seconds_by_factor: Mapping[int, float] | None = None,
-) -> Comparison:
+) -> SweepResult:
     """Return a sweep with micro-batches of 8 whose jobs end at `losses`.
 
     Args:
@@ -56,7 +56,7 @@ def around(mean: float, deviations: Sequence[float]) -> list[float]:
     return [mean + deviation for deviation in deviations]
 
 
-def verdict_of(sweep: Comparison) -> SweepFinding:
+def verdict_of(sweep: SweepResult) -> SweepFinding:
     (finding,) = verdict.findings(sweep)
     return finding
 

@@ -340,10 +340,10 @@ def test_the_longest_batch_is_as_long_as_each_part_can_be():
     spec = spec_of(
         {"dataset": node, "seed": 0, "training": {"class_weight": None, "loss": None}}
     )
-    x, *_ = next(iter(longest_batch.of_update(spec, Data(split, None), 3)))
+    x, *_ = next(iter(longest_batch.for_update(spec, Data(split, None), 3)))
     assert x["a"].shape == (3, 8)
     assert x["b"].shape == (3, 8)
-    x, *_ = next(iter(longest_batch.of_evaluation(spec, split, 2)))
+    x, *_ = next(iter(longest_batch.for_evaluation(spec, split, 2)))
     assert x["a"].shape == (2, 8)
     assert x["b"].shape == (2, 8)
 
@@ -360,10 +360,10 @@ def test_the_longest_batch_is_padded_along_each_axis_or_has_most_elements():
         "dataset": {"in_memory": True, "pad": {"multiple": 1, "value": 0}},
         "seed": 0,
     }
-    x, *_ = next(iter(longest_batch.of_evaluation(spec_of(config), split, 3)))
+    x, *_ = next(iter(longest_batch.for_evaluation(spec_of(config), split, 3)))
     assert x.shape == (3, 100, 100)
     not_padded = spec_of({"dataset": {"in_memory": True}})
-    x, *_ = next(iter(longest_batch.of_evaluation(not_padded, split, 3)))
+    x, *_ = next(iter(longest_batch.for_evaluation(not_padded, split, 3)))
     assert x.flat_values.shape == (3 * 400,)
 
 

@@ -18,7 +18,7 @@ from pipeline.sweep.parent_run import ALIVE, GONE
 from tests import synthetic
 from tests.running import pipeline, wait
 from tests.sweep.test_sweep import PLANNED
-from tests.synthetic import Made
+from tests.synthetic import PlantedSweep
 
 OWN = {"dataset": {"data_dir": None}, "trust": {"allow": ["tests"]}}
 PLAN = "hydra.launcher._target_=hydra_plugins.planned.Planned"
@@ -162,7 +162,7 @@ def test_what_takes_all_memory_to_read_is_refused(text):
 
 def test_a_hostile_record_runs_nothing(tmp_path):
     store = synthetic.store(tmp_path)
-    made = Made(store, ["seed=0"], name="seeds")
+    made = PlantedSweep(store, ["seed=0"], name="seeds")
     evil = [text for text in HOSTILE if "evil" in text]
     made.tag(made.run_id, **{"sweep.overrides": json.dumps(evil[:1])})
     made.end("FAILED")
@@ -195,8 +195,10 @@ def left(tmp_path):
     The function takes the time of the last sign of life of each.
     """
 
-    def make(parent: float, job: float) -> tuple[Made, str]:
-        made = Made(synthetic.store(tmp_path), ["seed=0", "seed=1"], ["seed"], "seeds")
+    def make(parent: float, job: float) -> tuple[PlantedSweep, str]:
+        made = PlantedSweep(
+            synthetic.store(tmp_path), ["seed=0", "seed=1"], ["seed"], "seeds"
+        )
         made.tag(made.run_id, **{ALIVE: str(int(1000 * parent))})
         made.job("seed=0", {"train/loss": [2, 1]})
         made.clock = int(1000 * job)
@@ -232,7 +234,7 @@ def test_what_a_dead_sweep_left_running_is_closed(left):
 
 
 def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
-    made = Made(synthetic.store(tmp_path), ["seed=0"])
+    made = PlantedSweep(synthetic.store(tmp_path), ["seed=0"])
     threading.Thread(target=made.planned.beat, daemon=True).start()
     wait(lambda: ALIVE in made.client.get_run(made.run_id).data.tags, 30)
     made.planned.closed.set()

@@ -78,13 +78,13 @@ class Shown:
     """
 
     store: Store
-    factors: synthetic.Made
-    optimizers: synthetic.Made
+    factors: synthetic.PlantedSweep
+    optimizers: synthetic.PlantedSweep
     losses: dict[tuple[int, int], np.ndarray]
     address: str = ""
     chrome: WebDriver | None = None
 
-    def fragment(self, sweep: synthetic.Made) -> str:
+    def fragment(self, sweep: synthetic.PlantedSweep) -> str:
         return mlflow_view.saved_view(sweep.planned)
 
     def open(self, fragment: str) -> None:
@@ -142,10 +142,10 @@ def made(folder: Path, examples: int) -> Shown:
 
 def sweep_over_factors(
     store: Store, examples: int
-) -> tuple[synthetic.Made, dict[tuple[int, int], np.ndarray]]:
+) -> tuple[synthetic.PlantedSweep, dict[tuple[int, int], np.ndarray]]:
     """Return a sweep over factor and seed, and the losses of each of its jobs."""
     settings = list(itertools.product(FACTORS, SEEDS))
-    sweep = synthetic.Made(
+    sweep = synthetic.PlantedSweep(
         store,
         [f"factor={factor} seed={seed}" for factor, seed in settings],
         ["accumulation.factor", "seed"],
@@ -188,10 +188,10 @@ def curves_of(loss: np.ndarray, seen: np.ndarray, factor: int) -> dict[str, Any]
     return curves
 
 
-def sweep_over_optimizers(store: Store) -> synthetic.Made:
+def sweep_over_optimizers(store: Store) -> synthetic.PlantedSweep:
     settings = list(itertools.product(OPTIMIZERS, FACTORS))
     names = [f"optimizer={name} factor={factor}" for name, factor in settings]
-    sweep = synthetic.Made(
+    sweep = synthetic.PlantedSweep(
         store, names, ["optimizer", "accumulation.factor"], "optimizer_by_factor"
     )
     for name, (_, factor) in zip(names, settings, strict=True):
@@ -434,7 +434,7 @@ def test_jobs_that_differ_by_the_seed_share_a_colour(stored: Shown) -> None:
     assert len(set(colors.values())) == len(FACTORS)
 
 
-def _children(shown: Shown, sweep: synthetic.Made) -> list:
+def _children(shown: Shown, sweep: synthetic.PlantedSweep) -> list:
     return list(
         shown.store.client().search_runs(
             [sweep.experiment_id], f"tags.sweep = '{sweep.run_id}'"
@@ -442,7 +442,7 @@ def _children(shown: Shown, sweep: synthetic.Made) -> list:
     )
 
 
-def _ids_by_name(shown: Shown, sweep: synthetic.Made) -> dict[str, str]:
+def _ids_by_name(shown: Shown, sweep: synthetic.PlantedSweep) -> dict[str, str]:
     return {run.info.run_name: run.info.run_id for run in _children(shown, sweep)}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlflow.tracking import MlflowClient
 
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.journal_file import NAME
+from pipeline.tracking.journal_file import JOURNAL_NAME
 
 UPDATES = 400
 # Seconds that a busy machine may take for what is instant, such as ending a shipper.
@@ -52,7 +52,7 @@ def begin(journal: Journal, folder: Path) -> dict[str, str]:
         "tags": {"mine": "1"},
     }
     answer = journal.start(
-        folder / NAME, {**run, "system_metrics": False, "segment": SEGMENT}
+        folder / JOURNAL_NAME, {**run, "system_metrics": False, "segment": SEGMENT}
     )
     journal.write({"dataset": DATASET, "context": "training"})
     for name in ("config.yaml", "dataset.json"):
@@ -130,6 +130,6 @@ def sync(folder: Path, *arguments: str) -> int:
     """Run `pipeline sync` on the run in `folder`, with the store of its journal."""
     from pipeline.__main__ import main
 
-    (journal,) = folder.rglob(NAME)
+    (journal,) = folder.rglob(JOURNAL_NAME)
     store = json.loads(journal.read_text().partition("\n")[0])["start"]["store"]
     return main(["sync", str(folder), f"tracking.uri={store}", *arguments])

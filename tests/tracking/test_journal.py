@@ -24,7 +24,7 @@ from pipeline.tracking import journal_file
 from pipeline.tracking import store as tracking_store
 from pipeline.tracking.foreign_store import DEFAULT_STORE, OwnStore, sync_command
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.journal_file import NAME
+from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.uploader import Uploader
 from tests.running import Store, environment, one_process, pipeline, python, wait
@@ -50,7 +50,7 @@ def begun(folder):
     place_store(folder)
     journal = Journal(f"sqlite:///{folder}/mlruns/mlflow.db", "pipeline")
     journal.ready()
-    journal.start(folder / NAME, RUN)
+    journal.start(folder / JOURNAL_NAME, RUN)
     return journal
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     with pytest.raises(
         RuntimeError, match=r"the store did not take the run .*: pipeline sync "
     ):
-        journal.start(tmp_path / NAME, RUN | {"params": {"a//b": "1"}})
+        journal.start(tmp_path / JOURNAL_NAME, RUN | {"params": {"a//b": "1"}})
     assert Store(tmp_path).run().info.status == "FAILED"
 
 
@@ -94,18 +94,18 @@ def test_a_new_store_is_put_in_place_at_once(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     assert not (tmp_path / "mlruns").exists()  # until a run starts
-    journal.start(tmp_path / NAME, RUN)
+    journal.start(tmp_path / JOURNAL_NAME, RUN)
     assert journal.close("FINISHED") is None
     assert Store(tmp_path).run().info.status == "FINISHED"
     assert not list((tmp_path / "mlruns").glob("*.new"))
 
 
 def test_a_journal_is_of_one_run(tmp_path):
-    (tmp_path / NAME).write_text("{}\n")
+    (tmp_path / JOURNAL_NAME).write_text("{}\n")
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     with pytest.raises(ConfigError, match="must be a folder without a run in it"):
-        journal.start(tmp_path / NAME, RUN)
+        journal.start(tmp_path / JOURNAL_NAME, RUN)
     assert not (tmp_path / "mlruns").exists()
 
 
@@ -130,7 +130,7 @@ def test_a_shipper_that_is_killed_before_it_answers_is_replaced(tmp_path):
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
     journal.ready()
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
-    journal.start(tmp_path / NAME, RUN)
+    journal.start(tmp_path / JOURNAL_NAME, RUN)
     write(journal, *range(1, 50))
     assert journal.close("FINISHED") is None
     assert points(tmp_path) == ("FINISHED", list(range(1, 50)))
@@ -180,7 +180,8 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     assert (again.data.params, again.data.tags["mine"]) == ({"a": "1"}, "1")
     assert again.data.tags["not_shipped"] == "nowhere.txt: No such file or directory"
     times = [
-        json.loads(line)["time"] for line in (tmp_path / NAME).read_text().splitlines()
+        json.loads(line)["time"]
+        for line in (tmp_path / JOURNAL_NAME).read_text().splitlines()
     ]
     assert (again.info.start_time, again.info.end_time) == (times[0], times[-1])
     files = Store(tmp_path).client.list_artifacts(again.info.run_id)
@@ -228,7 +229,7 @@ for pid in (journal.shipper.process.pid, os.getpid()):
 """
     python("-c", code, cwd=tmp_path).communicate(timeout=120)
     assert points(tmp_path)[0] == "RUNNING"
-    with (tmp_path / NAME).open("a") as file:
+    with (tmp_path / JOURNAL_NAME).open("a") as file:
         file.write('{"crc":"12')  # of the next row
     synced(tmp_path)
     assert points(tmp_path) == ("KILLED", list(range(1, 20)))
@@ -241,10 +242,10 @@ def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path):
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
     write(journal, *range(1, 20))
     journal._writer.close()
-    text = (tmp_path / NAME).read_text()
+    text = (tmp_path / JOURNAL_NAME).read_text()
     damaged = text.replace('"step":11,', '"step":12,')
     assert damaged != text
-    (tmp_path / NAME).write_text(damaged)
+    (tmp_path / JOURNAL_NAME).write_text(damaged)
     said = synced(tmp_path, status=4)
     number = [json.loads(line).get("step") for line in text.splitlines()].index(11) + 1
     assert f"line {number} is not as it was written" in said
@@ -260,7 +261,7 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     refused.abandon()
     journal = Journal(uri, "pipeline", when_unreachable="offline")
     journal.ready()
-    assert journal.start(tmp_path / NAME, RUN) == {}
+    assert journal.start(tmp_path / JOURNAL_NAME, RUN) == {}
     write(journal, *range(1, 20))
     assert journal.close("FINISHED") == "the store was not asked"
     assert "for pipeline sync" in capsys.readouterr().err
@@ -279,7 +280,7 @@ def test_a_sync_that_fails_keeps_no_lock(tmp_path):
         def client(self):
             raise ConnectionError("it is away")
 
-    path = tmp_path / NAME
+    path = tmp_path / JOURNAL_NAME
     path.write_bytes(_shipped_journal())
     with pytest.raises(ConnectionError):
         Uploader(Away(), path, may_exist=True)
@@ -300,7 +301,7 @@ def test_a_wrong_sync_changes_nothing(tmp_path):
         "here": _shipped_journal(),
     }.items():
         (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / NAME).write_bytes(text)
+        (tmp_path / name / JOURNAL_NAME).write_bytes(text)
     expected = {
         "sync nowhere": "RUN_DIR must be a folder with a journal.jsonl in it. "
         "Received: 'nowhere'.",
@@ -406,7 +407,7 @@ def test_the_end_waits_as_long_as_the_store_takes_points(tmp_path, monkeypatch, 
     monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Slow)
     monkeypatch.setattr("pipeline.tracking.journal.SILENCE", 0.5)
     journal = Journal("http://127.0.0.1:9", "pipeline", patience=0.5)
-    journal._writer = journal_file.create(tmp_path / NAME)
+    journal._writer = journal_file.create(tmp_path / JOURNAL_NAME)
     assert journal.close("FINISHED") is None  # after a second
     assert capsys.readouterr().err == "still shipping: about 100,002 points left\n"
 
@@ -417,7 +418,7 @@ def test_a_store_that_falls_behind_is_told_of_while_the_run_trains(
     monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Slow)
     monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
     journal = Journal("http://127.0.0.1:9", "pipeline")
-    journal._writer = journal_file.create(tmp_path / NAME)
+    journal._writer = journal_file.create(tmp_path / JOURNAL_NAME)
     behind = iter([30_000, 39_000, 12, 70_000])
     monkeypatch.setattr(Slow, "answer", lambda *_: next(answers, None))
     for left in behind:
@@ -449,7 +450,7 @@ def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch)
     monkeypatch.setattr(MlflowClient, "log_batch", harmed)
     uploader = Uploader(
         tracking_store.Store(journal.uri),
-        tmp_path / NAME,
+        tmp_path / JOURNAL_NAME,
         may_exist=True,
         tell=told.append,
     )
@@ -474,7 +475,7 @@ def crafted(folder, store, **changes):
         rest = json.dumps(line, separators=(",", ":")).encode()[1:] + b"\n"
         crc = zlib.crc32(rest, crc)
         texts.append(b'{"crc":"%08x",' % crc + rest)
-    (folder / NAME).write_bytes(b"".join(texts))
+    (folder / JOURNAL_NAME).write_bytes(b"".join(texts))
 
 
 def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
@@ -494,7 +495,9 @@ def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
         (tmp_path / "sweep" / "0").mkdir(parents=True)
         (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(note))
         crafted(tmp_path / "sweep" / "0" / "run", "sqlite:///nowhere.db")
-        shutil.move(tmp_path / "sweep" / "0" / "run" / NAME, tmp_path / "sweep" / "0")
+        shutil.move(
+            tmp_path / "sweep" / "0" / "run" / JOURNAL_NAME, tmp_path / "sweep" / "0"
+        )
         rule = "tracking.uri must be that of the journal in"
         lines = {
             "sync host": f"{rule} host, {uri}; if that is yours, add ",
@@ -575,7 +578,7 @@ def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
     noted = []
     monkeypatch.setattr(Uploader, "_note", lambda _, what: noted.append(what))
     with closing(
-        Uploader(Opened(uri), tmp_path / "run" / NAME, may_exist=True)
+        Uploader(Opened(uri), tmp_path / "run" / JOURNAL_NAME, may_exist=True)
     ) as uploader:
         uploader.finish(0)
     run = Store(tmp_path).run()

@@ -18,7 +18,7 @@ import pytest
 from pipeline.common.errors import ConfigError
 from pipeline.common.recorded import FormError
 from pipeline.tracking import journal_file
-from pipeline.tracking.journal_file import NAME, LineReader, Past
+from pipeline.tracking.journal_file import JOURNAL_NAME, LineReader, Past
 
 START = {
     "start": {
@@ -40,11 +40,11 @@ def lines(number):
 
 def written(folder, number=20):
     folder.mkdir(exist_ok=True)
-    writer = journal_file.create(folder / NAME)
+    writer = journal_file.create(folder / JOURNAL_NAME)
     for line in [START, *lines(number)]:
         writer.write(line)
     writer.close()
-    return folder / NAME
+    return folder / JOURNAL_NAME
 
 
 def read(path):
@@ -90,7 +90,7 @@ def test_half_a_line_is_written_over(tmp_path):
     path = written(tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[:-3])
-    past = Past.of(tmp_path)
+    past = Past.read(tmp_path)
     assert (max(past.updates), past.damage) == (19, "")
     writer = past.writer()
     writer.write(lines(20)[-1])
@@ -99,21 +99,21 @@ def test_half_a_line_is_written_over(tmp_path):
 
 
 def test_a_line_longer_than_what_is_read_at_once(tmp_path):
-    writer = journal_file.create(tmp_path / NAME)
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
     for line in (START, {"tags": {"long": "x" * 300_000}}, *lines(3)):
         writer.write(line)
-    assert len(read(tmp_path / NAME)[0]) == 5
+    assert len(read(tmp_path / JOURNAL_NAME)[0]) == 5
 
 
 def test_a_journal_of_before_is_refused(tmp_path):
-    (tmp_path / NAME).write_text(
+    (tmp_path / JOURNAL_NAME).write_text(
         '{"time":1,"start":{"experiment":"e"}}\n{"time":2,"step":1,"metrics":{}}\n'
     )
     with pytest.raises(
         ConfigError,
         match=r"must have a journal of format 1 \(it is of a version before this one\)",
     ):
-        Past.of(tmp_path)
+        Past.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_a_journal_of_before_is_refused(tmp_path):
     ],
 )
 def test_a_line_of_another_form_is_damage(tmp_path, crafted):
-    writer = journal_file.create(tmp_path / NAME)
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
     for line in (START, crafted):
         writer.write(line)
     writer.close()
-    past = Past.of(tmp_path)
+    past = Past.read(tmp_path)
     assert past.damage.startswith("line 2: ")
     past.close()
 
@@ -142,7 +142,7 @@ def test_one_writer_until_it_dies(tmp_path):
     child = fork.Value("i", 0)
 
     def write():
-        journal_file.create(tmp_path / NAME).write(START)
+        journal_file.create(tmp_path / JOURNAL_NAME).write(START)
         if pid := os.fork():
             child.value = pid
             ready.set()
@@ -153,11 +153,11 @@ def test_one_writer_until_it_dies(tmp_path):
     assert ready.wait(30)
     try:
         with pytest.raises(ConfigError, match="is still running"):
-            Past.of(tmp_path)
-        assert Past.of(tmp_path, running=True).start == START["start"]
+            Past.read(tmp_path)
+        assert Past.read(tmp_path, running=True).start == START["start"]
         process.kill()
         process.join()
-        past = Past.of(tmp_path)
+        past = Past.read(tmp_path)
         past.close()
         assert os.path.exists(f"/proc/{child.value}")
     finally:
@@ -171,7 +171,7 @@ def test_a_full_disk_keeps_lines_waiting(tmp_path, capsys):
     )
     try:
         filler = tmp_path / "filler"
-        writer = journal_file.create(tmp_path / NAME)
+        writer = journal_file.create(tmp_path / JOURNAL_NAME)
         writer.write(START)
         filler.write_bytes(bytes(48 * 1024))
         rows = lines(400)
@@ -179,7 +179,7 @@ def test_a_full_disk_keeps_lines_waiting(tmp_path, capsys):
             writer.write(row)
         assert writer.unwritten()
         assert capsys.readouterr().err.count("its lines wait in memory") == 1
-        on_disk, error = read(tmp_path / NAME)
+        on_disk, error = read(tmp_path / JOURNAL_NAME)
         for row, line in zip(rows, on_disk[1:], strict=False):
             assert line == {**row, "crc": line["crc"]}
         assert error == ""
@@ -187,14 +187,14 @@ def test_a_full_disk_keeps_lines_waiting(tmp_path, capsys):
         for row in rows[300:]:
             writer.write(row)
         assert not writer.unwritten()
-        assert len(read(tmp_path / NAME)[0]) == 401
+        assert len(read(tmp_path / JOURNAL_NAME)[0]) == 401
         writer.close()
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
-    writer = journal_file.create(tmp_path / NAME)
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
     monkeypatch.setattr(journal_file, "MOST_WAITING", 1000)
 
     def write_to_a_full_disk(*_):
@@ -209,10 +209,10 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
 
 def test_a_journal_without_its_first_line_is_begun_anew(tmp_path):
     """Its trainer was killed before it had a run."""
-    (tmp_path / NAME).write_bytes(b'{"crc":"12')
-    assert not journal_file.has_begun(tmp_path / NAME)
-    writer = journal_file.create(tmp_path / NAME)
+    (tmp_path / JOURNAL_NAME).write_bytes(b'{"crc":"12')
+    assert not journal_file.has_begun(tmp_path / JOURNAL_NAME)
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
     writer.write(START)
-    assert journal_file.has_begun(tmp_path / NAME)
+    assert journal_file.has_begun(tmp_path / JOURNAL_NAME)
     writer.close()
-    assert Past.of(tmp_path).damage == ""
+    assert Past.read(tmp_path).damage == ""

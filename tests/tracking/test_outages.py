@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.journal_file import NAME
+from pipeline.tracking.journal_file import JOURNAL_NAME
 from tests.parameters import mostly_slow
 from tests.running import wait
 from tests.tracking.shipped import (
@@ -49,7 +49,7 @@ def check_complete(mlflow_server, undisturbed, tmp_path, request):
         assert fields(mlflow_server, request.node.name) == undisturbed
         lines = [
             json.loads(line)["time"]
-            for line in (tmp_path / NAME).read_text().splitlines()
+            for line in (tmp_path / JOURNAL_NAME).read_text().splitlines()
         ]
         assert times(mlflow_server, request.node.name) == (lines[0], lines[-1])
 
@@ -71,7 +71,7 @@ def test_down_at_the_start_is_refused_in_a_line(tmp_path, proxy, capsys):
         match=r"tracking.uri must be a store that answers \(127.0.0.1:\d+: .*refused\)",
     ):
         opened(proxy.address, tmp_path, "refused")
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / JOURNAL_NAME).exists()
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_hanging_at_the_start_is_bounded(tmp_path, proxy, capsys, monkeypatch):
         opened(proxy.address, tmp_path, "hanging", patience=3.0)
     assert time.monotonic() - began < 3 + 2 + BUSY
     assert f"waiting for the store {proxy.address}" in capsys.readouterr().err
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / JOURNAL_NAME).exists()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from mlflow.protos.databricks_pb2 import (
 )
 
 from pipeline.tracking import journal_file, uploader
-from pipeline.tracking.journal_file import NAME
+from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.uploader import Uploader
 
 UPDATES = 10
@@ -199,11 +199,11 @@ def lines(*, end=True):
 def path(tmp_path):
     """The journal of a run that failed, was resumed, and has ended."""
     (tmp_path / "note.txt").write_text("a note")
-    writer = journal_file.create(tmp_path / NAME)
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
     for line in lines():
         writer.write(line)
     writer.close()
-    return tmp_path / NAME
+    return tmp_path / JOURNAL_NAME
 
 
 def ship(store, path):
@@ -286,23 +286,23 @@ def test_a_line_is_left_out_once_it_was_rejected_several_times(
 def test_an_end_that_only_the_store_has_stays_the_end(tmp_path):
     """The disk of the journal was full, and the trainer handed over the last lines."""
     (tmp_path / "note.txt").write_text("a note")
-    writer = journal_file.create(tmp_path / NAME)
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
     for line in lines(end=False):
         writer.write(line)
-    written = (tmp_path / NAME).stat().st_size
+    written = (tmp_path / JOURNAL_NAME).stat().st_size
     writer.write({"time": 9, "end": "FINISHED"})
     writer.close()
-    unwritten = (tmp_path / NAME).read_bytes()[written:].decode()
-    with (tmp_path / NAME).open("r+b") as file:
+    unwritten = (tmp_path / JOURNAL_NAME).read_bytes()[written:].decode()
+    with (tmp_path / JOURNAL_NAME).open("r+b") as file:
         file.truncate(written)
 
     store = MemoryStore()
-    with closing(Uploader(store, tmp_path / NAME, may_exist=False)) as first:
+    with closing(Uploader(store, tmp_path / JOURNAL_NAME, may_exist=False)) as first:
         first.read()
         first.add_unwritten(unwritten)
         first.finish(60.0)
     for _ in range(2):
         assert (store.run["status"], store.run["end"]) == ("FINISHED", 9)
         assert "failure" not in store.run["tags"]
-        with closing(Uploader(store, tmp_path / NAME, may_exist=True)) as sync:
+        with closing(Uploader(store, tmp_path / JOURNAL_NAME, may_exist=True)) as sync:
             sync.finish(60.0)

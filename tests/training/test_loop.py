@@ -15,7 +15,7 @@ from keras import layers
 from pipeline.accumulation import Evaluation, Update
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
-from pipeline.training.evaluator import Evaluations, Evaluator
+from pipeline.training.evaluator import Evaluations, SplitEvaluator
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import NonFiniteError, Recorder
@@ -91,7 +91,7 @@ class Run:
         recorder = Recorder(
             self.rows, plan, log_every, lambda: 0, Progress(plan.updates), tokens=tokens
         )
-        self.evaluate = Evaluator(
+        self.evaluate = SplitEvaluator(
             Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE))
         )
         evaluate = self.evaluate if validate else None

@@ -17,7 +17,7 @@ from keras import layers
 from pipeline.accumulation import Evaluation, Update
 from pipeline.accumulation.internals import trace_forward
 from pipeline.common.errors import OutOfMemoryError
-from pipeline.training.evaluator import Evaluator
+from pipeline.training.evaluator import SplitEvaluator
 from pipeline.training.oom_retry import OomRetry
 from tests.running import Store, pipeline
 
@@ -458,7 +458,7 @@ def test_memory_that_runs_out_while_a_batch_is_read_is_not_of_the_update():
     with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):
         retry.retry_halved(caught.value, 2, loss)
     assert update.micro_batch_size == 2
-    batches_read = Evaluator(
+    batches_read = SplitEvaluator(
         Evaluation(model, keras.losses.MeanSquaredError(), 2), batches
     )
     with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):

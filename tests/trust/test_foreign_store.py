@@ -18,7 +18,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.tracking.foreign_store import ForeignStore
 from tests import synthetic
 from tests.running import one_process
-from tests.synthetic import Made
+from tests.synthetic import PlantedSweep
 from tests.tracking.test_provenance import base
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
@@ -147,12 +147,12 @@ def recorded_runs(client: MlflowClient, folder, count: int) -> list[str]:
     return runs
 
 
-def made_sweep(store, *overrides: str) -> Made:
+def made_sweep(store, *overrides: str) -> PlantedSweep:
     """Make a sweep of the file `seeds` with a job that failed.
 
     There is an escape sequence wherever a store may have one.
     """
-    made = Made(store, ["seed=0", f"{ESCAPE}seed=1"], ["seed"], "seeds")
+    made = PlantedSweep(store, ["seed=0", f"{ESCAPE}seed=1"], ["seed"], "seeds")
     made.job(
         "seed=0", {"train/loss": [2, 1]}, tags={"failure": ESCAPE}, status="FAILED"
     )

@@ -1,7 +1,8 @@
 """Mistakes that are often made in accumulation: each function patches the kernel.
 
 `python -m tests.verify.mutations NAME…` runs `pipeline verify` under each named
-mutation, and without one for `none`. It prints the results of tests/refused.py as JSON.
+mutation, and without one for `none`. It prints the results of tests/one_process.py as
+JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from keras import layers
 from pipeline.accumulation import Update, evaluation, gradient_sums, loss_sums
 from pipeline.accumulation import accumulate as update
 from pipeline.accumulation.internals import Objective
-from tests import refused
+from tests import one_process
 
 TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))
 TOKENS[:5, 2:] = 0
@@ -190,14 +191,14 @@ def main(names):
     if "none" in names:
         # Two replicas first: TensorFlow takes devices before its first operation alone.
         replicas = 2 if divide_by_replicas in mutations else 1
-        results["none"] = refused.run(f"{VERIFY} hardware.replicas={replicas}")
+        results["none"] = one_process.run(f"{VERIFY} hardware.replicas={replicas}")
     for mutation in mutations:
         line = VERIFY
         if mutation is divide_by_replicas:
             line = f"{VERIFY} hardware.replicas=2"
         with pytest.MonkeyPatch.context() as patch:
             mutation(patch)
-            results[mutation.__name__] = refused.run(line)
+            results[mutation.__name__] = one_process.run(line)
     print(json.dumps(results))
 
 

@@ -142,7 +142,7 @@ def test_a_metric_that_does_not_run_in_float64_is_left_out_and_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
+def test_a_layer_that_does_not_run_in_float64_is_rejected_by_its_name(tmp_path):
     (tmp_path / "mine.py").write_text(POOLED)
     own = (
         "dataset._target_=mine.volumes",
@@ -161,7 +161,7 @@ def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
     )
 
 
-def test_a_wrong_config_is_refused(tmp_path):
+def test_a_wrong_config_is_rejected(tmp_path):
     done = pipeline("verify", "accumulation.factor=0", cwd=tmp_path, status=2)
     error = "pipeline: accumulation.factor must be at least 1. Received: 0.\n"
     assert done.stderr == error
