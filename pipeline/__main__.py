@@ -58,8 +58,9 @@ VERBS = {  # name → function in this package, and help text
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status.
 
-    It is 0 when done, 1 when failed, 2 for wrong input, 3 for results that differ, 4
-    for a run that trained but is not all in the store, 130 or 143 when interrupted.
+    The status is 0 when done, 1 when failed, 2 for wrong input, 3 for results that
+    differ, 4 for a run that trained but is not all in the store, 130 or 143 when
+    interrupted.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--quiet" in arguments:
         arguments.remove("--quiet")
         os.environ[QUIET] = "1"
-    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # MLflow takes it for unset, too.
+    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # MLflow counts it as unset, too.
         del os.environ["MLFLOW_TRACKING_URI"]
     try:
         if arguments[:1] == ["-sc"]:
@@ -109,7 +110,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser that prints the version, the help, or a wrong usage, and exits."""
+    """Return the parser that prints the version, the help or an error, and exits."""
     from pipeline import __version__
 
     lines = ["verbs:"]
@@ -153,7 +154,7 @@ def _complete(arguments: list[str]) -> int:
         print(" ".join(names))
         return 0
 
-    # Hydra completes what follows the verb and its name, as of `train`.
+    # Hydra completes the words after the verb and its name, as for `train`.
     rest = words[3:] if takes_name else words[2:]
     os.environ["COMP_LINE"] = " ".join([words[0], *rest])
     folders = []
@@ -186,7 +187,7 @@ def command() -> None:
 def _open_closed_streams() -> None:
     """Open the standard streams that are closed.
 
-    The next file that is opened would be taken for one of them.
+    Otherwise the next file that is opened would become one of them.
     """
     for number in range(3):
         try:

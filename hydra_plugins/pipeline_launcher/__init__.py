@@ -38,8 +38,7 @@ class Names(SearchPathPlugin):
     """Stores the configs of these plugins.
 
     Hydra calls it after it has loaded all plugins, so these replace the published ones.
-    It also adds a user's folder where Hydra's Compose API, which has no --config-dir,
-    composes.
+    For Hydra's Compose API, which has no --config-dir, it also adds the user's folder.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:

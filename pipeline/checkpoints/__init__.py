@@ -1,4 +1,4 @@
-"""What a run is between two updates, and its files.
+"""The state of a run between two updates, and its files.
 
 In: a run's state or directory. Out: checkpoints, and what a run goes on from
 (`resume_rules`) or begins with (`fork`).

@@ -8,7 +8,7 @@ A thread writes them into a folder whose name starts with a dot, syncs it to the
 verifies it, and renames it. A folder under its final name is therefore complete,
 whenever the process is killed. The manifest reveals damage by the disk.
 
-This module imports no TensorFlow.
+This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Checkpoint:
     """A verified checkpoint; `pipeline.checkpoints.snapshot.read` loads it.
 
     Attributes:
-        folder: Where its files are.
-        update: Completed updates.
-        meta: The content of `meta.json`, in the form of `META`.
+        folder: the folder of its files.
+        update: the number of completed updates.
+        meta: the content of `meta.json`, in the form of `META`.
     """
 
     folder: Path
@@ -77,12 +77,13 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run. Leaving the context waits for the last one.
 
     Args:
-        folder: Made with the first checkpoint. Incomplete checkpoints in it are removed.
-        every: How often a checkpoint is written: None for never, a number of updates,
+        folder: made with the first checkpoint. Incomplete checkpoints in it are
+            removed.
+        every: how often a checkpoint is written: None for never, a number of updates,
             `epoch`, or `auto`: every five minutes, and less often if that would stall
             the training for more than 1% of the time.
-        plan: Of the run.
-        keep: How many of the latest checkpoints are kept. The best ones that these
+        plan: the plan of the run.
+        keep: how many of the latest checkpoints are kept. The best ones that these
             refer to are kept, too.
         writes: False for a process that only reads what the chief writes.
     """
@@ -142,7 +143,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             reason = first_line(error)
             say(f"the checkpoint after update {update} was left out: {reason}")
             return
-        # The thread is no daemon: the interpreter waits until it has written all.
+        # The thread is not a daemon: the interpreter waits until it has written
+        # everything.
         self._writer = threading.Thread(
             target=self._write, args=(update, state, best), name="checkpoint"
         )
@@ -177,7 +179,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             incomplete.mkdir(parents=True)
             self._write_files(incomplete, update, state)
             _verified(incomplete, update)
-            # What has that name is damaged, or of a run that resumed from before it.
+            # A folder of that name is damaged, or is from a run that resumed from
+            # before it.
             _remove(complete)
             incomplete.rename(complete)
             _sync(folder)
@@ -211,7 +214,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _remove_old(self, latest: int) -> None:
         """Keep the `latest` checkpoint and those before it, `keep` in all.
 
-        Later ones are of a run that resumed from before them.
+        Later ones are from a run that resumed from before them.
         """
         existing = updates(self.folder)
         later = [update for update in existing if update > latest]
@@ -252,7 +255,7 @@ def at(folder: Path, update: int) -> Checkpoint:
     """Return the checkpoint of `update` in `folder`.
 
     Raises:
-        ConfigError: It is not there, or is damaged.
+        ConfigError: it is not there, or is damaged.
     """
     path = folder / str(update)
     if not path.is_dir():
@@ -283,8 +286,8 @@ def _verified(folder: Path, update: int) -> Checkpoint:
     """Return the checkpoint in `folder` once all its files are as its manifest says.
 
     Raises:
-        FormError: It is damaged.
-        ConfigError: It is of another format.
+        FormError: it is damaged.
+        ConfigError: it is of another format.
     """
     try:
         _verify_files(folder)

@@ -33,13 +33,13 @@ class Fork:
     """The checkpoint of another run that a run begins with.
 
     Attributes:
-        run_id: Of the other run in MLflow; empty if no store has it yet.
-        run_dir: Of the other run.
-        checkpoint: Of the other run.
-        weights_only: Whether the model's weights alone are restored.
-        own_rate: Whether the learning rate of this config differs from that of the
+        run_id: the other run's ID in MLflow; empty if no store has it yet.
+        run_dir: the other run's directory.
+        checkpoint: the other run's checkpoint.
+        weights_only: whether only the weights of the model are restored.
+        own_rate: whether the learning rate of this config differs from that of the
             other run.
-        states: The state that `check` has read. The training removes it, as it is
+        states: the state that `check` has read. The training removes it, as it is
             large.
     """
 
@@ -64,7 +64,7 @@ class Fork:
         }
 
     def messages(self, callbacks: Callbacks) -> list[str]:
-        """Return the lines that a run prints of its start."""
+        """Return the lines that a run prints about its start."""
         from pipeline.checkpoints import snapshot
 
         source = (
@@ -84,7 +84,7 @@ class Fork:
         It is read now, as the other run may delete it.
 
         Raises:
-            ConfigError: It does not fit, or is gone.
+            ConfigError: it does not fit, or is gone.
         """
         from pipeline.checkpoints import snapshot
 
@@ -134,9 +134,9 @@ def find_fork(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork |
     """Return the checkpoint of another run that this one begins with.
 
     Args:
-        spec: Of this run.
-        run_dir: Of this run.
-        update: The update of the checkpoint that this run began with before, if it is
+        spec: the spec of this run.
+        run_dir: this run's directory.
+        update: the update of the checkpoint that this run began with before, if it is
             resumed.
 
     Returns:
@@ -164,14 +164,14 @@ def named(
     """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names.
 
     Args:
-        text: The name.
-        key: The argument that an error names.
-        but: A run directory that is passed over.
-        update: Of the checkpoint, in place of the one in `text`. If neither has one, the
-            newest checkpoint is meant.
+        text: the name.
+        key: the argument that an error names.
+        but: a run directory that is passed over.
+        update: the update of the checkpoint, in place of the one in `text`. If neither
+            has one, the newest checkpoint is meant.
 
     Raises:
-        ConfigError: There is no such run or checkpoint.
+        ConfigError: there is no such run or checkpoint.
     """
     name, _, at_update = text.rpartition("@")
     if not (name and at_update.isascii() and at_update.isdecimal()):
@@ -215,7 +215,7 @@ def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
 
 def _rate_values(config: Any, *, with_stages: bool) -> dict[str, Any]:
     """Return the values that a learning rate depends on, by their dotted keys."""
-    # Records of before there were stages lack their keys.
+    # Records from before there were stages lack their keys.
     values = {CLOCK: "updates", SCHEDULE: None, **leaves(config)}
     rate_values = {}
     for key, value in values.items():

@@ -45,14 +45,14 @@ class Continuation:
     """A run that is resumed.
 
     Attributes:
-        run_dir: Of the run.
-        spec: Keys that the config leaves open, such as `auto`, have the values of the
-            run.
-        past: Its journal is locked.
-        checkpoint: From which the run goes on; None if it was interrupted before its
-            first one.
-        changes: Of the config, a line each.
-        finished: Whether there is nothing left to train.
+        run_dir: the run's directory.
+        spec: the spec. Keys that the config leaves open, such as `auto`, have the
+            values of the run.
+        past: the run's past, whose journal is locked.
+        checkpoint: the checkpoint from which the run goes on; None if the run was
+            interrupted before its first one.
+        changes: the changes of the config, a line each.
+        finished: whether there is nothing left to train.
     """
 
     run_dir: Path
@@ -76,7 +76,7 @@ class Continuation:
         """Check that the data are those that the run began with.
 
         Raises:
-            ConfigError: They differ from the record, or it cannot be read.
+            ConfigError: they differ from the record, or it cannot be read.
         """
         file = self.run_dir / DESCRIBED
         if not self.past.described or not file.exists():
@@ -90,7 +90,7 @@ class Continuation:
         """Check that the checkpoint fits the model, and that there is more to train.
 
         Raises:
-            ConfigError: It does not fit, or the horizon is reached.
+            ConfigError: it does not fit, or the horizon is reached.
         """
         from pipeline.checkpoints import snapshot
 
@@ -137,15 +137,15 @@ def find_continuation(
     """Return the run in `run_dir`, to be resumed with `spec`.
 
     Args:
-        run_dir: Of the run.
-        spec: As the config says now.
-        required: Whether the run must exist, and must have a checkpoint.
+        run_dir: the run's directory.
+        spec: the spec by the current config.
+        required: whether the run must exist, and must have a checkpoint.
 
     Returns:
         None if there is no run, so that one may begin there.
 
     Raises:
-        ConfigError: The run cannot be resumed.
+        ConfigError: the run cannot be resumed.
     """
     if not required and not has_begun(run_dir / JOURNAL_NAME):
         return None
@@ -226,7 +226,7 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
 def _with_recorded_choices(
     spec: RunSpec, recorded: dict[str, Any], past: Past
 ) -> RunSpec:
-    """Return the spec with what the run has chosen where the config leaves it open.
+    """Return the spec with the run's own choices for what the config leaves open.
 
     Keys that the record does not know are removed.
     """
@@ -242,7 +242,7 @@ def _with_recorded_choices(
 
 
 def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
-    """Return the spec with the order of the examples of the `recorded` dataset group."""
+    """Return the spec with the order of the examples in the `recorded` dataset."""
     node = spec.dataset
     values: dict[str, Any] = {}
     if node.get("in_memory") == "auto":
@@ -260,14 +260,14 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     """Return a line for each change from the `recorded` config to that of `spec`.
 
     Raises:
-        ConfigError: A change makes it another run.
+        ConfigError: a change makes it another run.
     """
     _check_store(spec.config.tracking.uri, past)
     _check_effective_batch(recorded, spec, past)
 
     values_then = leaves(recorded)
     values_now = leaves(spec.recorded)
-    # What a missing key meant is the schema's default.
+    # A missing key meant the schema's default.
     defaults = leaves(plain(OmegaConf.structured(Config)))
     new_keys = [key for key in values_now if key not in values_then]
     lines = []

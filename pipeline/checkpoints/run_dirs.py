@@ -1,4 +1,4 @@
-"""Run directories: which there are, which one is meant, and what its run began with."""
+"""Run directories: how they are found, and what their runs began with."""
 
 import os
 import re
@@ -31,9 +31,9 @@ def find(start: str, key: str, but: Path | None = None) -> Path:
     """Return the only run directory that `start` names.
 
     Args:
-        start: A run directory, or the start of the ID of its run in MLflow.
-        key: The argument that an error names.
-        but: A run directory to pass over. Its journal is not opened, as closing it
+        start: a run directory, or the start of the ID of its run in MLflow.
+        key: the argument that an error names.
+        but: a run directory to pass over. Its journal is not opened, as closing it
             would release its lock.
 
     Raises:
@@ -79,10 +79,10 @@ def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
 def run_dirs(folders: Sequence[str]) -> list[str]:
     """Return the run directories among `folders` and below them.
 
-    Without `folders`, those below the working directory.
+    Without `folders`, return those below the working directory.
 
     Raises:
-        ConfigError: A folder has no run directory in it.
+        ConfigError: a folder has no run directory in it.
     """
     found: dict[str, None] = {}  # an ordered set
     for folder in folders or ["."]:
@@ -115,7 +115,7 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     """Return the resolved config that the run in `run_dir` began with.
 
     Raises:
-        ConfigError: It cannot be read. The error names the argument `key`.
+        ConfigError: it cannot be read. The error names the argument `key`.
     """
     with as_config_error(key, "must have a config.yaml that can be read", str(run_dir)):
         config = recorded.read(run_dir / "config.yaml", CONFIG)

@@ -39,7 +39,7 @@ Callbacks = Mapping[str, keras.callbacks.Callback]
 # Variables by unique name. Each is a list of its copies on the replicas, or of one copy
 # if all are equal.
 Variables = dict[str, Sequence[Any]]
-# Takes the name of a variable, and returns whether it is meant.
+# Takes the name of a variable, and returns whether it is selected.
 Takes = Callable[[str], bool]
 
 _SEED = "keras' global seed"
@@ -47,8 +47,8 @@ _SAME_PATH = " #"  # `PATH #2` is the second variable with that path.
 _REPLICA = " on replica "  # `NAME on replica 1` differs from the copy on replica 0.
 _ARRAY = "__array__"  # `{"__array__": NAME}` stands for the array NAME.
 
-# Attributes that Keras' own callbacks keep from one epoch to the next. `best_weights` is
-# a list of arrays.
+# Attributes that Keras' own callbacks keep from one epoch to the next. Of these,
+# `best_weights` is a list of arrays.
 _KEPT_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: (
         "best",
@@ -70,8 +70,8 @@ class State:
     """A snapshot in host memory.
 
     Attributes:
-        arrays: By name.
-        values: JSON values.
+        arrays: the arrays, by name.
+        values: the JSON values.
     """
 
     arrays: dict[str, np.ndarray]
@@ -91,7 +91,7 @@ class State:
             What else `read` needs, as JSON.
 
         Raises:
-            OSError: An array was read back other than it was written.
+            OSError: an array was read back other than it was written.
         """
         with tf.device("CPU:0"):
             variables = []
@@ -110,7 +110,7 @@ def _take_all(name: str) -> bool:
 
 
 def read(folder: Path, meta: Mapping[str, Any]) -> State:
-    """Return the snapshot that `State.write` wrote into `folder` and described by `meta`."""
+    """Return the snapshot in `folder`; `meta` is what `State.write` returned."""
     variables = []
     with tf.device("CPU:0"):
         for _, shape, dtype in meta["arrays"]:
@@ -129,13 +129,14 @@ def capture(
     """Copy everything that an update changes.
 
     Args:
-        update: Its model and optimizer are copied.
-        recorder: It must have fetched all of its rows.
-        callbacks: Whose `get_state` may return JSON values and arrays only.
-        loop: The state of the training loop, as JSON.
+        update: the update whose model and optimizer are copied.
+        recorder: the recorder, which must have fetched all of its rows.
+        callbacks: the callbacks, whose `get_state` may return only JSON values and
+            arrays.
+        loop: the state of the training loop, as JSON.
 
     Raises:
-        TypeError: The state of a callback is something else.
+        TypeError: the state of a callback is something else.
     """
     arrays = _copied(_variables(update))
     callback_states: dict[str, Any] = {}
@@ -165,7 +166,7 @@ def restore_variables(state: State, update: Update, takes: Takes = _take_all) ->
     """Restore the variables whose names `takes` accepts.
 
     Raises:
-        ConfigError: One of them does not fit. No variable was changed.
+        ConfigError: one of them does not fit. No variable was changed.
     """
     if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
         with update.strategy.scope():
@@ -204,7 +205,7 @@ def restore(
 def adapt(update: Update, state: State) -> None:
     """Give `Normalization` layers the statistics of the snapshot.
 
-    It is called before a trace captures constants of theirs.
+    Call it before a trace captures their statistics as constants.
     """
     layers = []
     names: set[str] = set()
@@ -240,7 +241,7 @@ def check(meta: Mapping[str, Any], update: Update, takes: Takes = _take_all) -> 
     Variables whose names `takes` leaves out are not checked.
 
     Raises:
-        ConfigError: They differ.
+        ConfigError: they differ.
     """
     saved_specs: dict[str, str] = {}
     for name, shape, dtype in meta["arrays"]:
@@ -271,7 +272,7 @@ def check_state(name: str, callback: keras.callbacks.Callback) -> None:
     """Check, before the training, that a checkpoint can hold a callback's state.
 
     Raises:
-        TypeError: It cannot.
+        TypeError: it cannot.
     """
     if _offers_state(callback):
         # Some attributes may be there only once the training has begun.
@@ -354,7 +355,7 @@ def _offers_state(callback: keras.callbacks.Callback) -> bool:
 
 
 def _state_of(callback: Any) -> Any:
-    """Return `get_state()` of a callback, or what Keras' own ones keep; None if neither."""
+    """Return a callback's `get_state()`, or what Keras' own ones keep, or None."""
     if _offers_state(callback):
         return callback.get_state()
     for kind, attributes in _KEPT_ATTRIBUTES.items():

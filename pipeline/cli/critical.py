@@ -1,4 +1,4 @@
-"""`pipeline critical RUN@UPDATE`: measure the critical batch by branches of a checkpoint.
+"""`pipeline critical RUN@UPDATE`: measure the critical batch from a checkpoint.
 
 the run's config ─► one stage more, from UPDATE on
     ─► a sweep over its effective batch ─► report/critical_batch.py
@@ -27,10 +27,10 @@ from pipeline.tracking.journal_file import Past
 
 RUN = "RUN@UPDATE"
 LARGEST = 64  # the largest batch, in batches of the run
-LEAST_UPDATES = 3  # of the largest batch
-UPDATES = 200  # of the run's batch: the default length of a branch
+LEAST_UPDATES = 3  # the fewest updates with the largest batch
+UPDATES = 200  # default length of a branch, in updates of the run's batch
 _NEVER = 2**31 - 1  # Only the last update is evaluated.
-# What all branches do differently from their run.
+# The values in which all branches differ from their run.
 _BRANCH: dict[str, dict[str, Any]] = {
     "accumulation": {"factor": None},
     "training": {
@@ -61,7 +61,7 @@ class _Stage(NamedTuple):
 def critical(arguments: Sequence[str]) -> int:
     """Measure the critical batch by branches of a checkpoint.
 
-    They are trained at 1, 2, 4, … times the batch of its run.
+    The branches are trained at 1, 2, 4, … times the batch of its run.
 
     The run directory is trusted like your own files: what its config names is imported.
     """
@@ -144,7 +144,7 @@ def _interrupted_sweep(
     """Return the run ID of the sweep `options.again`.
 
     Raises:
-        ConfigError: It is not a sweep of the same branches.
+        ConfigError: it is not a sweep of the same branches.
     """
     place = [text for text in overrides if text.startswith(("tracking.", "trust."))]
     config = compose.composed([*file, *place])
@@ -159,9 +159,10 @@ def _interrupted_sweep(
 
 
 def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
-    """Return the stages of a branch, of which its own is the last.
+    """Return the stages of a branch.
 
-    Its effective batch size is that of the run at the checkpoint.
+    The last one is the branch's own, with the effective batch size of the run at the
+    checkpoint.
     """
     first = past.start["segment"]["cut"]["effective_batch_size"]
     recorded = past.start["tags"].get("accumulation.stages", f"[[0, {first}]]")
@@ -193,9 +194,9 @@ def _branches(
     The examples are a multiple of all effective batches.
 
     Args:
-        batch: The effective batch of the run.
-        training_examples: Of the training split.
-        examples: Of each branch, at least; None for the default.
+        batch: the effective batch of the run.
+        training_examples: number of examples in the training split.
+        examples: least number of examples of each branch; None for the default.
     """
     if examples is None:
         examples = UPDATES * batch
@@ -217,8 +218,9 @@ def _branch_config(
 ) -> dict[str, Any]:
     """Return the config of a branch.
 
-    It is that of its run with the `stages`, a constant learning rate, and no callbacks.
-    The rate at k times the batch of the run is √k times the rate at the checkpoint.
+    It is the config of the run with the `stages`, a constant learning rate, and no
+    callbacks. The rate at k times the batch of the run is √k times the rate at the
+    checkpoint.
     """
     batch = stages[-1].effective_batch_size
     scaling = config.get("scaling") or {}

@@ -55,7 +55,7 @@ def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
     """Set the run's store in its config.
 
     Raises:
-        ConfigError: A secret is neither in the config nor among the overridden `keys`.
+        ConfigError: a secret is neither in the config nor among the overridden `keys`.
     """
     # The journal has the absolute path of a local store.
     if secrets.HIDDEN not in past.start["store"]:

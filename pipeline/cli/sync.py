@@ -15,9 +15,9 @@ from pipeline.tracking.sync_run import sync_run
 
 
 def sync(arguments: Sequence[str]) -> int:
-    """Upload to MLflow what is missing of the runs in RUN_DIR …
+    """Upload the missing parts of the runs in RUN_DIR … to MLflow.
 
-    By default, of all runs below the working folder.
+    By default, these are all runs below the working folder.
     """
     parser = Parser(prog="pipeline sync", description=sync.__doc__, allow_abbrev=False)
     parser.add_argument(

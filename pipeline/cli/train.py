@@ -24,14 +24,14 @@ from pipeline.trust import artifact_locations
 if TYPE_CHECKING:  # importing it takes a second
     from pipeline.sweep.parent_run import ParentRun
 
-# Takes the run ID of a sweep, and returns the command that runs what is missing of it.
+# Takes the run ID of a sweep, and returns the command that runs its missing jobs.
 CommandAgain = Callable[[str], list[str]]
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Compose a config and train it, with -m every job of a sweep.
+    """Compose a config and train it; with -m, train every job of a sweep.
 
-    Returns 0 when all have finished, else 1.
+    Return 0 if all of them have finished, else 1.
     """
 
     def command_again(run_id: str) -> list[str]:
@@ -111,13 +111,13 @@ def _sweep_file_arguments(name: str, file: Path, config_dir: str | None) -> list
 
 
 def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int:
-    """Train.
+    """Train the run, or the jobs of the sweep, that Hydra composes.
 
     If jobs of a sweep did not finish, the command that runs them is printed.
 
     Args:
-        arguments: Of Hydra.
-        command_again: Returns that command.
+        arguments: Hydra's arguments.
+        command_again: returns the command that runs the jobs that did not finish.
 
     Returns:
         The exit status.
@@ -143,7 +143,7 @@ def _close(
 ) -> int:
     """Close a sweep, if there was one, and publish its report.
 
-    No report is published of a sweep that ended early with the status `broken`.
+    No report is published for a sweep that ended early with the status `broken`.
     """
     if parent is None:
         return 0
@@ -175,9 +175,9 @@ def _publish_report(parent: ParentRun) -> None:
 
 
 def _repeatable(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that apply to the rest of a sweep, too.
+    """Return the arguments that also apply to the rest of a sweep.
 
-    Its folder does not, since it has jobs by then.
+    The sweep's folder does not, as it has jobs by then.
     """
     of_first_call = ("hydra.sweep.dir=", "tracking.sweep=")
     return [text for text in arguments if not text.startswith(of_first_call)]
@@ -187,7 +187,7 @@ def _recorded_overrides(
     options: argparse.Namespace, file: list[str], rest: list[str]
 ) -> list[str]:
     """Return the recorded overrides of the sweep `options.again`, then `rest`."""
-    # What is swept is left out, as it composes to several configs.
+    # Swept values are left out, as they compose to several configs.
     keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")
     place = [text for text in rest if text.startswith(keys_of_place)]
     config = compose.composed([*file, *place])
@@ -213,7 +213,7 @@ def run_one(
 ) -> float:
     """Train the run of a composed config, or resume it; return its last loss."""
     if config.hardware.device.name == "gpu" and not nvidia.visible():
-        # It fails at once, while TensorFlow would take seconds.
+        # This fails at once; TensorFlow would take seconds.
         nvidia.why_no_gpu(required=True)
     from pipeline.run import run
 

@@ -87,7 +87,7 @@ def _exit(number: int, _frame: object) -> NoReturn:
 
 
 def _pages(uri: str, root: str) -> list[str]:
-    """Return lines with the address of the newest run and of all runs beside it."""
+    """Return lines with the addresses of the newest run and of its experiment."""
     from pipeline.tracking.store import Store
 
     client = Store(uri).client()

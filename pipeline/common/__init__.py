@@ -1,7 +1,7 @@
-"""What every package may use.
+"""Utilities for all packages.
 
-Errors, secrets, signals, processes, files that are read again, a cache, memory and GPUs.
-It imports no other package.
+They cover errors, secrets, signals, processes, files that are read back, a cache,
+memory and GPUs. This package imports no other package.
 """
 
 __all__ = [

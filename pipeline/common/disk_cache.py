@@ -16,17 +16,17 @@ from pipeline.common import recorded
 
 
 def place(kind: str, key: str) -> Path:
-    """Return the file of an entry: of the `kind` of entries that has this `key`."""
+    """Return the file of the entry of this `kind` with this `key`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.sha256(key.encode()).hexdigest()
     return Path(home) / "pipeline" / kind / name
 
 
 def recall(file: Path, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry in `file`.
+    """Return the entry in `file`, or an empty dict.
 
-    It is an empty dict if it cannot be read, or is not of the `form`, as
-    `pipeline.common.recorded` defines forms.
+    The dict is empty if the file cannot be read or does not have the `form`.
+    `pipeline.common.recorded` describes forms.
     """
     with suppress(OSError, recorded.FormError):
         return dict(recorded.read(file, form))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 from pipeline.common.secrets import mask
 
-# Environment variable that `--quiet` sets, for jobs and workers, too.
+# Environment variable that `--quiet` sets, also for jobs and workers.
 QUIET = "PIPELINE_QUIET"
 NOT_SHIPPED = 4  # exit status
 # Lines of Keras and TensorFlow that say where an error occurred, before its cause.
@@ -26,8 +26,8 @@ _PREAMBLE = (
 )
 _IN_A_LAYER = re.compile(r"Exception encountered when calling (\w+)\.")
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
-# What TensorFlow writes around the cause on its line, and what stays of it: positions in
-# the graph, the iterator, the list of all labels, and the frame of an assertion.
+# What TensorFlow writes around the cause on its line, and what replaces it: positions
+# in the graph, the iterator, the list of all labels, and the frame of an assertion.
 _AROUND_THE_CAUSE = (
     (r"\{\{.*?\}\} | \[Op:.*$", ""),
     (r"^Error in user-defined function .* iterator: Iterator::\S+ ", ""),
@@ -43,12 +43,13 @@ class ConfigError(Exception):
     """The config or the arguments are wrong, and nothing was created. Exit status 2.
 
     Args:
-        key: Of the config, or the name of an argument.
-        rule: That the value broke, such as `must be positive`. The message begins with
-            the key and the rule.
-        received: The value.
-        choices: The accepted values, which are listed. A close one is suggested.
-        similar: Accepted values that are too many to list. A close one is suggested.
+        key: the key of the config, or the name of an argument.
+        rule: the rule that the value breaks, such as `must be positive`. The message
+            begins with the key and the rule.
+        received: the value.
+        choices: the accepted values. The message lists them, and suggests a close one.
+        similar: accepted values that are too many to list. The message suggests a close
+            one.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ConfigError(Exception):
         choices: Iterable[object] | None = None,
         similar: Iterable[object] | None = (),
     ):
-        # All is kept as text, so that the error can be sent to another process.
+        # Everything is kept as text, so that the error can be sent to another process.
         self.key = key
         self.rule = rule
         self.received = None if received is _NOT_GIVEN else _shown(received)
@@ -105,13 +106,13 @@ class RunError(Exception):
 
 
 class NotShippedError(Exception):
-    """A run trained, but a part of it is not in the store. Exit status 4.
+    """A run has trained, but part of it is not in the store. Exit status 4.
 
     `pipeline sync` ships the rest.
 
     Args:
-        message: One line.
-        loss: The last loss of the run.
+        message: the message, in one line.
+        loss: the last loss of the run.
     """
 
     def __init__(self, message: str, loss: float):
@@ -131,9 +132,9 @@ def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
     """Print lines without secrets and control characters.
 
     Args:
-        lines: What to print.
-        to: Where; standard error by default.
-        always: Whether to print with `--quiet`, too.
+        lines: what to print.
+        to: the stream; standard error by default.
+        always: whether to print even with `--quiet`.
     """
     if QUIET in os.environ and not always:
         return
@@ -143,7 +144,7 @@ def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
             print(printable(mask(line)), file=stream, flush=True)
     except OSError as error:
         # The run goes on, and is closed, even if its terminal or the reader of its pipe
-        # is gone. From then on nothing fails that prints there, at exit included.
+        # is gone. From then on, nothing that prints there fails, not even at exit.
         with suppress(OSError):
             if error.errno != errno.ENOSPC:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -158,7 +159,7 @@ def say_id(run_id: str) -> None:
 def printable(text: str) -> str:
     """Return `text` with `?` for each control character.
 
-    The names and messages of a store are not trusted.
+    Names and messages that come from a store are not trusted.
     """
     return "".join(_printable_character(character) for character in text)
 
@@ -189,7 +190,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _line_of_cause(lines: list[str]) -> str:
-    """Return which of the lines of a message names the cause."""
+    """Return the line of a message that names the cause."""
     if "[[{{node PyFunc}}]]" in lines:
         # Python code raised it: the exception comes first, then its traceback, then its
         # message once more.
@@ -227,7 +228,7 @@ def described(error: BaseException) -> str:
 def exits_as_failures() -> Iterator[None]:
     """Turn an exit of the user's code into a failure.
 
-    The status of that exit, which may be 0, is not that of the command.
+    Its exit status, which may be 0, must not become that of the command.
     """
     try:
         yield
@@ -239,7 +240,7 @@ def exits_as_failures() -> Iterator[None]:
 def as_config_error(key: str, rule: str, received: object) -> Iterator[None]:
     """Turn any error into a `ConfigError` about `key`.
 
-    The `rule` is followed by the error in parentheses.
+    In the message, the error follows the `rule` in parentheses.
     """
     try:
         yield
@@ -253,7 +254,7 @@ def as_config_error(key: str, rule: str, received: object) -> Iterator[None]:
 
 
 def _shown(value: object) -> str:
-    # It is masked before it is cut: half a secret would not be recognized.
+    # The text is masked before it is cut: half a secret would not be recognized.
     text = mask(_yaml(value))
     if len(text) <= _LONGEST_VALUE:
         return text

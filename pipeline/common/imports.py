@@ -17,20 +17,20 @@ from typing import Any
 
 from pipeline.common.errors import say
 
-# Notices of TensorFlow's libraries, which they print before they read any level.
+# Notices of TensorFlow's libraries, which they print before they read any log level.
 _NOTICE = re.compile(
     r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |"
     r"WARNING: All log messages before absl"
 )
-_PATIENCE = 30.0  # seconds for a program that is asked for something
+_PATIENCE = 30.0  # seconds to wait for the output of a program
 
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
     """Within the block, suppress the notices that TensorFlow's libraries print.
 
-    Other lines are printed when the block ends. What the block imports first is never
-    searched for garbage: each search takes 0.2 s.
+    Other lines are printed when the block ends. If TensorFlow is first imported in the
+    block, its objects are never searched for garbage: each search takes 0.2 s.
     """
     is_first_import = "tensorflow" not in sys.modules
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -44,7 +44,7 @@ def without_chatter() -> Iterator[None]:
             with without_collections():
                 yield
                 if is_first_import:
-                    gc.freeze()  # before anything looks for garbage again
+                    gc.freeze()  # before the next garbage collection
         finally:
             sys.stderr.flush()
             os.dup2(stderr, 2)
@@ -61,7 +61,10 @@ def without_chatter() -> Iterator[None]:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Within the block, look for no garbage: a quarter of the time of large imports."""
+    """Disable garbage collection in the block.
+
+    It takes a quarter of the time of large imports.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +77,7 @@ def without_collections() -> Iterator[None]:
 def output_of(*command: str) -> str | None:
     """Return what a program prints.
 
-    None if it is missing, fails, or takes more than 30 s.
+    Return None if the program is missing, fails, or takes more than 30 s.
     """
     try:
         process = subprocess.run(
@@ -102,17 +105,18 @@ def started(
 ) -> Any:
     """Start `python -m module`, and return the process, with a pipe to it.
 
-    It imports nothing from the working directory.
+    The process imports nothing from the working directory.
 
     Args:
-        module: Its dotted name.
-        variables: Of its environment, in addition to those of this process.
-        options: Of `subprocess.Popen`.
+        module: the module's dotted name.
+        variables: environment variables, in addition to those of this process.
+        options: further arguments of `subprocess.Popen`.
     """
     environment = {**os.environ, "PYTHONPATH": path_of_processes()}
     if variables:
         environment.update(variables)
-    # In a session of its own, Ctrl-C reaches this process alone, which then ends it.
+    # The new process has a session of its own, so that Ctrl-C reaches only this
+    # process, which then ends the other one.
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """How much memory this process may use.
 
-Limits are those of the machine, of its control groups, and of its address space.
+The limits are those of the machine, of its control groups, and of the address space.
 """
 
 import math
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.ASCII)
 
 
 def limit() -> int:
-    """Return how many bytes may be resident, by the machine and by control groups."""
+    """Return how many bytes may be resident, by the lowest of all limits."""
     limits = [psutil.virtual_memory().total]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -27,7 +27,7 @@ def limit() -> int:
 
 
 def _limits_of_group(controllers: str, group: Path) -> list[int]:
-    """Return the limits of a control group and of those around it, in bytes.
+    """Return the limits of a control group and of its parents, in bytes.
 
     `controllers` is empty in version 2 of control groups.
     """
@@ -48,15 +48,15 @@ def _limits_of_group(controllers: str, group: Path) -> list[int]:
 
 
 def address_space() -> int | None:
-    """Return the limit of this process' address space in bytes; None if there is none."""
+    """Return the limit of the address space in bytes; None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def parsed(size: object) -> int | None:
-    """Return the bytes of a size such as `8GiB`, `500MB` or `1048576`.
+    """Return the number of bytes of a size such as `8GiB`, `500MB` or `1048576`.
 
-    None if it is not a size.
+    Return None for anything else.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         return size if size > 0 else None

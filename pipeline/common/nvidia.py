@@ -32,11 +32,11 @@ _AMPERE = (8, 0)  # compute capability
 
 
 class TensorFlowGpus(NamedTuple):
-    """What TensorFlow finds in a new process.
+    """The GPUs that TensorFlow finds in a new process.
 
     Attributes:
-        listed: How many GPUs it lists.
-        missing_libraries: Names of the libraries that it could not open, sorted.
+        listed: the number of GPUs that it lists.
+        missing_libraries: names of the libraries that it could not open, sorted.
     """
 
     listed: int
@@ -70,7 +70,7 @@ def visible() -> list[str]:
 
 @functools.cache
 def gpus_of_tensorflow() -> TensorFlowGpus:
-    """Return what TensorFlow lists in a new process, which shows its messages."""
+    """Return what TensorFlow finds in a new process, whose messages are read."""
     variables = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "0",
@@ -95,7 +95,7 @@ def why_no_gpu(required: bool) -> str:
     """Return why TensorFlow lists no GPU in this process.
 
     Raises:
-        ConfigError: A GPU is `required`, or TensorFlow should have listed one: hours on
+        ConfigError: a GPU is `required`, or TensorFlow should have listed one: hours on
             a CPU are not what the user wanted.
     """
     count = gpus_of_driver()
@@ -135,10 +135,10 @@ def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> Non
     """Lock GPUs until this process ends.
 
     Args:
-        gpus: As `visible` returns them.
-        shared: Whether other processes that share them may lock them, too.
-        wait: Whether to wait for another run that has locked one. Otherwise a line says
-            that there is one.
+        gpus: the GPUs, in the form that `visible` returns.
+        shared: whether processes that also pass `shared` may lock the same GPUs.
+        wait: whether to wait for another run that has locked one. Otherwise a line
+            reports that run.
     """
     locked_before = os.environ.get(LOCKED, "").split(",")
     # The order is sorted, so that no two processes wait for each other.
@@ -179,7 +179,7 @@ def computes_in_tf32() -> bool:
 
 
 def unit_roundoff(dtypes: Iterable[str]) -> float:
-    """Return the largest unit roundoff of the floating-point ones of `dtypes`.
+    """Return the largest unit roundoff among the floating-point dtypes of `dtypes`.
 
     It is 2⁻ᵖ for p bits of the significand, as this process computes in that dtype.
     """

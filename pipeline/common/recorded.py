@@ -1,8 +1,8 @@
-"""JSON and YAML files that this package has written and reads again.
+"""JSON and YAML files that this package writes and reads back.
 
-Somebody, or a disk, may have changed them meanwhile.
+A user, or a faulty disk, may have changed them in between.
 
-A form says what a file must hold:
+A form describes what a file must contain:
 
     int                a value of that type
     (int, str)         a value of one of these types
@@ -31,11 +31,11 @@ _WORDS = {
 
 
 class FormError(ValueError):
-    """A file is damaged; the message names the file, the line and what is wrong there."""
+    """A file is damaged. The message names the file, the line and the fault."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML without aliases: a node that contains itself has no end."""
+    """Loads YAML, and rejects aliases: with one, a node could contain itself."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -47,11 +47,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(file: Path, form: Any) -> Any:
-    """Return what `file` holds: YAML by its suffix, else JSON.
+    """Return the content of `file`: YAML if its suffix is `.yaml`, else JSON.
 
     Raises:
-        FormError: It cannot be parsed, or is not of the `form`.
-        OSError: It cannot be read.
+        FormError: the file cannot be parsed, or does not have the `form`.
+        OSError: the file cannot be read.
     """
     data = file.read_bytes()
     path: list[str] = []
@@ -73,7 +73,7 @@ def read(file: Path, form: Any) -> Any:
         line = _line(text, path)
         problem = str(error)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        # A byte or a character that is no text, or too deep a nesting.
+        # A byte or a character that is not text, or nesting that is too deep.
         position = vars(error).get("position", getattr(error, "start", 0))
         line = 1 + data.count(b"\n", 0, position)
         problem = first_line(error)
@@ -81,10 +81,10 @@ def read(file: Path, form: Any) -> Any:
 
 
 def check(value: Any, form: Any, path: list[str]) -> None:
-    """Check that `value` is of the `form`.
+    """Check that `value` has the `form`.
 
     Raises:
-        FormError: It is not. The keys in `path` then lead to what is wrong.
+        FormError: it does not. The keys in `path` then lead to the fault.
     """
     if isinstance(form, dict):
         _check_type(value, dict, path)
@@ -109,7 +109,7 @@ def _check_type(value: Any, types: Any, path: list[str]) -> None:
 
 
 def _check_entries(mapping: Any, key: Any, form: Any, path: list[str]) -> None:
-    """Check the entry of a mapping that `key` names; all entries if it is `str`."""
+    """Check the entry of a mapping that `key` names; all entries if `key` is `str`."""
     names = list(mapping) if key is str else [key.rstrip("?")]
     is_optional = key is not str and key.endswith("?")
     for name in names:

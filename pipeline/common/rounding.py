@@ -1,7 +1,7 @@
-"""Up to which difference two results count as equal within rounding.
+"""The largest difference at which two results count as equal within rounding.
 
-The one table of it: `rerun` and `report` compare runs by it, `verify` two updates by
-the unit roundoff. docs/exact.md shows it.
+This is the only table for it. `rerun` and `report` compare runs by its bounds, and
+`verify` compares two updates by its unit roundoffs. docs/exact.md shows it.
 """
 
 from collections.abc import Collection
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 # The precision of a run in float32 whose matrix products are computed in TF32.
 TF32 = "float32 with TF32"
-# The tag of a run that computed so.
+# The tag of a run that was computed in this way.
 IN_TF32 = "float32.in_tf32"
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding explains in one precision, as relative differences.
+    """The relative differences that rounding explains in one precision.
 
     Training amplifies rounding: SGD(0.1, momentum 0.9) in float32 carried 1e-7 to 0.2
     in 20 updates. So the bound doubles with every update, up to a maximum. The bounds

@@ -10,18 +10,18 @@ from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 HIDDEN = "***"
 
-# The credentials of a URI within a text. With a password, they reach up to the last @ of
-# the word, since a password may contain any character, even a slash or a quote. Without a
-# colon, and so without a password, they end at the last @ before a slash, where the path
-# starts.
+# The credentials of a URI within a text. With a password, they reach up to the last @
+# in the word, since a password may contain any character, even a slash or a quote.
+# Without a colon, and so without a password, they end at the last @ before a slash,
+# where the path starts.
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s:@]*:\S*|[^/\s\"']+)@")
-# In a text that is a URI, or an override with one, the credentials reach up to the last @
-# of the line: a blank belongs to the password.
+# In a text that is a URI, or an override with one, the credentials reach up to the last
+# @ of the line, as a blank is part of the password.
 _CREDENTIALS_OF_LINE = re.compile(
     r"\A([+~]*(?:[\w.\-]+=)?[\"']?[\w+\-]+://)[^/:@\n]*:.*@"
 )
 # The name of a secret in a query. `viewStateShareKey` of MLflow's pages names a saved
-# view, and is none.
+# view, and is not a secret.
 _NAME = (
     r"((?:[?&;]|%3B)(?!viewStateShareKey=)"
     r"[\w\-]*(?:token|secret|passw|pwd|key|sig|odbc_connect)[\w\-]*(?:=|%3D))"
@@ -29,7 +29,7 @@ _NAME = (
 # A quote or full stop after the value belongs to the sentence around it.
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
-# The place of a secret, in an override or in YAML.
+# The path of a file with a secret, in an override or in YAML.
 _SECRET_FILE = re.compile(
     r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)"""
     r"""((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)"""
@@ -43,15 +43,15 @@ _SECRET_NAMES = re.compile(
 # Masking shorter values would hide half of every text.
 _SHORTEST_SECRET = 6  # characters
 
-# Of this process: errors quote pieces of URIs that no pattern recognizes.
+# The secrets of this process. Errors quote pieces of URIs that no pattern recognizes.
 _remembered: set[str] = set()
 
 
 def remember(uri: str) -> None:
     """Mask the secrets of this URI, and pieces of them, from now on.
 
-    An error may quote a piece: for `http://me:Hunter7#x@host`, a parser reports the port
-    'Hunter7', which is no number.
+    An error may quote a piece: for `http://me:Hunter7#x@host`, a parser reports the
+    port 'Hunter7', which is not a number.
     """
     rest = uri.partition("://")[2]
     secrets = _credentials(rest)

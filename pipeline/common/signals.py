@@ -20,7 +20,7 @@ class Terminated(BaseException):
 
 
 class Interruption:
-    """Whether a run was asked to end."""
+    """Records whether a run was asked to end."""
 
     def __init__(self) -> None:
         self._reason: BaseException | None = None
@@ -59,7 +59,7 @@ class Interruption:
 
     def _receive(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP:
-            # A shell whose terminal is closed repeats it.
+            # A shell whose terminal is closed repeats the signal.
             signal.signal(number, signal.SIG_IGN)
             number = signal.SIGTERM
         reason: BaseException
@@ -86,7 +86,7 @@ class Interruption:
 def _handled_signals() -> list[signal.Signals]:
     numbers = [signal.SIGTERM, signal.SIGUSR2]
     for number in (signal.SIGINT, signal.SIGHUP):
-        # `nohup` and shells in the background let them be ignored.
+        # `nohup` and background shells make a process ignore these signals.
         if signal.getsignal(number) != signal.SIG_IGN:
             numbers.append(number)
     return numbers

@@ -1,7 +1,7 @@
 """Whether what layers add to the loss is a mean or a sum over the examples of a batch.
 
-A few examples show it: what a layer adds for all of them is compared with what it adds
-for two parts of them.
+A few examples are enough to find out: the amount that a layer adds for all of them is
+compared with the amounts for two parts of them.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Amounts(NamedTuple):
 
 
 def check(model: keras.Model, x: Any, rule: str) -> list[str]:
-    """Check that `rule` says how the layers of a model add to the loss for `x`.
+    """Check that the layers of a model add to the loss by `rule`.
 
     Nothing is computed for a model that added nothing in its last call.
 
@@ -69,9 +69,9 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
 
 
 def amounts(model: keras.Model, count: int) -> dict[str, Amounts]:
-    """Return by path what each layer itself added in the last call.
+    """Return the amounts that each layer itself added in the last call, by path.
 
-    What a layer holds of the layers inside it counts for these.
+    What a nested layer added counts for that layer, not for the layer around it.
 
     Args:
         count: the number of examples of that call.
@@ -104,7 +104,7 @@ def holds(
     shares: Sequence[float],
     tolerance: float = 1e-5,
 ) -> bool:
-    """Return whether the rule makes the amounts of a batch from those of its parts.
+    """Return whether the amounts of a batch follow by the rule from those of its parts.
 
     Args:
         shares: the share of the examples that is in each part.

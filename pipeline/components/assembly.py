@@ -54,7 +54,7 @@ CheckDataset = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class PartsRecord:
-    """What the run's record says of its parts, besides the config."""
+    """What the run's record says about its parts, besides the config."""
 
     dataset: dict[str, Any]  # as `provenance.dataset` returns it
     scaling: str  # what the scaling rule changed; empty if nothing
@@ -63,17 +63,17 @@ class PartsRecord:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run trains with."""
+    """The parts that a run trains with."""
 
     spec: RunSpec  # with the decision whether the data are kept in memory
     devices: Devices
     data: Data
-    files: DataFiles  # of `data`, as they were before they were read
+    files: DataFiles  # the files of `data`, in their state before reading
     plan: Plan
-    batches: tf.data.Dataset  # of the updates to come; a worker has its share of them
+    batches: tf.data.Dataset  # of the updates to come; a worker has its share of each
     model: keras.Model  # compiled with its built optimizer
     objective: RunObjective
-    inputs: Any  # of the first four training examples at most, on the host
+    inputs: Any  # of at most four training examples, on the host
     reader: Reader | None  # with several workers, the replicas that this one reads for
     best: Best | None  # tracks the best evaluation, if its checkpoint is kept
     record: PartsRecord
@@ -116,7 +116,7 @@ class Parts:
     def effective_batches(self, done: int = 0) -> tf.data.Dataset:
         """Return the effective batches after `done` updates.
 
-        A worker too gets all of each, not its share.
+        Every worker gets the whole of each batch, not only its share.
         """
         if self.reader is None and not done:
             return self.batches
@@ -125,9 +125,9 @@ class Parts:
     def evaluation_batches(
         self, name: str = "validation", reader: Reader | None = None
     ) -> tf.data.Dataset | None:
-        """Return the batches of a split in its order; None if there is no such split.
+        """Return the batches of a split, in its order; None if there is no such split.
 
-        With a `reader` they are its share of each batch.
+        With a `reader`, each batch has only the examples of that reader.
         """
         if name not in self.data.splits:
             return None
@@ -138,9 +138,9 @@ class Parts:
         size = self.plan.batching.effective_batch_size
         return evaluation_batches(self.data, name, size, node.get("pad"), reader, keep)
 
-    @cached_property  # traced once: a layer may draw while it is traced
+    @cached_property  # traced once: a layer may draw a seed while it is traced
     def forward(self) -> internals.Forward:
-        """What a forward pass in training draws and assigns."""
+        """The random draws and the assignments of a forward pass in training."""
         return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def assigned_by_forward(self) -> list[tf.Variable]:
@@ -165,9 +165,9 @@ def assemble(
     """Build everything that can still reject the config.
 
     Args:
-        check_dataset: gets the record of the data with the checksums of the files.
-            Without it, these are computed later.
-        first_update: the batches of the updates before it are left out.
+        check_dataset: called with the record of the data, which then has the checksums
+            of the files. Without it, the checksums are computed later.
+        first_update: the number of updates at the start whose batches are left out.
 
     Raises:
         ConfigError: a part cannot be built, or does not fit the others.
@@ -184,8 +184,8 @@ def assemble(
             spec, data, planned.plan, first_update, reader, planned.stream
         )
 
-    # Once more: TFDS draws while it prepares a dataset, so the run in which it does
-    # would begin with other weights.
+    # Seed once more: TFDS draws random numbers while it prepares a dataset, so the run
+    # that prepares it would begin with other weights.
     keras.utils.set_random_seed(seed)
     network = _build_network(spec, source, planned.plan, run_devices)
     best = _best(
@@ -255,8 +255,8 @@ def _open_dataset(
 def _read_again(node: DictConfig, data: Data) -> tuple[Any, ...]:
     """Return the files that are read while the run trains.
 
-    A training split in memory is read once, before. The other splits are read as the
-    run trains, whether they are kept or not.
+    A training split in memory is read once, before the training. The other splits are
+    read as the run trains, whether they are kept or not.
     """
     paths: set[Any] = set()
     for name, shards in data.shards.items():
@@ -270,9 +270,9 @@ def _read_again(node: DictConfig, data: Data) -> tuple[Any, ...]:
 class _Planned:
     """How the training split is cut into updates."""
 
-    spec: RunSpec  # with the sizes of the first batch, if the data cut the batches
+    spec: RunSpec  # with the sizes of the first batch of a user's loader
     plan: Plan
-    stream: Stream | None  # of batches that the data cut
+    stream: Stream | None  # the batches of a user's loader
 
 
 def _planned(spec: RunSpec, data: Data) -> _Planned:
@@ -284,7 +284,7 @@ def _planned(spec: RunSpec, data: Data) -> _Planned:
 
 
 def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
-    """Return the plan for batches that the data cut, by the sizes of the first one."""
+    """Return the plan for the batches of a user's loader, by the size of the first."""
     loader = data.loaders["train"]
     factor = spec.batching.factor
     stream = Stream(loader, factor)
@@ -330,7 +330,7 @@ def _batches(
 def _reading(
     node: DictConfig, data: Data, files: DataFiles, key: str = "dataset"
 ) -> Iterator[None]:
-    """Name what fails while TensorFlow traces and runs the code that `node` names."""
+    """Name the cause if the code of `node` fails while it is traced or run."""
     with (
         as_config_error(key, "must give examples", node._target_),
         located(data, files),
@@ -340,7 +340,7 @@ def _reading(
 
 @contextmanager
 def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
-    """Name what fails while the training split and its augmentation are traced."""
+    """Name the cause if the training split or its augmentation cannot be traced."""
     augment = spec.dataset.get("augment")
     node = augment or spec.dataset
     key = "dataset" if augment is None else "dataset.augment"
@@ -350,12 +350,12 @@ def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Network:
-    """A compiled model, and what was learned of it."""
+    """A compiled model, and what is known about it."""
 
     model: keras.Model
     objective: RunObjective
-    outputs: Any  # of the model for the first examples
-    first_inputs: Any  # a few examples
+    outputs: Any  # the model's outputs for the first examples
+    first_inputs: Any  # the inputs of a few examples
     scaling: str  # what the scaling rule changed
     notes: list[str]
 
@@ -379,7 +379,7 @@ def _build_network(
             goal, network, built_optimizer, checked.labels, checked.outputs
         )
         built_optimizer.build(network.trainable_variables)
-    # Outside the scope, where an update applies too.
+    # The check runs outside the scope, as updates do.
     optimizer.check(built_optimizer, network.trainable_variables)
     return _Network(network, goal, checked.outputs, batch[0], scaling, notes)
 

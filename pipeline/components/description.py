@@ -1,4 +1,4 @@
-"""What the record and the first lines of a run say of its parts."""
+"""What the record and the first lines of a run say about its parts."""
 
 from typing import Any
 
@@ -25,15 +25,15 @@ def tags(parts: Parts) -> dict[str, str]:
 
 
 def first_lines(parts: Parts) -> list[str]:
-    """Return the lines about its parts with which a new run begins."""
+    """Return the lines about its parts that a new run prints first."""
     lines = [parts.record.scaling] if parts.record.scaling else []
     return [*lines, *parts.record.notes, *differences_from_large_batch(parts)]
 
 
 def differences_from_large_batch(parts: Parts) -> list[str]:
-    """Return why an update differs from that of the large batch.
+    """Return the reasons why an update differs from that of the large batch.
 
-    There is a line for each reason, with the layers that are the reason.
+    Each reason is one line, with the layers that it concerns.
     """
     if parts.spec.largest.factor * parts.plan.batching.replicas == 1:
         return []

@@ -69,7 +69,7 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     until all have joined.
 
     Args:
-        seed: of Python, NumPy and TensorFlow.
+        seed: the seed of Python, NumPy and TensorFlow.
 
     Raises:
         ConfigError: the machine lacks the devices that the config asks for.
@@ -134,17 +134,17 @@ def gpu_names() -> list[str]:
 
 
 def peak_memory(devices: Devices) -> int:
-    """Return the peak in bytes.
+    """Return the peak memory in bytes.
 
-    On a GPU it is that of TensorFlow's tensors on the first one, on a CPU that of
-    resident memory.
+    With GPUs it is the memory of TensorFlow's tensors on the first one, otherwise the
+    resident memory of the process.
     """
     if devices.on_gpu:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     peak = status_bytes("VmHWM")
     if peak is not None:
         return peak
-    # It begins with the peak of the process that started this one.
+    # This value begins with the peak of the parent process.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak
@@ -152,7 +152,7 @@ def peak_memory(devices: Devices) -> int:
 
 
 def status_bytes(name: str) -> int | None:
-    """Return a size that Linux keeps of this process, such as `VmHWM`, or None."""
+    """Return a size that Linux reports for this process, such as `VmHWM`, or None."""
     with suppress(OSError):
         status = Path("/proc/self/status").read_text()
         match = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
@@ -197,7 +197,7 @@ def _gpus_of_process(
 
 
 def _limit_memory(gpu: Any, size: Any) -> None:
-    """Let TensorFlow take memory of a GPU as it needs it, or all of `size` at once."""
+    """Let TensorFlow take GPU memory as it needs it, or all of `size` at once."""
     if size is None:
         tf.config.experimental.set_memory_growth(gpu, True)
         return
@@ -208,7 +208,7 @@ def _limit_memory(gpu: Any, size: Any) -> None:
 
 
 def _lock(gpus: list[Any]) -> None:
-    """Hold the locks of the GPUs, by which another run on them is noticed."""
+    """Lock the GPUs, so that another run on them is noticed."""
     visible = nvidia.visible()
     names = []
     for gpu in gpus:
@@ -230,8 +230,8 @@ def _split_cpu(replicas: int, workers: Cluster | None) -> None:
 
 
 def _set_precision_and_seed(config: HardwareConfig, seed: int) -> None:
-    # A checkpoint knows a variable by its name, in which Keras counts the layers of all
-    # models that a process has had.
+    # A checkpoint identifies a variable by its name, and Keras numbers the layers of
+    # all models that a process has had.
     keras.utils.clear_session(free_memory=False)
     precision = config.precision.name
     # Losses and layers that have no policy follow floatx.

@@ -105,7 +105,7 @@ def fit(
             parts.spec.config.training.evaluate_every,
             parts.best,
         )
-        # The peak leaves out what came before, such as the model's initialization.
+        # The peak excludes what came before, such as the model's initialization.
         if parts.devices.on_gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
         return Trainer(
@@ -124,7 +124,7 @@ def fit(
 
 @contextmanager
 def _non_finite_data_named(parts: Parts) -> Iterator[None]:
-    """Add to the error of an update that is not finite if its data are not."""
+    """Report non-finite data in the error of a non-finite update."""
     try:
         yield
     except NonFiniteError as error:
@@ -142,7 +142,7 @@ def _non_finite_data_named(parts: Parts) -> Iterator[None]:
 def _token_counter(parts: Parts) -> Callable[[Any], tf.Tensor] | None:
     """Return a function that counts the tokens of an effective batch.
 
-    Return None if examples are no sequences, or if each worker knows only the masks of
+    Return None if examples are not sequences, or if each worker knows only the masks of
     its own share.
     """
     pad = parts.spec.dataset.get("pad")

@@ -29,11 +29,11 @@ _NOT_OFFERED = {
 
 
 def build(node: DictConfig, data: Data) -> keras.Model:
-    """Return the model of `node`.
+    """Return the model that `node` describes.
 
     A builder is offered `input_shape` (of one example, without the batch), `classes`
-    and `training_examples` (the training split, example by example). It gets those for
-    which it has a parameter and the config has no value.
+    and `training_examples` (the training split, example by example). It gets those that
+    it has a parameter for and that the config does not set.
 
     Raises:
         ConfigError: a target or an argument is wrong, or the model cannot be trained.
@@ -65,7 +65,7 @@ def mlp(
     """Return dense layers over the flattened input.
 
     Args:
-        input_shape: of one example, any rank.
+        input_shape: shape of one example, of any rank.
         classes: width of the output, which are logits.
         hidden: widths of the hidden layers.
         dropout: share of the outputs of each hidden layer that is dropped.
@@ -96,8 +96,8 @@ def cnn(
         classes: width of the output, which are logits.
         filters: channels of each convolution.
         kernel_size: height and width of each convolution.
-        hidden, dropout, l2: as for `mlp`, for the dense layers; `l2` also holds for the
-            convolutions.
+        hidden, dropout, l2: as for `mlp`, for the dense layers; `l2` also applies to
+            the convolutions.
     """
     if len(input_shape) != 3:
         rule = "input_shape must be (height, width, channels)"
@@ -137,18 +137,19 @@ def tabular(
     """Return dense layers over normalized measurements, with one output.
 
     Args:
-        input_shape: of one example, (measurements,).
-        training_examples: the first layer normalizes by their means and variances.
+        input_shape: shape of one example, (measurements,).
+        training_examples: examples whose means and variances the first layer normalizes
+            by.
         hidden, dropout, l2: as for `mlp`.
-        activation: of the output, such as `sigmoid`.
+        activation: activation of the output, such as `sigmoid`.
     """
     _check(hidden=hidden, dropout=dropout, l2=l2)
     if len(input_shape) != 1:
         rule = "input_shape must be (measurements,)"
         raise ValueError(f"{rule}. Received: {tuple(input_shape)}")
     inputs = keras.Input(tuple(input_shape))
-    # In full precision under a mixed policy too: measurements and their variances may
-    # be larger than float16 holds.
+    # The layer is in full precision even under a mixed policy: measurements and their
+    # variances may be larger than float16 holds.
     normalisation = layers.Normalization(dtype=keras.config.floatx())
     normalisation.adapt(training_examples.map(lambda x, *_: x).batch(1024))
     outputs = _head(normalisation(inputs), 1, hidden, dropout, l2)
@@ -165,20 +166,20 @@ def decoder(
     heads: int = 4,
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Return a decoder-only transformer, of token numbers (batch, time).
+    """Return a decoder-only transformer over token numbers (batch, time).
 
-    Each block has an attention and two dense layers, with a layer norm before each of
-    the two.
+    Each block has an attention and a pair of dense layers, with a layer norm before
+    each.
 
     Args:
         classes: number of tokens, and width of the output, which are logits of shape
             (batch, time, tokens).
-        length: of the longest sequence.
-        width: of the residual stream, a multiple of `heads`.
-        blocks: how many there are.
-        heads: of each attention.
-        dropout: share of the outputs that is dropped, of each attention and of each two
-            dense layers.
+        length: length of the longest sequence.
+        width: width of the residual stream, a multiple of `heads`.
+        blocks: number of blocks.
+        heads: number of heads of each attention.
+        dropout: share of the outputs of each attention and of each pair of dense layers
+            that is dropped.
     """
     _check(
         dropout=dropout,
@@ -202,7 +203,7 @@ def decoder(
         x += _dropped(attended, dropout)
 
         normed = layers.LayerNormalization()(x)
-        # In this order: the layers draw their seeds when they are made.
+        # The order matters: the layers draw their seeds when they are made.
         narrow = layers.Dense(width)
         wide = layers.Dense(4 * width, activation="gelu")
         x += _dropped(narrow(wide(normed)), dropout)
@@ -227,7 +228,7 @@ def application(
         name: such as `ResNet50` or `MobileNetV2`.
         weights: a file with weights of this network. Those of a `.keras` file are taken
             by the names of the layers, if they fit, and those of a `.weights.h5` file
-            in their order. The last layer may be another one.
+            in their order. The last layer may differ.
         frozen: patterns, such as `conv1_*`, of names of layers that are not trained.
     """
     build = getattr(keras.applications, name, None)
@@ -254,7 +255,7 @@ def application(
 
 
 def _take_weights(model: keras.Model, file: str) -> None:
-    """Set the weights of the layers that those in a file fit.
+    """Load a file's weights into the layers that they fit.
 
     Raises:
         ValueError: there is no such file, or no layer's weights fit.
@@ -278,9 +279,9 @@ def _take_weights(model: keras.Model, file: str) -> None:
 
 
 def _take_weights_by_name(model: keras.Model, source: keras.Model) -> bool:
-    """Take the weights of layers with the same name and shapes.
+    """Copy the weights of layers with the same name and shapes.
 
-    Return whether there are any.
+    Return whether there are any such layers.
     """
     weights_by_layer = {layer.name: layer.get_weights() for layer in source.layers}
     fits = False
@@ -304,7 +305,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
-    """Raise a ValueError for arguments of which Keras would build a useless model."""
+    """Raise a ValueError for arguments that would give a useless model."""
     for name, values in sizes.items():
         if not all(map(_is_size, values)):
             rule = f"{name}: each size must be a whole number of at least 1"
@@ -322,7 +323,7 @@ def _head(
     for units in hidden:
         dense = layers.Dense(units, activation="relu", kernel_regularizer=_l2(l2))
         x = _dropped(dense(x), dropout)
-    # The logits are in full precision under a mixed policy too: a softmax of float16
+    # The logits are in full precision even under a mixed policy: a softmax in float16
     # loses what the loss needs.
     logits = layers.Dense(
         classes, dtype=keras.config.floatx(), kernel_regularizer=_l2(l2)

@@ -24,8 +24,8 @@ class RunObjective:
     """
 
     training: internals.Objective
-    evaluation: internals.Objective  # the same, with metrics of its own state
-    # By their names in the config. An update is one batch to them.
+    evaluation: internals.Objective  # the same, with metrics of its own
+    # The callbacks, by their names in the config. They see each update as one batch.
     callbacks: dict[str, keras.callbacks.Callback]
 
 
@@ -90,7 +90,7 @@ def compile(
 
     Args:
         y: the labels of a few examples.
-        outputs: of the model for these.
+        outputs: the model's outputs for these examples.
 
     Raises:
         ConfigError: a callback cannot do its work.
@@ -223,7 +223,7 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
 def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
     """Raise what a callback of Keras would raise in its first epoch.
 
-    A fresh callback is tried, so that nothing is stopped and the rate stays.
+    The trial uses a fresh callback, so that nothing is stopped and the rate stays.
     """
     monitors = isinstance(getattr(callback, "monitor", None), str)
     if monitors and hasattr(callback, "mode"):

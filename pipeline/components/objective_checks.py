@@ -21,8 +21,8 @@ _SPARSE = {
     "SparseCategoricalAccuracy",
     "SparseTopKCategoricalAccuracy",
 }
-# Those whose labels may have another shape than the outputs. The labels of all others
-# have that of the outputs.
+# Losses and metrics whose labels may differ in shape from the outputs. For all others,
+# the shapes have to be the same.
 _OF_ANY_SHAPE = {
     "CTC",
     "CategoricalGeneralizedCrossEntropy",
@@ -60,14 +60,14 @@ class _Example:
     sample_weight: Any
     outputs: dict[str, Any]  # by name
     padded: bool  # by `dataset.pad`
-    classes: int | None  # that the dataset gives
+    classes: int | None  # the number that the dataset gives
     rule: str  # what an error says if labels and outputs do not fit
 
 
 def check(
     objective: RunObjective, model: keras.Model, data: Data, batch: Any, spec: RunSpec
 ) -> Checked:
-    """Compute the loss and the metrics of a batch, by which the model is built too.
+    """Compute the loss and the metrics of a batch, which also builds the model.
 
     Args:
         batch: a few examples, as the dataset gives them.
@@ -120,13 +120,13 @@ def _check_loss(
             rule = "must be given for a model that adds no loss by itself"
             raise ConfigError("training.loss", rule, model.name)
         return
-    # The gradient by the outputs, as under a strategy that by the weights is known only
-    # inside a replica.
+    # The gradient is taken with respect to the outputs: under a strategy, the gradient
+    # of the weights is known only inside a replica.
     reached = []
     for output in example.outputs.values():
         if output.dtype.is_floating:
             reached.append(output)
-    # From a softmax or a sigmoid Keras takes the logits, which it left on the output.
+    # For a softmax or a sigmoid, Keras uses the logits that it left on the output.
     for output in list(reached):
         logits = internals.logits_of(output)
         if logits is not None:
@@ -220,9 +220,9 @@ def _check_class_weights(
 
 
 def _classes(loss: internals.Losses, outputs: Sequence[Any]) -> int | None:
-    """Return the number of classes of a cross-entropy, if there is one output.
+    """Return the number of classes of a cross-entropy with one output.
 
-    Return None if it is not known.
+    Return None if it is unknown.
     """
     if len(outputs) != 1 or not isinstance(loss, _CROSS_ENTROPIES):
         return None
@@ -238,7 +238,7 @@ def _check_metrics(
     labels: Mapping[str, Any],
     example: _Example,
 ) -> None:
-    """Update each metric of a group alone, and reset it."""
+    """Update each metric of a group by itself, and reset it."""
     metrics: Any = getattr(goal, group)
     metrics_by_output = metrics if isinstance(metrics, Mapping) else {None: metrics}
     for output, metrics_of_output in metrics_by_output.items():
@@ -259,7 +259,7 @@ def _check_metrics(
 def _check_metric(
     metric: keras.metrics.Metric, alone: internals.Objective, example: _Example
 ) -> None:
-    """Raise if the metric cannot be computed, where `alone` has no other metric."""
+    """Raise if the metric cannot be computed. `alone` has no other metric."""
 
     def update_metrics() -> None:
         alone.update_metrics(example.y, example.outputs, example.sample_weight)
@@ -269,7 +269,7 @@ def _check_metric(
     result = metric.result()
     if tf.nest.is_nested(result) or tf.convert_to_tensor(result).shape.rank != 0:
         reason = "its result is not one number"
-        # Keras' scores of several classes have one result for each by default.
+        # By default, Keras' scores of several classes have one result per class.
         if getattr(metric, "average", "") is None:
             reason += "; with average=macro it is"
         raise ValueError(reason)
@@ -290,9 +290,9 @@ def _check_names(
     outputs: list[str],
     layer_metrics: list[keras.metrics.Metric],
 ) -> None:
-    """Raise a ConfigError for a name of an output or of a layer's metric.
+    """Raise a ConfigError if an output or a layer's metric has an unusable name.
 
-    Such a name is that of a metric, which it must not share with another one.
+    Metrics are logged under these names, so each has to be valid and unique.
     """
     names = list(dict.fromkeys(metric.name for metric in layer_metrics))
     if len(outputs) > 1:
@@ -308,7 +308,7 @@ def _check_names(
 
 
 def _trace(function: Callable[[], Any]) -> None:
-    """Raise if `function` cannot be traced, which a call does not show.
+    """Raise if `function` cannot be traced, which an eager call does not show.
 
     Nothing is computed.
     """
@@ -325,8 +325,8 @@ def _trace(function: Callable[[], Any]) -> None:
 def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
     """Raise a ValueError for labels that a loss or a metric of Keras would broadcast.
 
-    Many of them broadcast labels of shape (batch,) against outputs of shape (batch, n)
-    without a word.
+    Many of them silently broadcast labels of shape (batch,) against outputs of shape
+    (batch, n).
     """
     kind = type(measure)
     if not kind.__module__.startswith("keras.") or kind.__name__ in _OF_ANY_SHAPE:
@@ -350,12 +350,13 @@ def _without_ones(shape: list[int | None]) -> list[int | None]:
 def _check_classes(
     loss: keras.losses.Loss, y: Any, outputs: Any, classes: int | None
 ) -> None:
-    """Raise a ValueError for what a cross-entropy of Keras computes without a word.
+    """Raise a ValueError for values that a cross-entropy of Keras silently accepts.
 
-    This is a label without an output, and the logarithm of a logit.
+    These are a label without an output, and a logit whose logarithm it would take.
 
     Args:
-        classes: from 0 on, that the labels are; None if that is not known.
+        classes: number of classes of the labels, which count from 0; None if it is
+            unknown.
     """
     if not isinstance(loss, _CROSS_ENTROPIES):
         return
@@ -380,7 +381,7 @@ def _check_labels(
     width: int,
     classes: int | None,
 ) -> None:
-    """Raise a ValueError for a label without an output among the `width` of them."""
+    """Raise a ValueError for a label that none of the `width` outputs is for."""
     labels = tf.cast(y, tf.int64)
     if loss.ignore_class is not None:
         labels = labels[labels != loss.ignore_class]

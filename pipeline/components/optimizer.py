@@ -19,7 +19,7 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.trust import instantiate
 
-# The least number of updates of each length in a schedule. A warm-up also has to end
+# The lower limit, in updates, of each length in a schedule. A warm-up also has to end
 # within the horizon.
 _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
 # Arguments of schedules that are learning rates.
@@ -40,8 +40,8 @@ def build(
     The line is empty if it changed nothing.
 
     Args:
-        updates: of the whole run.
-        plan: whose stages the learning rate follows.
+        updates: number of updates of the whole run.
+        plan: the plan whose stages the learning rate follows.
 
     Raises:
         ConfigError: a target or an argument is wrong.
@@ -88,7 +88,7 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
 
     Args:
         updates: the horizon, of which a length such as `5%` is a share.
-        reference: the share of an update that a number in a warm-up counts as.
+        reference: the number of updates that one update of a warm-up counts as.
     """
     lengths = OmegaConf.create(
         _in_updates(
@@ -114,9 +114,9 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
 def check(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Trace the apply of one gradient, which changes nothing.
+    """Trace the application of one gradient, without changing anything.
 
-    Keras checks most arguments only then.
+    Keras checks most arguments only when they are used.
 
     Raises:
         ConfigError: the optimizer cannot apply a gradient, or the first learning rate
@@ -193,7 +193,8 @@ def _scaled(
 
 def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
     """Return the optimizer of the config's node, with this learning rate."""
-    # Its counter is on the CPU: the schedule, on the host, would wait for one on a GPU.
+    # Its counter is on the CPU: the schedule runs on the host, and would wait for a
+    # GPU.
     with tf.device("CPU:0"):
         optimizer = instantiate.build(node, "optimizer", learning_rate=rate)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -209,7 +210,7 @@ def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
 def _first_rate(optimizer: Any) -> float:
     """Return the learning rate of the first update.
 
-    Computing a rate with state would move the state: for such a one, return 0.
+    For a rate with state, return 0: computing the rate would change the state.
     """
     computed = tf.function(
         lambda: ops.convert_to_tensor(optimizer.learning_rate), autograph=False
@@ -272,7 +273,7 @@ def _share_in_updates(text: str, updates: int, key: str) -> int:
 
 
 def _checked_length(value: Any, updates: int, key: str, reference: float) -> Any:
-    """Return a length that is a number, of which Keras would accept any."""
+    """Check and return a length that is a number; Keras would accept any number."""
     name = key.rpartition(".")[2]
     warms_up = name.startswith("warmup")
     is_integer = not isinstance(value, bool) and value % 1 == 0

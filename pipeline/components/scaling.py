@@ -12,7 +12,7 @@ from keras import ops
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import Rule, ScalingConfig
 
-# The optimizers that a rule is derived for. The other rules are for all, except that
+# The optimizers that a rule is derived for. The other rules are for all optimizers, but
 # `timescale` needs one that decays weights.
 _OPTIMIZERS = {
     Rule.sde: ("Adam", "AdamW", "RMSprop"),
@@ -43,7 +43,7 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
     if scaling.rule == Rule.linear:
         return kappa
     if scaling.rule == Rule.surge:
-        peak = scaling.peak_batch_size or 1  # it is given, see `check`
+        peak = scaling.peak_batch_size or 1  # `check` requires it
         return _surge(reference / peak) / _surge(effective_batch_size / peak)
     if scaling.rule in (Rule.sqrt, Rule.sde) or scaling.rate == "sqrt":
         return math.sqrt(kappa)
@@ -51,7 +51,7 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
 
 
 def check(scaling: ScalingConfig) -> None:
-    """Raise a ConfigError for a key that the rule needs, or that it does not read."""
+    """Raise a ConfigError if the rule lacks a key, or does not read one that is set."""
     rule = scaling.rule.name
     peak = scaling.peak_batch_size
     if rule == "surge" and peak is None:
@@ -77,16 +77,17 @@ def rescale(
       decoupled weight decay × √κ: Malladi et al. 2022 (arXiv:2205.10287).
     - `half_life`: β₂ → β₂^κ. The half-life of the second moment stays the same, counted
       in examples: Marek et al. 2025 (arXiv:2507.07101).
-    - `timescale`: weight decay × κ, or × √κ beside a rate × √κ. B/(ηλD) stays the same:
-      Wang and Aitchison 2024 (arXiv:2405.13698).
+    - `timescale`: weight decay × κ, or × √κ if the rate is × √κ. B/(ηλD) stays the
+      same: Wang and Aitchison 2024 (arXiv:2405.13698).
     - any rule, if `scaling.ema`: the momentum of weight averaging ρ → ρ^κ: Busbridge et
       al. 2023 (arXiv:2307.13813).
 
-    A `ConfigError` rejects a rule that is not for this optimizer, or not for so large a
-    κ.
-
     Returns:
-        What it changed, such as `rho 0.9 → 0.6`.
+        The changes, such as `rho 0.9 → 0.6`.
+
+    Raises:
+        ConfigError: the rule does not apply to this optimizer, or not to such a large
+            κ.
     """
     rule = scaling.rule
     kappa = effective_batch_size / scaling.reference_batch_size
@@ -115,7 +116,7 @@ class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """A schedule that changes the rates of another one.
 
     Attributes:
-        schedule: the other one, which may be a number.
+        schedule: the other schedule, or a number.
     """
 
     schedule: Any
@@ -145,9 +146,9 @@ class Scaled(DerivedSchedule):
     below 1 has nothing to rise to, so it applies from the first update on.
 
     Args:
-        schedule: may be a number.
-        factor: of the scaled rate.
-        warmup: in updates; 0 scales from the first update on.
+        schedule: the schedule to scale, or a number.
+        factor: the factor of the scaled rate.
+        warmup: length of the warm-up in updates; 0 scales from the first update on.
     """
 
     def __init__(self, schedule: Any, factor: float, warmup: int):

@@ -20,7 +20,7 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.stages import SCHEDULE
 
-# The rules that change nothing but the rate, which can follow the stages.
+# The rules that change only the rate, which can follow the stages.
 _OF_THE_RATE_ALONE = ("none", "linear", "sqrt", "surge")
 
 
@@ -52,7 +52,7 @@ def check(spec: RunSpec) -> None:
 def counts_examples(spec: RunSpec) -> bool:
     """Return whether the clock of the schedule counts the examples seen.
 
-    Such a clock counts them in updates of the first effective batch.
+    The clock counts them in units of the first effective batch.
     """
     return bool(spec.resolved["schedule"].get("clock") == "examples")
 
@@ -111,8 +111,8 @@ class StageRates(scaling.DerivedSchedule):
         stages: a list for each stage: [updates before it, effective batch size, epoch
             in which it begins, examples of that epoch before it, updates in an epoch].
         factors: a number for each stage.
-        examples: in an epoch; the clock is then the examples seen ÷ the first effective
-            batch size. None for a clock of updates.
+        examples: number of examples in an epoch. The clock is then the examples seen ÷
+            the first effective batch size. None for a clock of updates.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StageRates(scaling.DerivedSchedule):
         updates = tf.cast(step, tf.int64)
         stages = tf.constant(self.stages, tf.int64)
         begun = tf.cast(updates >= stages[:, 0], tf.int64)
-        number = tf.reduce_sum(begun) - 1  # of the stage, from 0 on
+        number = tf.reduce_sum(begun) - 1  # index of the stage, from 0 on
 
         clock = step
         if self.examples is not None:
@@ -139,7 +139,7 @@ class StageRates(scaling.DerivedSchedule):
         return rate * tf.constant(self.factors, rate.dtype)[number]
 
     def _examples_seen(self, updates: tf.Tensor, stage: tf.Tensor) -> tf.Tensor:
-        """Return the examples of so many updates, as `Plan.examples_seen` counts."""
+        """Return the examples seen after `updates`, as `Plan.examples_seen` does."""
         after, size, epoch, first, in_epoch = tf.unstack(stage)
         epochs = epoch + (updates - after) // in_epoch
         updates_of_epoch = (updates - after) % in_epoch
@@ -156,7 +156,7 @@ class StageRates(scaling.DerivedSchedule):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         # Models that version 0.1.0 saved have an argument of a removed feature. It is
-        # None if that was not used.
+        # None if the feature was not used.
         if "peak" in config and config["peak"] is None:
             config = {name: value for name, value in config.items() if name != "peak"}
         return super().from_config(config)

@@ -13,7 +13,7 @@ from pipeline.dataset.source import fixed
 
 
 class Peaks(NamedTuple):
-    """The most dense TFLOP/s of a GPU, on tensor cores if it has some."""
+    """The peak dense TFLOP/s of a GPU, on tensor cores if it has any."""
 
     half: float  # half precision, summed in float32
     tf32: float  # 0 for a GPU without it
@@ -21,8 +21,8 @@ class Peaks(NamedTuple):
     float64: float
 
 
-# By a part of the device's name, of which the first that fits counts. docs/logging.md
-# says what they were compared with.
+# Peaks by a pattern of the device's name; the first one that matches counts.
+# docs/logging.md says what they were compared with.
 PEAKS = {
     "B200": Peaks(2250, 1125, 75, 37),
     "H200 NVL|H100 NVL": Peaks(835, 417, 60, 60),
@@ -41,11 +41,11 @@ PEAKS = {
 
 
 def peak_flops(name: str, precision: str, tf32: bool = True) -> float:
-    """Return the most FLOP/s of a GPU; 0 if they are not known.
+    """Return the peak FLOP/s of a GPU; 0 if it is unknown.
 
     Args:
-        name: TensorFlow's name of the GPU. The peak of a part of one is not known.
-        precision: as `hardware.precision`.
+        name: TensorFlow's name of the GPU. The peak of a part of a GPU is unknown.
+        precision: the value of `hardware.precision`.
         tf32: whether products of float32 are computed in TF32.
     """
     peaks = Peaks(0.0, 0.0, 0.0, 0.0)
@@ -67,10 +67,10 @@ def peak_flops(name: str, precision: str, tf32: bool = True) -> float:
 def share_of_peak(parts: Parts, names: list[str]) -> float:
     """Return the share of the peak that one example a second takes; 0 if it is unknown.
 
-    If the FLOPs of an example are not known, the reason is printed.
+    If the FLOPs of an example are unknown, the reason is printed.
 
     Args:
-        names: of the GPUs of this process, which every worker has.
+        names: names of the GPUs of this process; those of every worker are the same.
     """
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
     precision = parts.spec.config.hardware.precision.name

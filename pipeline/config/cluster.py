@@ -25,7 +25,7 @@ from pipeline.common.errors import ConfigError, as_config_error
 
 KEY = "hardware.workers"
 SECRET_FILE = "hardware.secret_file"
-# Environment variable: what all workers of a run have to know.
+# Environment variable with the secret that all workers of a run have to know.
 SECRET = "PIPELINE_SECRET"
 SHORTEST_SECRET = 16  # bytes
 _TF_CONFIG = (
@@ -44,7 +44,7 @@ class Cluster:
     Attributes:
         addresses: `host:port` of each worker's TensorFlow; for port 0 it takes a free
             one, and reports it.
-        index: of this worker; 0 is the chief, which logs and writes checkpoints.
+        index: index of this worker; 0 is the chief, which logs and writes checkpoints.
         started: whether the chief starts the other workers itself, on its machine.
         rendezvous: `host:port` where the chief waits for the others; if empty, its own
             address.
@@ -79,7 +79,7 @@ def workers_of_run(
 ) -> Cluster | None:
     """Return the workers of a run; None for a single one.
 
-    Raise a `ConfigError` if the environment names another number of them.
+    Raise a `ConfigError` if the environment names a different number of workers.
 
     Args:
         workers: the value of `hardware.workers`; None reads the environment.
@@ -124,7 +124,7 @@ def is_named(environment: Mapping[str, str]) -> bool:
 
 
 def check_open_ports(allowed: bool) -> None:
-    """Reject several workers on a machine that others reach.
+    """Reject several workers on a machine that other machines can reach.
 
     Args:
         allowed: whether the user has allowed TensorFlow's open ports.
@@ -143,7 +143,7 @@ def check_open_ports(allowed: bool) -> None:
 
 
 def reachable() -> list[str]:
-    """Return the addresses of this machine that are not of the loopback.
+    """Return the addresses of this machine that are not loopback addresses.
 
     In a network namespace they are those of the namespace.
     """
@@ -159,7 +159,7 @@ def reachable() -> list[str]:
 
 
 def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
-    """Return what all workers of a run have to know; empty if it is not configured.
+    """Return the secret of the workers of a run; empty if none is configured.
 
     It comes from the environment, else from a file.
     """

@@ -24,8 +24,8 @@ from pipeline.config.session import Session, entered, session
 
 # A shell leaves `KEY=~/…` as it is, and Hydra has no `~` in a value.
 _HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")
-# The value of `start.run` is text, also where Hydra would read a number in it. A value
-# that Hydra knows as more than words is left to Hydra.
+# The value of `start.run` is text, even if Hydra would read it as a number. A value
+# with more of Hydra's grammar than words is left to Hydra.
 _START = re.compile(r"\A(\+{0,2}start\.run=)([^'\"$\\()\[\]{}]+)\Z")
 # The options of Hydra that also make sense where one config is read and nothing runs.
 _READING = ("overrides", "config_name", "config_path", "config_dir", "run")
@@ -36,8 +36,8 @@ class CommandLine:
     """A command line as Hydra reads it.
 
     Attributes:
-        options: what Hydra's parser makes of it, the overrides included.
-        flags: the arguments that are no overrides.
+        options: the result of Hydra's own parser, including the overrides.
+        flags: the arguments that are not overrides.
         folders: the folders with configs, the package's first.
     """
 
@@ -60,7 +60,7 @@ def directory(name: str = "conf") -> str:
 def composed(arguments: Sequence[str]) -> DictConfig:
     """Return the config that `arguments` compose to.
 
-    Hydra's Compose API runs, prints and makes nothing.
+    It uses Hydra's Compose API, which runs, prints and creates nothing.
     """
     schema.register()
     command_line = read_command_line(arguments)
@@ -131,7 +131,7 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 def own_folder() -> str | None:
     """Return the folder `conf` of the working directory, if it is the user's own.
 
-    It is if it holds config groups and is not the package's folder.
+    It is the user's own if it holds config groups and is not the package's folder.
     """
     folder = Path("conf").absolute()
     if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()):
@@ -143,7 +143,7 @@ def own_folder() -> str | None:
 def check_config_dir(folder: str) -> None:
     """Reject a folder of configs that does not exist.
 
-    Say once that the user's own folder is used, and which of its files are not.
+    Print once that the user's own folder is used, and which of its files are not.
     """
     if not Path(folder).is_dir():
         raise ConfigError("--config-dir", "must be a folder that exists", folder)
@@ -214,7 +214,7 @@ def _quoted_runs(match: re.Match[str]) -> str:
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line as Hydra's own parser reads it.
 
-    Reject a wrong one in one line.
+    A wrong command line is rejected in one line.
     """
 
     def reject(message: str) -> NoReturn:

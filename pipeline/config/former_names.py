@@ -1,7 +1,7 @@
 """Names of earlier versions in configs and records: what is renamed or removed.
 
-Two tables have what is renamed: dotted names of code, such as `pipeline.model.mlp`, and
-keys of the config, such as `tracking.noise_every`. Two more have what is removed. A
+Two tables list what is renamed: dotted names of code, such as `pipeline.model.mlp`, and
+keys of the config, such as `tracking.noise_every`. Two more list what is removed. A
 removed key, or a removed value of a key, is rejected in one line that says what to use
 instead. In a record, a removed key with its default, which had no effect, is left out.
 """
@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.common.errors import ConfigError
 from pipeline.config import plain, schema
 
-# Modules of `pipeline`. The package `pipeline.dataset` still has the names that it had.
+# Former modules of `pipeline`. The package `pipeline.dataset` still has its former
+# names.
 MODULES = {
     "augmentation": "dataset.augmentation",
     "compose": "config.compose",
@@ -29,9 +30,9 @@ KEYS = {
     "accumulation.schedule": "accumulation.batch_schedule",
     "tracking.noise_every": "accumulation.noise_scale_every",
 }
-# The schema up to which records have the former keys, and need nothing else.
+# The last schema with the former keys. Records of it need no other change.
 _LAST_WITH_FORMER_KEYS = 2
-# A run may be called as it likes, such as `pipeline.model.v2`.
+# Groups whose texts are free: a run may have any name, such as `pipeline.model.v2`.
 _FREE_TEXT = ("tracking", "start")
 _FORMER_MODULE = re.compile(rf"pipeline\.({'|'.join(MODULES)})((?:\.\w+)*)", re.ASCII)
 _FORMER_KEY = "|".join(re.escape(key) for key in KEYS)
@@ -45,10 +46,10 @@ class RemovedKey:
     """A key of the config that earlier versions had.
 
     Attributes:
-        version: The first one without the key.
-        default: The value that had no effect.
-        default_text: The same in an override.
-        instead: What to use.
+        version: the first one without the key.
+        default: the value that had no effect.
+        default_text: the same in an override.
+        instead: what to use.
     """
 
     version: str
@@ -62,8 +63,8 @@ class RemovedValue:
     """A value of a key, or an option of a group, that earlier versions had.
 
     Attributes:
-        version: The first one without the value.
-        instead: What to use.
+        version: the first one without the value.
+        instead: what to use.
     """
 
     version: str
@@ -120,7 +121,7 @@ def renamed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config with current names, and without removed keys.
 
     Raises:
-        ConfigError: A removed key has another value than its default, or a value was
+        ConfigError: a removed key has another value than its default, or a value was
             removed.
     """
     config = _without_removed(_with_current_keys(config))
@@ -136,7 +137,7 @@ def renamed(config: dict[str, Any]) -> dict[str, Any]:
 def migrated(record: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded config as one of this version, if nothing but names changed.
 
-    A record of an older schema keeps its version: whoever reads it decides.
+    A record of an older schema keeps its version, and its reader decides what to do.
     """
     config = renamed(record)
     if config.get("schema") == _LAST_WITH_FORMER_KEYS:
@@ -147,7 +148,7 @@ def migrated(record: dict[str, Any]) -> dict[str, Any]:
 def removal(key: str, value: Any = None) -> ConfigError | None:
     """Return the error for a removed key, or for a removed value of a key.
 
-    None if this version has both.
+    Return None if this version has both.
     """
     removed: RemovedKey | RemovedValue
     if key in REMOVED_KEYS:
@@ -166,7 +167,7 @@ def without_removed(overrides: Sequence[str]) -> list[str]:
     """Return recorded overrides without those that set a removed key to its default.
 
     Raises:
-        ConfigError: A removed key has another value, or a value was removed, which may
+        ConfigError: a removed key has another value, or a value was removed, which may
             be one of several in a sweep.
     """
     kept = []
@@ -198,9 +199,9 @@ def _current_link(link: str) -> str:
 
 
 def _with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a plain config, in which a value stands under its current key.
+    """Return a copy of a plain config with each value under its current key.
 
-    A value that already stands there wins.
+    A value that is already under the current key is kept.
     """
     config = dict(config)
     for former, key in KEYS.items():
@@ -211,7 +212,7 @@ def _with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
         value = config[group].pop(name)
         new_group, _, new_name = key.partition(".")
         section = config.get(new_group) or {}
-        # A group that is no mapping is rejected later, whatever it would get here.
+        # A group that is not a mapping is rejected later in any case.
         if isinstance(section, dict):
             section = dict(section)
             section.setdefault(new_name, value)
@@ -223,7 +224,7 @@ def _without_removed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config without removed keys.
 
     Raises:
-        ConfigError: A removed key has an effect, or a value was removed.
+        ConfigError: a removed key has an effect, or a value was removed.
     """
     for key, _ in REMOVED_VALUES:
         error = removal(key, _value_at(config, key))

@@ -18,7 +18,7 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.config import former_names
 from pipeline.config.objective_nodes import NAMED
 
-# What `compile` and `fit` take as lists.
+# Keys whose values Keras takes as lists in `compile` and `fit`.
 _NAMED = {
     f"training.{name}": NAMED for name in ("metrics", "weighted_metrics", "callbacks")
 }
@@ -30,8 +30,8 @@ _KINDS = {
     dict: "a mapping",
 }
 
-# Hydra keeps these apart by their text alone: the pattern, whose group is the subject,
-# and the rule.
+# Errors that Hydra distinguishes only by their text: the pattern, whose group is the
+# subject, and the rule.
 _TEXTS = (
     (
         r"Ambiguous value for argument '(?P<override>.+)'",
@@ -90,8 +90,8 @@ def as_config_error(
     """Raise a `ConfigError` in place of errors of Hydra and OmegaConf.
 
     Args:
-        overrides: of the command line; the error names the wrong one.
-        folders: with configs; the error names the wrong file in one of them.
+        overrides: overrides of the command line; the error names the wrong one.
+        folders: folders with configs; the error names the wrong file in one of them.
         kinds: the types of the errors.
     """
     try:
@@ -151,7 +151,7 @@ def _config_error(
 
 
 def _grammar_error(error: OverrideParseException) -> ConfigError:
-    """Return the error of an override that is not of Hydra's grammar."""
+    """Return the error of an override that does not follow Hydra's grammar."""
     override = error.override
     key = re.split("[=@]", override.lstrip("+~"))[0]
     if "=" not in override:
@@ -174,9 +174,9 @@ def _missing_config_error(error: MissingConfigException) -> ConfigError:
 
 
 def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
-    """Return the error of a list, where a mapping has to be, in the file of `origin`.
+    """Return the error of a list in place of a mapping, in the file of `origin`.
 
-    None if the file has no such list.
+    Return None if the file has no such list.
     """
     for folder in folders:
         file = Path(folder) / f"{origin[5:-1]}.yaml"
@@ -209,7 +209,7 @@ def _key_error(
     if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(error):
         return _merge_error(error, key, origin, overrides)
     if isinstance(error, errors.KeyValidationError):
-        # YAML reads `off`, `on`, `yes` and `no` without quotes as no text.
+        # Without quotes, YAML does not read `off`, `on`, `yes` and `no` as text.
         parent = key.rpartition(".")[0] or key
         return ConfigError(parent, f"must have text for its keys{origin}", error.key)
 
@@ -271,7 +271,7 @@ def _merge_error(
 
 
 def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
-    """Return what the schema wants at the key, and the choices of an enumeration."""
+    """Return what the schema expects at the key, and the choices of an enumeration."""
     hint = None
     if hasattr(error.object_type, "__annotations__"):
         hint = get_type_hints(error.object_type).get(error.key)
@@ -294,7 +294,7 @@ def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
 def _text_error(
     error: Exception, overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError:
-    """Return the error that only its text tells from others."""
+    """Return the `ConfigError` for an error that only its text identifies."""
     text = str(error)
     for pattern, rule in _TEXTS:
         match = re.match(pattern, text)
@@ -332,7 +332,7 @@ def _pattern_error(
 def _group_error(
     overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError | None:
-    """Return the error of a group whose value is no name; None without one."""
+    """Return the error of a group whose value is not a name; None if there is none."""
     known = groups(folders)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
@@ -346,7 +346,7 @@ def _group_error(
 def _file(error: Exception, folders: Sequence[str]) -> str | None:
     """Return the config file that raises `error` when it is read; None if none does.
 
-    Hydra names no file.
+    Hydra's error does not name the file.
     """
     for folder in folders:
         for file in sorted(Path(folder).resolve().rglob("*.yaml")):

@@ -1,8 +1,8 @@
 """What the keys of a config are, read from the metadata of the schema's fields.
 
 A key is named by its dotted name, such as `hardware.precision`. A name below a key,
-such as `training.metrics.bits`, is what the key is. A name that the schema lacks is of
-the training, as are the arguments of a `_target_` and keys that were removed.
+such as `training.metrics.bits`, has the facts of the key. A name that the schema lacks
+belongs to the training, as do the arguments of a `_target_` and keys that were removed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,7 +29,7 @@ def facts_of(key: str) -> KeyFacts:
             return _FACTS[name]
         name = name.rpartition(".")[0]
 
-    # A group that may be null, such as `training.keep_best`, is what its keys are.
+    # A group that may be null, such as `training.keep_best`, has the facts of its keys.
     below = set(_facts_below(key))
     if len(below) == 1:
         return below.pop()
@@ -42,7 +42,7 @@ def kind_of(key: str) -> Kind:
 
 
 def decides_what_runs(key: str) -> bool:
-    """Return whether another value of a key or a group makes another run."""
+    """Return whether another value of a key or a group makes it another run."""
     kinds = {key_facts.kind for key_facts in _facts_below(key)}
     if not kinds or key in _FACTS:
         kinds.add(kind_of(key))
@@ -55,7 +55,7 @@ def keys_of(*kinds: Kind) -> list[str]:
 
 
 def keys_where(holds: Callable[[KeyFacts], bool]) -> list[str]:
-    """Return the keys whose facts fulfil a condition, in the order of the schema."""
+    """Return the keys whose facts meet a condition, in the order of the schema."""
     return [key for key, key_facts in _FACTS.items() if holds(key_facts)]
 
 
@@ -69,7 +69,7 @@ def groups_apart() -> list[str]:
 
 
 def outside_a_sweep() -> dict[str, Any]:
-    """Return the keys of `tracking` that a sweep sets, as they are outside of one."""
+    """Return the keys of `tracking` that a sweep sets, with their values elsewhere."""
     values = {}
     for key in keys_where(lambda key_facts: key_facts.set_by_a_sweep):
         name = key.removeprefix("tracking.")
@@ -80,7 +80,7 @@ def outside_a_sweep() -> dict[str, Any]:
 def restricted(
     config: Mapping[Any, Any], kinds: Collection[Kind], prefix: str = ""
 ) -> dict[Any, Any]:
-    """Return a plain config with the keys of these kinds alone."""
+    """Return a plain config with only the keys of these kinds."""
     kept: dict[Any, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
@@ -125,7 +125,7 @@ def _facts_by_key(schema: type, prefix: str = "") -> dict[str, KeyFacts]:
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass of a group, also of one that may be null."""
+    """Return the dataclass of a group, even of a group that may be null."""
     for part in (hint, *get_args(hint)):
         if is_dataclass(part) and isinstance(part, type):
             return part

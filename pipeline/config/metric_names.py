@@ -1,4 +1,4 @@
-"""The metrics that an update returns or that are derived from it, with an entry each.
+"""The metrics that an update returns or that are derived from it, one entry for each.
 
 A new metric of an update is computed in `pipeline.accumulation` and has its entry here.
 """
@@ -15,7 +15,7 @@ NAME_RULE = (
 
 
 def is_name(name: str) -> bool:
-    """Return whether MLflow takes a name of a metric or a param, which is a path."""
+    """Return whether MLflow accepts a name of a metric or a param, which is a path."""
     return (
         bool(_NAME.fullmatch(name))
         and posixpath.normpath(name) == name
@@ -27,10 +27,13 @@ class UpdateMetric(NamedTuple):
     """How a metric of an update is treated.
 
     Attributes:
-        counted: it counts examples, steps or epochs, so two runs agree on it exactly.
-        of_the_cut: its value depends on how a batch is cut into micro-batches.
-        rounding: times the rounding of a loss that it may differ by between two runs.
-        share: it may be a share of the examples, which moves by whole examples.
+        counted: whether it counts examples, steps or epochs, so that two runs agree on
+            it exactly.
+        of_the_cut: whether its value depends on how a batch is cut into micro-batches.
+        rounding: by how many times the rounding of a loss it may differ between two
+            runs.
+        share: whether it may be a share of the examples, which changes by whole
+            examples.
     """
 
     counted: bool = False
@@ -39,8 +42,8 @@ class UpdateMetric(NamedTuple):
     share: bool = False
 
 
-# Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by
-# 2e-5 within one update while the loss moved by nothing.
+# Rounding may switch a ReLU or a pooling to another input: the gradient's norm then
+# changed by 2e-5 within one update, while the loss did not change.
 _OF_THE_GRADIENT = 30.0
 UPDATE_METRICS = {
     "loss": UpdateMetric(),
@@ -60,7 +63,7 @@ UPDATE_METRICS = {
         UpdateMetric(counted=True, of_the_cut=True),
     ),
 }
-USERS = UpdateMetric(share=True)  # of a metric under any other name
+USERS = UpdateMetric(share=True)  # for a metric with any other name
 
 
 def treatment_of(metric: str) -> UpdateMetric:

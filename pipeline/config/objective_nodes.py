@@ -13,7 +13,7 @@ METRIC_GROUPS = ("metrics", "weighted_metrics")
 
 
 class MetricNode(NamedTuple):
-    """A metric of an output; of the only one where `output` is None."""
+    """A metric of an output; `output` is None if there is only one output."""
 
     key: str
     output: str | None
@@ -52,7 +52,7 @@ def metrics_of(training: Any, group: str) -> list[MetricNode]:
 
 
 def check_names(metrics: Sequence[MetricNode]) -> None:
-    """Reject a metric whose name MLflow does not take, or that another metric has."""
+    """Reject a metric whose name MLflow does not accept, or that another metric has."""
     names = [metric.full_name for metric in metrics]
     ours = ", ".join(sorted(UPDATE_METRICS))
     for metric in metrics:
@@ -73,7 +73,7 @@ def check_names(metrics: Sequence[MetricNode]) -> None:
 def by_output(node: Any, key: str = "training.loss") -> Iterator[tuple[str, Any]]:
     """Yield what a mapping or list holds for each output, with its key.
 
-    A node with a target is of the only output.
+    A node with a target belongs to the only output.
     """
     holds_others = isinstance(node, Mapping | list | ListConfig) and node
     if not holds_others or "_target_" in node:

@@ -11,19 +11,19 @@ from omegaconf import DictConfig, OmegaConf
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 
-# Keys as the names of runs and jobs have them.
+# Short forms of keys, for the names of runs and jobs.
 SHORT = {
     "effective_batch_size": "batch",
     "micro_batch_size": "micro",
     "learning_rate": "rate",
-    # A sweep finds its jobs again by their names, so these are the former ones.
+    # A sweep finds its jobs again by their names, so these forms are the former keys.
     "batch_schedule": "schedule",
     "noise_scale_every": "noise_every",
 }
 
 
 def short(key: str, value: object) -> str:
-    """Return the setting of a key as the names of runs and jobs have it: `rate=0.1`."""
+    """Return a setting as names of runs and jobs show it, such as `rate=0.1`."""
     last = key.split(".")[-1]
     return f"{SHORT.get(last, last)}={value}"
 
@@ -53,7 +53,7 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 def links(config: DictConfig) -> dict[str, str]:
     """Return the links between keys, such as `${another.key}`.
 
-    They are by the dotted name of the key that has the link.
+    They are listed by the dotted name of the key that has the link.
     """
     written = leaves(OmegaConf.to_container(config, resolve=False))
     for key, entry in list(written.items()):
@@ -69,7 +69,7 @@ def links(config: DictConfig) -> dict[str, str]:
 
 
 def mapped(value: Any, function: Callable[[str], str]) -> Any:
-    """Return a plain value with `function` applied to each text, keys excepted."""
+    """Return a plain value with `function` applied to each text, but not to keys."""
     if isinstance(value, Mapping):
         return {key: mapped(entry, function) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -80,5 +80,5 @@ def mapped(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """Return a plain value in which OmegaConf takes no text for an interpolation."""
+    """Return a plain value whose texts OmegaConf does not read as interpolations."""
     return mapped(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))

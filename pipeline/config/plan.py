@@ -13,7 +13,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching, Horizon, ceil_div
 from pipeline.config.stages import SCHEDULE, ScheduledStage, Slice, Stage
 
-# The tag of a run whose micro-batches were halved, for readers.
+# The tag, for people, of a run whose micro-batches were halved.
 HALVED = "micro_batch_size.halved"
 # The same as JSON: [[micro-batch size, last update], …], where the last one has no end.
 CUTS = f"{HALVED}.json"
@@ -31,7 +31,7 @@ class Plan:
         batching: how an effective batch of the first stage is cut now.
         examples: number of examples in one epoch.
         updates: number of updates in the run.
-        before: earlier cuts, each with the last update that was cut so.
+        before: earlier cuts, each with the last update that was cut in this way.
         stages: the stages of the batch-size schedule; empty without one.
     """
 
@@ -43,7 +43,7 @@ class Plan:
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
         """Return the plan of a run whose micro-batches change after `update`."""
-        # Updates that are done again keep their counts.
+        # Updates that are repeated keep their counts.
         update = max([update, *(last for last, _ in self.before)])
         before = (*self.before, (update, self.batching))
         batching = self.batching.with_micro_batch_size(micro_batch_size)
@@ -53,7 +53,7 @@ class Plan:
     def tags(self) -> dict[str, str]:
         """Return the tags of a run whose micro-batches were halved.
 
-        One is for readers, the other is JSON; `recorded_cuts` reads both.
+        One is for people, the other is JSON; `recorded_cuts` reads both.
         """
         phrases = []
         cuts: list[tuple[int, int | None]] = []
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def changes(self) -> list[tuple[int, int]]:
-        """Return after which update the effective batch gets which size.
+        """Return pairs of an update and the effective batch size that holds after it.
 
         The first pair is the size that the run begins with. The list is empty without a
         schedule.
@@ -170,8 +170,8 @@ class Plan:
         A slice is read in batches of one size. At the end of the run there is one
         slice, without an example.
         """
-        # For each size the epoch, and the examples before it in that epoch, at which
-        # the next size begins.
+        # For each size, where the next size begins: the epoch, and the examples before
+        # it in that epoch.
         sizes = [self.stage(done).size]
         ends = []
         for after, size in self.changes:
@@ -208,7 +208,7 @@ class Plan:
         return steps
 
     def _micro_steps(self, update: int, cut: Batching) -> int:
-        """Return the micro-steps in the first `update` updates, all of them cut so."""
+        """Return the micro-steps in the first `update` updates, for one `cut`."""
 
         def steps_of_batch(examples: int) -> int:
             return ceil_div(ceil_div(examples, cut.replicas), cut.micro_batch_size)
@@ -220,7 +220,7 @@ class Plan:
         return steps
 
     def epoch(self, update: int) -> float:
-        """Return the epochs that the first `update` updates are, with a fraction."""
+        """Return the epochs in the first `update` updates, with a fraction."""
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
@@ -248,7 +248,7 @@ class Plan:
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
     """Return the micro-batch sizes of a recorded run with the last update of each.
 
-    The last one has no last update, but None. The list is empty if micro-batches were
+    The last size has None instead of an update. The list is empty if micro-batches were
     never halved.
     """
     if CUTS in tags:
@@ -354,10 +354,10 @@ class Window(NamedTuple):
     """What was read for one update."""
 
     sizes: tuple[int, ...]  # examples of each batch
-    examples_seen: int  # at its end
+    examples_seen: int  # up to its end
     epoch: int  # from 0 on
-    in_epoch: int  # of the epoch's updates, from 0 on
-    last: bool  # of its epoch
+    in_epoch: int  # its index among the epoch's updates, from 0 on
+    last: bool  # whether it is the last one of its epoch
     digest: int  # checksum of its content
 
 

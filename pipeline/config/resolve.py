@@ -55,7 +55,7 @@ class RunSpec:
     _composed: DictConfig
 
     def node(self, key: str) -> DictConfig:
-        """Return the node of a group, as `instantiate.build` takes it."""
+        """Return the node of a group, in the form that `instantiate.build` takes."""
         # It lies below a root, so that errors name its keys in full.
         return OmegaConf.create({key: plain.escaped(self.resolved[key])})[key]
 
@@ -71,7 +71,7 @@ class RunSpec:
 
     @property
     def links(self) -> dict[str, str]:
-        """Return which keys of the config refer to which others."""
+        """Return the links from keys of the config to other keys."""
         return plain.links(self._composed)
 
     @property
@@ -139,7 +139,7 @@ class RunSpec:
     def with_micro_batch(self, size: int) -> RunSpec:
         """Return the spec with the micro-batch size that was found instead of `auto`.
 
-        The overrides have it too.
+        The overrides have this size, too.
         """
         prefix = f"{sizes.MICRO}="
         overrides = []
@@ -207,7 +207,7 @@ def resolve(
         environment: the environment variables, which may name the workers.
 
     Raises:
-        ConfigError: a value is wrong, or does not go with another one.
+        ConfigError: a value is wrong, or does not fit another one.
     """
     composed = deepcopy(composed)
     validate.check_form(composed)
@@ -278,7 +278,7 @@ def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
 
 
 def _check_any_batch_size(composed: DictConfig) -> None:
-    """Reject what needs to know the size of a batch before it is read."""
+    """Reject values that need the size of a batch before it is read."""
     reason = f"with {sizes.BATCHED}=true: batches have any size"
     xla = composed.hardware.xla
     if xla not in ("auto", False):
@@ -317,7 +317,7 @@ def _spec(
         composed: the config.
         workers: the workers of the run, and which one this process is.
         overrides: the overrides of the command line.
-        named: the keys that they set.
+        named: the keys that the overrides set.
     """
     config: Any = OmegaConf.to_object(composed)
     resolved = plain.plain(composed)

@@ -1,7 +1,7 @@
 """The typed schema of a run: every key with its type, its kind and its legacy default.
 
 Hydra composes a config by these classes, and `RunSpec.config` is made of instances of
-them. The default of a field is what a run did before there was the key, since an old
+them. The default of a field is what a run did before the key existed, since an old
 record lacks it. The defaults of new runs stand in `conf/`, and may differ. The comment
 above a field is its line in the config reference (docs/reference.py).
 """
@@ -28,12 +28,12 @@ Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
 LossOver = Enum("LossOver", ["example", "effective_batch"])
 # The version of the config. `former_names.migrated` and `pipeline.rerun.recorded_run`
-# treat what older records hold.
+# handle older records.
 SCHEMA = 3
 
 
 class Kind(Enum):
-    """What a key decides. A run is the same run if its first three kinds are equal."""
+    """What a key decides. Runs are the same if they agree in the first three kinds."""
 
     TRAINING = "training"  # what is computed: another value gives other results
     CUT = "cut"  # how an effective batch is cut into micro-batches and over replicas
@@ -45,20 +45,22 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """What the program has to know of a key; `pipeline.config.key_kinds` looks it up.
+    """What the program knows about a key; `pipeline.config.key_kinds` looks it up.
 
     Attributes:
         kind: what the key decides.
-        fixed: a resumed run must have the value that the run began with. By default
-            so for keys of the training.
-        each_workers_own: each of several workers keeps its own value, and does not get
-            the chief's. By default so for keys of the log and of a machine.
-        of_one_call: it says where one call of the command reads and writes, or what it
-            opens, so it is never taken from the record of a sweep.
-        set_by_a_sweep: only a sweep sets it, for its jobs; no help text shows it.
-        same_data: another value changes where the data are or how they are read, but
-            not which data they are.
-        sets_rate: the learning rate depends on it.
+        fixed: whether a resumed run must have the value that the run began with. This
+            is the default for keys of the training.
+        each_workers_own: whether each of several workers keeps its own value, and does
+            not get the chief's. This is the default for keys of the log and of a
+            machine.
+        of_one_call: whether it says where one call of the command reads and writes, or
+            what it opens. It is then never taken from the record of a sweep.
+        set_by_a_sweep: whether only a sweep sets it, for its jobs; no help text shows
+            it.
+        same_data: whether another value changes where the data are or how they are
+            read, but not which data they are.
+        sets_rate: whether the learning rate depends on it.
     """
 
     kind: Kind
@@ -92,8 +94,9 @@ def about(
 
     Args:
         kind: what the key decides.
-        exceptions: the facts of keys below it that are of another kind, by name. A free
-            group, whose keys are the arguments of its `_target_`, is of one kind else.
+        exceptions: the facts of keys below it that are of another kind, by name. The
+            other keys of a free group, which are arguments of its `_target_`, are of
+            one kind.
         named: the facts of the key that differ from those of its kind.
     """
     return {"facts": facts(kind, **named), "exceptions": exceptions or {}}
@@ -123,14 +126,16 @@ class ScalingConfig(_SetOnce):
     # (int | share) updates until the scaled rate is reached, or a share of the horizon
     # such as `5%`
     warmup: Any = field(default=0, metadata=about(Kind.TRAINING, sets_rate=True))
-    # (sqrt | null) of `half_life` and `timescale`: the rate × √κ too; null: it is kept
+    # (sqrt | null) for `half_life` and `timescale`: sqrt also scales the rate by √κ;
+    # null keeps it
     rate: Any = field(default=None, metadata=about(Kind.TRAINING, sets_rate=True))
-    # of `surge`: the batch of the largest rate, not the gradient noise scale
+    # for `surge`: the batch with the largest rate, which is not the gradient noise
+    # scale
     peak_batch_size: int | None = field(
         default=None, metadata=about(Kind.TRAINING, sets_rate=True)
     )
-    # (true | false) the optimizer's weight averaging follows too: its momentum to the
-    # power of κ
+    # (true | false) whether the optimizer's weight averaging follows, too: its momentum
+    # to the power of κ
     ema: Any = field(default=False, metadata=about(Kind.TRAINING, sets_rate=True))
 
 
@@ -139,8 +144,8 @@ class AccumulationConfig(_SetOnce):
     """The effective batch, and how it is cut.
 
     `effective_batch_size` is not fixed, as a resumed run is checked by the size that
-    follows from all of the keys. Records that lack `same_noise` or `moving_statistics`
-    mean another default than a new run has, and still go on.
+    follows from all of the keys. A record without `same_noise` or `moving_statistics`
+    means another default than that of a new run, and its run can still be resumed.
     """
 
     # examples per optimizer update, over all replicas
@@ -152,12 +157,12 @@ class AccumulationConfig(_SetOnce):
     # (int | auto | auto_fastest | null) examples per forward and backward on one
     # replica
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
-    # (true | false | auto) noise that does not depend on the cut; auto: of layers that
-    # can
+    # (true | false | auto) whether noise does not depend on the cut; auto: in layers
+    # that can do so
     same_noise: Any = field(default=False, metadata=about(Kind.TRAINING, fixed=False))
-    # (stages | null) effective batches of other sizes later; see docs/accumulation.md
+    # (stages | null) other effective batches later in the run; see docs/accumulation.md
     batch_schedule: Any = field(default=None, metadata=about(Kind.TRAINING))
-    # BatchNormalization's move once per update or per micro-batch
+    # whether BatchNormalization's statistics move once per update or per micro-batch
     moving_statistics: Statistics = field(
         default=Statistics.micro, metadata=about(Kind.TRAINING, fixed=False)
     )
@@ -197,9 +202,10 @@ class TrainingConfig(_SetOnce):
     loss: Any = field(default=MISSING, metadata=about(Kind.TRAINING))
     # (mapping | list | null) a number for each output
     loss_weights: Any = field(default=None, metadata=about(Kind.TRAINING))
-    # what a scalar that a layer adds to the loss is of what its examples add
+    # whether a scalar that a layer adds to the loss is a mean or a sum over its
+    # examples
     added_losses: Added = field(default=Added.mean, metadata=about(Kind.TRAINING))
-    # what a loss needs at once; effective_batch: a second forward pass
+    # what the loss needs at once; effective_batch takes a second forward pass
     loss_over: LossOver = field(default=LossOver.example, metadata=about(Kind.TRAINING))
     # (mapping | null) class: weight of its examples; 1 for a class that is not listed
     class_weight: Any = field(default=None, metadata=about(Kind.TRAINING))
@@ -241,11 +247,13 @@ class HardwareConfig(_SetOnce):
     replicas: int = field(default=1, metadata=about(Kind.CUT))
     # processes that train this run; null reads `TF_CONFIG` or the Slurm step
     workers: int | None = field(default=1, metadata=about(Kind.CUT))
-    # several workers may open TensorFlow's ports, without password, to other machines
+    # whether several workers may open TensorFlow's ports, without a password, to other
+    # machines
     open_ports: bool = field(
         default=False, metadata=about(Kind.MACHINE, of_one_call=True)
     )
-    # every worker has it, of mode 0600; `PIPELINE_SECRET` outranks it; never recorded
+    # file with the secret of the workers, of mode 0600, on each of them;
+    # `PIPELINE_SECRET` outranks it; never recorded
     secret_file: str | None = field(
         default=None, metadata=about(Kind.MACHINE, of_one_call=True)
     )
@@ -259,14 +267,14 @@ class HardwareConfig(_SetOnce):
     gpus_per_job: int = field(default=1, metadata=about(Kind.PLACE))
     # jobs of a sweep on each GPU at once; give each its share with `gpu_memory`
     jobs_per_gpu: int = field(default=1, metadata=about(Kind.PLACE))
-    # (int | list | null) the GPUs of a run that is no job, counted from 0; null: the
+    # (int | list | null) the GPUs of a run outside a sweep, counted from 0; null: the
     # first ones
     gpu: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as
-    # it needs
+    # (bytes | text | null) the memory that TensorFlow takes of each GPU, such as
+    # `8GiB`; null: as it needs it
     gpu_memory: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is
-    # available
+    # (bytes | text | null) the memory that `auto` may fill on a CPU, such as `8GiB`;
+    # null: all that is available
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
     # Keras' `fit` does
@@ -289,11 +297,12 @@ class ShownTrackingConfig(_SetOnce):
     uri: str = field(default=MISSING, metadata=about(Kind.MACHINE, of_one_call=True))
     # name of the MLflow experiment
     experiment: str = field(default=MISSING, metadata=about(Kind.LOG))
-    # null: composed of the experiment or the dataset and of what was overridden
+    # name of the run; null: composed of the experiment or the dataset and of the
+    # overrides
     run_name: str | None = field(default=None, metadata=about(Kind.LOG))
-    # name: text; of the run, whose own tags come first
+    # tags of the run, as name: text; the tags that the program sets outrank them
     tags: dict[str, str] = field(default_factory=dict, metadata=about(Kind.LOG))
-    # of the run, in Markdown
+    # description of the run, in Markdown
     description: str | None = field(default=None, metadata=about(Kind.LOG))
     # log every Nth update
     log_every: int = field(default=1, metadata=about(Kind.LOG))
@@ -332,7 +341,7 @@ class TrackingConfig(ShownTrackingConfig):
 
 @dataclass
 class TrustConfig(_SetOnce):
-    # dotted code and places of artifacts that records may name
+    # dotted names of code, and places of artifacts, that records may name
     allow: list[str] = field(default_factory=list, metadata=about(Kind.MACHINE))
 
 
@@ -399,7 +408,8 @@ def register(*, shown: bool = False) -> None:
 def _times(left: Any, right: Any) -> int | float:
     """Return the product of two numbers.
 
-    Text times a number, or an integer of any length, would fill the memory.
+    Other operands are rejected: text times a number, or an integer of any length, would
+    fill the memory.
     """
     for factor in (left, right):
         integer = isinstance(factor, int) and not isinstance(factor, bool)

@@ -1,7 +1,7 @@
 """One call of Hydra: what its plugins need to know, and what they leave behind.
 
-Hydra makes its callbacks and launchers by itself and returns nothing of theirs, so a
-context variable gives them the session.
+Hydra makes its callbacks and launchers itself and does not return them, so a context
+variable gives them the session.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ class Session:
 
     Attributes:
         config_dir: the user's folder of configs, where Hydra's plugins have to find it;
-            None where Hydra knows it.
+            None if Hydra knows it.
         key: the config key of the run directory.
         run_dir: the folder that this key names.
         new_folders: the folders that Hydra makes for it, the innermost first.

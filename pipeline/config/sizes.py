@@ -33,7 +33,8 @@ class Batching:
 
     Attributes:
         effective_batch_size: examples in an update, on all replicas.
-        micro_batch_size: most examples in a forward and backward pass of a replica.
+        micro_batch_size: largest number of examples in a forward and backward pass of a
+            replica.
         factor: number of micro-batches in an update of a replica.
         replicas: number of copies of the model, over all workers.
     """
@@ -45,14 +46,14 @@ class Batching:
 
     @property
     def share(self) -> int:
-        """Return the most examples of an effective batch that a replica gets.
+        """Return the largest number of examples of an effective batch on one replica.
 
         A micro-batch cannot be larger.
         """
         return ceil_div(self.effective_batch_size, self.replicas)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Batching:
-        """Return how the same effective batch is cut into micro-batches of this size."""
+        """Return how the effective batch is cut into micro-batches of this size."""
         factor = ceil_div(self.share, micro_batch_size)
         return replace(self, micro_batch_size=micro_batch_size, factor=factor)
 
@@ -82,7 +83,7 @@ def derive(
     replicas: int = 1,
     most: int = 0,
 ) -> Batching:
-    """Derive the third size from the two that are not None; three have to agree.
+    """Derive the third size from the two that are not None; all three have to agree.
 
     Args:
         effective: effective batch size.
@@ -194,7 +195,7 @@ def sizes_in_force(
     if not explicit:
         return sizes
 
-    # Defaults fill up to two, the effective batch before the factor.
+    # Defaults fill up to two sizes, the effective batch before the factor.
     defaults = [name for name in present if name not in explicit]
     kept = max(0, 2 - len(explicit))
     for name in defaults[kept:]:
@@ -217,7 +218,7 @@ def of_batches(
         named: keys that the command line sets.
 
     Raises:
-        ConfigError: the config asks for what needs a known effective batch size.
+        ConfigError: the config has a value that needs a known effective batch size.
     """
     effective = accumulation["effective_batch_size"]
     factor = accumulation["factor"]

@@ -24,7 +24,7 @@ class ScheduledStage(NamedTuple):
     Its first update is the first one that begins at `start` or later.
     """
 
-    unit: str  # of `start`, one of `UNITS`
+    unit: str  # the unit of `start`, one of `UNITS`
     start: int | float
     size: int  # the effective batch size
 
@@ -38,7 +38,7 @@ class Stage(NamedTuple):
     size: int
     examples: int  # in one epoch
     after: int = 0  # updates before it
-    epoch: int = 0  # in which it begins, from 0 on
+    epoch: int = 0  # the epoch in which it begins, from 0 on
     first: int = 0  # examples of that epoch before it
     number: int = 0  # updates of that epoch before it
 
@@ -76,7 +76,7 @@ class Stage(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Examples that are read in batches of one size, in some epochs before `end`."""
+    """Examples that are read in batches of one size, in the epochs before `end`."""
 
     size: int
     end: int
@@ -89,7 +89,7 @@ def parse_schedule(schedule: Any) -> list[ScheduledStage]:
     """Return the stages of `accumulation.batch_schedule`; none if it is null.
 
     Raises:
-        ConfigError: it is no list of stages whose starts rise from 0.
+        ConfigError: it is not a list of stages whose starts rise from 0.
     """
     if schedule is None:
         return []
@@ -115,7 +115,7 @@ def parse_schedule(schedule: Any) -> list[ScheduledStage]:
 
 
 def largest(accumulation: Mapping[str, Any], first: int) -> int:
-    """Return the most examples of an update.
+    """Return the largest number of examples in an update.
 
     Args:
         accumulation: the config group.
@@ -136,7 +136,7 @@ def implied_values(
         named: keys that the command line sets.
 
     Raises:
-        ConfigError: another key does not go with the schedule.
+        ConfigError: another key does not fit the schedule.
     """
     accumulation = config["accumulation"]
     schedule = accumulation["batch_schedule"]

@@ -39,14 +39,14 @@ class Check:
 
     Attributes:
         rule: the words after `must be`.
-        holds: whether a value is so.
+        holds: returns whether a value obeys the rule.
     """
 
     rule: str
     holds: Callable[[Any], bool]
 
     def or_null(self) -> "Check":
-        """Return the check that also takes null."""
+        """Return the check that also accepts null."""
         return Check(
             f"{self.rule}, or null", lambda value: value is None or self.holds(value)
         )
@@ -64,7 +64,7 @@ def check_form(config: DictConfig) -> None:
     for key, value in leaves(merged).items():
         if value == MISSING or key not in keys:
             raise ConfigError(key, "must be given")
-    # Before anything fails to read the URI, and an error shows it.
+    # This comes first, as a later error could show the URI.
     secrets.remember(config.tracking.uri)
     _check_targets(config)
 
@@ -72,7 +72,7 @@ def check_form(config: DictConfig) -> None:
 def check_values(config: DictConfig) -> None:
     """Check each value by itself.
 
-    Of an optimizer that is not from Keras, only the learning rate is known.
+    For an optimizer that is not from Keras, only the learning rate is checked.
     """
     checks: dict[str, Check] = {}
     if config.optimizer._target_.startswith("keras."):
@@ -111,7 +111,7 @@ def check_settings(config: DictConfig) -> None:
 
 
 def _check_store(uri: str) -> None:
-    """Reject a tracking URI that MLflow does not take, or that names no file."""
+    """Reject a tracking URI that MLflow does not accept, or that names no file."""
     scheme = uri.partition(":")[0].lower().split("+")[0]
     if scheme not in SCHEMES:
         rule = "must be an MLflow tracking URI of a known scheme"
@@ -179,7 +179,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_bool(value: object) -> bool:
-    # OmegaConf takes any number for a bool.
+    # OmegaConf accepts any number as a bool.
     return isinstance(value, bool)
 
 
@@ -226,11 +226,11 @@ def _are_loss_weights(node: Any) -> bool:
 
 
 def _is_null_or_has(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
-    """Return whether a node is null, or has these keys alone, each with a right value.
+    """Return whether a node is null, or has exactly these keys with valid values.
 
     Args:
         node: the value of the key.
-        holds: whether a value is right, by the name of its key.
+        holds: a function for each key that returns whether its value is valid.
     """
     if node is None:
         return True
@@ -249,7 +249,7 @@ _SIZE = Check(
 _SWITCH = Check("true, false or auto", lambda value: _is_bool(value) or value == "auto")
 _FLAG = Check("true or false", _is_bool)
 
-# With other values Keras mostly gives no warning, and clips nothing or diverges.
+# With other values, Keras mostly does not warn, and clips nothing or diverges.
 _KERAS_OPTIMIZER_CHECKS = {
     "optimizer.clipnorm": _POSITIVE.or_null(),
     "optimizer.global_clipnorm": _POSITIVE.or_null(),

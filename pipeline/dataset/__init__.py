@@ -1,7 +1,7 @@
 """Splits → examples → effective batches.
 
 In: the `dataset` group of a config. Out: `Data`, its batches for updates and
-evaluations, and what can be recorded of its files.
+evaluations, and what can be recorded about its files.
 """
 
 from importlib import import_module

@@ -70,7 +70,7 @@ def augmented(source: Source, augment: Augment, seed_of_epoch: tf.Tensor) -> Sou
 def check_keeps_inputs(spec: Any, augmented_spec: Any) -> None:
     """Raise a `ConfigError` if augmentation changes the shape or dtype of inputs.
 
-    Both are specs of the inputs of a batch, as they are and augmented.
+    Both are specs of the inputs of a batch, before and after augmentation.
     """
     if not _compatible(spec, augmented_spec):
         rule = f"must keep the shape and dtype of an input, {spec}"

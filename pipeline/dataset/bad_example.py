@@ -47,13 +47,13 @@ def located(data: Data, files: DataFiles) -> Iterator[None]:
         # Every example can be read: the text named the iterator after a good batch.
         if not place and not is_of_data:
             raise
-        # A loader has said which of its batches it was.
+        # The error of a loader names the batch.
         cause = first_line(error).removeprefix("DataError: ")
         raise DataError(f"the data cannot be read: {place or cause}") from error
 
 
 def _search(data: Data) -> str:
-    """Return as `_first_unreadable`; an interrupt ends only the search."""
+    """Return what `_first_unreadable` returns; an interrupt ends only the search."""
     try:
         return _first_unreadable(data)
     except (KeyboardInterrupt, Terminated):

@@ -137,7 +137,7 @@ def in_order(
     Args:
         examples: the split.
         size: examples of a batch.
-        pad: as `dataset.pad` of the config.
+        pad: `dataset.pad` of the config.
         reader: one of several workers; an element is then its `Share`.
         made_of: the records that the split is made from. With them, a reader makes its
             own examples only.
@@ -160,7 +160,7 @@ def stream_batches(
 ) -> tf.data.Dataset:
     """Return the effective batches of a stream from `first_update` on.
 
-    Each element is `Batches`; else as `effective_batches`.
+    Each element is a `Batches`. Otherwise it is like those of `effective_batches`.
     """
     batches = map_batches(stream.batches(first_update), _cast_to_floatx)
     if weigh is not None:
@@ -178,7 +178,7 @@ def evaluation_batches(
 ) -> tf.data.Dataset:
     """Return the batches of a split in its order.
 
-    They are those of its loader if it has one, else as `in_order` makes them.
+    They come from its loader if it has one, otherwise from `in_order`.
     """
     loader = data.loaders.get(name)
     if loader is None:
@@ -199,7 +199,7 @@ def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
     """Return a warning if the first shuffle buffer holds examples of one class only.
 
-    The text is empty if there is nothing to warn of.
+    The text is empty if there is nothing to warn about.
     """
     if node.get("in_memory", True) or not _has_class_labels(data):
         return ""
@@ -283,8 +283,8 @@ def _streamed(
         make_batch = one_by_one(make, spec)
 
     def source_of_epoch(seed: tf.Tensor, skipped: tf.Tensor) -> Source:
-        # Concerns this traced function only. Without it, the seed of the process would
-        # change the order; it may not be 0.
+        # This seed concerns only the traced function. Without it, the seed of the
+        # process would change the order. It may not be 0.
         tf.random.set_seed(1)
         seed_of_order = seed[0] ^ seed[1]
         ordered = keys.by_seed(seed_of_order)

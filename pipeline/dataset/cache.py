@@ -43,8 +43,8 @@ def decide_in_memory(
         processes: processes of the run that share the memory.
 
     Returns:
-        The values that replace those of the group, because the order depends on them,
-        and a line for the user.
+        The values that replace those of the group, as the order depends on them, and a
+        line for the user.
     """
     if node.get("in_memory") != "auto" or data.loaders:
         return {}, ""
@@ -92,7 +92,7 @@ def in_memory(data: Data) -> SourceOfEpoch:
     def gather(numbers: tf.Tensor) -> tuple:
         """Return the example of a number, or the batch of several numbers.
 
-        A batch takes a twentieth of the time of its examples one by one.
+        This takes a twentieth of the time of gathering the examples one by one.
         """
 
         def gather_leaf(leaf: Any) -> Any:

@@ -17,13 +17,13 @@ from pipeline.common import disk_cache
 from pipeline.common.errors import DataError, described, say
 
 # Seconds for which a file must not have changed before its checksum is remembered: the
-# resolution of its date may be as coarse.
+# resolution of its date may be that coarse.
 SETTLED = 2.0
 SILENCE = 10.0  # seconds of waiting before a line says why
 
 
 class _FileState(NamedTuple):
-    """What changes with a file; times in nanoseconds since the epoch."""
+    """Attributes that change with a file; times are in nanoseconds since the epoch."""
 
     size: int  # in bytes
     modified_ns: int
@@ -71,7 +71,7 @@ class DataFiles:
     Attributes:
         paths: all of the files.
         reread: the files that are read again while the run trains.
-        checksums: by the files' names; empty until they are known.
+        checksums: the checksums, by the files' names; empty until they are known.
     """
 
     def __init__(self, paths: Sequence[Path] = ()):
@@ -127,7 +127,7 @@ class DataFiles:
         try:
             checksums = self._computed()
             # The checksum of a file that changed may not be that of the data that the
-            # run trains on. What is recorded then is the checksum of no file.
+            # run trains on. The text that is recorded then is no file's checksum.
             changed = self._first_changed(self.paths)
             if changed is not None:
                 say(
@@ -136,7 +136,7 @@ class DataFiles:
                 )
                 checksums[changed.name] = "changed while the run began"
             then(checksums)
-            # Last, so that a run that ends now logs what `then` has written.
+            # This comes last, so that a run that ends now logs what `then` has written.
             self.checksums = checksums
         except Exception as error:  # training does not need checksums
             say(f"the data have no checksums: {described(error)}")
@@ -144,7 +144,7 @@ class DataFiles:
     def _first_changed(self, paths: Sequence[Path]) -> Path | None:
         """Return the first file that has changed since this object was created.
 
-        A file has changed if its size or date differs, and its checksum too if that is
+        A file has changed if its size or date differs, and also its checksum if that is
         known.
         """
         for path in paths:

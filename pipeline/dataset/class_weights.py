@@ -23,7 +23,8 @@ def weigher(training: TrainingConfig, data: Data) -> Weigh:
     label map has a class for each pixel.
 
     Raises:
-        ConfigError: the labels have no classes, or it is ambiguous where.
+        ConfigError: the labels have no classes, or the axis of the classes is
+            ambiguous.
     """
     weights_by_class = training.class_weight
     if weights_by_class is None:
@@ -67,7 +68,7 @@ def _labels_spec(data: Data) -> tf.TensorSpec:
 
 
 def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
-    """Return whether the last axis of labels holds classes; reject if unknown."""
+    """Return whether the last axis of labels holds classes; raise if it is unknown."""
     names = [
         str(node["_target_"]).rpartition(".")[2].lower()
         for _, node in by_output(loss)

@@ -53,7 +53,8 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         splits = {name: loader.examples() for name, loader in loaders.items()}
     else:
         splits = {name: _checked(split, name) for name, split in data.splits.items()}
-    # Padding brings images to one size; files are read by other ways than the splits.
+    # With padding, images get one size anyway. Files are not only read through the
+    # splits.
     if not loaders and node.get("pad") is None and not data.shards:
         splits = {name: _with_image_sizes(split) for name, split in splits.items()}
     _check_labels(splits)
@@ -83,7 +84,7 @@ def _build(node: DictConfig, prepare: bool) -> Any:
 @contextlib.contextmanager
 def _quiet_downloads() -> Iterator[None]:
     """Silence what TFDS prints about a missing dataset: the error is one line."""
-    # For good: other downloads go on after one has failed.
+    # This level stays: other downloads go on after one has failed.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     absl = logging.getLogger("absl")
     level = absl.level
@@ -132,7 +133,7 @@ def digits(
     Args:
         data_dir: where TFDS keeps the dataset; None for its default.
         download: whether to prepare the dataset if it is not there.
-        test_split: TFDS' name of the split for the test; None for none.
+        test_split: TFDS' name of the test split; None for none.
     """
     from pipeline.dataset.builtin.digits import Digits
 
@@ -150,12 +151,13 @@ def topics(
     """Load the help texts of Python's standard library as bytes to be predicted.
 
     x and y are integers, (length,), of at most 127 bytes: y is x moved by one, so that
-    each byte is predicted from those before it. A byte b is b + 1, since 0 is padding.
+    each byte is predicted from those before it. A byte b is stored as b + 1, since 0 is
+    padding.
 
     Args:
         data_dir: where TFDS keeps the dataset; None for its default.
         download: whether to prepare the dataset if it is not there.
-        test_split: TFDS' name of the split for the test; None for none.
+        test_split: TFDS' name of the test split; None for none.
     """
     from pipeline.dataset.builtin.topics import Topics
 
@@ -190,11 +192,11 @@ def from_tfds(  # noqa: PLR0913  keys of the config
     """Load a TFDS dataset by its name or its builder.
 
     Args:
-        name: as `tfds.builder` takes it.
-        data_dir, download: where it is prepared, and whether to fetch and prepare it if
-            it is not there.
-        train_split, validation_split, test_split: as TFDS takes them, also slices such
-            as `train[:90%]`.
+        name: the name that `tfds.builder` takes.
+        data_dir, download: the folder of the prepared dataset, and whether to download
+            and prepare it if it is not there.
+        train_split, validation_split, test_split: TFDS' names of the splits, or slices
+            such as `train[:90%]`.
         input_key, label_key: the features that are x and y.
         scale, resize: the factor and the (height, width) of x.
         preprocess: in place of the four above, a function from the features to (x, y)
@@ -298,10 +300,10 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
 
 
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:
-    """Return a split as `_as_parts`.
+    """Check a split, and return it as `_as_parts` does.
 
     Raises:
-        ConfigError: it is no dataset of single examples whose number is known.
+        ConfigError: it is not a dataset of a known number of single examples.
     """
     if not isinstance(dataset, tf.data.Dataset):
         rule = f"must give its {split} split as a tf.data.Dataset"
@@ -332,8 +334,8 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
 def check_single_examples(data: Data, model: keras.Model) -> None:
     """Raise a `ConfigError` if an example has the shape of a batch of the model.
 
-    Batches of images that a decoder has made look like single images of other things:
-    no size is known. Only the model tells them apart, if its inputs are known.
+    A batch of decoded images looks like a single example of another kind, as no size is
+    known. Only the model tells them apart, if its inputs are known.
     """
     inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
     batch_shapes = [tf.TensorShape(tensor.shape) for tensor in inputs]
@@ -406,8 +408,8 @@ def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
 def _is_batched(dataset: tf.data.Dataset) -> bool:
     """Return whether the elements of a dataset look like batches.
 
-    The size of the first axis is then unknown in each part, and yet it is the same in
-    all elements; only that of the last one may be smaller.
+    They do if the size of the first axis is unknown in each part, and is nevertheless
+    the same in all elements. Only that of the last element may be smaller.
     """
     for leaf in _leaves(dataset):
         if not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:
@@ -429,7 +431,7 @@ def _leaves(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset whose elements are tuples without labels that are None."""
+    """Return a dataset of tuples, without the labels that are None."""
     has_none = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in _leaves(dataset))
     if isinstance(dataset.element_spec, tuple) and not has_none:
         return dataset

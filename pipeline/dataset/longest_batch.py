@@ -1,4 +1,4 @@
-"""The batch that takes the most memory: of the longest examples, if lengths differ."""
+"""The batch that takes the most memory: it has the longest examples, if they differ."""
 
 import functools
 from dataclasses import replace
@@ -32,7 +32,7 @@ def for_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.
 def for_evaluation(
     spec: RunSpec, split: tf.data.Dataset, batch_size: int
 ) -> tf.data.Dataset:
-    """Return one batch of the longest examples of a split, as it is evaluated."""
+    """Return one batch of the longest examples of a split, for its evaluation."""
     examples = _longest(spec, split, batch_size)
     if examples is None:
         examples = split
@@ -44,9 +44,9 @@ def _longest(
 ) -> tf.data.Dataset | None:
     """Return `count` copies of the longest examples of a split.
 
-    None if all examples have one size. With `dataset.pad` the longest examples are
-    those with the greatest length of any axis, in turns; else the one with the most
-    elements.
+    Return None if all examples have one size. With `dataset.pad`, the longest examples
+    are those with the greatest length of some axis, in turn. Otherwise it is the one
+    with the most elements.
 
     Raises:
         ConfigError: the examples are streamed, so that the longest is not known.
@@ -74,8 +74,9 @@ def _numbers_of_longest(
 ) -> list[int]:
     """Return the numbers of the examples that are the longest by some length.
 
-    The lengths of a `padded` split are the elements and axes of each part that varies;
-    else there is one, the elements of these parts together.
+    For a `padded` split, the lengths are the number of elements and the axes of each
+    part that varies. Otherwise there is one length: the number of elements of all these
+    parts.
     """
 
     def lengths_of(example: Any) -> tf.Tensor:
@@ -120,7 +121,7 @@ def _varies(spec: tf.TypeSpec) -> bool:
 
 
 def _rank(spec: Any) -> int:
-    """Return how many lengths of axes `_lengths` has for a part."""
+    """Return the number of axis lengths that `_lengths` returns for a part."""
     if isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) and spec.shape.rank:
         return int(spec.shape.rank)
     return 0

@@ -1,4 +1,4 @@
-"""Finds data that are not finite, once a loss was not."""
+"""Finds data that are not finite, after a loss was not."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ _PARTS = ("inputs", "labels", "sample weights")
 
 
 def non_finite_part(batch: Any) -> str:
-    """Return which part of a batch has a value that is NaN or infinite.
+    """Return the part of a batch that has a NaN or an infinite value.
 
     Args:
-        batch: as an update or an evaluation takes it.
+        batch: the batch of an update or of an evaluation.
 
     Returns:
         `inputs`, `labels` or `sample weights`; empty if all values are finite.
@@ -36,7 +36,8 @@ def warning_of_evaluation(
     Args:
         split: the name of the split.
         results: the loss and the metrics by name.
-        batches: of the split. They are read once more if a result is not finite.
+        batches: the batches of the split. They are read again if a result is not
+            finite.
 
     Returns:
         The line; empty if all results are finite.

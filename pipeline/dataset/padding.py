@@ -19,8 +19,8 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
     batch, rounded up to a multiple of `pad.multiple`: inputs with `pad.value`, texts
     with "", labels and sample weights with 0.
 
-    Ragged labels without sample weights get some, 1 for each of their steps. A weight
-    of an example is repeated for each of its steps.
+    Ragged labels without sample weights get a weight of 1 for each of their steps. The
+    weight of an example is repeated for each of its steps.
 
     Args:
         pad: the node of the config, with `multiple` and `value`.
@@ -93,8 +93,8 @@ def _weights_of_output(labels: Any, weights: Any, multiple: int) -> Any:
 def _dense(leaf: Any, multiple: int, filling: Any = 0, spec: Any = None) -> Any:
     """Return a part of a batch, padded with `filling` if it is ragged.
 
-    `spec` is that of the part in an example; without it, the batch tells which axes
-    have a size.
+    `spec` is the part's spec in an example. Without it, the batch tells which axes have
+    a size.
     """
     if not isinstance(leaf, tf.RaggedTensor):
         return leaf
@@ -120,9 +120,10 @@ def _dense(leaf: Any, multiple: int, filling: Any = 0, spec: Any = None) -> Any:
 
 
 def _without(value: Any, leaf: Any) -> Any:
-    """Return a part of the inputs, checked.
+    """Return a part of the inputs, with a check.
 
-    Reading it fails if it is ragged, of integers, and contains the padding's value.
+    Reading the part fails if it is ragged, has integers, and contains the padding's
+    value.
     """
     if not isinstance(leaf, tf.RaggedTensor) or not leaf.dtype.is_integer:
         return leaf

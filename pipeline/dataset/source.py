@@ -85,8 +85,8 @@ class Source:
     def _example_spec(self) -> Any:
         """Return the spec of an example.
 
-        It is not read off `keys.map(make)`: tf.data cannot fuse a `map` whose spec was
-        read.
+        The spec is not taken from `keys.map(make)`: tf.data cannot fuse a `map` whose
+        spec was read.
         """
         key = self.keys.element_spec
         if self.make is None:
@@ -112,10 +112,10 @@ def bytes_of_spec(spec: Any) -> int:
 
 
 def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., tuple]:
-    """Return a function that makes a batch of keys into a batch of examples.
+    """Return a function that turns a batch of keys into a batch of examples.
 
-    It calls `make` for one key after the other, in one step of tf.data; `spec` is that
-    of an example.
+    It calls `make` for one key after the other, in one step of tf.data. `spec` is the
+    spec of an example.
     """
     if make is None:
         return lambda *examples: examples

@@ -15,8 +15,8 @@ class Shard(NamedTuple):
 
     Attributes:
         path: the file.
-        first: number of the first example that belongs to the split, in the file.
-        examples: how many do, from `first` on.
+        first: number, in the file, of the first example that belongs to the split.
+        examples: number of examples from `first` on that belong to the split.
     """
 
     path: Path
@@ -29,8 +29,8 @@ class Stored:
     """The stored records that a split is made from, each one tensor.
 
     Attributes:
-        split: the examples that the records make. In a `Data`, the records stand for
-            its split only while that is this very object.
+        split: the examples made from the records. In a `Data`, the records are used
+            only while its split is this same object.
         records: the records in the order of the split.
         make: one record → its example, a tuple as in the split.
         shuffled: a seed, scalar of int64 → the records, with their files in an order
@@ -61,7 +61,7 @@ class Data:
             `stored` has them.
         stored: the records that splits are made from, by the split's name. With them,
             streamed examples are made after shuffling, and each of several workers
-            makes its share only.
+            makes only its share.
         loaders: with `dataset.batched`, the sources of the batches of each split. The
             split itself then has the first batch only.
     """
@@ -85,7 +85,7 @@ class Data:
         return {name: split for name, split in splits.items() if split is not None}
 
     def count(self, name: str) -> int | None:
-        """Return the number of examples of a split; None if only reading it shows."""
+        """Return the number of examples of a split; None if only reading shows it."""
         if name in self.loaders:
             return None
         return int(self.splits[name].cardinality())

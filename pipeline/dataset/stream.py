@@ -3,10 +3,10 @@
     loader ─► epoch after epoch, K batches at a time
            ─► concatenated on the host, with their sizes ─► one update
 
-The loader is iterated in one thread and once an epoch. Its state is its own, so that a
-resumed run too begins with the first epoch. The order is thus that of a loop that the
-user would write, and what was read for each update is remembered. An epoch ends where
-the loader ends.
+The loader is iterated in one thread, once per epoch. Its state is not saved, so a
+resumed run also begins with its first epoch. The order is thus that of a loop that the
+user would write. What was read for each update is remembered. An epoch ends where the
+loader ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loader:
     Attributes:
         first: the first batch of the first epoch.
         spec: the spec of a batch.
-        count: batches in an epoch; None if only reading it shows that.
+        count: number of batches in an epoch; None if it is unknown before reading.
         endless: whether the first epoch is known not to end.
 
     Raises:
@@ -47,8 +47,8 @@ class Loader:
         self._source = source
         self._split = split
 
-        # The first batch shows the form of all. The rest of the first epoch follows
-        # when it is trained on.
+        # The first batch shows the form of all batches. The rest of the first epoch
+        # follows when it is trained on.
         self._begun_epoch: Iterator[tuple] | None = None
         epoch = self.epoch()
         first = next(epoch, None)
@@ -116,7 +116,7 @@ class Loader:
         return batch.unbatch().apply(tf.data.experimental.assert_cardinality(count))
 
     def _checked(self, batch: Any) -> tuple:
-        """Return a batch as tensors `(x, y, sample_weight)`, without parts of None."""
+        """Return a batch as tensors `(x, y, sample_weight)`, leaving out None parts."""
         parts = tuple(part for part in parts_of(batch) if part is not None)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
@@ -133,7 +133,7 @@ class Loader:
 
 
 def _unreadable_image(paths: Iterable[str]) -> str:
-    """Return the first of these files that is no image; empty if all are.
+    """Return the first of these files that is not an image; empty if all are images.
 
     `keras.utils.image_dataset_from_directory` leaves its files in its dataset. Their
     order is not that of the batches.
@@ -147,7 +147,7 @@ def _unreadable_image(paths: Iterable[str]) -> str:
 
 
 def _spec_of_batches(source: Any, first: tuple) -> tuple:
-    """Return the spec of a batch of any number of examples, without parts of None."""
+    """Return the spec of a batch of any size, without parts that are None."""
     example_of_batch: Any = first
     if isinstance(source, tf.data.Dataset):
         example_of_batch = source.element_spec
@@ -182,7 +182,8 @@ class Stream:
 
     Attributes:
         windows: what was read for each update so far.
-        per_epoch: updates in an epoch; `ENDLESS`, or None if only reading it shows.
+        per_epoch: number of updates in an epoch; `ENDLESS` if the epoch does not end,
+            and None if the number is unknown before reading.
     """
 
     def __init__(self, loader: Loader, factor: int):
@@ -198,7 +199,7 @@ class Stream:
     def batches(self, first_update: int) -> tf.data.Dataset:
         """Return the effective batches from `first_update` on, for one iteration.
 
-        Those before it are read here.
+        The batches before it are read here.
         """
         effective_batches = self._effective_batches()
         for _ in range(first_update):
@@ -244,7 +245,7 @@ class Stream:
 
 
 def _last_varying_axis(spec: tf.TensorSpec) -> int:
-    """Return the last axis whose size differs between batches; 0 is the examples'."""
+    """Return the last axis whose size differs between batches; axis 0 always does."""
     return max(axis for axis, size in enumerate(spec.shape) if size is None)
 
 

@@ -17,8 +17,8 @@ from pipeline.dataset.splits import Data, Shard, Stored
 FILES_AT_ONCE = 16  # files that are read in turn when files are shuffled
 # Bytes that are read from a file at a time. TFDS would keep 128 MB for all files.
 BUFFER = 2**20
-# Retries of a download. TFDS' ten take over three minutes to find that there is no
-# network.
+# Retries of a download. With the ten of TFDS, it takes over three minutes to find that
+# there is no network.
 RETRIES = 5
 
 
@@ -34,8 +34,8 @@ def read(
     Args:
         builder: a `tfds.core.DatasetBuilder`.
         download: whether to prepare the dataset if it is not there.
-        splits: names of TFDS for the training, validation and test split; None for
-            none.
+        splits: TFDS' names of the training, validation and test split; None for no
+            split.
         make: the features of an example → the example.
         label_key: the feature that has the number of classes.
     """
@@ -100,7 +100,7 @@ def _prepare(builder: Any, download: bool) -> None:
 def _prepare_locked(builder: Any) -> None:
     import tensorflow_datasets as tfds
 
-    # Another process may have prepared it after this one's builder had looked.
+    # Another process may have prepared it since this one looked.
     if builder.is_prepared():
         builder.info.read_from_directory(builder.data_dir)
         return

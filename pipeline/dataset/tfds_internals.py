@@ -1,6 +1,7 @@
-"""What is private in TFDS and used here, as it is in TFDS 4.9.
+"""Private interfaces of TFDS that are used here, as of TFDS 4.9.
 
-tests/dataset/test_tfds_internals.py checks that it still is so, and in which version.
+tests/dataset/test_tfds_internals.py checks that they are unchanged, and in which
+version.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ READ_IN = "4.9"  # the version of TFDS in whose source this was read
 
 
 def limit_download_retries(retries: int) -> None:
-    """Let a download fail after so many retries; by default they are ten."""
+    """Let a download fail after this many retries; TFDS' default is ten."""
     from tensorflow_datasets.core.download import downloader
 
     downloader.MAX_RETRIES = retries

@@ -1,4 +1,4 @@
-"""Tokens of an effective batch: positions of its sequences that are no padding."""
+"""Tokens of an effective batch: positions of its sequences that are not padding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +74,7 @@ def _examples(batch: Any, sequence: tf.Tensor) -> tf.Tensor:
 
 
 def _count_others(sequence: tf.Tensor, not_counted: Any) -> tf.Tensor:
-    """Return the number of steps of which some element differs from a value."""
+    """Return the number of steps with an element that differs from `not_counted`."""
     value: Any = ""
     if sequence.dtype != tf.string:
         value = tf.cast(not_counted, sequence.dtype)

@@ -24,8 +24,8 @@ from pipeline.distributed import rendezvous, worker
 from pipeline.distributed.straggler import LostWorker
 from pipeline.trust import gate
 
-# Seconds after which TensorFlow, once all workers have joined, has noticed by itself
-# that one is gone.
+# Seconds within which TensorFlow itself notices that a worker is gone, once all workers
+# have joined.
 JOINING = 20.0
 
 
@@ -34,7 +34,7 @@ class WorkerError(RunError):
 
 
 class Chief(AbstractContextManager["Chief"]):
-    """The chief's hold of the other workers of a run, until its `with` block ends.
+    """The chief's control of the other workers of a run, within a `with` block.
 
     A run with one worker has a chief too, which does nothing.
 
@@ -63,8 +63,8 @@ class Chief(AbstractContextManager["Chief"]):
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._ended = True
         self.reductions_ready = None
-        # Without an error, the workers end with this process. Ended before, they would
-        # be missed by TensorFlow, which would report a crash.
+        # Without an error, the workers end with this process. If they ended earlier,
+        # TensorFlow would miss them and report a crash.
         if error is None:
             return
         if isinstance(error, ConfigError):
@@ -85,7 +85,7 @@ class Chief(AbstractContextManager["Chief"]):
         Args:
             spec: the spec of the run.
             run_dir: the directory of the run; the workers' logs are in it.
-            task: dotted name of what they do, see `worker.run`.
+            task: dotted name of the function that they call, see `worker.run`.
         """
         if self._server is None or not self._server.cluster.started:
             return
@@ -126,7 +126,7 @@ class Chief(AbstractContextManager["Chief"]):
         Args:
             spec: the spec of the run.
             run_dir: the directory of the run.
-            start: the checkpoint that the training starts from; None for none.
+            start: the checkpoint that the training starts from, if there is one.
 
         Returns:
             The spec with TensorFlow's addresses.
@@ -152,16 +152,17 @@ class Chief(AbstractContextManager["Chief"]):
         return replace(spec, workers=workers)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell the workers that wait that there will be no run.
+        """Tell the workers that are waiting that there will be no run.
 
-        With an `error` the chief rejects the config, without one the run has finished.
+        With an `error`, the chief rejects the config; without one, the run has
+        finished.
         """
         if self._server is not None and not self._server.cluster.started:
             self._server.dismiss(error)
 
     @contextmanager
     def as_worker_error(self) -> Iterator[None]:
-        """Raise an error of one line, not TensorFlow's, if a worker is the cause.
+        """Replace TensorFlow's error by one line if another worker is the cause.
 
         Raises:
             WorkerError: another worker is gone or has failed.
@@ -202,8 +203,8 @@ class Chief(AbstractContextManager["Chief"]):
     def _on_lost(self, lost: LostWorker) -> None:
         """Kill a worker that hangs, so that TensorFlow notices.
 
-        While TensorFlow still waits for workers to join, it notices nothing: after a
-        time this process ends itself.
+        While TensorFlow still waits for workers to join, it notices nothing. This
+        process then ends itself after a while.
         """
         if self._processes and lost.late:
             self._processes[lost.index - 1].kill()

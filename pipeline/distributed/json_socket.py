@@ -1,8 +1,8 @@
-"""Connections between processes: a message is one line of JSON, either way, anytime.
+"""Connections between processes: either side may send a line of JSON at any time.
 
 A message can be sealed. It then proves that its sender knows a secret, which is not
-sent, and that it answers the challenge of this connection, so that nobody can send it
-again.
+sent. It also proves that it answers the challenge of this connection, so that nobody
+can send it again.
 """
 
 import hmac
@@ -33,7 +33,7 @@ class JsonSocket:
         self._unread = b""
 
     def write(self, message: Mapping[str, Any]) -> None:
-        """Send a message. If the other side is gone, the next `read` tells."""
+        """Send a message. If the other side is gone, the next `read` shows it."""
         try:
             self.socket.settimeout(5.0)
             self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -44,7 +44,7 @@ class JsonSocket:
     def read(self, seconds: float | None = None) -> dict[str, Any] | None:
         """Return the next message.
 
-        None if the other side is gone, sends something else, or is silent for
+        Return None if the other side is gone, sends something else, or is silent for
         `seconds`.
         """
         while b"\n" not in self._unread:
@@ -56,7 +56,7 @@ class JsonSocket:
     def received(self) -> list[dict[str, Any]] | None:
         """Return the messages that have arrived.
 
-        None if the other side is gone, or sends something else.
+        Return None if the other side is gone, or sends something else.
         """
         if b"\n" not in self._unread and readable([self.socket], 0.0):
             if not self._receive(1.0):
@@ -88,8 +88,8 @@ def sealed(
     """Return `message` with a proof that its sender knows the secret.
 
     Args:
-        message: what is sent.
-        secret: what both sides know.
+        message: the message to send.
+        secret: the secret that both sides know.
         sender: role of the sender, so that its own messages cannot be sent back to it.
         challenge: the text of the other side that this message answers.
     """
@@ -102,7 +102,7 @@ def unsealed(
 ) -> dict[str, Any] | None:
     """Return the message that was `sealed`.
 
-    None if it is malformed, or if its sender does not know the secret.
+    Return None if it is malformed, or if its sender does not know the secret.
     """
     text = str(message.get("sealed"))
     proof = str(message.get("proof")).encode(errors="replace")

@@ -1,7 +1,7 @@
 """The port where the chief waits for the workers.
 
-The chief challenges whoever connects. It is a worker if its answer proves that it knows
-the secret of the run.
+The chief sends a challenge to whoever connects. If the answer proves that its sender
+knows the secret of the run, the sender is a worker.
 """
 
 import errno
@@ -23,7 +23,7 @@ from pipeline.distributed.json_socket import (
 
 ANSWERING = 5.0  # seconds for the answer to the challenge
 LONGEST_GREETING = 2**20  # bytes of the answer
-# Connections that have not answered. One more, and the oldest is closed.
+# Limit of connections that have not answered. With one more, the oldest is closed.
 MOST_STRANGERS = 128
 FREE = "must have an address of its own that is free"
 
@@ -32,8 +32,9 @@ class WorkerConnection(JsonSocket):
     """A connection to the chief, from a worker or from a stranger.
 
     Attributes:
-        challenge: the text that the answer has to prove the secret for.
-        until: when a stranger is closed that has not answered, by `time.monotonic`.
+        challenge: the text that the proof in the answer has to include.
+        until: when the connection is closed if it has not answered, by
+            `time.monotonic`.
         greeting: the answer of a worker, with its index, its statement and its own
             challenge; empty for a stranger.
     """
@@ -55,7 +56,7 @@ class Listener:
 
     Args:
         address: `host:port`; port 0 takes a free one.
-        count: number of workers of the run, with the chief.
+        count: number of workers of the run, including the chief.
         secret: the secret of the run.
 
     Attributes:
@@ -77,7 +78,7 @@ class Listener:
     def arrivals(self, seconds: float) -> Iterator[WorkerConnection]:
         """Yield the workers that answer within `seconds`.
 
-        Nothing waits for a stranger: it is read when it has sent something.
+        It never waits for a stranger: a stranger is read once it has sent something.
         """
         for connection in readable([self._server, *self._strangers], seconds):
             if connection is self._server:
@@ -122,7 +123,7 @@ class Listener:
         return stranger
 
     def _close_silent_strangers(self) -> None:
-        """Close the strangers whose time is over; if there are none, the surplus."""
+        """Close strangers whose time is over; if there are none, close the surplus."""
         now = time.monotonic()
         closed = [
             connection
@@ -161,15 +162,15 @@ def reserve_port(key: str, address: str) -> socket.socket:
         port = int(address.rpartition(":")[2])
         reserved = close_on_error.enter_context(socket.socket())
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # It does not listen: TensorFlow's server takes a number and no socket, and
-        # listens there itself.
+        # It does not listen: TensorFlow's server takes a port number and not a socket,
+        # and listens there itself.
         reserved.bind(("", port))
         close_on_error.pop_all()
     return reserved
 
 
 def _is_greeting(message: dict[str, Any], count: int) -> bool:
-    """Return whether a message is of a worker with an index below `count`."""
+    """Return whether a message is the greeting of a worker with a valid index."""
     match message:
         case {"index": int(index), "challenge": str(), "refused": str()}:
             return _is_index(index, count)

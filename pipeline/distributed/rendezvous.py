@@ -37,18 +37,18 @@ from pipeline.distributed.straggler import (
     OnLost,
 )
 
-# Seconds for all workers to come: a cluster starts them one after the other.
+# Seconds for all workers to connect: a cluster starts them one after the other.
 PATIENCE = 300.0
 # Seconds for which a chief that rejects its config waits for workers, to tell them.
 REJECTING = 10.0
-# The same if its run has finished: workers import TensorFlow before they come.
+# The same for a run that has finished: workers import TensorFlow before they connect.
 FINISHED = 60.0
 
 
 def statement(spec: RunSpec) -> dict[str, Any]:
     """Return what all workers must have in common.
 
-    That is the versions, and the config without what belongs to one machine.
+    It is the versions, and the config without the keys that belong to one machine.
     """
     versions = {"python": platform.python_version()}
     for name in ("tensorflow", "keras", "numpy", "tensorflow-datasets", "scikit-learn"):
@@ -96,8 +96,8 @@ class Server:
             The cluster with the ports of TensorFlow.
 
         Raises:
-            ConfigError: a worker is missing, rejects its config, or states something
-                else. All workers are told.
+            ConfigError: a worker is missing, rejects its config, or has a different
+                statement. All workers get the reason.
         """
 
         def check_statement(worker: WorkerConnection) -> None:
@@ -117,9 +117,10 @@ class Server:
         return replace(self.cluster, addresses=addresses)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell all workers, also those that come soon, that there is nothing to do.
+        """Tell all workers, also those that connect soon, that there is nothing to do.
 
-        With an `error` the chief rejects the config, without one the run has finished.
+        With an `error`, the chief rejects the config; without one, the run has
+        finished.
         """
         if not self._closed:
             message: dict[str, Any] = {"finished": True}
@@ -139,7 +140,7 @@ class Server:
     def watch(self, reductions: CountReductions, on_lost: OnLost) -> None:
         """Watch all workers from now on, in a thread.
 
-        It calls `on_lost` for a worker that is gone or a straggler.
+        The thread calls `on_lost` for a worker that is gone or that is a straggler.
         """
 
         def note_lost(worker: LostWorker) -> None:
@@ -153,13 +154,13 @@ class Server:
     def lost(self, patience: float = 3.0) -> LostWorker | None:
         """Return the first worker that is silent or gone.
 
-        None if there is no such worker within `patience`, in seconds.
+        Return None if there is no such worker within `patience`, in seconds.
         """
         until = time.monotonic() + patience
         while True:
             now = time.monotonic()
-            # A silent worker comes first: the others lose it too, and end before it is
-            # noticed to be gone.
+            # Silent workers come first: the others lose a silent one, too, and end
+            # before it is noticed to be gone.
             for index, worker in self._workers.items():
                 if now - worker.heard > SILENCE and index not in self._lost:
                     return LostWorker(index)
@@ -168,7 +169,7 @@ class Server:
             time.sleep(0.05)  # the thread reads meanwhile
 
     def close(self) -> None:
-        """Close all connections; the workers end then."""
+        """Close all connections; the workers then end."""
         self._closed = True
         self._listener.close()
         if self._reserved_port is not None:
@@ -248,7 +249,8 @@ class Client:
         """Send this worker's statement, and return the chief's answer.
 
         Args:
-            worker_statement: see `statement`; or `refused`, a reason.
+            worker_statement: the result of `statement`, or a dict with a reason as
+                `refused`.
             patience: seconds for the chief to answer.
 
         Returns:
@@ -290,7 +292,7 @@ class Client:
     def watch(self, reductions: CountReductions) -> None:
         """Watch the chief from now on, in a thread.
 
-        This process ends when the chief is gone or the straggler.
+        This process ends when the chief is gone or is the straggler.
         """
         assert self._connection is not None
 
@@ -318,9 +320,9 @@ class Client:
             self.told = True
 
     def wait(self) -> None:
-        """Wait until the chief has closed the run and ended, and with it this process.
+        """Wait until the chief has closed the run and ended, which ends this process.
 
-        The thread of `watch` ends this process.
+        The thread of `watch` does so.
         """
         self._done = True
         sys.stderr.flush()
@@ -342,7 +344,7 @@ class Client:
     def _greet(
         self, connection: JsonSocket, greeting: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Answer the chief's challenge and return its reply; None without one."""
+        """Answer the chief's challenge and return its reply; None if there is none."""
         # The chief may first search for a micro-batch size.
         message = connection.read()
         if message is None:
@@ -376,7 +378,7 @@ def _connect(address: str) -> JsonSocket:
 def _check_statement(
     greeting: Mapping[str, Any], chief_statement: Mapping[str, Any]
 ) -> None:
-    """Raise a `ConfigError` if a worker states something else than the chief."""
+    """Raise a `ConfigError` if a worker's statement differs from the chief's."""
     index = greeting["index"]
     if "refused" in greeting:
         reason = greeting["refused"][:LONGEST].rstrip(".")

@@ -29,7 +29,7 @@ class LostWorker:
     Attributes:
         index: index of the worker; 0 is the chief.
         rejected: why it rejects its config or data; None if it does not.
-        failed: why it fails; None if it did not tell.
+        failed: why it fails; None if it gave no reason.
         late: whether it has kept the others waiting for too long.
     """
 
@@ -45,7 +45,7 @@ OnLost = Callable[[LostWorker], None]
 
 
 class ReductionCounts:
-    """For how many all-reduces each worker was ready, and since when one is behind."""
+    """Tracks each worker's count of all-reduces, and since when one is behind."""
 
     def __init__(self, workers: int):
         self._counts = [0] * workers

@@ -61,7 +61,7 @@ def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bo
     if answer is None:
         return True
 
-    # The chief ends the run.
+    # Signals are ignored, as the chief ends the run.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     workers = replace(spec.workers, addresses=tuple(answer["addresses"]))
@@ -89,9 +89,9 @@ def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bo
 def _end_with(
     error: BaseException, client: rendezvous.Client, started: bool
 ) -> NoReturn:
-    """Tell the chief of the error, and end this process.
+    """Tell the chief about the error, and end this process.
 
-    If the chief has `started` this worker, what it prints is a log.
+    If the chief has `started` this worker, the output is a log.
     """
     rejects = isinstance(error, ConfigError)
     if started or not rejects:
@@ -137,7 +137,7 @@ def _start_from_json(
 
 
 def _gate_of(passed: dict[str, Any] | None) -> AbstractContextManager[Any]:
-    """Return the chief's gate, to be in force here; nothing if it has none."""
+    """Return a context in which the chief's gate, if it has one, is in force."""
     if not passed:
         return nullcontext()
     paths = {}

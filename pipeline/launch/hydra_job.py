@@ -41,13 +41,14 @@ def run(
 ) -> None:
     """Run a task on the config that Hydra composes from the arguments.
 
-    Raise a `RunError` if one run failed after it was created; its traceback is in its
-    run directory.
-
     Args:
         task: called once, or for each job of a sweep.
         arguments: the command line, without the verb.
         current: the session that Hydra's plugins write into.
+
+    Raises:
+        RunError: a single run failed after it was created. Its traceback is in its run
+            directory.
     """
     command_line = compose.read_command_line(arguments)
     options = command_line.options
@@ -61,8 +62,8 @@ def run(
     if options.multirun:
         overrides = _by_environment(parsed)
 
-    # The error of a single run is kept by the job, so all others are of the input. A
-    # launcher also raises those of its jobs.
+    # The job keeps the error of a single run, so all other errors come from the input.
+    # A launcher also raises the errors of its jobs.
     errors_of_input: tuple[type[Exception], ...] = (Exception,)
     if options.multirun and not (options.cfg or options.info):
         errors_of_input = hydra_errors.COMPOSITION
@@ -107,7 +108,7 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
 
 
 class _Job:
-    """What Hydra calls with each composed config.
+    """The function that Hydra calls with each composed config.
 
     The error of a single run is kept, since Hydra would print a line of its own for it.
     """
@@ -136,7 +137,7 @@ class _Job:
 def _shows_user_keys(options: Any) -> bool:
     """Return whether Hydra only shows the config, without the keys that a sweep sets.
 
-    They are shown if the command line names one.
+    These keys are shown if the command line names one of them.
     """
     if not (options.help or options.cfg or options.info):
         return False
@@ -147,7 +148,8 @@ def _shows_user_keys(options: Any) -> bool:
 def _by_environment(overrides: Sequence[Override]) -> list[str]:
     """Return the overrides as texts, with secrets in the environment instead.
 
-    Hydra writes the overrides of a sweep's jobs into files. A swept secret stays.
+    Hydra writes the overrides of a sweep's jobs into files. A swept secret stays in its
+    override.
     """
     texts = []
     for number, override in enumerate(overrides):
@@ -162,10 +164,10 @@ def _by_environment(overrides: Sequence[Override]) -> list[str]:
 
 @contextmanager
 def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
-    """Let Hydra read these arguments, and raise what it would print."""
+    """Let Hydra read these arguments, and raise the errors that it would print."""
     arguments_before = sys.argv
     full_error_before = os.environ.get("HYDRA_FULL_ERROR", "0")
-    sys.argv = ["pipeline", *arguments]  # Hydra wants the overrides side by side.
+    sys.argv = ["pipeline", *arguments]  # Hydra needs the overrides in a row.
     # Otherwise Hydra prints an error in many lines and exits with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -178,7 +180,7 @@ def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
 def _told_to_the_launcher(error: Exception) -> RuntimeError:
     """Print the traceback of a job; return its error for the launcher.
 
-    The launcher needs words alone, which it reads without importing TensorFlow.
+    The error holds only text, which the launcher reads without importing TensorFlow.
     """
     say(*mask(traceback.format_exc()).splitlines())
     if isinstance(error, ConfigError):

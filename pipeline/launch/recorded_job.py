@@ -21,10 +21,10 @@ def run_recorded(
     """Compose a recorded config with overrides, and call a task.
 
     Args:
-        config: plain, resolved and checked.
-        overrides: in Hydra's grammar.
-        task: called as by `hydra_job.in_run_dir`.
-        folders: the user's own, with config groups.
+        config: the recorded config: plain, resolved and checked.
+        overrides: overrides in Hydra's grammar.
+        task: the task that `hydra_job.in_run_dir` calls.
+        folders: the user's folders with config groups.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = recorded_file(config, Path(folder), "record", folders)
@@ -36,7 +36,7 @@ def recorded_file(
 ) -> list[str]:
     """Write a recorded config to `folder`; return the arguments that compose it.
 
-    It is composed with the package's settings of Hydra, and with the user's `folders`.
+    The file includes the package's settings of Hydra and the user's `folders`.
     """
     ours = OmegaConf.load(Path(compose.directory()) / "config.yaml")
     # Hydra's own groups, such as `override hydra/launcher`, are not in a record.

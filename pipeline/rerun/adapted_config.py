@@ -1,7 +1,7 @@
 """The recorded config of a run, adapted to this call and this machine.
 
-The record says what runs. The user's own config says where: which store, which ports
-and GPUs, and nothing else is taken from it.
+The record says what runs. Only where it runs comes from the user's own config: the
+store, the ports and the GPUs.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from pipeline.rerun.request import Request
 from pipeline.trust.artifact_locations import is_inside
 from pipeline.trust.gate import Gate, check_config, drop_writers
 
-# A limit of memory names no place of a machine: the recorded one holds in a rerun.
+# A limit of memory is not a place on a machine, so a rerun keeps the recorded limit.
 _LIMITS = ("hardware.memory", "hardware.gpu_memory")
 _RATE = "optimizer.learning_rate"
 
@@ -115,7 +115,7 @@ def _remove_replaced(config: dict[str, Any], request: Request) -> None:
     """
     for key in request.values.keys() - request.deleted:
         is_merged = isinstance(request.values[key], dict)
-        # The data directory is in its place already.
+        # The data directory is already in place.
         is_replaced = key != "dataset.data_dir" and not is_merged
         if is_replaced or key in request.groups:
             _remove(config, key)

@@ -21,7 +21,8 @@ WITHIN_ROUNDING = "equal within rounding"
 DIFFERENT = "different"
 NO_POINTS = "nothing to compare"
 
-# A share of the examples may differ by so many of them, if there are more than these.
+# A share of the examples may differ by this many examples, if there are more than
+# these.
 MOST_EXAMPLES = 2
 
 History = Mapping[str, Mapping[int, float]]  # value by step, by metric
@@ -64,7 +65,7 @@ class Agreement:
     """The outcome of a comparison.
 
     Attributes:
-        verdict: one of the four above.
+        verdict: one of the four verdicts above.
         text: the verdict, what was compared, and where the runs differ.
     """
 
@@ -92,9 +93,11 @@ def compare(
     Args:
         old: the history of the recorded run.
         new: the history of its rerun.
-        precision: the coarser one of the two runs, a key of `rounding.BY_PRECISION`.
-        validation_examples: the size of the validation split; 0 if it is not known.
-        same_cut: both runs cut a batch into as many micro-batches on as many replicas.
+        precision: the coarser precision of the two runs, a key of
+            `rounding.BY_PRECISION`.
+        validation_examples: the size of the validation split; 0 if it is unknown.
+        same_cut: whether both runs cut a batch into as many micro-batches, on as many
+            replicas.
         until: the last update of the recorded run, if it was interrupted.
     """
     compared = []
@@ -148,8 +151,8 @@ def compare_runs(
         client: MLflow's client of their store.
         old: the recorded run.
         new: its rerun.
-        validation_examples: the size of the validation split; None if it is not known.
-        in_tf32: one of the runs computed float32 in TF32.
+        validation_examples: the size of the validation split; None if it is unknown.
+        in_tf32: whether one of the runs computed float32 in TF32.
 
     Returns:
         The outcome, and an HTML page with plots of both runs.
@@ -256,7 +259,7 @@ def _order(point: Point) -> tuple[int, bool, str]:
 def _text_of_difference(
     differing: list[Point], beyond_rounding: list[Point], scope: str
 ) -> str:
-    """Return where two runs differ that are not equal within rounding."""
+    """Return a text that says where two runs differ beyond rounding."""
     first = beyond_rounding[0]
     within = ""
     if differing[0].step < first.step:
@@ -277,7 +280,8 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
     Args:
         point: a point at which the runs differ.
         precision: a key of `rounding.BY_PRECISION`.
-        examples: how many examples the values are of; None if that is not known.
+        examples: number of examples that the values are computed over; None if it is
+            unknown.
     """
     metric = metric_names.treatment_of(point.metric)
     if metric.counted or point.old is None or point.new is None:
@@ -299,7 +303,7 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
 
 
 def _count(share: float, examples: float) -> int | None:
-    """Return how many examples a share is; None if it is no whole number of them."""
+    """Return a share as a number of examples; None if that is not a whole number."""
     total = share * examples
     # In float32 a count is exact up to 2^24, and its division by the examples rounds by
     # at most 2^-24 of the share.
@@ -328,7 +332,7 @@ def _have_same_cut(old: Any, new: Any) -> bool:
 
 
 def _last_update(run: Any, history: History) -> float:
-    """Return up to which update a run can be compared; infinity if it finished."""
+    """Return the last update that can be compared; infinity for a finished run."""
     if run.info.status == "FINISHED":
         return math.inf
     steps: list[int] = []

@@ -196,7 +196,7 @@ class Rerun:
                 say(f"  differs: {error}")
 
     def _check_dataset(self, now: dict[str, Any]) -> None:
-        """Reject other data than the recorded, unless an override changes the data.
+        """Reject data other than the recorded data, unless an override changes them.
 
         Args:
             now: the record of the data that are here.
@@ -268,13 +268,13 @@ class Rerun:
 
 
 def _gate(request: Request, own_config: DictConfig) -> Gate:
-    """Return what the recorded config may reach, which the user alone decides."""
+    """Return what the recorded config may reach; only the user decides that."""
     own_data_dir = OmegaConf.select(own_config, "dataset.data_dir")
     data_dir = request.values.get("dataset.data_dir", own_data_dir)
     data_folder = None
     if data_dir is not None:
         data_folder = Path(str(data_dir)).absolute()
-    # All of a group that the user chose is theirs.
+    # Everything in a group that the user chose is the user's own.
     groups: dict[str, str | None] = dict.fromkeys(request.groups)
     return Gate(
         run_dir=request.run_dir,

@@ -47,7 +47,7 @@ class RecordedRun:
 
     Attributes:
         run: the run of MLflow.
-        config: resolved, as it was written, of any schema.
+        config: the resolved config as it was written, of any schema.
         environment: what `provenance.environment` returned; empty if none is recorded.
         dataset: what `provenance.dataset` returned; empty if none is recorded.
         links: the links between keys of the config before it was resolved, by the
@@ -82,7 +82,7 @@ class RecordedRun:
     def is_in_tf32(self) -> bool:
         """Return whether float32 was computed in TF32.
 
-        A record that does not say it is taken for one that was, if it was on a GPU.
+        If the record does not say, TF32 is assumed for a run on a GPU.
         """
         params = self.run.data.params
         if params.get("hardware.precision") != "float32":
@@ -94,7 +94,7 @@ class RecordedRun:
     def is_unchanged(self) -> bool:
         """Return whether the config has its recorded hash.
 
-        It is True for schema 0, which hashed differently.
+        The result is True for schema 0, which hashed differently.
         """
         if not self.config.get("schema"):
             return True
@@ -202,7 +202,7 @@ def relinked(
     that refers to anything but keys is ignored.
 
     Args:
-        config: plain, resolved and checked.
+        config: the config: plain, resolved and checked.
         links: the recorded links, by the dotted name of the key that had the link.
         changed: the keys that overrides set.
     """
@@ -262,7 +262,7 @@ def _touches(key: str, names: Iterable[str]) -> bool:
 def _with_links(
     node: Any, links: Mapping[tuple[str, ...], str], path: tuple[str, ...]
 ) -> Any:
-    """Return a copy of a plain node in which links replace what is at their paths."""
+    """Return a copy of a plain node with links in place of values at their paths."""
     if path in links:
         return links[path]
     if isinstance(node, dict):
@@ -279,7 +279,7 @@ def _with_links(
 
 
 def _download(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
-    """Return what the files of a record hold, by the name of the file.
+    """Return the contents of a record's files, by the files' names.
 
     Raises:
         ValueError: a file is too large, or does not have its form.

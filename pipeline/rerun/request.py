@@ -24,12 +24,12 @@ class Request:
 
     Attributes:
         run_id: the run in the store, or the start of its ID.
-        dry: only show the plan and the differences.
-        sweep: `run_id` is a sweep, of which all jobs are rerun.
+        dry: whether to only show the plan and the differences.
+        sweep: whether `run_id` is a sweep, all of whose jobs are rerun.
         allow: dotted names and places that the user trusts.
         config_dir: a folder with the user's own config groups.
         config_name: the name of the user's own config.
-        overrides: in Hydra's grammar.
+        overrides: the overrides, in Hydra's grammar.
     """
 
     run_id: str
@@ -72,7 +72,7 @@ class Request:
         """Return the overrides as Hydra reads them.
 
         Raises:
-            ConfigError: one is not of Hydra's grammar.
+            ConfigError: an override does not follow Hydra's grammar.
         """
         with hydra_errors.as_config_error(self.overrides, self._folders):
             return OverridesParser.create().parse_overrides(self.overrides)
@@ -87,7 +87,7 @@ class Request:
 
     @cached_property
     def groups(self) -> set[str]:
-        """Return the config groups of which an option is chosen: `optimizer=lion`."""
+        """Return the groups of which an option is chosen, as by `optimizer=lion`."""
         groups = hydra_errors.groups(self._folders)
         return {group for group in groups if isinstance(self.values.get(group), str)}
 
@@ -106,7 +106,8 @@ class Request:
         For a sweep it is the folder in which each job gets its own.
 
         Raises:
-            ConfigError: `hydra.run.dir` is overridden, and names no plain folder.
+            ConfigError: `hydra.run.dir` is overridden, and does not name a plain
+                folder.
         """
         default = f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
         folder = self.values.get("hydra.run.dir", default)

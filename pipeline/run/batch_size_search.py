@@ -5,7 +5,7 @@
     share of a replica ─► powers of two ─► sizes between ─► [powers below, timed] ─► cached
 
 Each trial is a process of its own, whose death means that the size does not fit. This
-module imports no TensorFlow.
+module does not import TensorFlow.
 """
 
 import bisect
@@ -35,8 +35,8 @@ from pipeline.config.schema import Kind
 from pipeline.config.sizes import MICRO, Batching
 from pipeline.tracking import provenance
 
-# A size counts as fast as the fastest one from this share of its speed on. Of those, the
-# smallest is used, as it leaves the most memory free.
+# A size counts as fast as the fastest one if it reaches this share of its speed. The
+# smallest such size is used, as it leaves the most memory free.
 ALIKE = 0.98
 # Once two sizes in a row reach less than this share of the best speed, smaller ones are
 # not timed.
@@ -66,9 +66,9 @@ class Found:
     """A micro-batch size that was searched for.
 
     Attributes:
-        micro_batch_size: Examples per forward and backward pass on one replica.
-        how: In words, such as `the largest of at most 128 that fits`.
-        tries: A row of `COLUMNS` for each trial.
+        micro_batch_size: examples per forward and backward pass on one replica.
+        how: how it was found, such as `the largest of at most 128 that fits`.
+        tries: a row of `COLUMNS` for each trial.
     """
 
     micro_batch_size: int
@@ -81,14 +81,14 @@ class _Attempt:
     """One trial of a micro-batch size.
 
     Attributes:
-        size: Examples of the micro-batch.
-        factor: Micro-batches per update.
-        peak: Of the memory, in bytes; None if the trial did not get that far.
-        update_seconds: Of an update; None if the updates were not timed.
-        examples_per_second: None if they were not timed.
-        why: Why the size does not fit; empty if it fits.
-        failed: Whether the error only suggests a lack of memory.
-        seconds: That the trial took.
+        size: examples of the micro-batch.
+        factor: micro-batches per update.
+        peak: peak of the memory in bytes; None if the trial did not get that far.
+        update_seconds: the time of an update; None if the updates were not timed.
+        examples_per_second: the speed; None if the updates were not timed.
+        why: why the size does not fit; empty if it fits.
+        failed: whether the error only suggests a lack of memory.
+        seconds: the time that the trial took.
     """
 
     size: int
@@ -130,14 +130,14 @@ class _Attempt:
 def search(spec: RunSpec) -> tuple[RunSpec, Found]:
     """Search for the micro-batch size of a run, or recall it.
 
-    Of several processes that search for the same, one does. Where the effective batch
-    changes, the size is that for the largest one.
+    Of several processes that search for the same size, only one does the search. If the
+    effective batch changes during the run, the size is that for the largest one.
 
     Returns:
         The spec with the size, and how it was found.
 
     Raises:
-        ConfigError: No size fits, or the update fails at any size.
+        ConfigError: no size fits, or the update fails at any size.
     """
     largest_spec = spec.at_largest()
     budget = {
@@ -160,7 +160,7 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
 def balanced(share: int, size: int) -> int:
     """Return the smallest micro-batch that needs no more pieces than `size` does.
 
-    The pieces are those that `share` examples are cut into.
+    `share` examples are cut into these pieces.
     """
     pieces = -(-share // size)  # rounded up
     return -(-share // pieces)
@@ -169,8 +169,8 @@ def balanced(share: int, size: int) -> int:
 def largest(share: int, fits: Callable[[int], bool]) -> int | None:
     """Return the largest micro-batch that fits, of up to `share` examples.
 
-    None if not even one example fits. `fits` is called for powers of two by bisection,
-    then for the sizes between the last that fits and the next.
+    Return None if not even one example fits. `fits` is called for powers of two by
+    bisection, then for the sizes between the last that fits and the next.
     """
     if fits(share):
         return share
@@ -186,15 +186,15 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> int:
-    """Return the smallest of the micro-batches that are about as fast as the fastest.
+    """Return the smallest micro-batch size that is about as fast as the fastest one.
 
-    Tried are `most` and, from large to small, the sizes of evenly cut shares that powers
+    `most` is tried and, from large to small, the sizes of evenly cut shares that powers
     of two lead to, until two in succession are clearly slower.
 
     Args:
-        most: Examples that fit.
-        share: Examples that are cut into micro-batches.
-        rate_of: Returns the examples per second of a size; None if it does not fit, as
+        most: the largest size that fits.
+        share: number of examples that are cut into micro-batches.
+        rate_of: returns the examples per second of a size; None if it does not fit, as
             updates that are timed may need more memory.
     """
     exponents = range(most.bit_length())
@@ -234,9 +234,9 @@ def _resident_budget(spec: RunSpec) -> int | None:
 
 
 def _locked(file: Path) -> AbstractContextManager[Any]:
-    """Return a lock that was taken, so that one process searches at a time.
+    """Return an acquired lock, so that one process searches at a time.
 
-    Where no lock can be written, there is none.
+    If no lock file can be written, return a context that does nothing.
     """
     lock = FileLock(f"{file}.lock")
     with suppress(OSError, NotImplementedError):
@@ -250,7 +250,7 @@ def _locked(file: Path) -> AbstractContextManager[Any]:
 
 
 def _recalled(file: Path, most: int) -> Found | None:
-    """Return the entry of the cache; None if there is none, or if it cannot be right."""
+    """Return the entry of the cache; None if it is missing or cannot be right."""
     entry = disk_cache.recall(file, _ENTRY)
     if not entry:
         return None
@@ -314,9 +314,9 @@ def _attempt(cut: Batching, timed: bool, answer: dict[str, Any]) -> _Attempt:
 
 
 def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
-    """Return the error for a search in which not even one example fitted."""
+    """Return the error for a search in which not even one example fit."""
     if smallest.failed:
-        # The smallest size fails, too, so that the error is not about memory.
+        # The smallest size fails, too, so the error is not about memory.
         rule = f"must be a number, as the update that is tried fails ({smallest.why})"
         return ConfigError(MICRO, rule)
     example = f"a micro-batch of one example, which does not fit ({smallest.why})"
@@ -328,17 +328,17 @@ def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
 
 
 def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    """Return all that the result of a search depends on; the key of its cache."""
+    """Return everything that a search's result depends on: the key of its cache."""
     config = spec.resolved
-    # Of a number only whether it is 0 matters: without momentum there is no velocity in
-    # memory.
+    # Of a number, it only matters whether it is 0: without momentum there is no
+    # velocity in memory.
     optimizer = dict(config["optimizer"])
     for key, value in optimizer.items():
         if isinstance(value, int | float):
             optimizer[key] = bool(value)
     hardware: dict[str, Any] = {}
-    # A trial depends on the memory and the GPUs of the machine, too, but not on what the
-    # run opens.
+    # A trial also depends on the memory and the GPUs of the machine, but not on the
+    # ports and files that the run opens.
     for key, value in config["hardware"].items():
         facts = key_kinds.facts_of(f"hardware.{key}")
         if facts.kind not in (Kind.PLACE, Kind.LOG) and not facts.of_one_call:
@@ -348,7 +348,7 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
     if config["hardware"]["device"] != "cpu":
         hardware["gpus"] = _gpus(environment["gpus"])
 
-    # The objective is what a resumed run may not change of the training.
+    # The objective is the part of the training that a resumed run may not change.
     training = {}
     for key, value in config["training"].items():
         if key_kinds.facts_of(f"training.{key}").fixed:
@@ -376,8 +376,8 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
 def _gpus(names: Sequence[str]) -> Sequence[str]:
     """Return the names of the GPUs that this process may use.
 
-    `names` are those of all GPUs of the machine. CUDA ignores what follows an index that
-    does not exist in `CUDA_VISIBLE_DEVICES`.
+    `names` are those of all GPUs of the machine. In `CUDA_VISIBLE_DEVICES`, CUDA
+    ignores what follows an index that does not exist.
     """
     if not names:
         return names
@@ -416,7 +416,7 @@ def _code_hash(targets: Sequence[str]) -> str:
 
 @contextmanager
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
-    """Yield what tries a micro-batch size, in a process that is killed afterwards."""
+    """Yield a function that tries a size in a process, which is killed afterwards."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stderr,
         imports.started(
@@ -445,7 +445,7 @@ def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
             yield trial
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-            with suppress(OSError):  # The process may not have read all.
+            with suppress(OSError):  # The process may not have read everything.
                 process.stdin.close()
 
 
@@ -460,7 +460,7 @@ def _last_line(file: Any) -> str:
 
 
 def _config_error(attributes: dict[str, Any]) -> ConfigError:
-    """Return the error that another process has sent by its attributes."""
+    """Return the error whose attributes another process has sent."""
     error = ConfigError(attributes["key"], attributes["rule"])
     vars(error).update(attributes)
     return error

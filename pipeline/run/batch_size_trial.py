@@ -8,8 +8,8 @@ whether it is `timed`. The answer to a request is a line with
 
     took            seconds
     on_gpu          whether the trial computed on a GPU
-    peak            of the memory, in bytes
-    address_space   the largest size of it so far, in bytes
+    peak            the peak memory, in bytes
+    address_space   the largest address space so far, in bytes
     update          the shortest time of an update, in seconds
     why             why the size does not fit, if it does not
     failed          true if the error only suggests a lack of memory
@@ -47,13 +47,13 @@ with imports.without_chatter():
 
 POLL_SECONDS = 0.01  # between two measurements of the memory of a trial
 STUCK_SECONDS = 300.0  # without CPU time, after which a trial counts as stuck
-# What kernels on a GPU say when they get no memory for a convolution, and about tensors
-# of more than 2^31 elements.
+# Messages of GPU kernels that get no memory for a convolution, or that get a tensor of
+# more than 2^31 elements.
 UNCLEAR_ERRORS = re.compile(
     r"No algorithm worked|int32|32-bit|2\^31|too large|overflow"
 )
-LEAST_UPDATES = 3  # that are timed
-LEAST_SECONDS = 1.0  # for which updates are timed
+LEAST_UPDATES = 3  # the least number of updates that are timed
+LEAST_SECONDS = 1.0  # the least time for which updates are timed
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def _run_fork(
             if answers.poll(POLL_SECONDS):
                 answer |= json.loads(answers.recv_bytes())
             else:
-                # Of a GPU's memory only TensorFlow knows.
+                # Only TensorFlow knows how much memory of a GPU is used.
                 watches_memory = answer.get("on_gpu") is False
                 memory = _resident_bytes(process.pid) + unused
                 if watches_memory and memory > resident:
@@ -167,7 +167,7 @@ def _try(spec: RunSpec, timed: bool, answers: Connection) -> None:
 
 
 def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
-    """Do all that takes memory in a run, with the longest examples; return the answer."""
+    """Do what takes memory in a run, with the longest examples; return the answer."""
     parts = assembly.assemble(spec)
     update = parts.update()
     effective_batch_size = spec.batching.effective_batch_size
@@ -190,7 +190,7 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
 
     seconds: list[float] = []
     while not _timed_enough(seconds, timed):
-        # The batch before is still held, as a run holds it for a retry.
+        # The previous batch is still held, as a run holds it for a retry.
         full = next(batches)
         began = time.monotonic()
         batch = _first_examples(full, examples)
@@ -209,7 +209,7 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
 
 
 def _memory_grows_with_factor(parts: Any, update: Any) -> bool:
-    """Return whether an update takes more memory the more micro-batches it has.
+    """Return whether the memory of an update grows with its number of micro-batches.
 
     Sparse gradients of an embedding grow with the rows that are looked up, and a loss
     over the effective batch holds the outputs of all examples.
@@ -249,7 +249,7 @@ def _does_not_fit(name: str, size: int) -> None:
 def _update_with_margin_allocated(step: Any, batch: Any, peak: int) -> None:
     """Update once with the margin of the budget allocated on each GPU.
 
-    The budget of a GPU is known to TensorFlow alone.
+    Only TensorFlow knows the budget of a GPU.
     """
     margin = int(peak * (1 / memory_budget.MARGIN - 1))
     tensors = []
@@ -277,7 +277,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then what caused it, and so on."""
+    """Yield an error, then its cause, then the cause of that one, and so on."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -285,7 +285,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _suggests_memory(error: BaseException) -> bool:
-    """Return whether libraries on a GPU raise such an error when memory is missing."""
+    """Return whether libraries on a GPU raise such an error when they lack memory."""
     if isinstance(error, tf.errors.InternalError | tf.errors.UnknownError):
         return True
     is_unclear = UNCLEAR_ERRORS.search(str(error)) is not None

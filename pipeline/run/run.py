@@ -59,25 +59,25 @@ def run(
     check_dataset: CheckDataset | None = None,
     resume: bool = False,
 ) -> tuple[str, float]:
-    """Train by a config and record it.
+    """Train a run by its config, and record it.
 
     Args:
-        composed: The config, as Hydra composed it from `overrides`.
-        overrides: Of the command line.
-        run_dir: Directory of this run, which exists. It stays as it is if the config is
+        composed: the config, as Hydra composed it from `overrides`.
+        overrides: the overrides of the command line.
+        run_dir: directory of this run, which exists. It stays as it is if the config is
             rejected.
-        tags: Of the run, in addition to its own.
-        check_dataset: Takes the record of the data, and may reject it.
-        resume: Continue the run in `run_dir`. With `training.resume=auto` it is
-            continued if there is one.
+        tags: tags of the run, in addition to its own.
+        check_dataset: takes the record of the data, and may reject it.
+        resume: whether to continue the run in `run_dir`. With `training.resume=auto`,
+            it is continued if it exists.
 
     Returns:
         The run's ID in MLflow, and its last loss, of the validation split if there is
         one.
 
     Raises:
-        ConfigError: The config is wrong. Nothing was created.
-        NotShippedError: It trained, but not all of it is in the store.
+        ConfigError: the config is wrong. Nothing was created.
+        NotShippedError: the run trained, but not all of it is in the store.
     """
     with Interruption().listening() as interruption:
         spec = resolve_for_all(composed, overrides)
@@ -96,7 +96,7 @@ def run(
 
 
 def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
-    """Return the spec of a composed config; if it is rejected, tell the other workers."""
+    """Return the spec of a config; if it is rejected, tell the other workers."""
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
@@ -112,13 +112,13 @@ class _Job:
     """A run that is about to train.
 
     Attributes:
-        parts: What it is made of.
-        update: Applies one effective batch.
-        tracker: Records it.
-        tags: In addition to the run's own.
-        before: The run that is resumed; None for a new one.
-        start: The checkpoint that the training starts from.
-        found: How its micro-batch size was found, if it was searched for.
+        parts: the parts of the run.
+        update: applies one effective batch.
+        tracker: records the run.
+        tags: tags in addition to the run's own.
+        before: the run that is resumed; None for a new one.
+        start: the checkpoint that the training starts from.
+        found: how its micro-batch size was found, if it was searched for.
     """
 
     parts: Parts
@@ -138,7 +138,7 @@ def _prepare(
     check_dataset: CheckDataset | None,
     workers: Chief,
 ) -> _Job:
-    """Do all that may reject a run before anything is created, and open its store."""
+    """Do everything that may reject a run before it is created; open its store."""
     with ExitStack() as undo:
         fork_update = None
         if before is not None:
@@ -264,7 +264,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
 
 
 def _begin(job: _Job) -> None:
-    """Create the run, or continue it, and print which."""
+    """Create the run, or continue it, and print which run it is."""
     from pipeline.components import description
 
     tracker = job.tracker
@@ -307,13 +307,13 @@ def _begin(job: _Job) -> None:
 
 
 def _link_fork(job: _Job) -> None:
-    """Name the run in the one whose checkpoint it starts from."""
+    """Record this run in the one whose checkpoint it starts from."""
     if isinstance(job.start, Fork) and job.start.run_id:
         job.tracker.journal.write({"fork_of": job.start.run_id})
 
 
 def _continue_counting(job: _Job, recorder: Recorder) -> None:
-    """Let updates that were cut smaller before keep their number of micro-steps.
+    """Keep the number of micro-steps of earlier updates that were cut smaller.
 
     From here on, the config decides how an update is cut.
     """
@@ -331,7 +331,7 @@ class _Closing:
     """How a run was closed.
 
     Attributes:
-        unshipped: The line that names what the store lacks, if the run has finished
+        unshipped: the line that names what the store lacks, if the run has finished
             but the store did not get all of it.
     """
 
@@ -389,7 +389,7 @@ def _warm_up(traced: threading.Event) -> None:
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:
-    """Log the trained model; one that cannot be logged does not undo the run."""
+    """Log the trained model. A failure to do so does not fail the run."""
     from pipeline.components import description
     from pipeline.tracking import logged_model  # imports TensorFlow
 

@@ -1,7 +1,7 @@
 """`pipeline sweep NAME --again SWEEP`: the recorded overrides for missing jobs.
 
-They come from a tracking store, so the user has to pass one again that could name code,
-a folder or a host.
+They come from a tracking store, so the user has to repeat each one that could name
+code, a folder or a host.
 """
 
 import itertools
@@ -21,7 +21,8 @@ from pipeline.config import former_names, key_kinds, plain, trust_entries
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
-# Where one call of the command reads and writes, and what it opens; not part of the sweep.
+# Where one call of the command reads and writes, and what it opens. These keys are not
+# part of the sweep.
 _LOCATIONS = (
     "tracking",
     *key_kinds.keys_where(lambda facts: facts.of_one_call),
@@ -56,7 +57,7 @@ _PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # safe in a line of a batch script
 _SWEPT = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
 _DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")
-_MAX_VALUES = 10_000  # that one override may be swept over
+_MAX_VALUES = 10_000  # the most that one override may be swept over
 
 _OWN_CONFIG = "must be of your own config, not of one from a tracking store"
 
@@ -64,7 +65,7 @@ _OWN_CONFIG = "must be of your own config, not of one from a tracking store"
 def recordable(overrides: Iterable[str]) -> list[str]:
     """Return the overrides that define a sweep, with secrets masked.
 
-    They are those of the command line without where it reads and writes.
+    They are those of the command line that do not say where it reads and writes.
     """
     return [mask(text) for text in overrides if _key(text) not in _LOCATIONS]
 
@@ -75,7 +76,7 @@ def trusted_overrides(
     """Return the recorded overrides of a sweep that are used again.
 
     Args:
-        tags: of the sweep's parent run.
+        tags: the tags of the sweep's parent run.
         command_line: the user's overrides; one that is recorded, too, is trusted.
         own: the user's config.
 
@@ -118,7 +119,7 @@ def _recorded_overrides(
 def _without_foreign_parameters(
     recorded: Sequence[str], command_line: Sequence[str]
 ) -> list[str]:
-    """Return the overrides without parameters that the chosen launcher has not."""
+    """Return the overrides without parameters that the chosen launcher lacks."""
     launcher = ""
     for text in (*recorded, *command_line):
         if _key(text) == "hydra/launcher":

@@ -36,5 +36,5 @@ def kill() -> None:
 
 
 def call_exit_functions() -> None:
-    """Call what is registered with `atexit`, at the end of a forked process."""
+    """Call the functions registered with `atexit`, at the end of a forked process."""
     atexit._run_exitfuncs()

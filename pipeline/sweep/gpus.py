@@ -16,7 +16,7 @@ def slots(
     """Return the GPUs of each job that runs at once.
 
     Args:
-        hardware: of each job.
+        hardware: the `hardware` group of each job.
         at_once: jobs at once; by default as many as the GPUs allow, one without GPUs.
 
     Returns:

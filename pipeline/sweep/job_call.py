@@ -35,7 +35,7 @@ class JobCall:
 
     overrides: list[str]
     number: int
-    config: DictConfig  # of the multirun
+    config: DictConfig  # the config of the multirun
     hydra_context: HydraContext
     task_function: TaskFunction
     singletons: Any  # Hydra's global state

@@ -31,7 +31,7 @@ from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 
 # Hydra's sweeper that runs all combinations of the swept values.
 _GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-# Seconds that an interrupted job has to close its run, beside its patience with the
+# Seconds that an interrupted job has to close its run, besides its patience with the
 # store.
 GRACE = 60.0
 
@@ -42,7 +42,7 @@ class SweepPlan:
 
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
     varied: list[str]  # config keys in which the jobs differ
-    hardware: list[HardwareConfig]  # of each job
+    hardware: list[HardwareConfig]  # the `hardware` group of each job
 
 
 @dataclass
@@ -72,7 +72,7 @@ class SweepLauncher(Launcher):
         task_function: TaskFunction,
         config: DictConfig,
     ) -> None:
-        """Keep what Hydra gives; let SIGTERM and SIGHUP interrupt as Ctrl-C does."""
+        """Keep what Hydra gives; let SIGTERM and SIGHUP interrupt like Ctrl-C."""
         self.config = config
         self.hydra_context = hydra_context
         self.task_function = task_function
@@ -118,7 +118,7 @@ class SweepLauncher(Launcher):
         """Compose and check all jobs before any starts.
 
         Args:
-            job_overrides: of each job.
+            job_overrides: the overrides of each job.
             first: number of the first job.
         """
         hardware = []
@@ -140,7 +140,7 @@ class SweepLauncher(Launcher):
 
     def _varied(self, values: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the keys that the sweep varies, from the values of each job by key."""
-        # A swept key is in the name even if this batch has one value of it.
+        # A swept key is in the name even if this batch has only one value of it.
         swept = set()
         for override in _parsed(self._task_overrides()):
             if override.is_sweep_override():
@@ -197,7 +197,7 @@ class SweepLauncher(Launcher):
         return run_dirs
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        """Return the GPUs of each job at once, from `hardware` of each job."""
+        """Return the GPUs of each job that runs at once."""
         return [[]]
 
     def _call(
@@ -286,7 +286,7 @@ class SweepLauncher(Launcher):
                 deadline = 0.0  # a second Ctrl-C kills at once
 
     def _job(self, call: JobCall, gpus: list[str]) -> Any:
-        """Return what a `Slot` has as its job."""
+        """Return the job that a `Slot` runs for a call."""
         return _InProcessJob(call)
 
     def _wait(self) -> None:

@@ -130,8 +130,8 @@ class LocalJob:
 
     Args:
         call: the job.
-        gpus: those that it uses.
-        log: file for what it prints.
+        gpus: the GPUs that it uses.
+        log: the file for its output.
         limit: time limit in minutes.
         methods: start methods, best first; one that fails is removed from the list.
         patience: seconds that its run waits for the store when it is interrupted.
@@ -211,7 +211,7 @@ class LocalJob:
     def ending(self) -> Ending | None:
         """Return how the job ended.
 
-        None until its process has ended, and has so released its GPUs.
+        Return None until its process has ended, and has thus released its GPUs.
         """
         self._receive()
         if self._pid is None:
@@ -307,7 +307,7 @@ def _settle_in(surroundings: _Surroundings) -> None:
 
 
 def _end_with(sweep: connection.Connection) -> None:
-    """End this job, as SIGTERM does, when the sweep's process is gone.
+    """End this job, like SIGTERM, when the sweep's process is gone.
 
     That process alone has the other end of the pipe.
     """

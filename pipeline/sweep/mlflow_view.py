@@ -50,7 +50,7 @@ def announce(sweep: ParentRun) -> None:
 def complete(sweep: ParentRun) -> dict[str, Any]:
     """Color the jobs and add their results to the parent's description.
 
-    Returns the jobs' runs by name.
+    Return the jobs' runs by name.
     """
     children = sweep.children()
     color(sweep.client(), {name: run.info.run_id for name, run in children.items()})
@@ -134,7 +134,7 @@ def link(uri: str, fragment: str) -> str:
 
 
 def color(client: Any, runs: Mapping[str, str]) -> None:
-    """Color runs, given as IDs by the job's name, in the order of the jobs.
+    """Color runs in the order of the jobs; `runs` has their IDs by the job's name.
 
     Jobs that differ only by the seed share a color.
     """
@@ -251,7 +251,7 @@ def _section(key: str, name: str, *, display: bool) -> dict[str, Any]:
 def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
     """Return the grouping that averages seeds or shows one key.
 
-    None where no single param tells the runs apart.
+    Return None if no single param tells the runs apart.
     """
     keys = [key for key in varied if key != "seed"]
     if not keys or any("." not in key for key in keys):

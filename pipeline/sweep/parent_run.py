@@ -38,7 +38,7 @@ ALIVE = "sweep.alive"  # tag of the parent: the last heartbeat, in ms since the 
 SIGNS = ("train/loss", "system/cpu_utilization_percentage")
 HEARTBEAT = 20.0  # seconds between two heartbeats
 GONE = 120.0  # seconds of silence after which a process is gone
-# Seconds that a job's shipper has to close the run after the job ended, beside its
+# Seconds that a job's shipper has to close the run after the job ended, besides its
 # patience.
 GRACE = 15.0
 _LONGEST_PARAM = 6000  # MLflow takes no longer value
@@ -48,18 +48,18 @@ _LONGEST_PARAM = 6000  # MLflow takes no longer value
 class ParentRun(SweepRecord):
     """The parent run, and the state of its jobs."""
 
-    name: str = ""  # of the sweep file, or `multirun`
+    name: str = ""  # the name of the sweep file, or `multirun`
     places: tuple[str, ...] = ()  # where artifacts may be, besides the store
-    names: list[str] = field(default_factory=list)  # of all planned jobs, in order
+    names: list[str] = field(default_factory=list)  # all planned jobs, in order
     # Config keys in which the jobs differ.
     varied: list[str] = field(default_factory=list)
-    # Metrics that the jobs measure beside the loss.
+    # Metrics that the jobs measure besides the loss.
     metrics: list[str] = field(default_factory=list)
     # Why a job returned no loss, by its name.
     lost: dict[str, str] = field(default_factory=dict)
     # When a job's process ended, by its name, in seconds of a monotonic clock.
     ended: dict[str, float] = field(default_factory=dict)
-    folder: str = ""  # of the sweep
+    folder: str = ""  # the folder of the sweep
     patience: float = 60.0  # of a job's shipper with the store, in seconds
     closed: threading.Event = field(default_factory=threading.Event)  # no heartbeats
     note: TextIO | None = None  # open and locked file in `folder`, see `left_open`
@@ -109,7 +109,7 @@ class ParentRun(SweepRecord):
         """End the parent run, and print how each job ended.
 
         Args:
-            status: `KILLED` or `FAILED` if the sweep itself was.
+            status: `KILLED` or `FAILED` if the sweep itself was killed or failed.
 
         Returns:
             0 if all jobs finished, else 1.
@@ -182,7 +182,7 @@ class ParentRun(SweepRecord):
 
 @dataclass(frozen=True)
 class _JobRow:
-    """A line of what is printed when a sweep ends."""
+    """A line that is printed when a sweep ends."""
 
     name: str
     status: str
@@ -195,8 +195,8 @@ def begin(
     """Create the parent run of a multirun, or reopen it; start its heartbeats.
 
     Args:
-        config: of the multirun.
-        names: of the first jobs.
+        config: the config of the multirun.
+        names: the names of the first jobs.
         varied: config keys in which they differ.
     """
     name = config.hydra.job.config_name
@@ -224,7 +224,7 @@ def left_open(folder: Path, own: OwnStore) -> ParentRun | None:
     """Return the sweep in `folder` if its process did not close it, else None.
 
     Args:
-        folder: of the sweep.
+        folder: the folder of the sweep.
         own: the user's store, in which the sweep has to be.
     """
     try:
@@ -273,7 +273,7 @@ def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:
     """Close runs whose processes ended without closing them.
 
     Args:
-        client: of the store.
+        client: MLflow's client of the store.
         parent: the sweep's parent run.
         children: runs of its jobs; those that are RUNNING are closed.
 

@@ -1,7 +1,7 @@
 """`hydra/sweeper=search`: Optuna chooses the jobs of a sweep to minimize their loss.
 
-The published `hydra-optuna-sweeper` 1.3.0 is pinned to Optuna 2; this one uses ask and
-tell of today's Optuna. The search space has the same grammar, under
+The published `hydra-optuna-sweeper` 1.3.0 is pinned to Optuna 2; this one uses the
+ask-and-tell interface of current Optuna. The search space has the same grammar, under
 `hydra.sweeper.params`:
 
     KEY: interval(1e-4, 1e-1)               a number between the two
@@ -44,9 +44,9 @@ class SearchSweeper(Sweeper):
     chooses the same jobs.
 
     Args:
-        trials: jobs in all.
-        at_once: jobs of a batch.
-        seed: of Optuna's sampler.
+        trials: number of jobs in all.
+        at_once: number of jobs in a batch.
+        seed: seed of Optuna's sampler.
         params: the search space of the config; that of the command line is added.
     """
 

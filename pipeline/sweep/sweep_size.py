@@ -17,7 +17,8 @@ def check(overrides: Sequence[Override]) -> None:
     """Raise a `ConfigError` for a grid that has no jobs, or too many.
 
     Args:
-        overrides: of the sweep; of two with one key, the last counts.
+        overrides: the overrides of the sweep; of two with the same key, the last one
+            counts.
     """
     jobs_by_key = {}
     for override in overrides:

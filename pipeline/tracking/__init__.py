@@ -21,8 +21,8 @@ __all__ = [
     "tracker",
 ]
 
-# MLflow reads these when it is imported. Migrations are quiet, and a server that is
-# gone is an error within seconds.
+# MLflow reads these when it is imported. Migrations are quiet, and a lost server causes
+# an error within seconds.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -33,6 +33,6 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
-# These log at every retry what they raise.
+# These log the error that they raise at every retry.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 logging.getLogger("urllib3.connectionpool").setLevel(logging.CRITICAL)

@@ -23,8 +23,8 @@ MULTIRUN = "multirun"  # the name of a sweep without a file
 CRITICAL = "critical"  # the name of a sweep of `pipeline critical`
 LONGEST_TAG = 5000  # characters that every MLflow store accepts
 RUN_ID = re.compile("[0-9a-f]{32}")
-_MOST_RUNS = 50_000  # that one search returns
-_MOST_CHOICES = 10  # that an error lists
+_MOST_RUNS = 50_000  # the most that one search returns
+_MOST_CHOICES = 10  # the most that an error lists
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ForeignStore:
     """A store that exists and answers; `open` returns one.
 
     Attributes:
-        uri: where it is.
-        places: where artifacts may lie that do not lie with the store.
+        uri: its address.
+        places: where artifacts may lie, in addition to the store.
     """
 
     uri: str
@@ -44,7 +44,7 @@ class ForeignStore:
         """Return the store at `uri`.
 
         Args:
-            uri: where it is.
+            uri: its address.
             allow: the entries of `trust.allow` and `--allow`.
 
         Raises:
@@ -125,8 +125,8 @@ class ForeignStore:
 
         Args:
             key: the argument that named the run.
-            kind: what the run is, in an error.
-            start: what the argument was.
+            kind: the word for the run in an error.
+            start: the value of the argument.
             matches: the runs that it may mean.
             known: the choices if there are none.
         """
@@ -220,7 +220,7 @@ class OwnStore:
     """The store that the user's config names.
 
     Attributes:
-        uri: where it is.
+        uri: its address.
         places: the places of `trust.allow`: a store in one of them may be followed too.
         on_command_line: whether the user named the store on the command line.
     """
@@ -234,9 +234,9 @@ class OwnStore:
 
         Args:
             recorded: the URI in the file, without a password.
-            where: what the file is, in an error.
-            moves: the run was in no store yet, and may go to another one that is named
-                on the command line.
+            where: the word for the file in an error.
+            moves: whether the run was in no store yet, and may go to another one that
+                is named on the command line.
 
         Raises:
             ConfigError: the recorded store is not the user's.
@@ -258,7 +258,7 @@ class OwnStore:
 
 
 def again_command(name: str, run_id: str, uri: str) -> str:
-    """Return the command that runs the rest of a sweep, as far as its record tells.
+    """Return the command that runs the rest of a sweep, as far as its record shows.
 
     Args:
         name: the sweep's name.

@@ -59,15 +59,15 @@ from pipeline.tracking.journal_file import FORMAT, Past
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
-SILENCE = 10.0  # seconds without an answer before the user is told of the wait
+SILENCE = 10.0  # seconds without an answer before a line reports the wait
 RETRY = 5.0  # seconds between two attempts to reach a store that is waited for
 GRACE = 2.0  # seconds that a shipper has to end before it is killed
 AWAY = "must be a store that answers ({})"
 # Failures that a run survives before it exists: shippers that die, and stores that go
 # away while they create it.
 LIVES = 3
-# Points that wait to be shipped before the user is told. A store takes some seconds for
-# that many.
+# Points that wait to be shipped before a line reports them. A store takes some seconds
+# for that many.
 LAG = 20_000
 
 
@@ -293,7 +293,7 @@ class Journal:
                 self.abandon()
                 raise self._attach_error(answer)
             if "died" not in answer:
-                # The store may not be away, but refuse this run: do not try for ever.
+                # The store may not be away, but reject this run: do not try forever.
                 self._lives -= 1
             self.ready()
             may_exist = True
@@ -341,10 +341,10 @@ class Journal:
         return True
 
     def _answer(self, *, renew_patience: bool = True) -> dict[str, Any]:
-        """Return the shipper's next answer that is no sign of progress.
+        """Return the shipper's next answer that is not a sign of progress.
 
-        The user is told of progress, and of a store that is silent for long. Each sign
-        of progress renews the patience, as the call itself does with `renew_patience`.
+        Lines report progress, and a store that is silent for long. Each sign of
+        progress renews the patience, as the call itself does with `renew_patience`.
 
         Returns:
             The answer; an error if the store makes no progress within the patience.
@@ -383,7 +383,7 @@ class Journal:
             self.shipper.send({"ship": str(self._path), "may_exist": True})
 
     def _warn_if_behind(self) -> None:
-        """Tell the user if many points have waited ever since the last look."""
+        """Print a line if many points have waited since the last check."""
         waiting = []
         while (answer := self.shipper.answer(0)) is not None:
             waiting.append(answer.get("left", 0))

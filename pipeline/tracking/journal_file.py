@@ -293,9 +293,9 @@ class Past:
         """Return the past of the run in `run_dir`.
 
         Args:
-            run_dir: has a journal of this version.
+            run_dir: a directory with a journal of this version.
             key: the argument that names the run in an error.
-            running: accept a run that has not ended; then nothing is locked.
+            running: whether to accept a run that has not ended; then nothing is locked.
             seconds: how long to wait for the lock.
 
         Raises:

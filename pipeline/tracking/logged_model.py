@@ -35,7 +35,7 @@ model, example = pickle.load(sys.stdin.buffer)
 np.savez("predicted.npz", *logged_model.predicted(model, example))
 """
 # A loaded model may differ by a thousandth of its largest output. In low precision it
-# may by 16 roundings, since a GPU has several algorithms.
+# may differ by 16 roundings, since a GPU has several algorithms.
 TOLERANCE = 1e-3
 ROUNDINGS = 16
 REQUIREMENTS = ("keras", "tensorflow", "mlflow", "numpy")
@@ -50,7 +50,7 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
 
     Args:
         folder: must not exist yet; it appears at once, with all files.
-        model: trained; not compiled any more afterwards.
+        model: the trained model; it is not compiled anymore afterwards.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
         code: files and folders that are stored with the model, and imported when it is
             loaded.
@@ -100,7 +100,7 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
         if own_classes:
             reloaded = _predicted_elsewhere(path, example)
         else:
-            # With deterministic operations TensorFlow prints an error that is none.
+            # With deterministic operations, TensorFlow prints a false error.
             with imports.without_chatter():
                 reloaded = predicted(path, example)
         _check_equal(model, reloaded, predictions)
@@ -225,7 +225,7 @@ def _own_classes(model: keras.Model) -> set[type]:
 
 
 def predicted(model_uri: str, example: Any) -> list[Any]:
-    """Return a logged model's predictions for a few inputs, one array an output."""
+    """Return a logged model's predictions for a few inputs, one array per output."""
     loaded = mlflow.pyfunc.load_model(model_uri)
     arrays = list(example.values()) if isinstance(example, dict) else [example]
     predict = loaded.predict

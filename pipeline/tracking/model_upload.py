@@ -1,7 +1,7 @@
 """Ships a model that a run saved in its directory to MLflow.
 
 The model becomes a logged model of its run. A tag with the name of its folder, which no
-other model has, finds it again: shipping it twice makes no second one.
+other model has, finds it again, so shipping it twice makes no second model.
 """
 
 import shutil
@@ -22,7 +22,7 @@ from pipeline.common import imports
 
 TAG = "pipeline.model"  # of a logged model: the name of its folder
 TOLD = 1.0  # seconds between two signs that an upload goes on
-# MLflow's error codes that another try may not have.
+# MLflow's error codes that may not recur at another try.
 AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
 
 Tell = Callable[[], object]
@@ -38,19 +38,19 @@ def ship(
     """Log the model in `folder`, and remove the folder.
 
     Args:
-        client: of the store.
+        client: MLflow's client of the store.
         experiment_id: the experiment of the run.
         run_id: the run.
-        folder: the model. If it does not exist any more, the model was shipped.
-        tell: is called every second while the files are uploaded, as a large model
-            takes minutes.
+        folder: the model. If it no longer exists, the model was shipped.
+        tell: called every second while the files are uploaded, as a large model takes
+            minutes.
 
     Raises:
         OSError: the folder holds a link or the like. A run directory may be somebody
             else's.
     """
-    # The folder is renamed before it is removed, so that no half of it is shipped after
-    # a kill in between.
+    # The folder is renamed before it is removed, so that half of it is never shipped if
+    # the process is killed in between.
     removed = folder.with_name(f".{folder.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if not folder.is_symlink() and not folder.exists():
@@ -79,7 +79,7 @@ def ship(
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether the store may take a request at another try.
+    """Return whether the store may accept a request at another try.
 
     It may if it is away, or answers that it is busy.
     """

@@ -1,6 +1,6 @@
 """What a run records about its environment and its data.
 
-With it the run can be run again, and what differs can be named.
+With this record, a run can be repeated, and differences can be named.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
 def config_hash_1(resolved: Mapping[str, Any], run_dir: str | None) -> str:
     """Return the hash of version 1, by which records of schema 1 and 2 are checked.
 
-    It stays as it was, over the config as it was recorded, under its former names.
+    It does not change: it covers the config as it was recorded, under its former names.
     """
     same = {
         key: value
@@ -248,7 +248,7 @@ def _is_own(module: str, file: str) -> bool:
 def _hash_on_path(file: str) -> str | None:
     """Return the SHA-256 of the file that Python would import; None without one.
 
-    The name may be from a record, and leads nowhere else.
+    The name may come from a record, and cannot lead anywhere else.
     """
     if not re.fullmatch(r"\w+(/\w+)*\.py", file):
         return None
@@ -282,7 +282,8 @@ def dataset(
         data: the dataset.
         checksum: `full`, or `none` to leave them out.
         files: keeps the checksums of the files.
-        of_files: read all files now; else only checksums that are known are recorded.
+        of_files: whether to read all files now; otherwise only known checksums are
+            recorded.
     """
     is_wanted = checksum == "full"
     files = files or DataFiles(data.files)
@@ -372,14 +373,16 @@ def _git(*arguments: str) -> str | None:
 def _installed_packages() -> dict[str, str | None]:
     """Return the version of every installed distribution, by its name.
 
-    The files are read as text: the `metadata` of a distribution parses all of each.
+    The files are read as text: the `metadata` of a distribution parses each one
+    completely.
     """
     versions: dict[str, str | None] = {}
     for distribution in metadata.distributions():
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
         head = (text or "").partition("\n\n")[0]
         fields = dict(re.findall(r"^(Name|Version): *(\S+)", head, re.MULTILINE))
-        # Of two with one name, the first on the path is imported.
+        # Of two distributions with the same name, the first one on the path is
+        # imported.
         if "Name" in fields and fields["Name"] not in versions:
             versions[fields["Name"]] = fields.get("Version")
     return dict(sorted(versions.items()))

@@ -49,7 +49,7 @@ INTERVAL = 5.0  # seconds between two requests, and between two system samples
 
 def main() -> None:
     """Serve the process that started this one."""
-    # Ctrl-C is the trainer's: it closes standard input, which ends this process.
+    # Ctrl-C is for the trainer: it closes standard input, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # SIGTERM ends it until there is a run to close.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())

@@ -1,6 +1,6 @@
 """Opens MLflow stores: rejects one that cannot be used, and creates a new SQLite store.
 
-A SQLite store appears as a whole or not at all, whoever dies meanwhile.
+A SQLite store appears as a whole or not at all, even if a process dies meanwhile.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Store:
     """A store that answers; a SQLite store is created when its first run starts.
 
     Attributes:
-        uri: where it is.
+        uri: its address.
         database: the file of a SQLite store; None for any other.
 
     Raises:
@@ -179,7 +179,7 @@ def _check_folder(database: Path) -> None:
     """Reject a database whose folder, or the one to create it in, is read-only."""
     folder = next(parent for parent in database.parents if parent.exists())
     try:
-        # Permissions are no answer: of /proc they say that root may write there.
+        # Permissions do not tell: by those of /proc, root may write there.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(f"{folder} is not a folder that can be written") from error
@@ -206,7 +206,7 @@ def _check_database(database: Path) -> None:
 
 
 def _check_server(uri: str, port: int) -> None:
-    """Reject a server that takes no connection; `port` is that of the scheme."""
+    """Reject a server that accepts no connection; `port` is that of the scheme."""
     try:
         parts = urlsplit(uri)
         port = parts.port or port

@@ -25,7 +25,7 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         ConfigError: the user named the run, and it cannot be shipped to this store.
     """
     try:
-        # Another sync may be reading the journal too.
+        # Another sync may also be reading the journal.
         past = Past.read(Path(folder), "RUN_DIR", seconds=1.0)
         past.close()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""MLflow's system metrics, sampled; of the GPUs, only those of the run."""
+"""Samples MLflow's system metrics, with only the GPUs of the run."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def system_sampler(
             machine.
 
     Returns:
-        A function that returns the metrics of this moment by name.
+        A function that returns the current metrics by name.
     """
     monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
     for part in monitor.monitors:

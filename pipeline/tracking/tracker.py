@@ -146,7 +146,7 @@ class Tracker:
 
         Args:
             update: the number of completed updates.
-            results: what is logged as `train/…`, beside the counters.
+            results: what is logged as `train/…`, besides the counters.
             performance: what is logged as `perf/…`.
             at: when the update was completed, in seconds since 1970.
         """
@@ -173,7 +173,7 @@ class Tracker:
     def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
         """Tag the run with the micro-batch size that a split is evaluated with.
 
-        A larger one did not fit the memory.
+        A larger one did not fit into memory.
         """
         tags = {f"micro_batch_size.{name}": str(micro_batch_size)}
         self.journal.write({"tags": tags})

@@ -1,15 +1,15 @@
 """Ships one journal to its run in a store.
 
-Every line arrives at least once, and every point of a metric exactly once, whoever dies
-meanwhile:
+Every line arrives at least once, and every point of a metric exactly once, even if
+processes die meanwhile:
 
 - The run has a tag `journal`, whose value is chosen before the run is created. So any
   process that continues the work finds the run, even if the answer to the request that
   created it was lost.
 - A process that opens the run reads which points the store has, and adds only those
   that are missing.
-- A request that failed may have been done. What it held is kept until a request
-  succeeds, and sent again: MLflow keeps a repeated point once, and a repeated tag,
+- A request that failed may still have taken effect. Its content is kept until a request
+  succeeds, and is sent again: MLflow keeps a repeated point once, and a repeated tag,
   input or file replaces itself.
 - Points are sent before the other lines that were read with them, and the end of the
   run comes last. So the status of a run says that everything before it is there.
@@ -53,7 +53,7 @@ REJECTIONS = (
     "RESOURCE_ALREADY_EXISTS",
     "INVALID_STATE",
 )
-MOST_FORKS = 140  # that fit in a tag
+MOST_FORKS = 140  # the most that fit in a tag
 
 # Tags of a run.
 UNWRITTEN = "journal.unwritten"  # the segment whose end the full disk may not have
@@ -74,9 +74,9 @@ class Uploader:
     Args:
         store: where the run is, or will be created.
         path: the journal.
-        may_exist: another process may have created the run.
+        may_exist: whether another process may have created the run.
         seconds: how long to wait for another process that ships the journal.
-        tell: is called after each request.
+        tell: called after each request.
 
     Attributes:
         run_id: the run's ID.
@@ -105,7 +105,7 @@ class Uploader:
         self._folder = path.parent
         self._tell = tell
 
-        # What was read and is not in the store yet: points, and all other lines.
+        # Points and other lines that were read and are not in the store yet.
         self._points: list[Metric] = []
         self._lines: list[dict[str, Any]] = []
         # Metric → 1 at each step that the store has.
@@ -185,7 +185,7 @@ class Uploader:
         self._samples += 1
 
     def ship(self) -> None:
-        """Send what was read; what the store has not confirmed is kept for next time.
+        """Send what was read, and keep what the store has not confirmed.
 
         Raises:
             StoreGoneError: the store's file was moved or deleted.
@@ -209,7 +209,7 @@ class Uploader:
 
         Args:
             patience: seconds without progress after which an error is raised.
-            report: is called with each error before that.
+            report: called with each error before that.
         """
         has_more = True
         while has_more:
@@ -237,7 +237,7 @@ class Uploader:
             self._prepare_run(start)
         except Exception:
             if not may_exist:
-                # The trainer is told of the first failure, not of one here.
+                # The trainer gets the first failure, not one from here.
                 with contextlib.suppress(Exception):
                     self.client.set_terminated(self.run_id, "FAILED")
             raise
@@ -338,7 +338,7 @@ class Uploader:
                 self._points.append(Metric(key, value, line["time"], step))
 
     def _add_end(self) -> None:
-        """End the run of a trainer that died without a word.
+        """End the run of a trainer that died without a last line.
 
         If the disk was full, only the store may have the end: the run keeps it.
         """

@@ -26,13 +26,13 @@ Evaluate = Callable[[Check], dict[str, float]]
 
 @dataclass
 class Best:
-    """The best evaluation so far, for `training.keep_best`; of two equal ones, the first.
+    """The best evaluation so far, for `training.keep_best`; a tie keeps the first one.
 
     Attributes:
-        metric: Name of the metric, without `val/`.
+        metric: name of the metric, without `val/`.
         mode: `min` or `max`.
-        value: Its best value; None before the first evaluation that gives a number.
-        update: Completed updates before that evaluation.
+        value: its best value; None before the first evaluation that gives a number.
+        update: completed updates before that evaluation.
     """
 
     metric: str
@@ -41,7 +41,7 @@ class Best:
     update: int = 0
 
     def take(self, update: int, results: Mapping[str, float]) -> bool:
-        """Keep the evaluation after `update` updates if it is the best; return whether."""
+        """Keep these results if they are the best so far; return whether they are."""
         value = results[self.metric]
         if math.isnan(value) or not self._improves(value):
             return False
@@ -55,13 +55,13 @@ class Best:
         return value < self.value if self.mode == "min" else value > self.value
 
     def row(self) -> dict[str, float]:
-        """Return the metrics that are logged of it; none before the first evaluation."""
+        """Return the metrics to log; there are none before the first evaluation."""
         if self.value is None:
             return {}
         return {f"best/val/{self.metric}": self.value, "best/update": self.update}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from another one, as a dict, if that is of the same metric and mode."""
+        """Restore a state, as a dict, if it has the same metric and mode."""
         if (state["metric"], state["mode"]) == (self.metric, self.mode):
             self.value = state["value"]
             self.update = state["update"]
@@ -72,11 +72,11 @@ class Evaluations:
     """What a run evaluates, and when.
 
     Attributes:
-        validation: Returns the loss and the metrics over the validation split.
-        test: Returns them over the test split. It is called once, after the training.
-        every: Updates between two evaluations, or `epoch`. The last update is always
+        validation: returns the loss and the metrics over the validation split.
+        test: returns them over the test split. It is called once, after the training.
+        every: updates between two evaluations, or `epoch`. The last update is always
             followed by an evaluation.
-        best: The best evaluation so far, whose checkpoint is kept and whose weights
+        best: the best evaluation so far, whose checkpoint is kept and whose weights
             `test` uses. None if no checkpoint is kept for it.
     """
 
@@ -105,14 +105,14 @@ class SplitEvaluator:
     """Computes the loss and the metrics over a split, each example exactly once.
 
     Attributes:
-        evaluation: Evaluates one batch.
-        batches: Of the split.
-        name: Of the split.
-        on_halved: Called with the split's name and the new size when micro-batches do
+        evaluation: evaluates one batch.
+        batches: the batches of the split.
+        name: the name of the split.
+        on_halved: called with the split's name and the new size when micro-batches do
             not fit into memory and are halved.
-        changed: Variables that a forward pass may change. They are restored before a
+        changed: variables that a forward pass may change. They are restored before a
             second try.
-        retry: Whether a batch that does not fit is evaluated in smaller micro-batches.
+        retry: whether a batch that does not fit is evaluated in smaller micro-batches.
             One of several workers cannot do that, as the others go on.
     """
 
@@ -128,8 +128,8 @@ class SplitEvaluator:
         """Return the loss and the metrics over the split.
 
         Raises:
-            tf.errors.ResourceExhaustedError: A batch cannot be read into memory.
-            OutOfMemoryError: Not even a micro-batch of one example fits.
+            tf.errors.ResourceExhaustedError: a batch cannot be read into memory.
+            OutOfMemoryError: not even a micro-batch of one example fits.
         """
         before = [tf.identity(variable) for variable in self.changed]
         results = self._evaluate(check)
@@ -140,7 +140,10 @@ class SplitEvaluator:
         return results
 
     def _warn_once(self, results: dict[str, float]) -> None:
-        """Print a line if a result is not finite, and why if the data are not."""
+        """Print a warning, only once, if a result is not finite.
+
+        The warning says so if the data themselves are not finite.
+        """
         if self._warned:
             return
         line = non_finite.warning_of_evaluation(self.name, results, self.batches)
@@ -150,7 +153,7 @@ class SplitEvaluator:
 
     @cached_property
     def _evaluate_batch(self) -> Callable[[Any], Any]:
-        """Evaluate a batch; once traced, it keeps the size of its micro-batches."""
+        """A function that evaluates a batch; tracing fixes its micro-batch size."""
         return tf.function(
             lambda batch: self.evaluation(batch),
             [self.batches.element_spec],
@@ -160,7 +163,7 @@ class SplitEvaluator:
     def _evaluate(self, check: Check) -> dict[str, float] | None:
         """Return the results, or None if a batch did not fit into memory.
 
-        Then the micro-batches are halved.
+        The micro-batches have then been halved.
         """
         metrics = self.evaluation.measured
         for metric in metrics.values():
@@ -183,7 +186,7 @@ class SplitEvaluator:
                 sums = batch_sums
             else:
                 sums = tf.nest.map_structure(tf.add, sums, batch_sums)
-            del batch  # Only one batch is in memory: the next one is read after it.
+            del batch  # It is freed before the next one is read.
         assert sums is not None
         results = {}
         for name, value in sums.results(metrics).items():
@@ -197,7 +200,7 @@ def averaged_weights(
 ) -> Iterator[None]:
     """With `use_ema`, give the model its averaged weights within the block.
 
-    All evaluations of a run, the last one included, are then of averaged weights.
+    Every evaluation of a run, including the last one, then uses averaged weights.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     variables = model.trainable_variables if inner.use_ema else []

@@ -35,7 +35,8 @@ BATCH_HOOKS = (
 class Interrupted(BaseException):
     """The run was asked to end.
 
-    `Trainer.fit` writes a checkpoint, then raises the reason, which is the argument.
+    Its argument is the reason, which `Trainer.fit` raises after it has written a
+    checkpoint.
     """
 
 
@@ -48,29 +49,29 @@ class Trainer:
     """Trains to the end of the plan, or until a callback sets `model.stop_training`.
 
     Attributes:
-        update: Applies one effective batch. Its model is compiled if a callback needs
+        update: applies one effective batch. Its model is compiled if a callback needs
             a compiled model.
-        batches: Effective batches, one per update. The first one is that of the first
-            update of this process.
-        recorder: Takes the results of every update. Its plan says how many updates
+        batches: the effective batches, one per update, from the first update of this
+            process on.
+        recorder: takes the results of every update. Its plan says how many updates
             there are and where epochs end.
-        evaluations: Of the validation and the test split.
-        callbacks: By name. To a callback, one update is one batch.
-        checkpoints: Writes the checkpoints that are due, each after the rows of all
+        evaluations: the evaluations of the validation and the test split.
+        callbacks: the callbacks, by name. They see each update as one batch.
+        checkpoints: writes the checkpoints that are due, each after the rows of all
             updates before it.
-        oom_retry: Repeats an update that does not fit into memory in smaller
+        oom_retry: repeats an update that does not fit into memory in smaller
             micro-batches. Without it, such an update ends the run.
-        stop: Called after each update and after each batch of an evaluation. If it
+        stop: called after each update and after each batch of an evaluation. If it
             returns an exception, that is raised once the rows so far are logged and a
             checkpoint is written.
-        profiler: Traces some of the updates.
-        agree: Returns, once every worker has called it, whether all passed True.
-        done: Completed updates.
-        pending: Whether the evaluation and the callbacks after the last update are
+        profiler: traces some of the updates.
+        agree: returns, once every worker has called it, whether all passed True.
+        done: the number of completed updates.
+        pending: whether the evaluation and the callbacks after the last update are
             still to come.
-        validation: The results of the evaluation after the last update; empty if there
+        validation: the results of the evaluation after the last update; empty if there
             was none.
-        stopped_by: The name of the callback that has set `model.stop_training`.
+        stopped_by: the name of the callback that has set `model.stop_training`.
     """
 
     update: Update
@@ -107,14 +108,15 @@ class Trainer:
         self._next_update = tf.function(self._next_step, autograph=False)
 
     def fit(self, start: Checkpoint | Fork | None = None) -> float:
-        """Train, and return the last loss: of the validation split if there is one.
+        """Train, and return the last loss, of the validation split if there is one.
 
         Args:
-            start: The checkpoint, of this or of another run, from which to continue.
+            start: the checkpoint, of this or of another run, from which to continue.
 
         Raises:
-            NonFiniteError: As `Recorder.fetch` does.
-            ConfigError: `start` is of another model or optimizer. No weight was changed.
+            NonFiniteError: the loss or the gradient is not finite.
+            ConfigError: `start` belongs to another model or optimizer. No weight was
+                changed.
         """
         self.model.stop_training = False
         self._hooks.on_train_begin()
@@ -144,7 +146,7 @@ class Trainer:
         return bool(self.recorder.plan.ended(self.done) or self.model.stop_training)
 
     def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
-        """Restore the state of a checkpoint; `iterator` is that of `update_once`."""
+        """Restore a checkpoint. `iterator` is the one that `update_once` reads."""
         if isinstance(start, Checkpoint):
             state = snapshot.read(start.folder, start.meta)
             restore: Any = snapshot.restore
@@ -153,7 +155,8 @@ class Trainer:
             restore = start.restore
         snapshot.adapt(self.update, state)
 
-        # The update is traced before: a layer may draw a seed when it is traced.
+        # The update is traced before its state is restored, as a layer may draw a seed
+        # while it is traced.
         self._next_update.get_concrete_function(iterator)
         self.update.begun.assign(start.update)
         loop = restore(state, self.update, self.recorder, self.callbacks)
@@ -167,10 +170,10 @@ class Trainer:
         self.recorder.progress.done = self.done
 
     def update_once(self, iterator: Any) -> tf.Tensor:
-        """Apply the next effective batch; return its results as `Recorder.add` takes them.
+        """Apply the next effective batch; return its results for `Recorder.add`.
 
-        If the batch does not fit into memory, it is repeated in smaller micro-batches.
-        `iterator` is over effective batches.
+        With `oom_retry`, a batch that does not fit into memory is repeated in smaller
+        micro-batches. `iterator` yields effective batches.
         """
         epoch, index = self.recorder.plan.place(self.done)
         if index == 0:
@@ -209,7 +212,7 @@ class Trainer:
             raise Interrupted(reason)
 
     def evaluate(self) -> None:
-        """Evaluate the validation split if it is due; call the callbacks at an epoch's end."""
+        """Evaluate the validation split if it is due; end the epoch if it is over."""
         plan = self.recorder.plan
         ended = self.ended
         results: dict[str, float] = {}
@@ -250,7 +253,11 @@ class Trainer:
         return results
 
     def checkpoint(self, *, last: bool = False) -> None:
-        """Write a checkpoint if one is due; the `last` one and one amid an update's end are."""
+        """Write a checkpoint if one is due.
+
+        It is due after the `last` update, and while an evaluation or callbacks are
+        pending.
+        """
         if self.checkpoints is None:
             return
         if not self.checkpoints.due(self.done, last=last or self.pending):
@@ -272,7 +279,10 @@ class Trainer:
         self.recorder.trained(self.done, self.stopped_by, self.evaluations.best)
 
     def test(self) -> None:
-        """Evaluate the test split, if any, with the weights of the best evaluation if kept."""
+        """Evaluate the test split, if there is one.
+
+        It uses the weights of the best evaluation if they are kept, else the last ones.
+        """
         if self.evaluations.test is None:
             return
         best = self._best_checkpoint()
@@ -316,7 +326,7 @@ class Trainer:
     def _checkpoint_on_interruption(self) -> Iterator[None]:
         """Write a checkpoint on an interruption or when a worker is lost.
 
-        None is written while the state is amid an update.
+        It writes none in the middle of an update.
         """
         try:
             yield
@@ -334,7 +344,7 @@ class Trainer:
             raise
 
     def _roll_back(self) -> bool:
-        """Undo an update that failed; return whether the state is that before it."""
+        """Undo a failed update; return whether the state before it is restored."""
         return self.oom_retry is not None and self.oom_retry.rollback()
 
     def _save(
@@ -380,9 +390,9 @@ class Trainer:
 
 
 class _StopWatch(keras.callbacks.Callback):
-    """Follows a callback, and notes in the trainer whether it has stopped the run."""
+    """Runs after a callback, and tells the trainer whether that one stopped the run."""
 
-    # Keras then calls the callbacks of a run as it would without this one.
+    # With this, Keras calls the other callbacks as it would without this one.
     async_safe = True
 
     def __init__(self, trainer: Trainer, name: str):
@@ -402,12 +412,12 @@ class _StopWatch(keras.callbacks.Callback):
 
 
 def _has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
-    """Return whether the callback overrides a hook of batches.
+    """Return whether the callback overrides a batch hook.
 
     Passing the logs of an update to such a hook waits for the device.
     """
     for name in BATCH_HOOKS:
-        hook = getattr(callback, name)  # LambdaCallback has functions without a class.
+        hook = getattr(callback, name)  # LambdaCallback sets plain functions.
         inherited = getattr(keras.callbacks.Callback, name)
         if getattr(hook, "__func__", None) is not inherited:
             return True

@@ -1,7 +1,7 @@
 """Repeats an update that does not fit into memory, in micro-batches of half the size.
 
-The repeated update has the same batch, random seeds and moving statistics, so that its
-result is that of the update that did not fit.
+The repeated update has the same batch, random seeds and moving statistics, so its
+result is the one that the failed update would have had.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +20,10 @@ class OomRetry:
     """Runs updates so that one which does not fit into memory can be repeated.
 
     Args:
-        update: The update.
-        changed: Variables that a forward pass changes: moving statistics and seeds.
-        spec: The nest of specs of an effective batch.
-        retry: Whether to repeat an update at all. One of several workers cannot, as
+        update: the update to run.
+        changed: variables that a forward pass changes: moving statistics and seeds.
+        spec: the nest of specs of an effective batch.
+        retry: whether to repeat an update at all. One of several workers cannot, as
             the others are in the middle of that update.
     """
 
@@ -68,7 +68,7 @@ class OomRetry:
     def hold_batch(self, iterator: Any, step: Step) -> tf.Tensor:
         """Read the next batch, hold it for a retry, and return the results of `step`.
 
-        It is called inside the function that `run` takes.
+        Call it inside the function that is passed to `run`.
         """
         with tf.device("CPU:0"):
             number = self._run_number.assign_add(1)
@@ -84,7 +84,8 @@ class OomRetry:
         """Return the results of the next update.
 
         Raises:
-            tf.errors.ResourceExhaustedError: `retry_halved` may help.
+            tf.errors.ResourceExhaustedError: the update does not fit into memory;
+                `retry_halved` may help.
         """
         if self._changed:
             self._copy_changed()
@@ -99,14 +100,14 @@ class OomRetry:
         """Repeat an update that failed, in micro-batches that fit; return its results.
 
         Args:
-            error: What the update raised.
-            number: Of the update, from 1.
-            step: Takes the batch of the update.
+            error: the error that the update raised.
+            number: the update's number, counted from 1.
+            step: applies the batch of the update.
 
         Raises:
-            tf.errors.ResourceExhaustedError: The batch could not be read.
-            OutOfMemoryError: Not even one example fits, or some of the update may have
-                been applied.
+            tf.errors.ResourceExhaustedError: the batch could not be read.
+            OutOfMemoryError: not even one example fits, or the update may have been
+                applied in part.
         """
         self._check_not_applied(error, number)
         if not self._retry:
@@ -133,9 +134,9 @@ class OomRetry:
                 return results
 
     def rollback(self) -> bool:
-        """Undo what an update that failed has changed.
+        """Undo the changes of a failed update.
 
-        Return False if none has failed, or if some of it may have been applied.
+        Return False if no update has failed, or if it may have been applied in part.
         """
         if self._runs == self._completed_runs or self._may_be_applied():
             return False
@@ -170,10 +171,11 @@ def halve(
 ) -> int:
     """Halve the micro-batches of an update or an evaluation; return their new size.
 
-    A function that has traced `step` has to trace it anew. `name` is for the message.
+    A function that has traced `step` has to be traced again. Messages call the step
+    `name`.
 
     Raises:
-        OutOfMemoryError: A micro-batch has one example already.
+        OutOfMemoryError: the micro-batches have only one example.
     """
     size = step.micro_batch_size
     if size == 1:

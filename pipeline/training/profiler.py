@@ -16,15 +16,15 @@ from pipeline.training.recorder import Recorder
 class Profiler(AbstractContextManager["Profiler"]):
     """Traces updates; leaving the context ends a trace that is under way.
 
-    In `folder` a trace is `profile_<first update>.xplane.pb`, for TensorBoard, and
-    `profile_<first update>.trace.json.gz`, for Perfetto.
+    In `folder`, a trace is written as `profile_<first update>.xplane.pb`, for
+    TensorBoard, and as `profile_<first update>.trace.json.gz`, for Perfetto.
 
     Attributes:
-        folder: Where the traces are written.
-        start: Number of the first update that is traced.
-        updates: How many updates are traced. Those that an earlier process of the run
+        folder: where the traces are written.
+        start: number of the first update that is traced.
+        updates: how many updates are traced. Those that an earlier process of the run
             has completed are left out.
-        log: Called with the name of each file.
+        log: called with the name of each file.
     """
 
     folder: Path = Path()
@@ -37,7 +37,7 @@ class Profiler(AbstractContextManager["Profiler"]):
     def update(self, number: int, recorder: Recorder) -> Iterator[None]:
         """Run update `number` within the block.
 
-        The time that it takes to start and stop a trace is not in the update times.
+        The update times exclude the time that it takes to start and stop a trace.
         """
         is_traced = self.start <= number < self.start + self.updates
         if is_traced != bool(self._first_traced):

@@ -1,7 +1,7 @@
-"""What is private in TensorFlow's profiler, as read in TensorFlow 2.21.
+"""Private interfaces of TensorFlow's profiler, as of TensorFlow 2.21.
 
-TensorFlow writes a trace as `xplane.pb`, which only TensorBoard reads. Its plugin makes
-from it what a browser shows; there is no public function for that.
+TensorFlow writes a trace as `xplane.pb`, which only TensorBoard reads. Its plugin
+converts the trace for a browser; there is no public function for that.
 """
 
 from pathlib import Path
@@ -15,5 +15,5 @@ def trace_json(xplane: Path) -> bytes:
         [str(xplane)], "trace_viewer@", {}
     )
     for cache in xplane.parent.glob("*.SSTABLE"):
-        cache.unlink()  # The plugin writes it, and would read it the next time.
+        cache.unlink()  # The plugin would read it the next time.
     return trace

@@ -1,4 +1,4 @@
-"""Progress of a run on standard error: a bar on a terminal, else a line now and then."""
+"""Progress of a run on standard error: a bar on a terminal, else lines at intervals."""
 
 import os
 import sys
@@ -18,13 +18,13 @@ class Progress:
     """Shows the progress of a run.
 
     Args:
-        updates: Of the whole run; 0 if unknown.
-        shown: False for a process that shows nothing.
-        work: Returns what the time of the first n updates is proportional to, for
-            updates of unequal sizes.
+        updates: the number of updates of the whole run; 0 if unknown.
+        shown: whether this process shows anything.
+        work: returns a number that is proportional to the time of the first n updates.
+            It is needed if updates have different sizes.
 
     Attributes:
-        done: Updates that were completed before this process.
+        done: the number of updates that were completed before this process.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class Progress:
         self._silent = not shown or QUIET in os.environ
         self._total = f"/{updates}" if updates else ""
         self._on_terminal = sys.stderr.isatty()
-        # Drawn with the first update, so that what is printed before stays readable.
+        # The bar is drawn with the first update, so that what is printed before stays
+        # readable.
         self._bar: tqdm[Any] | None = None
         now = time.monotonic()
         self._started = now
@@ -62,7 +63,7 @@ class Progress:
             self._show_line(update, row, rate)
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Show the results over `val` or over `test`, which is the last split."""
+        """Show the results over a split: `val`, or `test`, which comes last."""
         if self._silent:
             return
         values = [f"{split}/{name} {value:.4f}" for name, value in results.items()]
@@ -87,7 +88,7 @@ class Progress:
         self._print(split, line)
 
     def close(self) -> None:
-        """End the bar, and show what was postponed if the last update was not known."""
+        """End the bar. If the number of updates is unknown, show what was postponed."""
         self._close_bar()
         if not self.updates:
             say(*self._postponed.values())

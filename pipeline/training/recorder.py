@@ -27,8 +27,8 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient is NaN or infinite.
 
     Args:
-        message: One line.
-        update: The number of the first update that is not finite.
+        message: the message, in one line.
+        update: the number of the first update that is not finite.
     """
 
     def __init__(self, message: str, update: int):
@@ -40,11 +40,11 @@ class _UnfetchedUpdate(NamedTuple):
     """An update whose results are still on the device.
 
     Attributes:
-        update: Its number.
-        wall_time: When it was called, in seconds since the epoch; the time of its row.
-        results: Vector, as `Recorder.add` takes it.
-        traces: How often the update had been traced by then.
-        called_at: When its call returned, on the clock of `time.perf_counter`.
+        update: the update's number.
+        wall_time: the time of its row: when it was called, in seconds since the epoch.
+        results: the vector that `Recorder.add` takes.
+        traces: how often the update had been traced by then.
+        called_at: when its call returned, on the clock of `time.perf_counter`.
     """
 
     update: int
@@ -61,21 +61,21 @@ class Recorder:
     Reading a result in Python waits for the device; a group waits once.
 
     Attributes:
-        tracker: Takes the rows. None in a worker other than the chief, which logs for
+        tracker: takes the rows. None in a worker other than the chief, which logs for
             all of them.
-        plan: Counts examples, epochs and micro-steps of each update.
-        log_every: Updates between two logged rows. `finish` logs the last one anyway.
-        peak_memory: Returns the peak so far, in bytes.
-        progress: Shows the rows.
-        skips: Whether the optimizer skips an update whose gradient is not finite, as a
+        plan: counts examples, epochs and micro-steps of each update.
+        log_every: updates between two logged rows. `finish` logs the last one anyway.
+        peak_memory: returns the peak so far, in bytes.
+        progress: shows the rows.
+        skips: whether the optimizer skips an update whose gradient is not finite, as a
             `LossScaleOptimizer` does.
-        share_of_peak: The share of the devices' peak FLOP/s that a training speed of
+        share_of_peak: the share of the devices' peak FLOP/s that a training speed of
             one example per second takes; 0 if unknown.
-        tokens: Counts the tokens of an effective batch, where examples are sequences.
-        names: Names of an update's results, in their order.
-        traced: Set once the update has been traced for the first time.
-        last: Results of the latest update that was fetched.
-        compile_seconds: Of all updates that were traced or compiled.
+        tokens: counts the tokens of an effective batch, where examples are sequences.
+        names: names of an update's results, in their order.
+        traced: set once the update has been traced for the first time.
+        last: results of the latest update that was fetched.
+        compile_seconds: the time of all updates that were traced or compiled.
     """
 
     tracker: Tracker | None
@@ -106,10 +106,10 @@ class Recorder:
         """Keep the results of an update, and fetch when enough are waiting.
 
         Args:
-            update: Its number, from 1.
-            results: Vector in the order of `names`, then what `shapes_compiled`
-                returns, or 0 without XLA.
-            traces: How often the update has been traced so far.
+            update: the update's number, counted from 1.
+            results: a vector in the order of `names`. Its last entry is what
+                `shapes_compiled` returns, or 0 without XLA.
+            traces: how often the update has been traced so far.
         """
         now = time.perf_counter()
         self._unfetched.append(
@@ -128,7 +128,7 @@ class Recorder:
         """Write the rows of all kept results.
 
         Raises:
-            NonFiniteError: After the row of the first update that is not finite.
+            NonFiniteError: an update is not finite. Its row has been logged.
         """
         if not self._unfetched:
             return
@@ -136,7 +136,8 @@ class Recorder:
         values_by_update = tf.stack([entry.results for entry in group]).numpy().tolist()
         performance = self._performance(group, values_by_update)
         for entry, values in zip(group, values_by_update, strict=True):
-            # One at a time: what an interruption leaves is fetched at the run's end.
+            # Results are removed one at a time: after an interruption, the remaining
+            # ones are fetched at the end of the run.
             del self._unfetched[0]
             self.last = dict(zip(self.names, values, strict=True))
             self.last.pop(TOKENS, None)
@@ -148,7 +149,7 @@ class Recorder:
             if non_finite or entry.update % self.log_every == 0:
                 self._log_last()
             if non_finite:
-                self._unfetched.clear()  # They are of weights that are not finite.
+                self._unfetched.clear()  # Their weights are not finite.
                 results = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
                     f"{' and '.join(results)} at update {entry.update}, found when "
@@ -164,12 +165,12 @@ class Recorder:
         self._log_last()
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Log the results over a split, and exclude the evaluation from the update times.
+        """Log the results over a split; exclude the evaluation from the update times.
 
         Args:
             split: `val` or `test`.
-            update: Completed updates before the evaluation.
-            results: The loss and the metrics.
+            update: completed updates before the evaluation.
+            results: the loss and the metrics.
         """
         if self.tracker is not None:
             if split == "test":
@@ -180,12 +181,12 @@ class Recorder:
         self.restart_clock()
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Log that the training has ended or was interrupted, as `Tracker.trained`."""
+        """Log that the training has ended or was interrupted."""
         if self.tracker is not None:
             self.tracker.trained(updates, stopped_by, best)
 
     def cut(self, plan: Plan) -> None:
-        """Continue with a plan of other micro-batches, with nothing left to fetch."""
+        """Continue with a plan of other micro-batches. Call `fetch` before."""
         self.plan = plan
         self._compiled_kinds = set()
         if self.tracker is not None:
@@ -196,7 +197,7 @@ class Recorder:
         self._last_fetch = time.perf_counter()
 
     def epoch_means(self) -> dict[str, float]:
-        """Return means over the epoch, and start those of the next one.
+        """Return the means over the epoch, and begin the next epoch.
 
         Each update is weighted by the number of its examples.
         """
@@ -208,7 +209,7 @@ class Recorder:
         return means
 
     def get_state(self) -> dict[str, Any]:
-        """Return what later rows depend on, as JSON, with nothing left to fetch."""
+        """Return what later rows depend on, as JSON. Call `fetch` before."""
         return {
             "last": dict(self.last),
             "skipped": self._skipped,
@@ -228,7 +229,7 @@ class Recorder:
         self._epoch_examples = state["epoch_examples"]
 
     def _smooth_noise(self, results: dict[str, float]) -> None:
-        """Replace the estimates of one update, where it has them, by the noise scale."""
+        """Replace an update's noise estimates, if it has any, by the noise scale."""
         if "gradient_variance" not in results:
             return
         variance = results.pop("gradient_variance")
@@ -251,7 +252,7 @@ class Recorder:
         The last value of each update, from `shapes_compiled`, is removed from
         `values_by_update`.
         """
-        computed: list[int] = []  # positions of the updates that were only computed
+        computed: list[int] = []  # positions of updates that compiled nothing
         compiling = 0.0  # seconds
         called_before = self._last_fetch
         for i, entry in enumerate(group):
@@ -273,7 +274,7 @@ class Recorder:
             "peak_memory_bytes": self.peak_memory(),
         }
         if computed:
-            # The speed of updates that were compiled is not known.
+            # Updates that compiled something do not show how fast an update is.
             sizes = [self.plan.batch_size(group[i].update) for i in computed]
             examples = sum(sizes)
             performance["update_seconds"] = seconds / len(computed)
@@ -293,7 +294,7 @@ class Recorder:
     def _non_finite(self, results: dict[str, float]) -> list[str]:
         """Return the names of the results that end the run because they are not finite.
 
-        A skipped update ends no run: it is counted in `results`.
+        A skipped update does not end the run; it is counted in `results`.
         """
         non_finite = []
         for name in ("loss", "gradient_norm"):
@@ -305,7 +306,7 @@ class Recorder:
                 non_finite = []
             results["skipped_updates"] = self._skipped
         if self.tracker is None:
-            return []  # A worker leaves that to the chief.
+            return []  # Only the chief ends the run.
         return non_finite
 
     def _log_last(self) -> None:

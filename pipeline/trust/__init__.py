@@ -1,4 +1,4 @@
-"""The one gate before anything that a tracking store names, and what it lets build.
+"""The gate for everything that a tracking store names, and for what it may build.
 
 A store may name code, paths and hosts. In: a config or an address that came out of a
 store. Out: the same, checked, or a `ConfigError`. `gate` checks configs against the

@@ -33,15 +33,15 @@ _SERVER = re.compile(
     r"(mlflow-artifacts|https?)://((?:[\w.\-]+|\[[\da-f:.]+\])(?::\d+)?)(/.*)?",
     re.IGNORECASE | re.ASCII,
 )
-# Of the URIs of Azure only those with its own hosts: MLflow sends a token to the host.
+# Azure's URIs are accepted only with its own hosts: MLflow sends a token to the host.
 _BUCKET = re.compile(
     r"(s3|gs)://.+|(wasbs|abfss)://[\w$\-]+@\w+\.(blob|dfs)\.core\.windows\.net(/.*)?",
     re.ASCII,
 )
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
-# Places to which all threads of this process are confined, in addition to the store;
-# None: artifacts may lie anywhere.
+# Places to which all threads of this process are confined, in addition to the store. If
+# None, artifacts may lie anywhere.
 confined_to: list[str] | None = None
 
 
@@ -55,16 +55,16 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     guess.
 
     Args:
-        tracking_uri: the store.
-        places: where the user allows artifacts in addition.
+        tracking_uri: the URI of the store.
+        places: further places where the user allows artifacts.
     """
     from mlflow.store.artifact.artifact_repository_registry import (
         get_registered_artifact_repositories,
     )
 
     global confined_to
-    # Scheme → what opens a place. In MLflow 3.17.2 it is no copy: every call of MLflow
-    # looks a scheme up here.
+    # Scheme → what opens a place. In MLflow 3.17.2 this is not a copy: every call of
+    # MLflow looks a scheme up here.
     repositories: dict[str, Any] = get_registered_artifact_repositories()
     unconfined = dict(repositories)
     outer_places = confined_to
@@ -107,9 +107,9 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
     """Check where artifacts lie.
 
     Args:
-        uri: where they lie, by the store.
-        tracking_uri: the store.
-        places: where the user allows artifacts in addition.
+        uri: where they lie, according to the store.
+        tracking_uri: the URI of the store.
+        places: further places where the user allows artifacts.
 
     Raises:
         ConfigError: they lie neither with the store nor in one of the places.
@@ -131,8 +131,8 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
 def is_inside(path: Path, folders: Iterable[Path]) -> bool:
     """Return whether `path` lies in one of `folders`, with symlinks followed.
 
-    It is False for what is no path: a loop of symlinks, a name that is too long, a null
-    byte.
+    The result is False for anything that is not a path: a loop of symlinks, a name that
+    is too long, a null byte.
     """
     try:
         return any(
@@ -154,9 +154,9 @@ def _folders_of_store(tracking_uri: str) -> list[str]:
 
 
 def _check_links(folder: Path) -> None:
-    """Reject artifacts that a link leads out of their folder.
+    """Reject links among the artifacts that lead out of their folder.
 
-    MLflow would read and write there.
+    MLflow would read and write where they lead.
     """
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):

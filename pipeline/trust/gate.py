@@ -6,9 +6,9 @@ It decides what a config that came out of a tracking store may build, read and w
                    ─► what the names really are ─► rerun
     instantiate.locate ─► check: the same again for each node, before it is imported
 
-A user's own config and command line are not checked. Of a fetched config everything is
-rejected that is neither listed in `trusted_names` nor allowed by the user, and nothing
-is imported before its name was accepted.
+A user's own config and command line are not checked. In a fetched config, everything is
+rejected that is neither listed in `trusted_names` nor allowed by the user. Nothing is
+imported before its name is accepted.
 """
 
 import os
@@ -28,10 +28,10 @@ from pipeline.config.hydra_errors import as_config_error
 from pipeline.trust import artifact_locations, trusted_names
 
 _TFDS = "pipeline.dataset.from_tfds"
-# A name of TFDS has no namespace, for which TFDS would download code, and no arguments
-# such as data_dir.
+# TFDS would download code for a name with a namespace, and a name could have arguments
+# such as data_dir. Neither is accepted.
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
-# A home, a URL or a drive, a share.
+# A path in a home folder, a URL, a drive or a network share.
 _ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|(?i:file|data):|\\)|\s+/")
 # The ID of a run, or its start, and perhaps an update.
 _RUN = re.compile(r"[0-9a-f]{4,32}(@\d{1,10})?", re.ASCII)
@@ -41,7 +41,7 @@ _DEEPEST = 40
 
 @dataclass(frozen=True)
 class Gate:
-    """What a fetched config may reach; the user gives all of it, and the config none.
+    """What a fetched config may reach, as set by the user and never by the config.
 
     Attributes:
         run_dir: the directory of the new run. Files are written only here, unless
@@ -54,8 +54,8 @@ class Gate:
         downloads: whether TFDS may fetch and prepare a dataset. Its own code runs on
             what it downloads; some of it unpickles or evaluates.
         start: whether the user named the run whose checkpoint to begin with.
-        given: the user's own texts by dotted key; null for a config group that they
-            chose, as all of it is theirs.
+        given: the user's own texts by dotted key; null for a config group that the user
+            chose, as everything in it is the user's.
     """
 
     run_dir: Path
@@ -141,8 +141,8 @@ def check_config(
     Args:
         config: the config, plain.
         gate: what it may reach.
-        imports: import the objects that it names, to check what they are. Without it
-            they are judged by their names alone.
+        imports: whether to import the objects that it names, to check what they are.
+            Otherwise they are judged by their names alone.
 
     Raises:
         ConfigError: the message names the key and the rule.
@@ -269,7 +269,7 @@ def _check_mapping(node: dict[Any, Any], key: str) -> None:
 def _is_tfds_name(node: _Node) -> bool:
     """Return whether a value is the name of a dataset of TFDS.
 
-    It is no path, and was checked with its target.
+    Such a name is not a path, and was checked with its target.
     """
     parent = node.parents[-1]
     if not isinstance(parent, dict) or parent.get("_target_") != _TFDS:
@@ -278,7 +278,7 @@ def _is_tfds_name(node: _Node) -> bool:
 
 
 def _check_scalar(value: Any, key: str, gate: Gate) -> None:
-    """Reject what is no scalar, and text that leads elsewhere."""
+    """Reject a value that is not a scalar, and text that leads elsewhere."""
     if value is None or type(value) is bool:
         return
     if type(value) not in (str, int, float):
@@ -305,8 +305,8 @@ def _check_text(text: str, key: str, gate: Gate) -> None:
     for character in text:
         if character not in "\t\n" and unicodedata.category(character) in ("Cc", "Cf"):
             raise ConfigError(key, "must be of signs that can be seen", text)
-    # The names of an experiment and of a run may look like paths. In any other text
-    # code that receives a path could read the file, or write there.
+    # The names of an experiment and of a run may look like paths. Any other text may
+    # reach code that would read or write at that path.
     if _is_path(text) and not key.startswith("tracking."):
         gate.confine(text, key)
 

@@ -87,7 +87,7 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
 def accepted(
     target: Callable[..., Any], node: DictConfig, **offers: Any
 ) -> dict[str, Any]:
-    """Return the offers that a target has a parameter for and its node no value."""
+    """Return the offers for which the target has a parameter and the node no value."""
     parameters = _parameters(target) or {}
     taken = {}
     for name, offer in offers.items():
@@ -129,8 +129,8 @@ def _check_arguments(
     Python takes most texts and numbers as true.
 
     Args:
-        target: what will be called.
-        node: has the arguments.
+        target: the object that will be called.
+        node: the node with the arguments.
         key: the dotted name of the node.
         others: the names of arguments that are passed in addition.
     """
@@ -202,7 +202,7 @@ def _is_flag(parameter: inspect.Parameter) -> bool:
 
 
 def _whole_floats(target: Callable[..., Any], node: DictConfig) -> dict[str, float]:
-    """Return the whole numbers among the arguments for which a float is the default.
+    """Return, as floats, the whole-number arguments whose default is a float.
 
     Keras takes `momentum=0.0` but rejects `momentum=0`.
     """

@@ -2,8 +2,9 @@
 
 `config.trust_entries` reads the entries that the user adds to them.
 
-Compiled from the sources of Keras 3.15. tests/trust/test_gate.py searches the installed
-Keras for layers that read files or run code, and for callbacks, that are missing here.
+The lists were compiled from the sources of Keras 3.15. tests/trust/test_gate.py
+searches the installed Keras for layers that read files or run code, and for callbacks,
+that are missing here.
 """
 
 import inspect
@@ -16,7 +17,7 @@ from hydra.utils import get_object
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.config.trust_entries import DOTTED
 
-# Hydra logs in several lines what it raises.
+# Hydra also logs, in several lines, the errors that it raises.
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 
 BUILDERS = {
@@ -53,7 +54,7 @@ APPLICATIONS = "keras.applications."
 # namespaces themselves, and are not.
 _FUNCTIONS = ("keras.src.applications.", "keras.src.losses.", "keras.src.metrics.")
 
-# Most callbacks write. So those that do not are listed, and a new one of Keras is
+# Most callbacks write files, so those that do not are listed. A new one of Keras is
 # rejected until it is listed here.
 CALLBACKS = {
     "keras.callbacks.EarlyStopping",

@@ -1,4 +1,4 @@
-"""The verb `pipeline verify`: whether accumulating equals the large batch."""
+"""The verb `pipeline verify`: whether accumulation equals the large batch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _DESCRIPTION = (
     "Check, for a config, that accumulation equals the large batch; "
     "the arguments are those of `pipeline train`."
 )
-_LONGEST_PARAM = 6000  # MLflow takes no longer value
-_LARGEST_METRIC = 1e300  # a store may take no infinity
+_LONGEST_PARAM = 6000  # MLflow accepts no longer value
+_LARGEST_METRIC = 1e300  # a store may not accept infinity
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """Return what was compared, in which precision."""
+        """Return what was compared, and in which precision."""
         return f"{self.precision}, {self.subject}"
 
 
@@ -80,7 +80,7 @@ class Certificate:
 def verify(arguments: Sequence[str]) -> int:
     """Check that accumulation equals the large batch for a config; print the verdict.
 
-    The arguments are those of `pipeline train`, `--all` and `--log`. Returns the exit
+    The arguments are those of `pipeline train`, `--all` and `--log`. Return the exit
     status.
     """
     options, overrides = _parse(arguments)
@@ -154,7 +154,7 @@ def _certify(spec: RunSpec, overrides: Sequence[str]) -> Certificate:
     if differing:
         fault = _fault(parts, update, batches[0], differing)
     elif spec.workers is None:
-        # Some kernels are used in float32 alone.
+        # Some kernels are used only in float32.
         in_float32 = _compare_in_float32(overrides)
         comparisons = comparisons + in_float32
         if _differing(in_float32):
@@ -269,8 +269,8 @@ def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]
     """Build the parts without the metrics that do not run in float64.
 
     Args:
-        spec: in float64.
-        overrides: the command line, in the user's precision.
+        spec: the spec, in float64.
+        overrides: the overrides of the command line, with the user's precision.
 
     Returns:
         The parts, and the keys of the metrics that were left out.
@@ -303,7 +303,7 @@ def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]
 
 
 def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
-    """Return the spec without the metric of this key; None if it is not a metric's."""
+    """Return the spec without the metric of this key; None if no metric has the key."""
     for group in METRIC_GROUPS:
         for metric in metrics_of(spec.config.training, group):
             if metric.key != key:
@@ -313,7 +313,7 @@ def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
                 del nodes[metric.name]
             else:
                 del nodes[metric.output][metric.name]
-            # An output without metrics goes, too.
+            # An output without metrics is removed, too.
             nodes = {name: node for name, node in nodes.items() if node}
             return spec.changed({f"training.{group}": nodes})
     return None
@@ -332,7 +332,7 @@ class _Row:
 
 
 def _print(certificate: Certificate, every: bool) -> None:
-    """Print the verdict and what is furthest apart of each kind.
+    """Print the verdict, and the largest difference of each kind.
 
     With `every`, all findings are printed.
     """
@@ -376,7 +376,7 @@ def _rows(comparisons: Sequence[Comparison], every: bool) -> list[_Row]:
 
 
 def _is_worse(finding: Difference, other: Difference) -> bool:
-    """Return whether a finding is further apart than another, for its bound."""
+    """Return whether a finding is worse than another, relative to their bounds."""
     if not other.holds:
         return False
     return not finding.holds or (
@@ -399,7 +399,7 @@ def _table(rows: Sequence[_Row]) -> Iterator[str]:
 
 
 def _remarks(comparisons: Sequence[Comparison], rows: Sequence[_Row]) -> Iterator[str]:
-    """Yield what explains large bounds."""
+    """Yield lines that explain large bounds."""
     coarsest = 0.0
     for row in rows:
         if row.finding.bound < math.inf:

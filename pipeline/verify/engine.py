@@ -1,6 +1,6 @@
 """Compares an update in micro-batches with the same update by Keras on one batch.
 
-Compared are the loss, the gradients, the weights, the state that is not trained, the
+It compares the loss, the gradients, the weights, the state that is not trained, the
 metrics and the number of updates.
 """
 
@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one update of a batch leaves behind."""
+    """The results of one update of a batch."""
 
     results: dict[str, float]  # loss, metrics, learning rate and gradient norm
     gradients: list[Any]  # None if the loss does not depend on the variable
@@ -81,7 +81,7 @@ class _TracedUpdate:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """What decides by how much rounding may change a quantity."""
+    """The numbers that decide by how much rounding may change a quantity."""
 
     gamma: float  # relative bound for a sum, see `compare`
     unit: float  # unit roundoff
@@ -90,7 +90,7 @@ class _Rounding:
 
 @dataclass(frozen=True)
 class _Step:
-    """One variable before an update, and after it in both ways."""
+    """One variable before an update, and after it by both ways of computing it."""
 
     before: Any
     expected: Any
@@ -100,7 +100,7 @@ class _Step:
 def compare(
     update: Update, batches: Sequence[Any], other_weights: bool = False
 ) -> list[list[Difference]]:
-    """Apply each batch as one and in micro-batches, from the same weights.
+    """Apply each batch as a whole and in micro-batches, from the same weights.
 
     The reference is Keras: `model.compute_loss` on all examples, one tape, one
     `optimizer.apply`. If that does not fit in memory, the reference is the kernel with
@@ -114,9 +114,10 @@ def compare(
     slope of the optimizer's step as a function of the gradient.
 
     Args:
-        update: what is compared.
+        update: the update to compare.
         batches: effective batches, which may be padded to different lengths.
-        other_weights: compare the last batch once more, with weights near the model's.
+        other_weights: whether to compare the last batch once more, with weights near
+            the model's.
 
     Returns:
         The findings for each batch, and for the repetition of the last one.
@@ -152,7 +153,7 @@ def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Difference]:
 
 @contextmanager
 def restored(variables: Iterable[Any]) -> Iterator[None]:
-    """Give the variables their values back at the end of the `with` block."""
+    """Restore the values of the variables at the end of the `with` block."""
     before = [(variable, _array(variable)) for variable in variables]
     try:
         yield
@@ -244,7 +245,7 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
     by_keras = tf.function(gradients_by_keras, autograph=False)
     sums = tf.function(update.sums, autograph=False)
     step = tf.function(update, autograph=False)
-    # An input signature would do the same, but it could have no None.
+    # An input signature would do the same, but it cannot contain None.
     for function in (by_keras, sums, step):
         function.get_concrete_function(specs)
 
@@ -342,7 +343,7 @@ def _outcome(
 
 
 def _untrained(model: keras.Model) -> list[Any]:
-    """Return the variables of numbers that a forward pass may change, without metrics.
+    """Return the numeric variables that a forward pass may change, without metrics.
 
     Seeds are uint32, and lookup tables hold strings.
     """
@@ -522,7 +523,7 @@ def _compare_gradients(
 def _compare_weights(
     path: str, step: _Step, gradient_size: Any, rounding: _Rounding
 ) -> Difference:
-    """Return the finding for the weight that is furthest apart for its bound.
+    """Return the difference of the weight that differs most, relative to its bound.
 
     Differences are relative to the largest step of the variable.
     """

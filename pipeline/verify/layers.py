@@ -54,7 +54,7 @@ class _LossSums:
 
 @dataclass(frozen=True)
 class _Observation:
-    """A value of a part of a batch, and the fault that it shows if it depends on it."""
+    """A value for a part of a batch, and the fault if the cut changes that value."""
 
     fault: str
     value: Any
@@ -91,8 +91,8 @@ def culprit(
     """Return the first layer or loss whose value for an example depends on the cut.
 
     Args:
-        model: built; it is restored.
-        loss: as `Update` takes it.
+        model: a built model; it is restored.
+        loss: the loss, in a form that `Update` takes.
         batch: an effective batch.
         micro_batch_size: examples of a micro-batch.
         rounding: unit roundoff of the lowest precision of any layer or loss.
@@ -122,7 +122,7 @@ def culprit(
 
 
 class _Observer:
-    """Runs parts of a batch forward and backward, and notes what each part gives."""
+    """Runs parts of a batch forward and backward, and records each part's values."""
 
     def __init__(self, model: keras.Model, objective: Objective, batch: Any):
         self._model = model
@@ -133,9 +133,9 @@ class _Observer:
         self._divisors: list[Any] | None = None
 
     def observe(self, start: int, stop: int) -> list[_Observation]:
-        """Return what a part gives, in the order in which a fault shows.
+        """Return the observations of a part, in the order to search them for a fault.
 
-        The first part has to be all of the batch.
+        The first part has to be the whole batch.
         """
         x, y, sample_weight = slice_of(self._batch, start, stop)
         with tf.GradientTape() as tape:
@@ -195,9 +195,10 @@ class _Observer:
     def _gradients(
         self, tape: tf.GradientTape, target: Any, calls: Sequence[_LayerCall]
     ) -> list[_Observation]:
-        """Return the gradients by what layers pass on and by weights, last layer first.
+        """Return the gradients of layers' outputs and of weights, last layer first.
 
-        A gradient by what one layer passes to another shows a fault of the other one.
+        The gradient of an output that one layer passes to another shows a fault of the
+        other one.
         """
         sources = []
         for call, taker in _passed_on(calls):
@@ -254,9 +255,9 @@ def _passed_on(
 
 
 def _is_noise(layer: keras.Layer, argument: str) -> bool:
-    """Return whether the layer draws noise, of this amount.
+    """Return whether the layer draws noise of the amount that `argument` gives.
 
-    Keras has to define the argument: one of a user's own layer may be anything.
+    Keras has to define the argument: that of a user's own layer may mean anything.
     """
     amount = getattr(layer, argument, None)
     if not isinstance(amount, int | float) or amount == 0:
