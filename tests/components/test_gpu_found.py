@@ -113,7 +113,9 @@ def test_a_gpu_that_tensorflow_does_not_use_is_no_reason_to_train_on_the_cpu(
     site, driver, monkeypatch
 ):
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(nvidia, "gpus_of_tensorflow", lambda: (0, ["libcusolver.so.11"]))
+    monkeypatch.setattr(
+        nvidia, "gpus_of_tensorflow", lambda: (0, ["libcusolver.so.11"])
+    )
     for required in (False, True):
         with pytest.raises(
             ConfigError,

@@ -306,7 +306,9 @@ def _wait(condition, seconds=120):
 
 def test_an_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch):
     """With its status 0 the command would end as if all was well."""
-    monkeypatch.setattr(run.resume_rules, "find_continuation", lambda *_, **__: sys.exit(0))
+    monkeypatch.setattr(
+        run.resume_rules, "find_continuation", lambda *_, **__: sys.exit(0)
+    )
     with pytest.raises(RunError, match=r"code of the run has called exit\(0\)"):
         run.run(compose.composed([]), [], tmp_path)
 
