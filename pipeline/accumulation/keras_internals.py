@@ -20,6 +20,8 @@ It also has the temporary replacements in objects of Keras, which Keras would tr
     to 2.5 times as long.
 `_all_reduce_sum_gradients`, of an optimizer: outside of a replica it sums nothing, and
     takes the gradients of the first replica.
+`_var_key`, of an optimizer: the same for a variable of Keras and for TensorFlow's in
+    it, which a tape returns.
 `_learning_rate`, of an optimizer: what `learning_rate` computes a value from each time
     that it is read.
 `model_supports_jit`: whether `fit` would have XLA compile a model, by its layers, the
@@ -174,6 +176,13 @@ def adam_moments(
     """Return the means of the gradients of a variable and of their squares."""
     index = adam._get_variable_index(variable)
     return adam._momentums[index].value, adam._velocities[index].value
+
+
+def key_of_variable(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable | tf.Variable
+) -> Any:
+    """Return what tells a variable, or TensorFlow's variable in it, from others."""
+    return optimizer._var_key(variable)
 
 
 @contextmanager

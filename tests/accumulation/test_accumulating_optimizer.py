@@ -455,33 +455,6 @@ def test_sums_of_two_replicas_go_on_without_them(float64, tmp_path, weighted):
         np.testing.assert_allclose(loaded[1].numpy(), -parts.mean((0, 1)), rtol=1e-12)
 
 
-def test_a_gradient_that_a_traced_step_leaves_out_is_refused(float64):
-    """Else the sum of that variable would be lost whenever the first function has the last part."""
-    variables = [keras.Variable(np.ones(2)) for _ in range(2)]
-    one = tf.ones(2, "float64")
-
-    def parts(*given: list) -> list:
-        accumulating = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3)
-        accumulating.build(variables)
-        return [
-            tf.function(lambda each=each: accumulating.apply(each, variables))
-            for each in given
-        ]
-
-    first, second = parts([one, None], [None, one])
-    first()
-    with pytest.raises(
-        ValueError, match=r"unconnected_gradients='zero'.*Received: None for variable 1"
-    ):
-        second()
-    first, second = parts([one, tf.zeros_like(one)], [tf.zeros_like(one), one])
-    for step in (first, second, first):
-        step()
-    np.testing.assert_allclose(
-        [each.numpy() for each in variables], [[1 / 3] * 2, [2 / 3] * 2], rtol=1e-15
-    )
-
-
 def test_what_is_excluded_from_decay_is_so_for_the_inner_optimizer(float64):
     kernel, bias = (
         keras.Variable(np.ones(2), name="kernel"),
