@@ -5,6 +5,7 @@ It is for `fit`, `train_on_batch` and loops of your own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,13 @@ import tensorflow as tf
 
 from .batch import of_first_replica
 from .gradient_accumulator import ZERO, Gradient, GradientAccumulator, present_in
-from .keras_internals import applying_sums, key_of_variable
+from .keras_internals import (
+    applying_sums,
+    compiled_losses,
+    key_of_variable,
+    mask_of,
+    step_of_fit,
+)
 
 NONE_AT_ALL = (
     "grads must have a gradient of at least one variable in each update. "
@@ -35,9 +42,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     that is saved between two steps goes on from there. See `GradientAccumulator` for
     their memory.
 
-    In `fit` the size of a batch is not known here, so that all count alike. That is
-    exact where batches have one size, and `AccumulatingModel` is for where they have
-    not. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last gradients are
+    In `fit` the weight of a batch is not known here, so that all count alike. That is
+    exact where the loss is a mean, and all batches have the same weight: as many
+    examples, and with a mask as many elements that count. With the reduction
+    `mean_with_sample_weight` it is the sum of the sample weights. A warning names a
+    mask, such weights, or a loss that is a sum. `AccumulatingModel` is exact for all of
+    them. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last gradients are
     applied although they are fewer. Put it first: other callbacks then see the weights
     after that step.
 
@@ -69,6 +79,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             raise ValueError(f"{rule}. Received: {inner.name}")
         self.inner = inner
         self.factor = factor
+        self._has_warned = False
         # Who rejects Keras' own accumulation by this attribute rejects this one, too.
         self.gradient_accumulation_steps = factor
 
@@ -176,6 +187,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         # be taken as often.
         replicas = self.accumulator.strategy.num_replicas_in_sync
         if weight is None:
+            self._warn_of_weights()
             weight = 1 / replicas
         with tf.control_dependencies(self._checks_before(present)):
             self.accumulator.add(gradients, weight, times=replicas)
@@ -264,6 +276,30 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 raise ValueError(f"{rule}. Received: {variable.name}")
             gradients[indices.pop(key)] = gradient
         return gradients
+
+    def _warn_of_weights(self) -> None:
+        """Warn once where `fit` has batches whose weights may differ."""
+        if self._has_warned or self.factor == 1:
+            return
+        step = step_of_fit()
+        if step is None:
+            return
+        reductions = {loss.loss.reduction for loss in compiled_losses(step.model)}
+        masks = [mask_of(leaf) for leaf in tf.nest.flatten(step.outputs)]
+        if "sum" in reductions:
+            reason = "a loss is a sum, of which a mean is taken"
+        elif any(mask is not None for mask in masks):
+            reason = "an output has a mask, by which they may weigh differently"
+        elif step.sample_weight is not None and "mean_with_sample_weight" in reductions:
+            reason = "a loss divides by sample weights, which may differ"
+        else:
+            return
+        self._has_warned = True
+        text = (
+            f"{self.name} counts all batches of fit alike, and {reason}: the updates "
+            "are not those of large batches. AccumulatingModel's are"
+        )
+        warnings.warn(text, stacklevel=4)
 
     def _merged(self, function: Callable[[], None]) -> None:
         # Under a strategy, even of one replica, no condition may have a branch that

@@ -15,6 +15,8 @@ It also has the temporary replacements in objects of Keras, which Keras would tr
 `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_flat_metrics`,
     `_flat_weighted_metrics`, `_loss_tracker`: what `compile` makes of its arguments,
     with "accuracy" resolved. The history and `EarlyStopping` use these names.
+`TensorFlowTrainer.train_step`, with its `self`, `y_pred` and `sample_weight`: the step
+    of `fit`, which says whether the batches have a mask or weights.
 `_momentums`, `_velocities`, `_get_variable_index`, of `Adam`: its moments, and which of
     them are a variable's. Without them an update of a model with many weights takes up
     to 2.5 times as long.
@@ -46,6 +48,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.random import seed_generator
 from keras.src.trainers.compile_utils import get_loss as get_loss
 from keras.src.trainers.trainer import model_supports_jit as model_supports_jit
@@ -163,6 +166,28 @@ def _metrics_by_output(names: Sequence[str], lists: Sequence[Any]) -> MetricsByO
             key = metrics_of_output.output_name or name
             metrics[key] = metrics_of_output.metrics
     return metrics
+
+
+class StepOfFit(NamedTuple):
+    """What Keras' own `train_step` has when it calls the optimizer."""
+
+    model: keras.Model
+    outputs: Any
+    sample_weight: Any
+
+
+def step_of_fit() -> StepOfFit | None:
+    """Return the `train_step` of Keras that calls this; None if none does.
+
+    An optimizer is told no more than gradients and variables.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is TensorFlowTrainer.train_step.__code__:
+            local = frame.f_locals
+            return StepOfFit(local["self"], local["y_pred"], local["sample_weight"])
+        frame = frame.f_back
+    return None
 
 
 def loss_mean(model: keras.Model) -> keras.metrics.Mean:
