@@ -1,7 +1,7 @@
 """Compares every `train/*` and `val/*` point of two runs, and decides whether they agree."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from pipeline.common.rounding import TF32
 from pipeline.config import metric_names
 from pipeline.config.key_kinds import DERIVED_CUT
 from pipeline.config.plan import HALVED
+from pipeline.config.schema import SCHEMA
 
 EXAMPLES = 2  # by which a count of examples may differ, if there are more than these
 
@@ -61,14 +62,19 @@ def compare(
     validation: int = 0,
     same_cut: bool = True,
     until: float = math.inf,
+    changed: Collection[str] = (),
 ) -> Agreement:
     """Compare all points of the recorded run and its rerun, except for metrics that only the new one has.
 
     `validation` counts the examples of that split, where it is known; with `same_cut` both runs cut a batch into as
-    many micro-batches on as many replicas; `until` is the last update of the old run, if it was interrupted.
+    many micro-batches on as many replicas; `until` is the last update of the old run, if it was interrupted; `changed`
+    are metrics that are computed otherwise since the old run, which are left out.
     """
     kept = [
-        metric for metric in old if same_cut or not metric_names.of(metric).of_the_cut
+        metric
+        for metric in old
+        if metric not in changed
+        and (same_cut or not metric_names.of(metric).of_the_cut)
     ]
     pairs = [(metric, old[metric], new.get(metric, {})) for metric in kept]
     points = [
@@ -115,9 +121,17 @@ def compare(
 
 
 def of_runs(
-    client: Any, old: Any, new: Any, validation: int | None, in_tf32: bool = False
+    client: Any,
+    old: Any,
+    new: Any,
+    validation: int | None,
+    in_tf32: bool = False,
+    schema: int = SCHEMA,
 ) -> tuple[Agreement, str]:
-    """Compare two MLflow runs with `validation` examples in that split; return the outcome and an HTML page."""
+    """Compare two MLflow runs with `validation` examples in that split; return the outcome and an HTML page.
+
+    `schema` is that of the old run's record.
+    """
 
     def history(run: Any) -> History:
         keys = [
@@ -145,7 +159,13 @@ def of_runs(
     last = max((step for points in before.values() for step in points), default=0)
     until = math.inf if old.info.status == "FINISHED" else last
     found = compare(
-        before, after, precision, validation=validation or 0, same_cut=same, until=until
+        before,
+        after,
+        precision,
+        validation=validation or 0,
+        same_cut=same,
+        until=until,
+        changed=metric_names.changed_since(schema),
     )
     return found, page(
         before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", found.text

@@ -302,7 +302,12 @@ class Rerun:
         single = new.data.params.get("hardware.precision") == "float32"
         in_tf32 = self.recorded.is_in_tf32() or (single and nvidia.computes_in_tf32())
         found, page = agreement.of_runs(
-            client, self.recorded.run, new, validation, in_tf32
+            client,
+            self.recorded.run,
+            new,
+            validation,
+            in_tf32,
+            schema=self.recorded.config.get("schema", 0),
         )
         client.log_text(run_id, page, "rerun/comparison.html")
         client.set_tag(run_id, "rerun.verdict", found.verdict)

@@ -218,11 +218,18 @@ class Recorder:
         self._epoch_examples = state["epoch_examples"]
 
     def _smooth_noise(self, results: dict[str, float]) -> None:
-        """Replace the estimates of one update, where it has them, by the noise scale."""
+        """Replace the estimates of one update by their averages and the noise scale.
+
+        An update has none if the noise is never measured.
+        """
         if "gradient_variance" not in results:
             return
         variance = results.pop("gradient_variance")
         self._noise.add(variance, results.pop("gradient_square"))
+        averages = self._noise.averages
+        if averages is not None:
+            results["gradient_variance"] = averages.variance
+            results["gradient_squared_norm"] = averages.square
         if self._noise.value is not None:
             results["gradient_noise_scale"] = self._noise.value
 

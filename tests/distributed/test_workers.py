@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from pipeline.checkpoints.files import updates
+from pipeline.config import metric_names
 from pipeline.distributed import straggler
 from tests.parameters import mostly_slow
 from tests.running import Store, pipeline, python, wait
@@ -146,7 +147,7 @@ def left_in(folder: Path) -> dict[str, dict[int, float]]:
     return {
         name: h
         for name, h in histories.items()
-        if name not in ("train/micro_steps", "train/gradient_noise_scale")
+        if name != "train/micro_steps" and not metric_names.of(name).of_the_cut
     }
 
 

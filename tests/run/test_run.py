@@ -69,6 +69,7 @@ def test_every_metric_is_there_once_on_every_update(main_job):
     )  # from the first update on that it could be told
     assert set(histories) == {
         *("train/loss", "train/accuracy", "train/learning_rate", "train/gradient_norm"),
+        *("train/gradient_variance", "train/gradient_squared_norm"),
         *(
             "train/effective_batch_size",
             "train/micro_steps",
