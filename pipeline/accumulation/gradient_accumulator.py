@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from .batch import of_first_replica, reduce
+from .keras_internals import depending_on_batch
 from .loss_sums import divide
 
 Gradient: TypeAlias = Any  # a tensor, `tf.IndexedSlices` or None
@@ -90,26 +91,25 @@ class GradientAccumulator(tf.Module):
             ValueError: their number or shapes are not the variables', the weight is no
                 scalar, or an average that was traced before leaves one out.
         """
-        gradients = self._checked(gradients)
+        gradients, uncertain = self._checked(gradients)
         weight = tf.convert_to_tensor(weight)
         if weight.shape.rank:
             received = f"one of shape {tuple(weight.shape)}"
             raise ValueError(f"weight must be a scalar. Received: {received}")
         indices = [i for i, each in enumerate(gradients) if each is not None]
         self._note(frozenset(indices))
+        present = [gradients[index] for index in indices]
         counts = [float(each is not None) for each in gradients]
 
-        # A traced step of `fit` runs once more where data of an unknown length ends,
-        # and fails where the batch is read. What does not depend on the batch must
-        # wait, or it is added: the weight, the counts, the gradient of a regularizer.
-        with tf.control_dependencies([gradients[index] for index in indices]):
-            for index in indices:
-                total = self.sums[index]
+        for index, wait in zip(indices, self._waits(present, uncertain), strict=True):
+            total = self.sums[index]
+            with tf.control_dependencies(wait):
                 # A replica's share may be empty: its mean is not a number, and its
                 # weight zero.
                 factor = tf.cast(weight, total.dtype) * times
                 summand = tf.math.multiply_no_nan(gradients[index], factor)
                 total.assign_add(summand)
+        with tf.control_dependencies(present):
             self.weight.assign_add(tf.cast(weight, self.weight.dtype))
             self.counts.assign_add(tf.constant(counts, self.counts.dtype))
 
@@ -178,12 +178,46 @@ class GradientAccumulator(tf.Module):
         for variable in self.variables:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
 
-    def _checked(self, gradients: Sequence[Gradient]) -> list[tf.Tensor | None]:
-        """Return the gradients, dense and in the dtypes of the sums."""
+    def _waits(
+        self, present: Sequence[tf.Tensor], uncertain: Sequence[tf.Tensor]
+    ) -> list[Sequence[tf.Tensor]]:
+        """Return for each gradient which ones are computed before it is added.
+
+        A traced step of `fit` runs once more where data of an unknown length ends, and
+        fails where the batch is read. A gradient that does not depend on the batch, as
+        of a regularizer alone, must not be added then: it waits for all others. If all
+        waited, all would be in memory at once.
+
+        Args:
+            present: the gradients.
+            uncertain: those whose shapes are checked only as they are computed.
+        """
+        if not present or not tf.inside_function():
+            return [()] * len(present)
+        depends = depending_on_batch(present)
+        if not any(depends):  # as in a branch, which captures what it computes from
+            return [present] * len(present)
+        waits: list[Sequence[tf.Tensor]] = []
+        for depends_on_batch in depends:
+            if depends_on_batch:
+                waits.append(uncertain)
+            else:
+                waits.append(present)
+        return waits
+
+    def _checked(
+        self, gradients: Sequence[Gradient]
+    ) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
+        """Return the gradients, dense and in the dtypes of the sums.
+
+        Returns:
+            Them, and those whose shapes are checked only as they are computed.
+        """
         if len(gradients) != len(self.sums):
             rule = f"gradients must be {len(self.sums)}, one a variable"
             raise ValueError(f"{rule}. Received: {len(gradients)}")
         checked: list[tf.Tensor | None] = []
+        uncertain: list[tf.Tensor] = []
         for index, (gradient, total) in enumerate(
             zip(gradients, self.sums, strict=True)
         ):
@@ -204,8 +238,9 @@ class GradientAccumulator(tf.Module):
             dense = tf.convert_to_tensor(gradient)
             if not dense.shape.is_fully_defined():
                 dense = tf.ensure_shape(dense, total.shape)
+                uncertain.append(dense)
             checked.append(tf.cast(dense, total.dtype))
-        return checked
+        return checked, uncertain
 
     def _note(self, pattern: frozenset[int]) -> None:
         """Note which variables have a gradient in a part."""

@@ -31,6 +31,7 @@ It also has the temporary replacements in objects of Keras, which Keras would tr
 `get_loss`: the loss that `compile` makes of a name or a function.
 `_get_function`, of a TensorFlow graph: the graphs of loops, branches and calls, whose
     operations are counted.
+`captures`, of a function's graph: which placeholders are not its arguments.
 `record_operation`, `stop_recording`: declare a gradient. `tf.custom_gradient` would
     keep each trace forever, with all that it captures.
 `pack_tangents`: what forward accumulators have for a tensor.
@@ -287,6 +288,28 @@ def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
             and type(layer).call is kind.call
             and "call" not in vars(layer)
         )
+
+
+def depending_on_batch(tensors: Sequence[tf.Tensor]) -> list[bool]:
+    """Return for each tensor of a trace whether it is computed from what is read there.
+
+    That is an argument of the function that is traced, or the next element of a
+    dataset. What a function captures, such as a variable, is no batch.
+    """
+    traced_graph = graph()
+    captured = {tensor.op.name for _, tensor in getattr(traced_graph, "captures", ())}
+    of_batch = set()
+    for operation in traced_graph.get_operations():  # each after its inputs
+        if operation.type == "Placeholder":
+            is_data = operation.outputs[0].dtype not in (tf.resource, tf.variant)
+            depends = is_data and operation.name not in captured
+        else:
+            depends = "GetNext" in operation.type
+            for tensor in operation.inputs:
+                depends |= tensor.op.name in of_batch
+        if depends:
+            of_batch.add(operation.name)
+    return [tensor.op.name in of_batch for tensor in tensors]
 
 
 def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph:

@@ -113,6 +113,26 @@ def test_data_of_unknown_length_in_fit(float64, inner, examples):
     np.testing.assert_allclose(weights, expected, rtol=0, atol=CLOSE)
 
 
+def test_a_gradient_of_a_regularizer_alone_waits_for_the_batch(float64):
+    """One that depends on the batch does not wait: else all would be in memory at once."""
+    variables = [keras.Variable(np.ones(2)), keras.Variable(np.ones(2))]
+    accumulator = GradientAccumulator(variables)
+    data = tf.data.Dataset.from_tensors(np.ones(2)).repeat(3).filter(lambda _: True)
+
+    @tf.function
+    def step(iterator: tf.data.Iterator) -> None:
+        batch = next(iterator)
+        accumulator.add([batch * variables[0].value, 2 * variables[1].value])
+
+    iterator = iter(data)
+    for _ in range(3):
+        step(iterator)
+    with pytest.raises(tf.errors.OutOfRangeError):
+        step(iterator)
+    sums = [variable.numpy().tolist() for variable in accumulator.variables]
+    assert sums == [3.0, [3.0, 3.0], [6.0, 6.0], [3.0, 3.0]]
+
+
 def test_noise_is_the_same_whether_the_length_is_known(float64):
     weights = []
     for known_length in (True, False):
