@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from .batch import Nest, parts_of, share_of
+from .batch import Nest, parts_of, share_of, tensors_of
 from .evaluation import Evaluation
 from .forward_effects import unsupported
 from .gradient_sums import GradientSums
@@ -218,7 +218,9 @@ class AccumulatingModel(keras.Model):
         if self._update is None:
             self._update = self._made_update(self._compiled_objective(data))
         sums = self._update.sums(data)
-        self._update.apply(sums.gradients(), sums)
+        # `iterations` and weight decay depend on no gradient.
+        with tf.control_dependencies(tensors_of(data)):
+            self._update.apply(sums.gradients(), sums)
         return self._means(sums)
 
     def _made_update(self, objective: Objective) -> Update:

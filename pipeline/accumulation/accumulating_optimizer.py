@@ -5,14 +5,32 @@ It is for `fit`, `train_on_batch` and loops of your own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from .gradient_accumulator import Gradient, GradientAccumulator
-from .keras_internals import applying_sums
+from .batch import of_first_replica
+from .gradient_accumulator import ZERO, Gradient, GradientAccumulator, present_in
+from .keras_internals import (
+    applying_sums,
+    compiled_losses,
+    key_of_variable,
+    mask_of,
+    step_of_fit,
+)
+
+NONE_AT_ALL = (
+    "grads must have a gradient of at least one variable in each update. "
+    "Received: None alone"
+)
+
+# Sets of variables that have their gradients in different parts of an update. A traced
+# step has a branch for each combination: 16.
+MOST_SETS = 4
 
 
 class AccumulatingOptimizer(keras.optimizers.Optimizer):
@@ -24,9 +42,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     that is saved between two steps goes on from there. See `GradientAccumulator` for
     their memory.
 
-    In `fit` the size of a batch is not known here, so that all count alike. That is
-    exact where batches have one size, and `AccumulatingModel` is for where they have
-    not. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last gradients are
+    In `fit` the weight of a batch is not known here, so that all count alike. That is
+    exact where the loss is a mean, and all batches have the same weight: as many
+    examples, and with a mask as many elements that count. With the reduction
+    `mean_with_sample_weight` it is the sum of the sample weights. A warning names a
+    mask, such weights, or a loss that is a sum. `AccumulatingModel` is exact for all of
+    them. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last gradients are
     applied although they are fewer. Put it first: other callbacks then see the weights
     after that step.
 
@@ -43,6 +64,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         ValueError: the factor is not a positive integer, or `inner` accumulates, too.
     """
 
+    built: bool
+
     def __init__(
         self, inner: keras.optimizers.Optimizer, factor: int, name: str | None = None
     ):
@@ -56,6 +79,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             raise ValueError(f"{rule}. Received: {inner.name}")
         self.inner = inner
         self.factor = factor
+        self._has_warned = False
         # Who rejects Keras' own accumulation by this attribute rejects this one, too.
         self.gradient_accumulation_steps = factor
 
@@ -73,8 +97,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def build(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
         """Make the sums and the variables of the inner optimizer for `variables`.
 
-        Call it in the scope of the strategy, if there is one.
+        Call it in the scope of the strategy, if there is one. A second call does
+        nothing.
         """
+        if self.built:
+            return
         variables = list(variables)
         self.inner.build(variables)
         self.accumulator = GradientAccumulator(variables)
@@ -129,28 +156,44 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
         Args:
             grads: of each variable, dense or `tf.IndexedSlices`, None where nothing
-                depends on it.
-            trainable_variables: all of them, in any order; those that this optimizer
-                was built for by default.
+                depends on it. An update leaves a variable as it is that had no gradient
+                in any part. Without any grads nothing is done.
+            trainable_variables: those that this optimizer was built for, or some of
+                them, in any order; the others have no gradient. All of them by default.
             weight: how much this gradient counts, scalar: for the gradient of a mean
                 over examples their number; all count alike by default.
 
         Raises:
-            ValueError: they are not the variables that it was built for, or
-                `GradientAccumulator.add` rejects them.
+            ValueError: there are others than it was built for, or one twice; no
+                variable had a gradient in the whole update; or
+                `GradientAccumulator.add` rejects the gradients. Nothing has changed
+                then.
+            tf.errors.InvalidArgumentError: the same in a traced function, where it is
+                known only as it runs.
         """
-        variables = None
+        if not len(grads):
+            return
         if trainable_variables is not None:
-            variables = list(trainable_variables)
+            trainable_variables = list(trainable_variables)
         if not self.built:
-            self.build(variables or ())
+            if trainable_variables is None:
+                rule = "trainable_variables must be given before the optimizer is built"
+                raise ValueError(f"{rule}. Received: None")
+            self.build(trainable_variables)
+        gradients = self._in_order(grads, trainable_variables)
+        present = [i for i, each in enumerate(gradients) if each is not None]
+
         # The replicas' gradients add up to that of a call, so that their average is to
         # be taken as often.
         replicas = self.accumulator.strategy.num_replicas_in_sync
         if weight is None:
+            self._warn_of_weights()
             weight = 1 / replicas
-        self.accumulator.add(self._in_order(grads, variables), weight, times=replicas)
-        self._merged(self._count)
+        with tf.control_dependencies(self._checks_before(present)):
+            self.accumulator.add(gradients, weight, times=replicas)
+            # The count of parts waits for the batch as the sums do: see `add`.
+            with tf.control_dependencies([gradients[index] for index in present]):
+                self._merged(partial(self._count, present))
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Gradient, Any]], weight: Any = None
@@ -214,15 +257,49 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         """Return the gradients in the order of the variables that it was built for."""
         if variables is None:
             return list(grads)
-        by_variable = {}
+        if len(variables) != len(grads):
+            rule = "grads must be as many as trainable_variables"
+            raise ValueError(f"{rule}. Received: {len(grads)} for {len(variables)}")
+        indices: dict[Any, int] = {}
+        for index, variable in enumerate(self.updated_variables):
+            indices[key_of_variable(self, variable)] = index
+
+        gradients: list[Gradient] = [None] * len(self.updated_variables)
         for variable, gradient in zip(variables, grads, strict=True):
-            by_variable[id(variable)] = gradient
-        ids = [id(variable) for variable in self.updated_variables]
-        if by_variable.keys() != set(ids):
-            count = len(ids)
-            rule = f"trainable_variables must be the {count} that the optimizer was"
-            raise ValueError(f"{rule} built for. Received: {len(by_variable)}")
-        return [by_variable[identity] for identity in ids]
+            key = key_of_variable(self, variable)
+            if key not in indices:
+                count = len(self.updated_variables)
+                rule = (
+                    f"trainable_variables must be the {count} that the optimizer was "
+                    "built for, or some of them, each once"
+                )
+                raise ValueError(f"{rule}. Received: {variable.name}")
+            gradients[indices.pop(key)] = gradient
+        return gradients
+
+    def _warn_of_weights(self) -> None:
+        """Warn once where `fit` has batches whose weights may differ."""
+        if self._has_warned or self.factor == 1:
+            return
+        step = step_of_fit()
+        if step is None:
+            return
+        reductions = {loss.loss.reduction for loss in compiled_losses(step.model)}
+        masks = [mask_of(leaf) for leaf in tf.nest.flatten(step.outputs)]
+        if "sum" in reductions:
+            reason = "a loss is a sum, of which a mean is taken"
+        elif any(mask is not None for mask in masks):
+            reason = "an output has a mask, by which they may weigh differently"
+        elif step.sample_weight is not None and "mean_with_sample_weight" in reductions:
+            reason = "a loss divides by sample weights, which may differ"
+        else:
+            return
+        self._has_warned = True
+        text = (
+            f"{self.name} counts all batches of fit alike, and {reason}: the updates "
+            "are not those of large batches. AccumulatingModel's are"
+        )
+        warnings.warn(text, stacklevel=4)
 
     def _merged(self, function: Callable[[], None]) -> None:
         # Under a strategy, even of one replica, no condition may have a branch that
@@ -232,22 +309,100 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         else:
             function()
 
-    def _count(self) -> None:
-        self.parts.assign_add(1)
-        tf.cond(self.parts.value >= self.factor, self._step, lambda: None)
+    def _checks_before(self, present: Sequence[int]) -> list[tf.Operation]:
+        """Reject a part that ends an update in which no variable had a gradient.
 
-    def _step(self) -> None:
+        Args:
+            present: indices of the variables that have a gradient in this part.
+
+        Returns:
+            What must run before anything is changed.
+        """
+        if present:
+            return []
+        ends = self.parts.value + 1 >= self.factor
+        is_empty = tf.reduce_all(self.accumulator.counts.value <= 0)
+        if tf.inside_function():
+            return [tf.debugging.Assert(~(ends & is_empty), [NONE_AT_ALL])]
+        if ends and is_empty:
+            raise ValueError(NONE_AT_ALL)
+        return []
+
+    def _count(self, present: Sequence[int]) -> None:
+        self.parts.assign_add(1)
+        is_last = self.parts.value >= self.factor
+        tf.cond(is_last, partial(self._step, present), lambda: None)
+
+    def _step(self, present: Sequence[int] = ()) -> None:
+        """Take a step by the sums, and begin the next update.
+
+        Args:
+            present: indices of variables that had a gradient in the last part. What
+                else had one is known only as this runs.
+        """
         sums = self.accumulator.reduced()
-        if tf.distribute.has_strategy():
-            with applying_sums(self.inner):
-                self.accumulator.strategy.run(self._apply, (sums,))
+        *_, counts = of_first_replica(self.accumulator.strategy, sums)
+        if not tf.inside_function():
+            self._apply_in_replicas(sums, present_in(counts))
         else:
-            self._apply(sums)
+            self._apply_one_of(sums, counts, present)
         self.accumulator.reset()
         self.parts.assign(0)
 
-    def _apply(self, sums: Sequence[tf.Tensor]) -> None:
-        self.inner.apply(self.accumulator.averages_from(sums), self.updated_variables)
+    def _apply_one_of(
+        self, sums: Sequence[Any], counts: tf.Tensor, present: Sequence[int]
+    ) -> None:
+        """Apply the averages of those variables that had a gradient, in a trace.
+
+        Keras has to know which these are when it is traced, and here it is known as it
+        runs. So each case is traced. Variables that had their gradients in the same
+        parts until now are taken together: there is one case more where a model has
+        variables that no loss depends on.
+        """
+        groups = self.accumulator.groups_beside(present)
+        if not groups:
+            self._apply_in_replicas(sums, present)
+            return
+        if len(groups) > MOST_SETS:
+            received = f"{len(groups)} sets of variables that had theirs apart"
+            raise ValueError(f"{ZERO}. Received: {received}")
+
+        case = tf.constant(0)
+        is_alike = tf.constant(True)
+        for place, group in enumerate(groups):
+            has_gradient = tf.gather(counts, group) > 0
+            is_alike &= tf.reduce_all(has_gradient) | ~tf.reduce_any(has_gradient)
+            case += tf.cast(tf.reduce_any(has_gradient), tf.int32) * 2**place
+
+        steps = []
+        for number in range(2 ** len(groups)):
+            indices = list(present)
+            for place, group in enumerate(groups):
+                if number >> place & 1:
+                    indices += group
+            steps.append(partial(self._apply_in_replicas, sums, indices))
+        message = f"{ZERO}. Received: None for some variables of a traced step"
+        check = tf.debugging.Assert(is_alike, [message])
+        with tf.control_dependencies([check]):
+            tf.switch_case(tf.identity(case), steps)
+
+    def _apply_in_replicas(self, sums: Sequence[Any], indices: Sequence[int]) -> None:
+        """Apply the averages of the variables at `indices`, on each replica."""
+        if not indices:
+            if not tf.inside_function():
+                raise ValueError(NONE_AT_ALL)
+            tf.debugging.Assert(False, [NONE_AT_ALL])
+            return
+        apply = partial(self._apply, indices=indices)
+        if tf.distribute.has_strategy():
+            with applying_sums(self.inner):
+                self.accumulator.strategy.run(apply, (sums,))
+        else:
+            apply(sums)
+
+    def _apply(self, sums: Sequence[tf.Tensor], indices: Sequence[int]) -> None:
+        averages = self.accumulator.averages_from(sums, indices)
+        self.inner.apply(averages, self.updated_variables)
 
 
 # No decorator: the documentation is built without Keras, and would see no class.

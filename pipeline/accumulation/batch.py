@@ -97,6 +97,16 @@ def inputs_of(batch: Nest | Share | Batches) -> Nest:
     return x
 
 
+def tensors_of(batch: Nest | Share | Batches) -> list[tf.Tensor]:
+    """Return the tensors that a batch consists of.
+
+    They are there only after the batch was read. A traced step runs once more where
+    data of an unknown length ends, and what depends on no batch would change once more.
+    """
+    leaves = tf.nest.flatten(parts_of(batch), expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
 def to_dense(leaf: Any) -> tf.Tensor:
     """Return a part of one of several `Batches` as it was before they were joined."""
     if isinstance(leaf, tf.RaggedTensor):

@@ -15,11 +15,15 @@ It also has the temporary replacements in objects of Keras, which Keras would tr
 `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_flat_metrics`,
     `_flat_weighted_metrics`, `_loss_tracker`: what `compile` makes of its arguments,
     with "accuracy" resolved. The history and `EarlyStopping` use these names.
+`TensorFlowTrainer.train_step`, with its `self`, `y_pred` and `sample_weight`: the step
+    of `fit`, which says whether the batches have a mask or weights.
 `_momentums`, `_velocities`, `_get_variable_index`, of `Adam`: its moments, and which of
     them are a variable's. Without them an update of a model with many weights takes up
     to 2.5 times as long.
 `_all_reduce_sum_gradients`, of an optimizer: outside of a replica it sums nothing, and
     takes the gradients of the first replica.
+`_var_key`, of an optimizer: the same for a variable of Keras and for TensorFlow's in
+    it, which a tape returns.
 `_learning_rate`, of an optimizer: what `learning_rate` computes a value from each time
     that it is read.
 `model_supports_jit`: whether `fit` would have XLA compile a model, by its layers, the
@@ -27,6 +31,7 @@ It also has the temporary replacements in objects of Keras, which Keras would tr
 `get_loss`: the loss that `compile` makes of a name or a function.
 `_get_function`, of a TensorFlow graph: the graphs of loops, branches and calls, whose
     operations are counted.
+`captures`, of a function's graph: which placeholders are not its arguments.
 `record_operation`, `stop_recording`: declare a gradient. `tf.custom_gradient` would
     keep each trace forever, with all that it captures.
 `pack_tangents`: what forward accumulators have for a tensor.
@@ -44,6 +49,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.random import seed_generator
 from keras.src.trainers.compile_utils import get_loss as get_loss
 from keras.src.trainers.trainer import model_supports_jit as model_supports_jit
@@ -163,6 +169,28 @@ def _metrics_by_output(names: Sequence[str], lists: Sequence[Any]) -> MetricsByO
     return metrics
 
 
+class StepOfFit(NamedTuple):
+    """What Keras' own `train_step` has when it calls the optimizer."""
+
+    model: keras.Model
+    outputs: Any
+    sample_weight: Any
+
+
+def step_of_fit() -> StepOfFit | None:
+    """Return the `train_step` of Keras that calls this; None if none does.
+
+    An optimizer is told no more than gradients and variables.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is TensorFlowTrainer.train_step.__code__:
+            local = frame.f_locals
+            return StepOfFit(local["self"], local["y_pred"], local["sample_weight"])
+        frame = frame.f_back
+    return None
+
+
 def loss_mean(model: keras.Model) -> keras.metrics.Mean:
     """Return the mean of the loss over an epoch, which the history shows."""
     return model._loss_tracker
@@ -174,6 +202,13 @@ def adam_moments(
     """Return the means of the gradients of a variable and of their squares."""
     index = adam._get_variable_index(variable)
     return adam._momentums[index].value, adam._velocities[index].value
+
+
+def key_of_variable(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable | tf.Variable
+) -> Any:
+    """Return what tells a variable, or TensorFlow's variable in it, from others."""
+    return optimizer._var_key(variable)
 
 
 @contextmanager
@@ -253,6 +288,28 @@ def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
             and type(layer).call is kind.call
             and "call" not in vars(layer)
         )
+
+
+def depending_on_batch(tensors: Sequence[tf.Tensor]) -> list[bool]:
+    """Return for each tensor of a trace whether it is computed from what is read there.
+
+    That is an argument of the function that is traced, or the next element of a
+    dataset. What a function captures, such as a variable, is no batch.
+    """
+    traced_graph = graph()
+    captured = {tensor.op.name for _, tensor in getattr(traced_graph, "captures", ())}
+    of_batch = set()
+    for operation in traced_graph.get_operations():  # each after its inputs
+        if operation.type == "Placeholder":
+            is_data = operation.outputs[0].dtype not in (tf.resource, tf.variant)
+            depends = is_data and operation.name not in captured
+        else:
+            depends = "GetNext" in operation.type
+            for tensor in operation.inputs:
+                depends |= tensor.op.name in of_batch
+        if depends:
+            of_batch.add(operation.name)
+    return [tensor.op.name in of_batch for tensor in tensors]
 
 
 def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph:

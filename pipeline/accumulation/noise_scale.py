@@ -15,7 +15,10 @@ unequal micro-batches too,
     tr(Σ) ≈ (Σₖ ωₖ|gₖ|² − |g|²) / (Σₖ ωₖ/nₖ − 1/n)        |G|² ≈ |g|² − tr(Σ)/n
 
 whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided
-    last.
+last. A measurement that was made Δ updates before another counts exp(−Δ/τ) times as
+much, where τ is a tenth of the updates until then, at most 100: |G|² falls fast at
+first, by powers of ten, and a longer average would lag behind it by as much.
+
 The gradients are those that are applied: what the model adds to the loss
 (regularization, `add_loss`) moves |G|². With several outputs, ωₖ and nₖ are the first
 one's.
@@ -33,7 +36,11 @@ from .gradient_sums import Gradients, NoiseSums, means
 from .loss_sums import LossPart
 from .micro_batches import rows_once
 
-DECAY = 0.9  # of the moving averages, per measured update
+# The time constant of the averages in updates: a share of the updates so far, up to a
+# limit. Where |G|² falls as a power p of the updates, the average is too large by
+# 1 / (1 − p · SHARE): by a quarter for p = 2.
+SHARE = 0.1
+LONGEST = 100.0
 
 # With one micro-batch Σ ωₖ/nₖ and 1/n are equal up to rounding.
 ALONE = 1e-5
@@ -44,6 +51,13 @@ class Estimates(NamedTuple):
 
     variance: tf.Tensor  # tr(Σ), per example
     square: tf.Tensor  # |G|²
+
+
+class Averages(NamedTuple):
+    """Averages of estimates over updates."""
+
+    variance: float  # of tr(Σ), per example
+    square: float  # of |G|²
 
 
 def square(
@@ -126,14 +140,28 @@ class NoiseScale:
     """tr(Σ)/|G|² in examples, smoothed over the updates that were measured."""
 
     def __init__(self) -> None:
+        self._updates = 0
+        self._measured_at = 0  # the last update that was measured
+        # Weighted sums over the measurements, and the sum of their weights: averages
+        # that begin with the first measurement, not with zero.
+        self._weight = 0.0
         self._variance = 0.0
         self._square = 0.0
 
     def add(self, variance: float, square: float) -> None:
-        """Add one update's estimates; a pair that is not finite is ignored."""
-        if math.isfinite(variance) and math.isfinite(square):
-            self._variance = DECAY * self._variance + (1 - DECAY) * variance
-            self._square = DECAY * self._square + (1 - DECAY) * square
+        """Add one update's estimates. Call it once an update.
+
+        A pair that is not finite stands for an update that was not measured.
+        """
+        self._updates += 1
+        if not (math.isfinite(variance) and math.isfinite(square)):
+            return
+        time_constant = min(SHARE * self._updates, LONGEST)
+        kept = math.exp((self._measured_at - self._updates) / time_constant)
+        self._weight = kept * self._weight + 1
+        self._variance = kept * self._variance + variance
+        self._square = kept * self._square + square
+        self._measured_at = self._updates
 
     @property
     def value(self) -> float | None:
@@ -145,10 +173,23 @@ class NoiseScale:
             return self._variance / self._square
         return None
 
+    @property
+    def averages(self) -> Averages | None:
+        """The averages whose ratio is `value`; None while nothing was measured."""
+        if not self._weight:
+            return None
+        return Averages(self._variance / self._weight, self._square / self._weight)
+
     def get_state(self) -> dict[str, float]:
         """Return the averages, for `set_state`."""
         return dict(vars(self))
 
     def set_state(self, state: Mapping[str, float]) -> None:
-        """Set the averages to those that `get_state` returned."""
+        """Set the averages to those that `get_state` returned.
+
+        They start anew from the state of an earlier version, which averaged otherwise.
+        """
+        start = NoiseScale().get_state()
+        if state.keys() != start.keys():
+            state = start
         vars(self).update(state)

@@ -25,6 +25,7 @@ from .batch import (
     inputs_of,
     share_of,
     slice_of,
+    tensors_of,
 )
 from .forward_effects import trace_forward
 from .gradient_sums import GradientSums, sum_over_replicas
@@ -136,12 +137,14 @@ class Update:
         """
         metrics = list(self.measured.values())
         variable_counts = [len(metric.variables) for metric in metrics]
-        for metric in metrics:
-            metric.reset_state()
         measure_noise: tf.Tensor | bool = False
-        if self.noise_every:
-            with tf.device("CPU:0"):
-                measure_noise = (self.begun.assign_add(1) - 1) % self.noise_every == 0
+        with tf.control_dependencies(tensors_of(batch)):
+            for metric in metrics:
+                metric.reset_state()
+            if self.noise_every:
+                with tf.device("CPU:0"):
+                    begun = self.begun.assign_add(1) - 1
+                    measure_noise = begun % self.noise_every == 0
 
         sums = self.sums(batch, measure_noise)
         gradients = sums.gradients()
@@ -186,7 +189,8 @@ class Update:
         # Here, where all copies of a seed get the same value: they may have diverged.
         noise_keys: list[tf.Tensor] = []
         if self.same_noise:
-            noise_keys = keys_of(noisy_layers(self.model, x))
+            with tf.control_dependencies(tensors_of(batch)):
+                noise_keys = keys_of(noisy_layers(self.model, x))
         totals = global_batch_totals(
             self.strategy, batch, self.objective.loss, self.reductions_ready
         )

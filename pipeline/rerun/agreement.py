@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from pipeline.common.rounding import TF32
 from pipeline.config import metric_names
 from pipeline.config.key_kinds import DERIVED_CUT
 from pipeline.config.plan import HALVED
+from pipeline.config.schema import SCHEMA
 from pipeline.report.html_page import Plot, Trace, axis, render, trace
 
 # The verdicts, which are recorded as the tag `rerun.verdict`.
@@ -85,6 +86,7 @@ def compare(
     validation_examples: int = 0,
     same_cut: bool = True,
     until: float = math.inf,
+    changed: Collection[str] = (),
 ) -> Agreement:
     """Compare all points of a recorded run and its rerun.
 
@@ -99,11 +101,14 @@ def compare(
         same_cut: whether both runs cut a batch into as many micro-batches, on as many
             replicas.
         until: the last update of the recorded run, if it was interrupted.
+        changed: metrics that are computed in another way since the recorded run. They
+            are left out.
     """
-    compared = []
-    for metric in old:
-        if same_cut or not metric_names.treatment_of(metric).of_the_cut:
-            compared.append(metric)
+    compared = [
+        metric
+        for metric in old
+        if metric not in changed and (same_cut or not _follows_from_cut(metric))
+    ]
     points = _points(old, new, compared, until)
 
     scope = f"{len(points)} points of {len(compared)} metrics"
@@ -144,6 +149,7 @@ def compare_runs(
     new: Any,
     validation_examples: int | None,
     in_tf32: bool = False,
+    schema: int = SCHEMA,
 ) -> tuple[Agreement, str]:
     """Compare two runs of MLflow.
 
@@ -153,6 +159,7 @@ def compare_runs(
         new: its rerun.
         validation_examples: the size of the validation split; None if it is unknown.
         in_tf32: whether one of the runs computed float32 in TF32.
+        schema: the schema of the old run's record.
 
     Returns:
         The outcome, and an HTML page with plots of both runs.
@@ -170,6 +177,7 @@ def compare_runs(
         validation_examples=validation_examples or 0,
         same_cut=_have_same_cut(old, new),
         until=_last_update(old, old_history),
+        changed=metric_names.changed_since(schema),
     )
 
     title = f"{old.info.run_id} and its rerun {new.info.run_id}"
@@ -227,6 +235,10 @@ def page(old: History, new: History, title: str, about: str) -> str:
     plots = [plot for plot in (loss_plot, difference_plot) if plot.has_points()]
     footer = "Computed from the metrics of both runs in MLflow."
     return render(title, about, plots, footer)
+
+
+def _follows_from_cut(metric: str) -> bool:
+    return metric_names.treatment_of(metric).of_the_cut
 
 
 def _shown(value: float | None) -> str:

@@ -233,6 +233,7 @@ class Rerun:
             new,
             examples.get("validation"),
             self.recorded.is_in_tf32() or _is_in_tf32(new),
+            schema=self.recorded.config.get("schema", 0),
         )
 
         client.log_text(new_run_id, page, "rerun/comparison.html")

@@ -229,11 +229,18 @@ class Recorder:
         self._epoch_examples = state["epoch_examples"]
 
     def _smooth_noise(self, results: dict[str, float]) -> None:
-        """Replace an update's noise estimates, if it has any, by the noise scale."""
+        """Replace an update's noise estimates by their averages and the noise scale.
+
+        An update has none if the noise is never measured.
+        """
         if "gradient_variance" not in results:
             return
         variance = results.pop("gradient_variance")
         self._noise.add(variance, results.pop("gradient_square"))
+        averages = self._noise.averages
+        if averages is not None:
+            results["gradient_variance"] = averages.variance
+            results["gradient_squared_norm"] = averages.square
         if self._noise.value is not None:
             results["gradient_noise_scale"] = self._noise.value
 

@@ -247,7 +247,9 @@ def _fault(
     from pipeline.verify import engine, layers
 
     if all(finding.what.startswith("val/") for finding in differing):
-        return "the evaluation"
+        if any(finding.kind != "metric" for finding in differing):
+            return "the evaluation"
+        return f"the evaluation: {_differing_results(update, differing)}"
 
     with layers.without_noise(parts.model):
         culprit = layers.culprit(
@@ -262,7 +264,22 @@ def _fault(
     for finding in differing:
         if finding.kind == "state":
             return f"the state {finding.what}"
+    if all(finding.kind == "metric" for finding in differing):
+        return _differing_results(update, differing)
     return "no layer and no loss, but the update itself"
+
+
+def _differing_results(update: Update, differing: Sequence[Difference]) -> str:
+    """Return the names of metrics, and of losses of outputs, that alone differ."""
+    names = []
+    for name in sorted({finding.what for finding in differing}):
+        bare_name = name.removeprefix("val/")
+        if bare_name in update.measured:
+            metric = update.measured[bare_name]
+            names.append(f"the metric {bare_name} ({type(metric).__name__})")
+        else:
+            names.append(bare_name)
+    return ", ".join(names)
 
 
 def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]]:

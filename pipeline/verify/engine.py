@@ -372,8 +372,9 @@ def _results_by_keras(
     Metrics that the kernel weights by a mask and Keras does not are left out.
     """
     model = computation.model
-    outputs = model(x, training=training)
-    y, sample_weight = _as_outputs(computation, outputs, y, sample_weight)
+    outputs, y, sample_weight = _as_keras_takes(
+        computation, model(x, training=training), y, sample_weight
+    )
     loss = model.compute_loss(x, y, outputs, sample_weight, training=training)
 
     results = {}
@@ -398,25 +399,31 @@ def _metrics_without_mask(computation: Computation, outputs: Any) -> list[str]:
     return names
 
 
-def _as_outputs(
+def _as_keras_takes(
     computation: Computation, outputs: Any, y: Any, sample_weight: Any
-) -> tuple[Any, Any]:
-    """Return labels and sample weights in the structure of the outputs.
+) -> tuple[Any, Any, Any]:
+    """Return outputs, labels and sample weights, all in the structure of the outputs.
 
-    An output without labels or weights has None, as in Keras.
+    An output without labels or weights has None, as in Keras. Outputs in nested dicts
+    are in one dict by name, as those of losses and metrics are.
     """
-    names = list(internals.by_name(computation.model, outputs))
+    outputs_by_name = internals.by_name(computation.model, outputs)
+    names = list(outputs_by_name)
     if len(names) < 2 or y is None:
-        return y, sample_weight
+        return outputs, y, sample_weight
+    if any(len(path) > 1 for path, _ in keras.tree.flatten_with_path(outputs)):
+        outputs = outputs_by_name
 
     def packed(values_by_name: Mapping[str, Any]) -> Any:
-        values = [values_by_name.get(name) for name in names]
-        return keras.tree.pack_sequence_as(outputs, values)
+        values = {name: values_by_name.get(name) for name in names}
+        if outputs is outputs_by_name:
+            return values
+        return keras.tree.pack_sequence_as(outputs, list(values.values()))
 
     labels = internals.labels_by_name(computation.objective.loss, y, names)
     if keras.tree.is_nested(sample_weight):
         sample_weight = packed(internals.spread(sample_weight, names, to_all=True))
-    return packed(labels), sample_weight
+    return outputs, packed(labels), sample_weight
 
 
 def _largest_term(traced: _TracedUpdate, batch: Any) -> float:

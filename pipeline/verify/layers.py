@@ -29,6 +29,8 @@ _ON_OTHERS = "on the other examples of the micro-batch"
 _OUTPUT_DEPENDS = f"its output for an example depends {_ON_OTHERS}"
 _GRADIENT_DEPENDS = f"its gradient for an example depends {_ON_OTHERS}"
 _LOSS_DEPENDS = "its loss of an example depends on the others"
+_LOSS_GRADIENT_DEPENDS = "the gradient of its loss of an example depends on the others"
+_REGULARIZER_CHANGES = "its regularizer has another value in each call"
 
 # Arguments of Keras' layers that are an amount of noise.
 _NOISE_ARGUMENTS = ("rate", "stddev", "dropout", "recurrent_dropout")
@@ -138,7 +140,7 @@ class _Observer:
         The first part has to be the whole batch.
         """
         x, y, sample_weight = slice_of(self._batch, start, stop)
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as tape:
             outputs, calls = _call_recorded(self._model, x)
             losses = self._losses(y, outputs, sample_weight)
             if self._divisors is None:
@@ -150,9 +152,11 @@ class _Observer:
             fault = f"{_named(call.layer)}: {_reason(call.layer)}"
             observations.append(_Observation(fault, call.output, has_rows=True))
         observations += self._added_losses(stop - start)
+        observations += self._regularizers((stop - start) / self._count)
         for loss in losses:
             fault = f"{_named(loss.term.loss)}: {_LOSS_DEPENDS}"
             observations.append(_Observation(fault, loss.total, has_rows=False))
+        observations += _gradients_of_losses(tape, losses)
         return observations + self._gradients(tape, target, calls)
 
     def _losses(self, y: Any, outputs: Any, sample_weight: Any) -> list[_LossSums]:
@@ -192,6 +196,16 @@ class _Observer:
             observations.append(_Observation(fault, value, has_rows=False))
         return observations
 
+    def _regularizers(self, share: float) -> list[_Observation]:
+        """Return what each weight's regularizer adds, for a part that is this share."""
+        observations = []
+        for variable in self._model.trainable_variables:
+            if variable.regularizer is not None:
+                fault = f"{variable.path}: {_REGULARIZER_CHANGES}"
+                value = tf.convert_to_tensor(variable.regularizer(variable)) * share
+                observations.append(_Observation(fault, value, has_rows=False))
+        return observations
+
     def _gradients(
         self, tape: tf.GradientTape, target: Any, calls: Sequence[_LayerCall]
     ) -> list[_Observation]:
@@ -220,6 +234,25 @@ class _Observer:
             value = tf.convert_to_tensor(gradient)
             observations.append(_Observation(source.fault, value, source.has_rows))
         return observations
+
+
+def _gradients_of_losses(
+    tape: tf.GradientTape, losses: Sequence[_LossSums]
+) -> list[_Observation]:
+    """Return the gradient of each loss by the model's output that it is of.
+
+    A loss that is divided by its mean over the batch has the same sum in any cut, and
+    another gradient.
+    """
+    observations = []
+    for loss in losses:
+        output = loss.term.output
+        if not tf.is_tensor(output) or not output.dtype.is_floating:
+            continue
+        gradient = tape.gradient(loss.total, output, unconnected_gradients="zero")
+        fault = f"{_named(loss.term.loss)}: {_LOSS_GRADIENT_DEPENDS}"
+        observations.append(_Observation(fault, gradient, has_rows=True))
+    return observations
 
 
 def _call_recorded(model: keras.Model, x: Any) -> tuple[Any, list[_LayerCall]]:

@@ -18,8 +18,6 @@ from pipeline.accumulation import AccumulatingOptimizer
 from tests.accumulation import reference
 from tests.accumulation.accumulating import (
     CLOSE,
-    classifier,
-    examples_of_classifier,
     loss,
     optimizer,
     per_replica,
@@ -334,100 +332,3 @@ def test_a_loss_scale_around_it_is_refused_by_a_line(precision):
     model.compile(AccumulatingOptimizer(scaled, 2), "mse", auto_scale_loss=False)
     model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=2, verbose=0)
     assert int(model.optimizer.iterations) == 2
-
-
-def test_a_gradient_that_a_traced_step_leaves_out_is_refused(float64):
-    """The sum of that variable would be lost.
-
-    That is so whenever the first function has the last part.
-    """
-    variables = [keras.Variable(np.ones(2)), keras.Variable(np.ones(2))]
-    one = tf.ones(2, "float64")
-
-    def steps(*gradients_of_steps: list) -> list:
-        """Return a traced step for each list of gradients."""
-        accumulating = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3)
-        accumulating.build(variables)
-
-        def step_of(gradients: list) -> Callable:
-            return tf.function(lambda: accumulating.apply(gradients, variables))
-
-        return [step_of(gradients) for gradients in gradients_of_steps]
-
-    first, second = steps([one, None], [None, one])
-    first()
-    with pytest.raises(
-        ValueError, match=r"unconnected_gradients='zero'.*Received: None for variable 1"
-    ):
-        second()
-
-    first, second = steps([one, tf.zeros_like(one)], [tf.zeros_like(one), one])
-    first()
-    second()
-    first()
-    np.testing.assert_allclose(variables[0].numpy(), [1 / 3] * 2, rtol=1e-15)
-    np.testing.assert_allclose(variables[1].numpy(), [2 / 3] * 2, rtol=1e-15)
-
-
-@pytest.mark.slow
-def test_callbacks_set_the_rate_and_swap_the_averages(float64):
-    """The history is that of plain Keras on whole batches.
-
-    That holds in validation, by averaged weights, too.
-    """
-    x, y = examples_of_classifier(32)
-
-    def averaging() -> keras.optimizers.Optimizer:
-        return keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
-
-    def history_of(model: keras.Model, batch: int) -> dict[str, list[float]]:
-        callbacks = [
-            keras.callbacks.LearningRateScheduler(
-                lambda epoch, rate: rate / (epoch + 1)
-            ),
-            keras.callbacks.ReduceLROnPlateau(
-                "loss", 0.5, patience=0, min_delta=1e9, cooldown=0
-            ),
-            keras.callbacks.SwapEMAWeights(),
-        ]
-        fitted = model.fit(
-            x,
-            y,
-            batch,
-            epochs=3,
-            shuffle=False,
-            verbose=0,
-            validation_data=(x, y),
-            callbacks=callbacks,
-        )
-        return fitted.history
-
-    plain = classifier(averaging())
-    theirs = history_of(plain, 16)
-    model = classifier(AccumulatingOptimizer(averaging(), 2))
-    ours = history_of(model, 8)
-    assert ours["learning_rate"] == theirs["learning_rate"]
-    rate = float(model.optimizer.inner.learning_rate)
-    assert rate == float(plain.optimizer.learning_rate)
-    assert rate < 0.1
-    # A loss of about 1, after 6 updates of 16 terms in another order: 6 · 16 · 2⁻⁵³ =
-    # 1e-14.
-    np.testing.assert_allclose(ours["val_loss"], theirs["val_loss"], rtol=1e-13)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 4}],
-    ids=str,
-)
-@pytest.mark.parametrize("factor", mostly_slow([1, 2], [2]))
-def test_every_way_to_compile(float64, factor, more):
-    x, y = examples_of_classifier(32)
-    plain = classifier(keras.optimizers.SGD(0.5))
-    start = values(plain)
-    plain.fit(x, y, 8 * factor, shuffle=False, verbose=0)
-    expected = values(plain)
-    model = classifier(AccumulatingOptimizer(keras.optimizers.SGD(0.5), factor), **more)
-    model.fit(x, y, 8, shuffle=False, verbose=0)
-    way = np.linalg.norm(expected - start)
-    assert np.linalg.norm(values(model) - expected) < CLOSE * way

@@ -230,8 +230,9 @@ def test_smoothing_divides_last():
     scale.add(math.nan, math.nan)  # an update that was not measured changes nothing
     assert scale.value == pytest.approx(4.0)
     scale.add(8.0, 0.5)
-    # (0.9·0.8 + 0.1·8) / (0.9·0.2 + 0.1·0.5), not the mean of 4 and 16
-    assert scale.value == pytest.approx(1.52 / 0.23)
+    # Two updates later, with a time constant of 0.3 updates; not a mean of 4 and 16.
+    kept = math.exp(-2 / 0.3)
+    assert scale.value == pytest.approx((kept * 8 + 8) / (kept * 2 + 0.5))
 
 
 def test_one_micro_batch_measures_nothing(linear):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pipeline.checkpoints.files import updates
+from pipeline.config import metric_names
 from pipeline.distributed import straggler
 from tests.parameters import mostly_slow
 from tests.running import Store, pipeline, python, wait
@@ -149,9 +150,12 @@ def left_in(folder: Path) -> dict[str, dict[int, float]]:
     run = store.run()
     assert run.info.status == "FINISHED"
     histories = store.histories(run, "train/", "val/", "best/")
-    for of_the_cut in ("train/micro_steps", "train/gradient_noise_scale"):
-        histories.pop(of_the_cut, None)
-    return histories
+    compared = {}
+    for name, history in histories.items():
+        is_of_the_cut = metric_names.treatment_of(name).of_the_cut
+        if name != "train/micro_steps" and not is_of_the_cut:
+            compared[name] = history
+    return compared
 
 
 def workers_in(folder: Path) -> list[psutil.Process]:

@@ -76,6 +76,8 @@ def test_every_metric_is_there_once_on_every_update(main_job):
         "train/accuracy",
         "train/learning_rate",
         "train/gradient_norm",
+        "train/gradient_variance",
+        "train/gradient_squared_norm",
         "train/effective_batch_size",
         "train/micro_steps",
         "train/examples_seen",

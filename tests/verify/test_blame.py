@@ -1,0 +1,111 @@
+"""What `verify` takes as the training does, and what it blames when only one part differs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from pipeline.accumulation import Update
+from pipeline.accumulation.internals import Objective
+from pipeline.verify import command, engine
+from tests.verify.test_hidden import Last, OwnLoss
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+EXAMPLES = 12
+MICRO = 5
+
+
+class Growing(keras.regularizers.Regularizer):
+    """Adds more with each call."""
+
+    def __init__(self):
+        self.calls = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+
+    def __call__(self, weights):
+        calls = self.calls.assign_add(1.0)
+        return 0.1 * calls * ops.sum(ops.square(weights))
+
+
+def by_its_mean(y, outputs):
+    """Return losses whose sum over any batch is the number of its examples."""
+    errors = 0.1 + ops.square(y - outputs)[:, 0]
+    return errors / ops.mean(errors)
+
+
+def fault_of(loss=None, metrics=(), regularizer=None) -> str:
+    """Return what `verify` says is at fault; empty if nothing differs."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(4, "tanh", name="first"),
+            layers.Dense(1, kernel_regularizer=regularizer, name="last"),
+        ]
+    )
+    loss = loss or keras.losses.MeanSquaredError()
+    optimizer = keras.optimizers.SGD(0.1)
+    model.compile(optimizer, loss, metrics=list(metrics))
+    optimizer.build(model.trainable_variables)
+    update = Update(model, Objective(loss, metrics=list(metrics)), optimizer, MICRO)
+
+    numbers = np.random.default_rng(0)
+    batch = (numbers.normal(size=(EXAMPLES, 6)), numbers.normal(size=(EXAMPLES, 1)))
+    comparisons = engine.compare(update, [batch])
+    differing = [finding for finding in comparisons[0] if not finding.holds]
+    if not differing:
+        return ""
+    parts = SimpleNamespace(
+        model=model,
+        plan=SimpleNamespace(batching=SimpleNamespace(micro_batch_size=MICRO)),
+    )
+    return command._fault(parts, update, batch, differing)
+
+
+def test_nothing_is_blamed_where_nothing_differs():
+    assert fault_of(metrics=[keras.metrics.MeanAbsoluteError()], regularizer="l2") == ""
+
+
+def test_a_loss_that_is_divided_by_its_mean_over_the_batch():
+    assert fault_of(OwnLoss(by_its_mean)) == (
+        "own_loss (OwnLoss): the gradient of its loss of an example depends on the others"
+    )
+
+
+def test_a_metric_that_alone_differs():
+    assert fault_of(metrics=[Last()]) == "the metric last (Last)"
+
+
+def test_a_regularizer_that_alone_differs():
+    fault = fault_of(regularizer=Growing())
+    assert fault.endswith("last/kernel: its regularizer has another value in each call")
+
+
+def test_losses_of_outputs_in_nested_dicts():
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(4, "tanh")(inputs)
+    outputs = {"a": layers.Dense(1)(hidden), "b": {"c": layers.Dense(1)(hidden)}}
+    model = keras.Model(inputs, outputs)
+    losses = {name: keras.losses.MeanSquaredError() for name in ("a", "b/c")}
+    weights = {"a": 0.5, "b/c": 2.0}
+    metrics = {"b/c": [keras.metrics.MeanAbsoluteError(name="error")]}
+    optimizer = keras.optimizers.SGD(0.1)
+    model.compile(optimizer, losses, loss_weights=weights, metrics=metrics)
+    optimizer.build(model.trainable_variables)
+    update = Update(model, Objective(losses, weights, metrics), optimizer, MICRO)
+
+    numbers = np.random.default_rng(0)
+    first, second = numbers.normal(size=(2, EXAMPLES, 1))
+    y = {"a": first, "b": {"c": second}}
+    (findings,) = engine.compare(update, [(numbers.normal(size=(EXAMPLES, 6)), y)])
+    assert all(finding.holds for finding in findings)
+    assert {"loss", "a_loss", "b/c_loss"} <= {finding.what for finding in findings}
+
+    wrong = Objective(losses, {"a": 0.5, "b/c": 1.0}, metrics)
+    update = Update(model, wrong, optimizer, MICRO)
+    (findings,) = engine.compare(update, [(numbers.normal(size=(EXAMPLES, 6)), y)])
+    assert not all(finding.holds for finding in findings)
