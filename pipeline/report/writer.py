@@ -23,6 +23,7 @@ from pipeline.report import (
     largest_batch,
     next_steps,
     noise_scale,
+    parent_verdict,
     plots,
     ranking,
     rate_drift,
@@ -129,7 +130,8 @@ def report(arguments: Sequence[str]) -> int:
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
     """Write the report of a sweep, log it to the parent run, and print its findings.
 
-    
+    The verdict also goes into the description and the metrics of the parent run.
+
     For the arguments see `write`.
     """
     store = ForeignStore.open(uri, allow)
@@ -140,6 +142,7 @@ def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
         written = write(uri, sweep, Path(folder), allow)
         client = store.client()
         client.log_artifacts(written.run_id, folder, "report")
+        parent_verdict.record(client, written.sweep, written.findings)
         place = client.get_run(written.run_id).info.artifact_uri
     if place.startswith("file:"):
         place = unquote(urlsplit(place).path)

@@ -23,6 +23,8 @@ TRIED = ("3.17.", "3.18.")  # versions of MLflow with which the saved view was t
 EXAMPLES = "train/examples_seen"  # the x axis of training metrics
 LOCAL = "http://127.0.0.1:5000"  # address of `pipeline ui`
 TAG = "mlflow.sharedViewState."
+# Of the description's characters, these are for the verdict of the report.
+FOR_VERDICT = 2400
 # Color-blind safe (Okabe and Ito 2008), without black and yellow because of the UI's
 # two backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -66,8 +68,9 @@ def description(
     Args:
         sweep: the sweep.
         anchor: URL fragment of the view that compares the jobs.
-        results: rows of a table, the header first; rows that do not fit the tag are
-            counted instead. Empty before the sweep has ended.
+        results: rows of a table, the header first; rows that do not fit the tag,
+            which has the verdict of the report too, are counted instead. Empty before
+            the sweep has ended.
     """
     varied = ", ".join(f"`{key}`" for key in sweep.varied) or "nothing"
     title = f"**{sweep.name}**"
@@ -88,7 +91,8 @@ def description(
     lines += [header, "|" + " --- |" * len(results[0])]
     for number, row in enumerate(rows):
         rest = f"\n\nand {len(rows) - number} more"
-        if len("\n".join([*lines, row])) + len(rest) > LONGEST_TAG:
+        length = len("\n".join([*lines, row])) + len(rest)
+        if length > LONGEST_TAG - FOR_VERDICT:
             return "\n".join(lines) + rest
         lines.append(row)
     return "\n".join(lines)
