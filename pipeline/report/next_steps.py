@@ -103,8 +103,7 @@ def _take_fastest(
         )
     else:
         text = f"On this machine take {recommended}: it reached the target first"
-        # It is None if chance is not known, as with one seed.
-        if times.get("told_apart") is False:
+        if times.get("not_told_apart"):
             text += _CHANCE
         text += "."
     text += _better_final(sweep, earlier, recommended)

@@ -93,6 +93,16 @@ class Ranking:
         """Return how far the second group is from the best."""
         return difference(self.best.values, self.second.values)
 
+    @property
+    def not_told_apart(self) -> list[str]:
+        """Return the groups that chance may set behind the best, with two seeds."""
+        names = []
+        for group in self.groups[1:]:
+            lead = difference(self.best.values, group.values)
+            if lead.seeds > 1 and not lead.told_apart:
+                names.append(group.name)
+        return names
+
     def figures(self) -> dict[str, Any]:
         means = {}
         for group in self.groups:
@@ -112,6 +122,7 @@ class Ranking:
         figures["difference"] = None
         # None if chance is not known, as with one seed.
         figures["told_apart"] = None
+        figures["not_told_apart"] = self.not_told_apart
         lead = self.lead
         if math.isfinite(lead.half_width()):
             figures["difference"] = (lead.value, lead.half_width())
@@ -160,11 +171,14 @@ class Ranking:
         method = "95%, Welch"
         if lead.paired:
             method = f"95%, over {count(lead.seeds, 'pair')} of one seed"
-        if lead.told_apart:
-            verdict = "so they differ"
-        else:
+        if not lead.told_apart:
             verdict = "so the data do not tell them apart"
-        return f"The next is {name}, {interval} behind ({method}), {verdict}."
+            return f"The next is {name}, {interval} behind ({method}), {verdict}."
+        text = f"The next is {name}, {interval} behind ({method}), so they differ."
+        others = self.not_told_apart
+        if others:
+            text += f" Not told apart from the best, as seeds vary: {joined(others)}."
+        return text
 
 
 def _same_results(first: Values, second: Values) -> bool:

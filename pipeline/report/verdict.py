@@ -277,6 +277,11 @@ def _clause(contrast: BudgetContrast, metric: str) -> str:
         certainty += ", within chance"
 
     word = BUDGETS[contrast.axis]
+    if result.best.equal:
+        return (
+            f"at equal {word} {metric} with factor {factor}, the best above 1, is the "
+            "same with each seed"
+        )
     text = (
         f"at equal {word} {metric} with factor {factor}, the best above 1, is "
         f"{direction} by {number(abs(result.value))} ({certainty})"
