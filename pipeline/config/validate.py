@@ -44,6 +44,10 @@ def _or_null(check: Check) -> Check:
     return f"{words}, or null", lambda value: value is None or holds(value)
 
 
+def _is_part_of_epoch(value: object) -> bool:
+    return re.fullmatch(r"epoch/[1-9]\d{0,3}", str(value)) is not None
+
+
 def _is_null_or(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
     """Return whether a node is null, or has these keys alone, each with a value that holds."""
     has_keys = isinstance(node, DictConfig) and set(node) == {*holds}
@@ -164,8 +168,8 @@ _CHECKS: dict[str, Check] = {
         lambda pad: _is_null_or(pad, multiple=_COUNT[1], value=_is_number),
     ),
     "training.evaluate_every": (
-        "a positive number of updates, or 'epoch'",
-        lambda v: v == "epoch" or _COUNT[1](v),
+        "a positive number of updates, 'epoch', or a part of it such as 'epoch/4'",
+        lambda v: v == "epoch" or _is_part_of_epoch(v) or _COUNT[1](v),
     ),
     "training.checkpoint_every": (
         "a positive number of updates, 'epoch', 'auto' or null",

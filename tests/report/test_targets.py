@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from pipeline.config import compose
 from pipeline.report import largest_batch, plots, table
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import EVALUATIONS, Comparison
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.report.largest_batch import batch_costs
@@ -290,3 +293,15 @@ def test_a_noise_scale_is_a_lower_bound_only_where_it_is_one():
     assert "take it for a lower bound" in text_by_scale[40.0]
     assert "It agrees with the critical batch" in text_by_scale[400.0]
     assert "so it is no lower bound" in text_by_scale[4000.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["does_it_pay", "factor_at_fixed_micro_batch", "rate_transfer"]
+)
+def test_the_package_s_sweeps_are_evaluated_as_often_at_each_batch(name):
+    """More often than a target needs, and after as many examples for every batch."""
+    file = Path(compose.directory("sweeps")) / f"{name}.yaml"
+    training = yaml.safe_load(file.read_text())["training"]
+    parts = int(training["evaluate_every"].removeprefix("epoch/"))
+    assert training["epochs"] * parts >= EVALUATIONS
+    assert parts > 1
