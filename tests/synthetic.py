@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
+from pipeline.config.plain import without_seed
 from pipeline.report.comparison import Comparison
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.sweep.parent_run import ParentRun
@@ -77,6 +78,7 @@ class Made:
             "mlflow.parentRunId": self.run_id,
             "sweep": self.run_id,
             "sweep.job": name,
+            "sweep.group": without_seed(name),
         }
         run = self.client.create_run(
             self.experiment_id, self.clock, {**parent, **tags}, name

@@ -235,7 +235,7 @@ def page(shown: Shown) -> Page:
 def test_the_link_opens_the_sweep_and_nothing_else(page: Page) -> None:
     expected = []
     for factor in FACTORS:
-        expected.append(f"Group: {factor} {len(SEEDS)}")
+        expected.append(f"Group: factor={factor} {len(SEEDS)}")
         for seed in SEEDS:
             expected.append(f"factor={factor} seed={seed}")
     assert page.rows == expected
@@ -245,7 +245,7 @@ def test_seeds_are_averaged_along_examples_seen(shown: Shown, page: Page) -> Non
     assert page.loss["title"] == "train/loss"
     assert page.loss["axis"] == "train/examples_seen"
     for factor in FACTORS:
-        line = page.loss["lines"][f"param.derived.factor.{factor}"]
+        line = page.loss["lines"][f"tag.sweep.group.factor={factor}"]
         batch = MICRO * factor
         assert (line["x"][0], line["x"][-1]) == (batch, EXAMPLES)
         average = np.mean([shown.losses[factor, seed] for seed in SEEDS], axis=0)
@@ -365,7 +365,8 @@ def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
     shown.chrome.switch_to.window(shown.chrome.window_handles[-1])
     try:
         shown.wait(
-            lambda: f"Group: {FACTORS[0]} {len(SEEDS)}" in shown.rows(), "no comparison"
+            lambda: f"Group: factor={FACTORS[0]} {len(SEEDS)}" in shown.rows(),
+            "no comparison",
         )
     finally:
         shown.chrome.close()
@@ -392,6 +393,43 @@ def test_an_mlflow_that_was_not_tried_gets_the_plain_page(
     nowhere = ParentRun("http://127.0.0.1:9", "2" * 32, "1", "untried", varied=["seed"])
     fragment = mlflow_view.saved_view(nowhere)
     assert fragment == "#/experiments/1/runs?workflowType=machine_learning"
+
+
+def test_a_spike_does_not_flatten_a_chart_and_no_chart_begins_at_0() -> None:
+    losses = np.linspace(0.9, 0.5, 200).tolist()
+    low, high = mlflow_view.robust_range([*losses, 1e6, float("nan"), float("inf")])
+    assert 0.45 < low < 0.5
+    assert 0.9 < high < 0.95
+    # The beginning of a run is no spike.
+    _, high = mlflow_view.robust_range([2.5, 1.9, *losses])
+    assert high > 1.9
+    assert mlflow_view.robust_range([float("nan")]) is None
+    assert mlflow_view.robust_range([1.0, 1.0]) is None
+
+
+def test_a_sweep_that_has_ended_has_charts_with_a_range(stored: Shown) -> None:
+    planned = stored.factors.planned
+    children = planned.children().values()
+    client = stored.store.client()
+    values = mlflow_view._values(client, children, "val/loss")
+    # In the short runs some evaluations fall on one update.
+    assert len(values) > 20
+    ranges = {"val/loss": mlflow_view.robust_range(values)}
+    charts = mlflow_view.view_state(planned, ranges)["compareRunCharts"]
+    with_range = [chart for chart in charts if "range" in chart]
+    assert {chart["metricKey"] for chart in with_range} == {"val/loss"}
+    assert with_range[0]["range"]["yMin"] < min(values)
+    assert with_range[0]["range"]["yMin"] > 0
+
+
+def test_a_swept_group_is_grouped_too() -> None:
+    groupings = []
+    for varied in (["scaling", "accumulation.factor", "seed"], ["scaling"], ["seed"]):
+        sweep = ParentRun("sqlite:///none.db", "2" * 32, "1", "x", varied=varied)
+        groupings.append(mlflow_view.view_state(sweep)["groupBy"])
+    by_tag = [{"mode": "tag", "groupByData": "sweep.group"}]
+    assert groupings[0]["groupByKeys"] == by_tag
+    assert groupings[1:] == [None, None]
 
 
 @pytest.mark.parametrize(
