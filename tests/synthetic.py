@@ -78,7 +78,7 @@ class Made:
             "mlflow.parentRunId": self.run_id,
             "sweep": self.run_id,
             "sweep.job": name,
-            "sweep.group": without_seed(name),
+            "sweep.repeats": without_seed(name),
         }
         run = self.client.create_run(
             self.experiment_id, self.clock, {**parent, **tags}, name

@@ -23,8 +23,9 @@ TRIED = ("3.17.", "3.18.")  # versions of MLflow with which the saved view was t
 EXAMPLES = "train/examples_seen"  # the x axis of training metrics
 LOCAL = "http://127.0.0.1:5000"  # address of `pipeline ui`
 TAG = "mlflow.sharedViewState."
-# Tag of each job: its name without the seed. By it the UI averages seeds.
-GROUP = "sweep.group"
+# Tag of each job: its name without the seed. By it the UI averages seeds. The UI hashes
+# the tag's name and value to a color: with this name, those of usual sweeps differ.
+GROUP = "sweep.repeats"
 # A value that is so many times farther from the bulk of the values than these are from
 # each other is left out of a chart's range.
 SPIKE = 3.0
@@ -33,8 +34,7 @@ FOR_VERDICT = 2400
 # Color-blind safe (Okabe and Ito 2008), without black and yellow because of the UI's
 # two backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# The derived sizes, as one of the configured ones may be null. Also, the UI hashes a
-# group's name to a color, and with `accumulation.factor` 8 and 16 have the same hash.
+# The derived sizes, as one of the configured ones may be null.
 DERIVED = {
     "accumulation.factor": "derived.factor",
     "accumulation.effective_batch_size": "derived.effective_batch_size",

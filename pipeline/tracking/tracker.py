@@ -272,7 +272,7 @@ class Tracker:
             tags["sweep"] = tracking.sweep
             tags["sweep.job"] = tracking.job or ""
             # By it, MLflow's UI averages seeds.
-            tags["sweep.group"] = plain.without_seed(tags["sweep.job"])
+            tags["sweep.repeats"] = plain.without_seed(tags["sweep.job"])
         if self.plan.stages:
             tags[STAGES] = json.dumps(self.plan.changes)
         return tags

@@ -245,7 +245,7 @@ def test_seeds_are_averaged_along_examples_seen(shown: Shown, page: Page) -> Non
     assert page.loss["title"] == "train/loss"
     assert page.loss["axis"] == "train/examples_seen"
     for factor in FACTORS:
-        line = page.loss["lines"][f"tag.sweep.group.factor={factor}"]
+        line = page.loss["lines"][f"tag.sweep.repeats.factor={factor}"]
         batch = MICRO * factor
         assert (line["x"][0], line["x"][-1]) == (batch, EXAMPLES)
         average = np.mean([shown.losses[factor, seed] for seed in SEEDS], axis=0)
@@ -427,9 +427,25 @@ def test_a_swept_group_is_grouped_too() -> None:
     for varied in (["scaling", "accumulation.factor", "seed"], ["scaling"], ["seed"]):
         sweep = ParentRun("sqlite:///none.db", "2" * 32, "1", "x", varied=varied)
         groupings.append(mlflow_view.view_state(sweep)["groupBy"])
-    by_tag = [{"mode": "tag", "groupByData": "sweep.group"}]
+    by_tag = [{"mode": "tag", "groupByData": "sweep.repeats"}]
     assert groupings[0]["groupByKeys"] == by_tag
     assert groupings[1:] == [None, None]
+
+
+def color_of_group(name: str) -> int:
+    """Return the place in the UI's palette of a group, as MLflow 3.17.2 hashes it."""
+    first = 0
+    second = 0
+    for letter in f"tag.{mlflow_view.GROUP}.{name}":
+        first = (first + ord(letter)) % 255
+        second = (second + first) % 255
+    return (first | second << 8) % 29
+
+
+@pytest.mark.parametrize("micro", [8, 16, 32])
+def test_the_groups_of_usual_sweeps_have_colors_of_their_own(micro: int) -> None:
+    names = [f"factor={factor} batch={micro * factor}" for factor in (1, 2, 4, 8, 16)]
+    assert len({color_of_group(name) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize(
