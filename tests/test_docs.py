@@ -172,12 +172,19 @@ def test_every_sweep_composes(line):
         [
             *file,
             *(
-                word
+                one_value(word)
                 for word in words[1:]
                 if not word.startswith(("--", "SWEEP", "https:"))
             ),
         ]
     )
+
+
+def one_value(override: str) -> str:
+    """Return the override of the first job where it is swept, as in `seed=0,1,2`."""
+    if "[" in override or "{" in override:
+        return override
+    return override.partition(",")[0]
 
 
 @pytest.mark.parametrize("line", of("rerun"), ids=str)
