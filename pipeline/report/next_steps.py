@@ -132,7 +132,7 @@ def _better_final(
         lead = difference(values[recommended], values[best])
         if lead.equal:
             return ""
-        if lead.error is not None and not lead.told_apart:
+        if lead.seeds > 1 and not lead.told_apart:
             chance = _CHANCE
 
     examples = ""

@@ -266,6 +266,22 @@ def test_a_new_browser_opens_the_link_in_training_mode(page: Page) -> None:
     assert not {"Sessions", "Judges", "Playground"} & page.navigation
 
 
+def test_a_chart_has_the_range_of_its_values(shown: Shown) -> None:
+    """It would begin at 0, to which the UI fills the band of averaged runs."""
+    planned = shown.factors.planned
+    lowest = (
+        "const card = document.querySelectorAll("
+        "'[data-testid=\"experiment-view-compare-runs-card\"]')[1];"
+        "return card.querySelector('.js-plotly-plot').layout.yaxis.range[0]"
+    )
+    shown.open(mlflow_view.saved_view(planned, {"val/loss": (0.25, 1.75)}))
+    try:
+        shown.chart(1, lines=len(FACTORS))
+        assert shown.chrome.execute_script(lowest) == 0.25
+    finally:
+        mlflow_view.saved_view(planned)
+
+
 def test_without_repetitions_each_job_is_a_curve_of_its_colour(shown: Shown) -> None:
     ids = _ids_by_name(shown, shown.optimizers)
     mlflow_view.color(shown.store.client(), ids)
