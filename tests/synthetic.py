@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
+from pipeline.config.plain import without_seed
 from pipeline.report.comparison import Comparison
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.sweep.parent_run import ParentRun
@@ -100,6 +101,7 @@ class PlantedSweep:
             "mlflow.parentRunId": self.run_id,
             "sweep": self.run_id,
             "sweep.job": name,
+            "sweep.repeats": without_seed(name),
         }
         run = self.client.create_run(
             self.experiment_id, self.clock, {**parent_tags, **tags}, name

@@ -1,6 +1,6 @@
 """`pipeline ui`: serve MLflow's UI on the configured store.
 
-It prints the address of the newest run.
+It prints the address of the newest run, or of the sweep of which it is a job.
 """
 
 import os
@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -50,8 +51,8 @@ def _serve(uri: str, port: int) -> int:
     if uri.startswith(("http://", "https://")):
         say(f"The store is a server with a UI of its own: {uri}", to=sys.stdout)
         return 0
+    # Before the server starts, so that a store that cannot be read starts none.
     pages = _pages(uri, f"http://{HOST}:{port}")
-    say(*pages, "Ctrl-C ends it", to=sys.stdout)
 
     command = [sys.executable, "-m", "mlflow", "server"]
     command += ["--host", HOST, "--port", str(port)]
@@ -72,6 +73,8 @@ def _serve(uri: str, port: int) -> int:
         command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
     try:
+        if _listens(server, port):
+            say(*pages, "Ctrl-C ends it", to=sys.stdout)
         return server.wait()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -82,12 +85,27 @@ def _serve(uri: str, port: int) -> int:
                 server.wait(_PATIENCE)
 
 
+def _listens(server: subprocess.Popen, port: int) -> bool:
+    """Wait until the server takes connections; return whether it does."""
+    while server.poll() is None:
+        with suppress(OSError):
+            socket.create_connection((HOST, port), timeout=1).close()
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def _exit(number: int, _frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
 def _pages(uri: str, root: str) -> list[str]:
-    """Return lines with the addresses of the newest run and of its experiment."""
+    """Return lines with the address of the newest run and of all runs beside it.
+
+    If it is of a sweep, the comparison of that sweep stands first.
+    """
+    from pipeline.sweep import mlflow_view
+    from pipeline.tracking.foreign_store import RUN_ID
     from pipeline.tracking.store import Store
 
     client = Store(uri).client()
@@ -100,8 +118,20 @@ def _pages(uri: str, root: str) -> list[str]:
     if not runs:
         return [f"there is no run yet: {root}"]
     newest = runs[0].info
-    experiment = f"{root}/#/experiments/{newest.experiment_id}"
-    return [
-        f"newest run: {experiment}/runs/{newest.run_id}",
-        f"all runs:   {experiment}/runs",
+    tags = runs[0].data.tags
+    plain = mlflow_view.plain_page(newest.experiment_id)
+    page, _, query = plain.partition("?")
+    lines = [
+        f"newest run: {root}/{page}/{newest.run_id}?{query}",
+        f"all runs:   {root}/{plain}",
     ]
+
+    sweep = tags.get("sweep", "")
+    if "sweep.name" in tags:
+        sweep = newest.run_id
+    experiment = client.get_experiment(newest.experiment_id)
+    is_run_id = RUN_ID.fullmatch(sweep)  # the store may be somebody else's
+    if is_run_id and f"{mlflow_view.TAG}{sweep}" in experiment.tags:
+        view = mlflow_view.view_page(newest.experiment_id, sweep)
+        lines.insert(0, f"its sweep:  {root}/{view}")
+    return lines

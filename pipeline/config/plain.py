@@ -82,3 +82,8 @@ def mapped(value: Any, function: Callable[[str], str]) -> Any:
 def escaped(value: Any) -> Any:
     """Return a plain value whose texts OmegaConf does not read as interpolations."""
     return mapped(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+
+
+def without_seed(name: str) -> str:
+    """Return a job's name without its seed: the name of its group."""
+    return re.sub(r"(^| )seed=\S+", "", name).strip() or name

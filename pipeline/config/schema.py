@@ -191,7 +191,7 @@ class TrainingConfig(_SetOnce):
     examples: int | None = field(
         default=None, metadata=about(Kind.TRAINING, fixed=False)
     )
-    # (int | epoch) updates from one evaluation to the next
+    # (int | epoch | epoch/N) updates from one evaluation to the next
     evaluate_every: Any = field(
         default="epoch", metadata=about(Kind.TRAINING, fixed=False)
     )

@@ -191,6 +191,14 @@ def _is_index(value: Any) -> bool:
     return _is_integer(value) and value >= 0
 
 
+def _is_part_of_epoch(value: object) -> bool:
+    return re.fullmatch(r"epoch/[1-9]\d{0,3}", str(value)) is not None
+
+
+def _is_evaluation_interval(value: object) -> bool:
+    return value == "epoch" or _is_part_of_epoch(value) or _is_count(value)
+
+
 def _is_positive(value: Any) -> bool:
     return _is_number(value) and 0 < value < math.inf
 
@@ -303,8 +311,8 @@ _CHECKS = {
         lambda pad: _is_null_or_has(pad, multiple=_is_count, value=_is_number),
     ),
     "training.evaluate_every": Check(
-        "a positive number of updates, or 'epoch'",
-        lambda value: value == "epoch" or _is_count(value),
+        "a positive number of updates, 'epoch', or a part of it such as 'epoch/4'",
+        _is_evaluation_interval,
     ),
     "training.checkpoint_every": Check(
         "a positive number of updates, 'epoch', 'auto' or null",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from pipeline.report.job_results import (
     job_result,
     pooled,
 )
+from pipeline.report.seed_differences import Values, values_by_seed
 from pipeline.report.statistics import Spread
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, SweepRecord, listed
 
@@ -35,8 +37,14 @@ VALIDATION_LOSS = "val/loss"
 EVALUATIONS = 5
 # The least share of the way from the first to the best loss at which a target may be.
 PROGRESS = 0.5
+# The share of the shortest run over which training metrics are averaged: a few updates,
+# so that one batch with a low loss reaches no target.
+WINDOW = 0.1
 # The least relative fall of a loss; a smaller one is rounding.
 FELL = 1e-6
+
+# A metric of the parent run: the seeds of each factor when a verdict was given.
+SEEDS_OF_VERDICT = "verdict/seeds"
 
 _COST = re.compile(
     r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh|^(r?mse|mae|mape)$",
@@ -55,6 +63,8 @@ class TargetLoss:
         all_reach: whether all of these reach it; otherwise half of them do.
         costs: what each job that reached it needed, by the job's name and axis of
             `AXES`, interpolated between two points.
+        at_first: the names of the jobs that had reached it at their first point. When
+            they did is not known: their costs are upper bounds.
     """
 
     metric: str
@@ -62,16 +72,32 @@ class TargetLoss:
     judged: list[str]
     all_reach: bool
     costs: dict[str, dict[str, float]]
+    at_first: frozenset[str] = frozenset()
 
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
         """Return the costs of the judged jobs among `jobs`.
 
-        Return None unless all of these reached the target.
+        Return None unless all of these reached the target, at a known place.
         """
         judged = [job for job in jobs if job.name in self.judged]
         if not all(job.name in self.costs for job in judged):
             return None
+        if any(job.name in self.at_first for job in judged):
+            return None
         return pooled(judged, lambda job: self.costs[job.name][axis])
+
+    def bound(self, jobs: list[JobResult], axis: str) -> float | None:
+        """Return what the judged jobs needed at most, if that is all that is known.
+
+        Return None unless all of these reached the target, and one of them had at its
+        first point.
+        """
+        judged = [job for job in jobs if job.name in self.judged]
+        if not all(job.name in self.costs for job in judged):
+            return None
+        if not any(job.name in self.at_first for job in judged):
+            return None
+        return max(self.costs[job.name][axis] for job in judged)
 
 
 @dataclass(frozen=True)
@@ -87,6 +113,8 @@ class SweepResult:
         jobs: the jobs in the order of the plan.
         best: the settings with the lowest loss, if the sweep was a search.
         question: the question in the header of the sweep file.
+        search: whether each trial was chosen by the results of earlier ones.
+        looks: the numbers of seeds of earlier verdicts on this sweep, ascending.
     """
 
     uri: str
@@ -97,6 +125,8 @@ class SweepResult:
     jobs: list[JobResult]
     best: str = ""
     question: str = ""
+    search: bool = False
+    looks: tuple[int, ...] = ()
 
     @property
     def branches(self) -> bool:
@@ -190,13 +220,57 @@ class SweepResult:
                 ends[group] = spread
         return ends
 
-    @property
+    @cached_property
+    def end_values(self) -> dict[str, Values]:
+        """Return the last value of `quality` of each seed, by group.
+
+        A group without a job that finished with such a value is left out.
+        """
+        metric = self.quality or ""
+        ends: dict[str, Values] = {}
+        for group, jobs in self.groups.items():
+            finished = finished_jobs(jobs)
+            values = values_by_seed(finished, lambda job: self.final(job, metric))
+            if values:
+                ends[group] = values
+        return ends
+
+    def target_values(self, axis: str) -> dict[str, Values]:
+        """Return what each seed needed to reach the target, by group.
+
+        A group of which a judged job did not reach it, or is not known when, is left
+        out. The unit is that of `axis`, one of `AXES`.
+        """
+        if self.target is None:
+            return {}
+        judged = self.target.judged
+        costs: dict[str, Values] = {}
+        for group, jobs in self.groups.items():
+            if self.target.spread(jobs, axis) is None:
+                continue
+            jobs = [job for job in jobs if job.name in judged]
+            costs[group] = values_by_seed(jobs, lambda job: self.cost(job, axis))
+        return costs
+
+    def horizon(self, group: str) -> float:
+        """Return the mean of the examples that the group's finished jobs saw."""
+        jobs = comparable_jobs(self.groups[group])
+        spread = statistics.spread([job.horizon for job in jobs])
+        return math.nan if spread is None else spread.mean
+
+    @cached_property
+    def largest_batch(self) -> int:
+        return max((job.batch or 1 for job in self.jobs), default=1)
+
+    @cached_property
     def window(self) -> int:
         """Return the number of examples over which training metrics are averaged.
 
-        It is the largest batch of the sweep.
+        It is `WINDOW` of the shortest run, and at least the largest batch of the sweep.
         """
-        return max((job.batch or 1 for job in self.jobs), default=1)
+        horizons = [job.horizon for job in comparable_jobs(self.jobs)]
+        shortest = min((seen for seen in horizons if math.isfinite(seen)), default=0.0)
+        return max(self.largest_batch, round(WINDOW * shortest))
 
     def smooth(self, job: JobResult, metric: str) -> Curve | None:
         """Return the job's curve; None if it has none.
@@ -222,12 +296,19 @@ class SweepResult:
     def cost(self, job: JobResult, axis: str) -> float:
         """Return what the job needed to reach the target; NaN if it did not.
 
-        The unit is that of `axis`, one of `AXES`.
+        It is an upper bound if the job had reached it at its first point. The unit is
+        that of `axis`, one of `AXES`.
         """
         if self.target is None:
             return math.nan
         costs = self.target.costs.get(job.name, {})
         return costs.get(axis, math.nan)
+
+    def exact_cost(self, job: JobResult, axis: str) -> float:
+        """Return what the job needed to reach the target; NaN if that is not known."""
+        if self.target is not None and job.name in self.target.at_first:
+            return math.nan
+        return self.cost(job, axis)
 
     @cached_property
     def target(self) -> TargetLoss | None:
@@ -237,18 +318,30 @@ class SweepResult:
         no progress, as with a diverged job, whose loss every job meets at its start.
         """
         # The examples of a branch count from the start of the run that it leaves.
-        if self.branches:
+        if self.branches or self.judged_loss is None:
             return None
+        curves = self._smooth_curves(self._judged_jobs, self.judged_loss)
+        return self._target_loss(self.judged_loss, curves)
 
-        jobs = [job for job in self.jobs if job.status in ("FINISHED", "RUNNING")]
-        jobs = comparable_jobs(jobs)
+    @cached_property
+    def judged_loss(self) -> str | None:
+        """Return the loss by which the jobs are judged along their way.
+
+        It is the validation loss if each job has `EVALUATIONS` of it, and otherwise the
+        training loss; None if no job has that one.
+        """
         for metric, fewest_points in ((VALIDATION_LOSS, EVALUATIONS), (LOSS, 0)):
-            curves = self._smooth_curves(jobs, metric)
+            curves = self._smooth_curves(self._judged_jobs, metric)
             if not curves:
                 continue
             if min(len(curve.steps) for curve in curves.values()) >= fewest_points:
-                return self._target_loss(metric, curves)
+                return metric
         return None
+
+    @property
+    def _judged_jobs(self) -> list[JobResult]:
+        jobs = [job for job in self.jobs if job.status in ("FINISHED", "RUNNING")]
+        return comparable_jobs(jobs)
 
     def _smooth_curves(self, jobs: list[JobResult], metric: str) -> dict[str, Curve]:
         """Return the curves of the jobs that have the metric, by the job's name."""
@@ -284,21 +377,21 @@ class SweepResult:
         all_reach = start - reached_by_all >= PROGRESS * fall
         reached_by_half = minima[(len(minima) - 1) // 2]
         value = reached_by_all if all_reach else reached_by_half
-        costs = self._costs(metric, value)
-        return TargetLoss(metric, value, list(judged_curves), all_reach, costs)
-
-    def _costs(self, metric: str, target: float) -> dict[str, dict[str, float]]:
-        """Return what each job that reached the target needed, by name and axis."""
         costs: dict[str, dict[str, float]] = {}
+        at_first = []
         for job in self.jobs:
-            curve = self.smooth(job, metric)
-            if curve is None or not (curve.values <= target).any():
+            job_curve = self.smooth(job, metric)
+            if job_curve is None or not (job_curve.values <= value).any():
                 continue
+            if job_curve.values[0] <= value and job_curve.steps[0] > 0:
+                at_first.append(job.name)
             costs[job.name] = {}
             for axis in AXES:
-                x = job.along(axis, curve.steps)
-                costs[job.name][axis] = statistics.reached(x, curve.values, target)
-        return costs
+                x = job.along(axis, job_curve.steps)
+                costs[job.name][axis] = statistics.reached(x, job_curve.values, value)
+        return TargetLoss(
+            metric, value, list(judged_curves), all_reach, costs, frozenset(at_first)
+        )
 
 
 def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
@@ -337,7 +430,18 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
         jobs=jobs,
         best=_best_settings(tags),
         question=tags.get("sweep.question", ""),
+        search="sweep.search" in tags or "sweep.best" in tags,
+        looks=_looks(client, parent),
     )
+
+
+def _looks(client: Any, parent: Any) -> tuple[int, ...]:
+    """Return the numbers of seeds of the verdicts that the parent run has."""
+    if SEEDS_OF_VERDICT not in parent.data.metrics:
+        return ()
+    points = client.get_metric_history(parent.info.run_id, SEEDS_OF_VERDICT)
+    seeds = {int(point.value) for point in points if math.isfinite(point.value)}
+    return tuple(sorted(seeds))
 
 
 def _with_last_stage(branch: JobResult) -> JobResult:

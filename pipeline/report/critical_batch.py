@@ -14,7 +14,7 @@ from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot, axis, trace
 from pipeline.report.job_results import LOSS, grouped
-from pipeline.report.noise_scale import CAVEAT, noise_scale
+from pipeline.report.noise_scale import UNMEASURED, beside_measured, noise_scale
 from pipeline.report.statistics import Array, Spread
 
 # A larger batch counts as no worse if its loss is higher by up to this, as in Merrill
@@ -277,9 +277,9 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 
     scale = _noise_scale_of_branches(sweep)
     if scale is None:
-        yield SweepFinding("noise_scale", f"Not measured. {CAVEAT}")
+        yield SweepFinding("noise_scale", f"Not measured. {UNMEASURED}")
     else:
-        text = f"{scale.mean:.4g} examples. {CAVEAT}"
+        text = f"{scale.mean:.4g} examples. {_beside_interval(scale.mean, result)}"
         yield SweepFinding("noise_scale", text, {"predicted": scale.mean})
 
 
@@ -327,6 +327,21 @@ def _schedule(sweep: SweepResult, critical: int) -> str | None:
     )
 
 
+def _beside_interval(scale: float, result: CriticalBatch) -> str:
+    """Return how the noise scale compares with the measured interval.
+
+    If the interval ends at the largest batch that was judged, or at the smallest, the
+    critical batch may lie beyond.
+    """
+    low, high = result.interval
+    at_largest = high == max(result.losses) and result.diverged is None
+    if scale > high and at_largest:
+        return UNMEASURED
+    if scale < low and low == min(result.losses):
+        return UNMEASURED
+    return beside_measured(scale, low, high)
+
+
 def _noise_scale_of_branches(sweep: SweepResult) -> Spread | None:
     return statistics.spread([noise_scale(job, sweep) for job in sweep.jobs])
 
@@ -354,8 +369,7 @@ def branch_plots(sweep: SweepResult) -> list[Plot]:
         traces.append(trace("noise scale", [scale.mean, scale.mean], ends, 3))
 
     caption = (
-        "Training losses at the same examples. Bars: 95%, the most of it common to "
-        f"all. {CAVEAT}"
+        "Training losses at the same examples. Bars: 95%, the most of it common to all."
     )
     layout = {
         "xaxis": axis("effective batch size", True, batches),

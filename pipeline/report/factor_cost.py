@@ -75,6 +75,8 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
             changes.append(f"{cost.words} {change} (×{ratio:.2f})")
             figures[cost.key] = (low.mean, high.mean)
 
+        if not changes:
+            continue
         begin = "From"
         if family:
             begin = f"{family}: from"

@@ -64,7 +64,8 @@ class JobResult:
 
     @property
     def seed(self) -> str | None:
-        return self.params.get("seed")
+        """Return the seed in the name, or else the recorded one."""
+        return dict(self.settings).get("seed") or self.params.get("seed")
 
     @property
     def group(self) -> str:
@@ -156,6 +157,19 @@ class JobResult:
         logged_values = np.append(0.0, curve.values)
         converted = np.interp(steps, logged_steps, logged_values, right=np.nan)
         return np.asarray(converted, float)
+
+    @property
+    def horizon(self) -> float:
+        """Return the examples that the run has seen at its end; NaN if not logged."""
+        return self.last(EXAMPLES_SEEN)
+
+    @property
+    def peak_rate(self) -> float:
+        """Return the largest learning rate that the run used; NaN without any."""
+        curve = self.curves.get(LEARNING_RATE)
+        if curve is None:
+            return math.nan
+        return float(curve.values.max())
 
     def last(self, metric: str) -> float:
         """Return the last value of the metric; NaN without it."""

@@ -6,7 +6,9 @@ from typing import Any
 from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import NO_RUN, finished_jobs
-from pipeline.report.statistics import count
+from pipeline.report.seed_differences import FEWEST_SEEDS, difference
+from pipeline.report.statistics import count, number
+from pipeline.report.verdict import command_for_seeds
 from pipeline.tracking.foreign_store import again_command
 
 _CHANCE = ", though not by more than chance may do"
@@ -58,13 +60,24 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
     """Yield which settings to take: those of a search, or else the fastest ones."""
     if sweep.best:
         text = f"Take {sweep.best}: the lowest loss of the search."
-        text += _better_final(earlier, sweep.best)
+        text += _better_final(sweep, earlier, sweep.best)
         yield SweepFinding("next", text, {"recommended": sweep.best})
         return
 
     times = _first_figures(earlier, "time_to_target")
-    if len(times.get("groups", [])) > 1:
+    if len(times.get("groups", [])) > 1 and not times["at_most"]:
         yield _take_fastest(sweep, earlier, times)
+        return
+
+    # Nothing is known of who was first, but the verdict may tell what to take.
+    taken = []
+    for verdict in _figures(earlier, "verdict"):
+        if verdict["take"]:
+            taken.append(verdict["take"])
+    if len(taken) == 1:
+        text = f"Take {taken[0]}, by whether accumulating pays."
+        text += _better_final(sweep, earlier, taken[0])
+        yield SweepFinding("next", text, {"recommended": taken[0], "batch": None})
 
 
 def _take_fastest(
@@ -90,10 +103,10 @@ def _take_fastest(
         )
     else:
         text = f"On this machine take {recommended}: it reached the target first"
-        if not times["told_apart"]:
+        if times.get("not_told_apart"):
             text += _CHANCE
         text += "."
-    text += _better_final(earlier, recommended)
+    text += _better_final(sweep, earlier, recommended)
 
     recommended_job = sweep.groups[recommended][0]
     largest = None
@@ -105,14 +118,30 @@ def _take_fastest(
     return SweepFinding("next", text, {"recommended": recommended, "batch": largest})
 
 
-def _better_final(earlier: list[SweepFinding], recommended: str) -> str:
+def _better_final(
+    sweep: SweepResult, earlier: list[SweepFinding], recommended: str
+) -> str:
     """Return that another group ends better, or an empty text."""
     final = _first_figures(earlier, "final")
     best = final.get("best")
-    if best in (None, recommended):
+    if best is None or recommended in (best, *final["same"]):
         return ""
-    chance = "" if final.get("told_apart") else _CHANCE
-    return f" By its final {final['metric']} {best} is better{chance}."
+    values = sweep.end_values
+    chance = ""
+    if recommended in values:
+        lead = difference(values[recommended], values[best])
+        if lead.equal:
+            return ""
+        if lead.seeds > 1 and not lead.told_apart:
+            chance = _CHANCE
+
+    examples = ""
+    horizons = final.get("horizons", {})
+    if best in horizons and recommended in horizons:
+        ratio = horizons[best] / horizons[recommended]
+        if not 0.99 < ratio < 1.01:
+            examples = f" after {number(ratio)} times the examples"
+    return f" By its final {final['metric']} {best} is better{examples}{chance}."
 
 
 def _try_larger_batches(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
@@ -132,9 +161,13 @@ def _repeat_with_seeds(sweep: SweepResult) -> Iterable[SweepFinding]:
     most_seeds = 0
     for jobs in sweep.groups.values():
         most_seeds = max(most_seeds, len(finished_jobs(jobs)))
-    if most_seeds == 1:
-        text = "Repeat with seed=0,1,2: one seed shows no error bars."
-        yield SweepFinding("next", text, {"seeds": 1})
+    if most_seeds != 1 or sweep.search:
+        return
+    text = "Repeat with seed=0,1,2: one seed shows no error bars."
+    command = command_for_seeds(sweep, FEWEST_SEEDS - 1)
+    if command:
+        text = f"Repeat with more seeds, as one shows no error bars: {command}"
+    yield SweepFinding("next", text, {"seeds": 1})
 
 
 def _run_in_float64(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:

@@ -13,10 +13,31 @@ from pipeline.report.largest_batch import BatchCosts
 from pipeline.report.statistics import count, number
 
 NOISE = "train/gradient_noise_scale"
-CAVEAT = (
-    "Merrill et al. 2025 (arXiv:2505.23971) found the noise scale to underestimate the "
-    "critical batch by far."
+UNMEASURED = (
+    "It may be far from the critical batch: Merrill et al. 2025 (arXiv:2505.23971) "
+    "measured far larger ones."
 )
+
+
+def beside_measured(scale: float, low: float, high: float) -> str:
+    """Return how the noise scale compares with a critical batch that was measured.
+
+    Args:
+        scale: the noise scale.
+        low: the lower end of what was measured.
+        high: its upper end.
+    """
+    if scale < low:
+        return (
+            "It is below the critical batch that was measured here, as Merrill et al. "
+            "2025 (arXiv:2505.23971) found too: take it for a lower bound."
+        )
+    if scale > high:
+        return (
+            "It is above the critical batch that was measured here, so it is no lower "
+            "bound."
+        )
+    return "It agrees with the critical batch that was measured here."
 
 
 def noise_scale(job: JobResult, sweep: SweepResult) -> float:
@@ -50,9 +71,16 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
     scale = statistics.spread([noise_scale(job, sweep) for job in costs.jobs])
     if scale is None:
         return SweepFinding("noise_scale", _nothing_predicted(costs.jobs))
+    if not costs.batches:
+        text = f"{costs.prefix}The gradient noise scale is {scale.text()} examples."
+        figures: dict[str, Any] = {
+            "family": costs.family,
+            "predicted": scale.mean,
+        }
+        return SweepFinding("noise_scale", text, figures)
 
     factors = {batch: 1 + batch / scale.mean for batch in costs.batches}
-    figures: dict[str, Any] = {
+    figures = {
         "family": costs.family,
         "predicted": scale.mean,
         "deviation": scale.deviation,
@@ -64,6 +92,7 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
         f"{scale.text()} examples: the mean over {count(scale.count, 'run')} of each "
         "one's median up to the target."
     )
+    caveat = f"{UNMEASURED} `pipeline critical` measures it."
     if costs.fit is not None:
         critical = costs.fit.critical_batch
         if costs.tried(critical):
@@ -74,6 +103,7 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
                 f" The sweep measured {number(critical)}: the prediction is "
                 f"{ratio:.2f} times that."
             )
+            caveat = _beside_fit(scale.mean, critical)
         else:
             figures["extrapolated"] = critical
             text += (
@@ -84,9 +114,17 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
     largest = costs.batches[-1]
     text += (
         f" At that scale a batch of {largest} needs {factors[largest]:.2f} times the "
-        f"examples of a tiny one. {CAVEAT} `pipeline critical` measures it."
+        f"examples of a tiny one. {caveat}"
     )
     return SweepFinding("noise_scale", text, figures, "noise_by_batch")
+
+
+def _beside_fit(scale: float, critical: float) -> str:
+    """Return how the noise scale compares with the critical batch of a fit.
+
+    The fit has no interval; within 10% both count as equal.
+    """
+    return beside_measured(scale, critical / 1.1, critical * 1.1)
 
 
 def _nothing_predicted(jobs: list[JobResult]) -> str:

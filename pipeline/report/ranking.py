@@ -1,86 +1,132 @@
 """Which group of jobs is the best: by its final result, and by the time to a target.
 
 The groups are ranked by their means over seeds. Whether chance explains the lead of
-the best one is judged by Welch's interval of its difference to the second.
+the best one is judged by the interval of its difference to the second, over seeds.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.report import statistics
 from pipeline.report.comparison import SweepResult, TargetLoss
 from pipeline.report.findings import SweepFinding, shared_device_caveat
+from pipeline.report.html_page import plot_key
 from pipeline.report.job_results import LOSS, finished_jobs
+from pipeline.report.seed_differences import Difference, Values, difference
 from pipeline.report.statistics import (
     EQUAL,
-    Difference,
     Scale,
     Spread,
     count,
+    joined,
     number,
+    spread,
 )
 
 
 @dataclass(frozen=True)
-class Ranking:
-    """The groups of a sweep in the order of a value.
+class Ranked:
+    """A group in a ranking, with those that have the same results.
 
     Attributes:
-        groups: the spread of the value over seeds by group, the best group first.
+        name: the group.
+        values: its value of each seed.
+        same: the groups that have the same value with each seed.
     """
 
-    groups: dict[str, Spread]
+    name: str
+    values: Values
+    same: tuple[str, ...] = ()
+
+    @property
+    def spread(self) -> Spread:
+        values = spread(list(self.values.values()))
+        if values is None:
+            raise ValueError(f"{self.name} has no value")
+        return values
+
+    @property
+    def title(self) -> str:
+        if not self.same:
+            return self.name
+        return f"{self.name} (and {joined(list(self.same))}, with the same results)"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The groups of a sweep in the order of a value, the best group first."""
+
+    groups: list[Ranked]
 
     @classmethod
-    def by_mean(cls, spreads: dict[str, Spread], lower_is_better: bool) -> "Ranking":
-        """Rank the groups, of which there is at least one, by their means."""
+    def by_mean(
+        cls, values_by_group: dict[str, Values], lower_is_better: bool
+    ) -> "Ranking":
+        """Rank the groups, of which there is at least one, by their means.
+
+        Groups with the same results are one.
+        """
         sign = 1 if lower_is_better else -1
-        order = sorted(spreads, key=lambda group: sign * spreads[group].mean)
-        return cls({group: spreads[group] for group in order})
+        groups = [Ranked(name, values) for name, values in values_by_group.items()]
+        groups.sort(key=lambda group: sign * group.spread.mean)
+
+        merged: list[Ranked] = []
+        for group in groups:
+            last = merged[-1] if merged else None
+            if last is not None and _same_results(last.values, group.values):
+                merged[-1] = Ranked(last.name, last.values, (*last.same, group.name))
+            else:
+                merged.append(group)
+        return cls(merged)
 
     @property
-    def names(self) -> list[str]:
-        return list(self.groups)
+    def best(self) -> Ranked:
+        return self.groups[0]
 
     @property
-    def best(self) -> Spread:
-        return self.groups[self.names[0]]
+    def second(self) -> Ranked:
+        return self.groups[1]
 
     @property
-    def second(self) -> Spread:
-        return self.groups[self.names[1]]
+    def lead(self) -> Difference:
+        """Return how far the second group is from the best."""
+        return difference(self.best.values, self.second.values)
 
     @property
-    def lead(self) -> float:
-        """Return how far the second group is behind the best."""
-        return abs(self.second.mean - self.best.mean)
-
-    @property
-    def interval(self) -> Difference | None:
-        """Return Welch's interval of the lead; None if chance is not known."""
-        return statistics.welch_difference(self.best, self.second)
-
-    @property
-    def told_apart(self) -> bool:
-        """Return whether chance does not explain the lead."""
-        return self.interval is not None and self.lead > self.interval.half_width
+    def not_told_apart(self) -> list[str]:
+        """Return the groups that chance may set behind the best, with two seeds."""
+        names = []
+        for group in self.groups[1:]:
+            lead = difference(self.best.values, group.values)
+            if lead.seeds > 1 and not lead.told_apart:
+                names.append(group.name)
+        return names
 
     def figures(self) -> dict[str, Any]:
-        means = {group: spread.mean for group, spread in self.groups.items()}
+        means = {}
+        for group in self.groups:
+            for name in (group.name, *group.same):
+                means[name] = group.spread.mean
         figures: dict[str, Any] = {
-            "best": self.names[0],
-            "deviation": self.best.deviation,
-            "seeds": self.best.count,
+            "best": self.best.name,
+            "same": list(self.best.same),
+            "deviation": self.best.spread.deviation,
+            "seeds": self.best.spread.count,
             "groups": means,
         }
         if len(self.groups) == 1:
             return figures
 
-        figures["worst"] = self.names[-1]
+        figures["worst"] = self.groups[-1].name
         figures["difference"] = None
-        if self.interval is not None:
-            figures["difference"] = (self.interval.value, self.interval.half_width)
-        figures["told_apart"] = self.told_apart
+        # None if chance is not known, as with one seed.
+        figures["told_apart"] = None
+        figures["not_told_apart"] = self.not_told_apart
+        lead = self.lead
+        if math.isfinite(lead.half_width()):
+            figures["difference"] = (lead.value, lead.half_width())
+            figures["told_apart"] = lead.told_apart
         return figures
 
     def sentences(self, scale: Scale, leads: str, trails: str) -> str:
@@ -91,74 +137,124 @@ class Ranking:
             leads: the words between the best group and its value.
             trails: the words between the worst group and its value.
         """
-        best_value = f"{self.best.text(scale)} ({count(self.best.count, 'seed')})"
+        best = self.best.spread
+        best_value = f"{best.text(scale)} ({count(best.count, 'seed')})"
         if len(self.groups) == 1:
             return f"{best_value}."
-        best_name = self.names[0]
-        worst_name = self.names[-1]
-        worst_value = self.groups[worst_name].text(scale)
-        ends = f"{best_name} {leads} {best_value}, {worst_name} {trails} {worst_value}."
+        worst = self.groups[-1]
+        worst_value = worst.spread.text(scale)
+        ends = (
+            f"{self.best.title} {leads} {best_value}, {worst.title} {trails} "
+            f"{worst_value}."
+        )
         return f"{ends} {self._lead_sentence(scale)}"
 
     def _lead_sentence(self, scale: Scale) -> str:
-        second_name = self.names[1]
-        if min(self.best.count, self.second.count) < 2:
-            return "With one seed, chance is not told from effect."
-        if self.lead <= EQUAL * abs(self.best.mean):
-            return f"{second_name} does just as well."
+        name = self.second.name
+        lead = self.lead
+        behind = abs(lead.value)
+        if lead.seeds < 2:
+            return f"The next is {name}, {number(behind, scale)} behind, with one seed."
+        if behind <= EQUAL * abs(self.best.spread.mean):
+            return f"{name} does just as well."
 
-        if self.interval is None:
-            lead = number(self.lead, scale)
-            chance = "as neither varies over its seeds, chance is not known"
-            return f"The next is {second_name}, {lead} behind; {chance}."
-        lead = Spread(self.lead, self.interval.half_width, 2).text(scale)
-        if self.told_apart:
-            verdict = "so they differ"
-        else:
+        half_width = lead.half_width()
+        if math.isinf(half_width):
+            why = "as both seeds are equally far behind"
+            if not self.best.spread.deviation and not self.second.spread.deviation:
+                why = "as neither varies over its seeds"
+            lead_text = number(behind, scale)
+            return (
+                f"The next is {name}, {lead_text} behind; {why}, chance is not known."
+            )
+        interval = Spread(behind, half_width, 2).text(scale)
+        method = "95%, Welch"
+        if lead.paired:
+            method = f"95%, over {count(lead.seeds, 'pair')} of one seed"
+        if not lead.told_apart:
             verdict = "so the data do not tell them apart"
-        return f"The next is {second_name}, {lead} behind (95%, Welch), {verdict}."
+            return f"The next is {name}, {interval} behind ({method}), {verdict}."
+        text = f"The next is {name}, {interval} behind ({method}), so they differ."
+        others = self.not_told_apart
+        if others:
+            text += f" Not told apart from the best, as seeds vary: {joined(others)}."
+        return text
+
+
+def _same_results(first: Values, second: Values) -> bool:
+    """Return whether two groups have the same seeds, and each the same value."""
+    return set(first) == set(second) and difference(first, second).equal
 
 
 def final_result(sweep: SweepResult) -> SweepFinding:
     """Return which group ends best, and whether chance explains its lead."""
     metric = sweep.quality
-    spreads = sweep.ends
-    if metric is None or not spreads:
+    values_by_group = sweep.end_values
+    if metric is None or not values_by_group:
         text = "There is no final metric to compare: no job has finished with one."
         return SweepFinding("final", text)
 
     lower_is_better = sweep.lower_is_better(metric)
-    ranking = Ranking.by_mean(spreads, lower_is_better)
+    ranking = Ranking.by_mean(values_by_group, lower_is_better)
     figures = ranking.figures()
-    if len(spreads) > 1 and _all_equal(ranking):
+    figures["metric"] = metric
+    caveat = _unequal_horizons(sweep, list(values_by_group), figures)
+    plot = plot_key(f"final_by_{sweep.axes[0]}")
+    if len(values_by_group) > 1 and _all_equal(ranking):
         figures = {"metric": metric, "equal": True, "groups": figures["groups"]}
-        text = f"all {len(spreads)} groups end at {ranking.best.text()}."
-        text = f"Final {metric}: {text}"
-        return SweepFinding("final", text, figures, "final_by_factor")
+        groups = len(values_by_group)
+        text = (
+            f"Final {metric}: all {groups} groups end at {ranking.best.spread.text()}."
+        )
+        return SweepFinding("final", text + caveat, figures, plot)
 
-    if len(spreads) == 1:
-        subject = f"Final {metric} of {ranking.names[0]}"
+    if len(values_by_group) == 1:
+        subject = f"Final {metric} of {ranking.best.name}"
     elif lower_is_better:
         subject = f"Final {metric}, where lower is better"
     else:
         subject = f"Final {metric}, where higher is better"
     sentences = ranking.sentences(statistics.PLAIN, "ends best, at", "worst, at")
-    figures["metric"] = metric
-    figures["value"] = ranking.best.mean
-    plot = f"final_by_{sweep.axes[0]}"
-    return SweepFinding("final", f"{subject}: {sentences}", figures, plot)
+    figures["value"] = ranking.best.spread.mean
+    return SweepFinding("final", f"{subject}: {sentences}{caveat}", figures, plot)
 
 
 def _all_equal(ranking: Ranking) -> bool:
-    best = ranking.best.mean
-    for spread in ranking.groups.values():
-        if not abs(best - spread.mean) <= EQUAL * abs(best):
+    best = ranking.best.spread.mean
+    for group in ranking.groups:
+        if not abs(best - group.spread.mean) <= EQUAL * abs(best):
             return False
     return True
 
 
+def _unequal_horizons(
+    sweep: SweepResult, groups: list[str], figures: dict[str, Any]
+) -> str:
+    """Return a caveat if the groups end after unequal numbers of examples."""
+    horizons = {}
+    for group in groups:
+        seen = sweep.horizon(group)
+        if math.isfinite(seen):
+            horizons[group] = seen
+    if not horizons:
+        return ""
+    fewest = min(horizons.values())
+    most = max(horizons.values())
+    if most - fewest <= sweep.largest_batch:
+        return ""
+    figures["horizons"] = horizons
+    return (
+        f" These ends are not at equal examples: the groups saw from {number(fewest)} "
+        f"to {number(most)}."
+    )
+
+
 def time_to_target(sweep: SweepResult) -> SweepFinding:
-    """Return which group reaches the target first, and whether chance explains it."""
+    """Return which group reaches the target first, and whether chance explains it.
+
+    A group of which a job had reached it at its first evaluation is not ranked: when it
+    did is not known.
+    """
     target = sweep.target
     if target is None:
         why = "no job has finished"
@@ -173,34 +269,62 @@ def time_to_target(sweep: SweepResult) -> SweepFinding:
         "target": target.value,
         "all_reach": target.all_reach,
     }
-    times = {}
+    times = sweep.target_values("seconds")
+    bounds = {}
     for group, jobs in sweep.groups.items():
-        spread = target.spread(jobs, "seconds")
-        if spread is not None:
-            times[group] = spread
+        bound = target.bound(jobs, "seconds")
+        if bound is not None:
+            bounds[group] = bound
+    figures["at_most"] = bounds
+    not_ranked = _bounds_sentence(bounds)
     if not times:
-        text += "; no group reached it with all of its seeds."
+        if not bounds:
+            text += "; no group reached it with all of its seeds"
+        text += f".{not_ranked}"
         return SweepFinding("time_to_target", text, figures)
 
     ranking = Ranking.by_mean(times, lower_is_better=True)
-    sentences = ranking.sentences(
-        statistics.SECONDS, "gets there first, after", "last, after"
-    )
-    if len(times) == 1:
-        sentences = f"It is reached after {sentences}"
-    text += f". {sentences}{shared_device_caveat(sweep)}"
+    leads = "gets there first, after"
+    if bounds:
+        leads = "gets there first of the others, after"
+    sentences = ranking.sentences(statistics.SECONDS, leads, "last, after")
+    if len(ranking.groups) == 1:
+        who = "It is reached"
+        if bounds or ranking.best.same:
+            who = f"{ranking.best.title} reached it"
+        sentences = f"{who} after {sentences}"
+    text += f".{not_ranked} {sentences}{shared_device_caveat(sweep)}"
     figures |= ranking.figures()
-    figures["seconds"] = ranking.best.mean
+    figures["seconds"] = ranking.best.spread.mean
     return SweepFinding("time_to_target", text, figures, "time_to_target")
+
+
+def _bounds_sentence(bounds: dict[str, float]) -> str:
+    """Return which groups were at the target before it could be seen when."""
+    if not bounds:
+        return ""
+    names = []
+    for group, bound in bounds.items():
+        if math.isfinite(bound):
+            names.append(f"{group} (≤ {number(bound, statistics.SECONDS)})")
+        else:
+            names.append(group)
+    return (
+        f" Already there at the first evaluation, and so not ranked: {joined(names)}; "
+        "evaluate more often (training.evaluate_every)."
+    )
 
 
 def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
     """Return which target was chosen and why, without a period."""
     reach = "reached by half of the jobs, as others did not get near"
     if target.all_reach:
-        jobs = count(len(target.judged), "job")
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"
-        reach = f"the lowest that all of the {jobs} {state} reached"
+        if len(target.judged) == 1:
+            reach = f"the lowest that the job {state} reached"
+        else:
+            jobs = count(len(target.judged), "job")
+            reach = f"the lowest that all of the {jobs} {state} reached"
 
     text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}"
     if target.metric == LOSS:

@@ -95,7 +95,7 @@ def target_plots(sweep: SweepResult) -> list[Plot]:
 def _target_plot(sweep: SweepResult, along: str, swept_key: str, caption: str) -> Plot:
     word = "time" if along == "seconds" else along
     quantity = _Quantity(
-        measure=lambda job: sweep.cost(job, along),
+        measure=lambda job: sweep.exact_cost(job, along),
         key=f"{word}_to_target",
         section="To the target",
         title=f"{word.capitalize()} to the target",

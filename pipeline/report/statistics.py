@@ -17,6 +17,8 @@ Array = NDArray[np.float64]
 # Results whose relative difference is below this count as equal: it is about ten
 # times the machine epsilon of float32.
 EQUAL = 1e-6
+# The chance that a confidence interval misses the true value.
+CHANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,26 @@ def student_quantile(freedom: float, probability: float) -> float:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The difference of two means, with its 95% interval: `value ± half_width`."""
+class Welch:
+    """The difference of two means whose variances need not be equal.
+
+    Attributes:
+        value: `second.mean − first.mean`.
+        error: its standard error.
+        freedom: the degrees of freedom of the error.
+    """
 
     value: float
-    half_width: float
+    error: float
+    freedom: float
+
+    @property
+    def half_width(self) -> float:
+        """Return half the width of the interval."""
+        return student_quantile(self.freedom, 1 - CHANCE / 2) * self.error
 
 
-def welch_difference(first: Spread, second: Spread) -> Difference | None:
+def welch(first: Spread, second: Spread) -> Welch | None:
     """Return `second.mean − first.mean` with Welch's interval, in the values' unit.
 
     The variances of the two need not be equal (Welch 1947, Biometrika 34). With the
@@ -151,111 +165,7 @@ def welch_difference(first: Spread, second: Spread) -> Difference | None:
     if a + b == 0:
         return None
     freedom = (a + b) ** 2 / (a**2 / (first.count - 1) + b**2 / (second.count - 1))
-    half_width = student_quantile(freedom, 0.975) * math.sqrt(a + b)
-    return Difference(second.mean - first.mean, half_width)
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """How far the mean of a group is from that of the first group.
-
-    The 95% intervals of all groups hold at once.
-    """
-
-    difference: float
-    error: float  # standard error of the difference
-    half_width: float  # of the interval; infinite if the data leave chance unknown
-    equal: bool  # whether both means are equal within `EQUAL`
-
-    @property
-    def lower(self) -> float:
-        return self.difference - self.half_width
-
-    @property
-    def upper(self) -> float:
-        return self.difference + self.half_width
-
-
-def contrasts_with_first(groups: Sequence[Sequence[float]]) -> list[Contrast]:
-    """Return the contrast of each later group with the first one.
-
-    The intervals are `difference ± quantile · error`, with one quantile for all of
-    them (Dunnett 1955).
-    """
-    quantile = simultaneous_quantile(groups)
-    arrays = [np.asarray(group, float) for group in groups]
-    negligible = EQUAL * abs(float(np.mean(arrays[0])))
-
-    contrasts = []
-    for difference, error in _differences_from_first(arrays):
-        equal = bool(abs(difference) <= negligible)
-        if error > 0:
-            half_width = float(error * quantile)
-        elif equal:
-            half_width = 0.0
-        else:
-            # No group varies, and yet their means differ: chance is unknown.
-            half_width = math.inf
-        contrasts.append(Contrast(float(difference), float(error), half_width, equal))
-    return contrasts
-
-
-def simultaneous_quantile(
-    groups: Sequence[Sequence[float]], draws: int = 2000
-) -> float:
-    """Return the quantile with which all intervals around the differences hold at once.
-
-    It is the 95% quantile of the largest studentized difference of groups that are
-    drawn, with a fixed seed, from the pooled deviations of all groups (a bootstrap):
-    the three values of a single group would give too narrow intervals. The result is
-    infinite if the data leave chance unknown.
-    """
-    deviations = []
-    sizes = []
-    for group in groups:
-        array = np.asarray(group, float)
-        deviations.append(array - array.mean())
-        sizes.append(len(array))
-    pool = np.concatenate(deviations)
-    rows = np.random.default_rng(0).choice(pool, (draws, len(pool)))
-    drawn_groups = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
-
-    with np.errstate(all="ignore"):
-        studentized = []
-        for difference, error in _differences_from_first(drawn_groups):
-            studentized.append(abs(difference) / error)
-        largest = np.max(studentized, axis=0)
-    known = np.where(np.isnan(largest), np.inf, largest)
-    return float(np.quantile(known, 0.95, method="higher"))
-
-
-def _differences_from_first(groups: Sequence[Array]) -> list[tuple[Array, Array]]:
-    """Return the mean of each later group minus the first, and its standard error.
-
-    The last axis of each group has its seeds. The error is by the variance that all
-    groups have in common, or by Welch's formula where that is larger.
-    """
-    first = groups[0]
-    freedom = 0
-    squares = np.zeros(first.shape[:-1])
-    for group in groups:
-        freedom += group.shape[-1] - 1
-        squares += group.var(axis=-1) * group.shape[-1]
-    common_variance = squares / max(freedom, 1)
-
-    differences = []
-    for group in groups[1:]:
-        shares = 1 / first.shape[-1] + 1 / group.shape[-1]
-        by_welch = _squared_error(first) + _squared_error(group)
-        error = np.sqrt(np.maximum(common_variance * shares, by_welch))
-        differences.append((group.mean(axis=-1) - first.mean(axis=-1), error))
-    return differences
-
-
-def _squared_error(group: Array) -> Array:
-    """Return the squared standard error of the mean over the last axis."""
-    squared: Array = group.var(axis=-1) / max(group.shape[-1] - 1, 1)
-    return squared
+    return Welch(second.mean - first.mean, math.sqrt(a + b), freedom)
 
 
 def relative_difference(first: Array, second: Array) -> Array:

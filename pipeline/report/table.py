@@ -6,6 +6,7 @@ has the same columns with a row for each job.
 
 import csv
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ class Column:
     name: str
     measure: Measure
     scale: Scale = PLAIN  # its units on the page; jobs.csv has base units
+    # Whether the value of a job is an upper bound.
+    is_bound: Callable[[JobResult], bool] = lambda job: False
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,28 @@ def columns(sweep: SweepResult) -> list[Column]:
         Column("updates", _updates),
         Column("examples", lambda job: job.last(EXAMPLES_SEEN)),
         *metrics,
-        Column("updates to target", lambda job: sweep.cost(job, "updates")),
-        Column("examples to target", lambda job: sweep.cost(job, "examples")),
-        Column("time to target", lambda job: sweep.cost(job, "seconds"), SECONDS),
+        _target_column(sweep, "updates to target", "updates"),
+        _target_column(sweep, "examples to target", "examples"),
+        _target_column(sweep, "time to target", "seconds", SECONDS),
         Column("time per update", lambda job: job.typical(UPDATE_SECONDS), SECONDS),
         Column("examples/s", lambda job: job.typical(EXAMPLES_PER_SECOND)),
         Column("peak memory", lambda job: job.last(PEAK_MEMORY), SIZE),
         Column("noise scale", lambda job: noise_scale(job, sweep)),
     ]
+
+
+def _target_column(
+    sweep: SweepResult, name: str, axis: str, scale: Scale = PLAIN
+) -> Column:
+    """Return the column of what a job needed to reach the target.
+
+    It is an upper bound for a job that was there at its first evaluation.
+    """
+
+    def is_bound(job: JobResult) -> bool:
+        return sweep.target is not None and job.name in sweep.target.at_first
+
+    return Column(name, lambda job: sweep.cost(job, axis), scale, is_bound)
 
 
 def _updates(job: JobResult) -> float:
@@ -113,10 +130,14 @@ def groups_table(sweep: SweepResult) -> Table:
 
 
 def _mean_cell(jobs: list[JobResult], column: Column) -> str:
-    spread = pooled(comparable_jobs(jobs), column.measure)
+    jobs = comparable_jobs(jobs)
+    spread = pooled(jobs, column.measure)
     if spread is None:
         return "–"
-    return _unbroken(spread, column.scale)
+    text = _unbroken(spread, column.scale)
+    if any(column.is_bound(job) for job in jobs):
+        return f"≤{_NO_BREAK_SPACE}{text}"
+    return text
 
 
 def _unbroken(spread: Spread, scale: Scale) -> str:
@@ -173,7 +194,8 @@ def _best_group(sweep: SweepResult, jobs: list[JobResult]) -> str | None:
 def write_csv(path: Path, sweep: SweepResult) -> None:
     """Write a row for each job, in base units: seconds, bytes and examples."""
     all_columns = columns(sweep)
-    head = ["job", "status", "run", "seed", *_names(all_columns), "failure"]
+    head = ["job", "status", "run", "seed", *_names(all_columns)]
+    head += ["target at first evaluation", "failure"]
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(head)
@@ -187,6 +209,10 @@ def _csv_row(job: JobResult, all_columns: list[Column]) -> list[float | str]:
         cells.append(_text_cell(text))
     for column in all_columns:
         cells.append(_value_cell(column.measure(job)))
+    # The costs of such a job are upper bounds.
+    is_bound = any(column.is_bound(job) for column in all_columns)
+    bound_cell = "yes" if is_bound else ""
+    cells.append(bound_cell)
     failure = " ".join(job.tags.get("failure", "").split())
     cells.append(_text_cell(failure))
     return cells

@@ -6,13 +6,16 @@ an equal budget: the examples, and the time, that the shortest of the jobs has.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult, TargetLoss
+from pipeline.report.comparison import SweepResult
+from pipeline.report.equal_budget import (
+    BUDGETS,
+    BudgetContrast,
+    Setting,
+    contrast_at_budget,
+    losses_at_budget,
+)
 from pipeline.report.findings import SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
     PEAK_MEMORY,
@@ -22,20 +25,8 @@ from pipeline.report.job_results import (
     grouped,
     pooled,
 )
-from pipeline.report.statistics import (
-    Contrast,
-    contrasts_with_first,
-    count,
-    joined,
-    number,
-)
-
-# The axes of `AXES` along which a budget is equal, and their words.
-BUDGETS = {"seconds": "time", "examples": "examples"}
-
-# If more than so many additional seeds were needed, there is no difference within the
-# seeds.
-MOST_ADDED_SEEDS = 10
+from pipeline.report.statistics import count, joined, number
+from pipeline.tracking.foreign_store import again_command
 
 # The states of a verdict. Of the states at the budgets, the one that stands first here
 # is the verdict; it `depends` if one budget pays and the other does not.
@@ -48,77 +39,19 @@ _HEADLINES = {
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A group of jobs with one factor, and its losses at the budget."""
-
-    group: str
-    factor: int
-    losses: list[float]  # one for each seed
-
-    def all_finite(self) -> bool:
-        return bool(np.isfinite(self.losses).all())
-
-    def mean_loss(self) -> float:
-        return float(np.mean(self.losses))
-
-
-@dataclass(frozen=True)
-class BudgetContrast:
-    """The best factor above 1 against factor 1, at an equal budget.
-
-    Attributes:
-        axis: the axis of the budget, one of `BUDGETS`.
-        budget: where the first of the jobs ends, in units of the axis.
-        state: one of `_HEADLINES` other than `depends`.
-        base: the best setting with factor 1.
-        other: the best setting with the factor that is compared.
-        loss_contrast: the difference of their losses; its interval holds for all
-            factors at once.
-        seeds: the fewest seeds of any factor.
-        more_seeds: how many more seeds of each factor would tell; 0 unless the state
-            is `few`.
-    """
-
-    axis: str
-    budget: float
-    state: str
-    base: Setting
-    other: Setting
-    loss_contrast: Contrast
-    seeds: int
-    more_seeds: int
-
-    @property
-    def decided(self) -> bool:
-        return self.state in ("pays", "not")
-
-    @property
-    def better(self) -> Setting:
-        """Return the setting to take, if the contrast is decided."""
-        if self.state == "pays":
-            return self.other
-        return self.base
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            "state": self.state,
-            "factor": self.other.factor,
-            "seeds": self.seeds,
-            "more": self.more_seeds,
-            "difference": self.loss_contrast.difference,
-            "half": self.loss_contrast.half_width,
-            "budget": self.budget,
-            "groups": [self.base.group, self.other.group],
-        }
-
-
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield a verdict for each recipe and micro-batch, if the sweep is over factors.
 
     A recipe is what the jobs share apart from sizes and rate, such as a scaling rule.
     """
     if len(_factors(sweep.jobs) - {None}) < 2:
+        return
+    if sweep.search:
+        text = (
+            "No verdict on the factors of a search: each trial was chosen by the "
+            "results of earlier ones, so factors had unequal chances."
+        )
+        yield SweepFinding("verdict", text)
         return
 
     # A setting with a seed that diverged, or failed, is none to recommend.
@@ -164,15 +97,29 @@ def _verdict(
     sweep: SweepResult, jobs: list[JobResult], remark: str
 ) -> SweepFinding | None:
     """Return the verdict on jobs of one recipe and micro-batch; None without losses."""
-    if sweep.target is None:
+    metric = sweep.judged_loss
+    if metric is None:
         return None
     contrasts = []
+    figures: dict[str, Any] = {}
+    clauses = []
     for axis in BUDGETS:
-        contrast = _contrast(sweep, sweep.target, jobs, axis)
-        if contrast is not None:
-            contrasts.append(contrast)
+        losses = losses_at_budget(sweep, metric, jobs, axis)
+        if losses.reason:
+            clauses.append(
+                f"at equal {BUDGETS[axis]} nothing can be said, as {losses.reason}"
+            )
+            continue
+        contrast = contrast_at_budget(losses, axis, sweep.looks)
+        contrasts.append(contrast)
+        figures[axis] = contrast.figures()
+        clauses.append(_clause(contrast, metric))
+
+    recipe = jobs[0].recipe
     if not contrasts:
-        return None
+        text = f"{_prefix(jobs)}Whether accumulating pays cannot be said: "
+        text += f"{' and '.join(clauses)}.{remark}"
+        return SweepFinding("verdict", text, {})
 
     order = list(_HEADLINES)
     chosen = min(contrasts, key=lambda contrast: order.index(contrast.state))
@@ -180,37 +127,70 @@ def _verdict(
     if {"pays", "not"} <= {contrast.state for contrast in contrasts}:
         state = "depends"
     memory_ratio = _memory_ratio(jobs, chosen)
-    figures: dict[str, Any] = {
-        "recipe": jobs[0].recipe,
-        "micro": jobs[0].micro,
-        "state": state,
-        "memory": memory_ratio,
-        "take": _group_to_take(contrasts),
-    }
-    clauses = []
-    for contrast in contrasts:
-        figures[contrast.axis] = contrast.figures()
-        clauses.append(_clause(contrast, sweep.target.metric))
-
+    rates = _rates(jobs, chosen)
+    more_seeds = max(contrast.more_seeds for contrast in contrasts)
+    command = ""
+    if state == "few":
+        command = command_for_seeds(sweep, more_seeds)
     headline = _HEADLINES[state].format(
         factor=chosen.other.factor, scarce=BUDGETS[chosen.axis]
     )
+    figures |= {
+        "recipe": recipe,
+        "micro": jobs[0].micro,
+        "state": state,
+        "headline": f"{_prefix(jobs)}{headline}",
+        "seeds": chosen.seeds,
+        "memory": memory_ratio,
+        "take": None,
+        "take_factor": None,
+        "rates": rates,
+        "command": command,
+    }
+    better = _better_setting(contrasts)
+    if better is not None:
+        figures["take"] = better.group
+        figures["take_factor"] = better.factor
     text = (
         f"{_prefix(jobs)}{headline}: {_equal_memory(jobs, memory_ratio)}, "
-        f"{' and '.join(clauses)} ({count(chosen.seeds, 'seed')}, bootstrap)."
+        f"{' and '.join(clauses)} ({_method(chosen)})."
     )
+    text += _rates_sentence(rates)
+    if command:
+        text += f" To add them: {command}"
     text += shared_device_caveat(sweep) + remark
     return SweepFinding("verdict", text, figures)
 
 
-def _group_to_take(contrasts: list[BudgetContrast]) -> str | None:
-    """Return the better group; None if no contrast is decided.
+def command_for_seeds(sweep: SweepResult, more: int) -> str:
+    """Return the command that adds seeds to a sweep; empty if its seeds are unknown.
+
+    Jobs that have finished are not run again. The command names the seeds that there
+    are, too, if the names of the jobs have the seed: with a single seed, new names
+    would not have it.
+    """
+    seeds = {job.seed or "" for job in sweep.jobs}
+    if not all(seed.isdecimal() for seed in seeds):
+        return ""
+    known = sorted(int(seed) for seed in seeds)
+    in_names = all("seed" in dict(job.settings) for job in sweep.jobs)
+    if not in_names:
+        more = max(more, 2)
+    wanted = list(range(known[-1] + 1, known[-1] + 1 + more))
+    if in_names:
+        wanted = known + wanted
+    values = ",".join(str(seed) for seed in wanted)
+    return f"{again_command(sweep.name, sweep.run_id, sweep.uri)} seed={values}"
+
+
+def _better_setting(contrasts: list[BudgetContrast]) -> Setting | None:
+    """Return the better setting; None if no contrast is decided.
 
     The first budget is time, which decides if it can.
     """
     for contrast in contrasts:
         if contrast.decided:
-            return contrast.better.group
+            return contrast.better
     return None
 
 
@@ -219,6 +199,13 @@ def _prefix(jobs: list[JobResult]) -> str:
     if not recipe:
         return ""
     return f"{recipe}: "
+
+
+def _method(contrast: BudgetContrast) -> str:
+    seeds = count(contrast.seeds, "seed")
+    if contrast.seeds > 1 and contrast.result.best.paired:
+        return f"{seeds}, paired"
+    return seeds
 
 
 def _equal_memory(jobs: list[JobResult], memory_ratio: float) -> str:
@@ -244,133 +231,61 @@ def _peak_memory(job: JobResult) -> float:
     return job.last(PEAK_MEMORY)
 
 
+def _rates(jobs: list[JobResult], contrast: BudgetContrast) -> dict[int, float]:
+    """Return the peak learning rate of each factor's best setting."""
+    jobs_by_group = by_group(jobs)
+    rates = {}
+    for factor, setting in contrast.best_by_factor.items():
+        rate = pooled(jobs_by_group[setting.group], lambda job: job.peak_rate)
+        if rate is not None:
+            rates[factor] = rate.mean
+    return rates
+
+
+def _rates_sentence(rates: dict[int, float]) -> str:
+    if not rates:
+        return ""
+    texts = [f"{number(rate)} with factor {factor}" for factor, rate in rates.items()]
+    return f" The peak learning rates were {', '.join(texts)}."
+
+
 def _clause(contrast: BudgetContrast, metric: str) -> str:
     """Return how the losses compare at one budget."""
-    difference = contrast.loss_contrast.difference
-    distance = abs(difference)
-    half_width = contrast.loss_contrast.half_width
-    factor = contrast.other.factor
+    result = contrast.result
+    direction = "higher"
+    least = result.lower
+    most = result.upper
+    if result.value < 0:
+        direction = "lower"
+        least = -result.upper
+        most = -result.lower
 
-    direction = "lower" if difference < 0 else "higher"
-    certainty = "chance unknown"
-    if half_width < math.inf:
-        least = number(distance - half_width)
-        most = number(distance + half_width)
-        certainty = f"95%: {least} to {most}"
+    if contrast.seeds < 2:
+        certainty = "one seed"
+    elif math.isinf(least) or math.isinf(most):
+        certainty = "chance is not known, as the seeds do not vary"
+    else:
+        certainty = f"95%: {number(least)} to {number(most)}"
+    factor = contrast.other.factor
     if contrast.state == "few":
         seeds = count(contrast.more_seeds, "more seed")
-        certainty += f"; {seeds} of factors 1 and {factor} would tell"
+        would = "would tell"
+        if contrast.seeds < 2:
+            would = "would show how far seeds vary"
+        certainty += f"; {seeds} of factors 1 and {factor} {would}"
     if contrast.state == "same":
         certainty += ", within chance"
 
     word = BUDGETS[contrast.axis]
-    return (
+    if result.best.equal:
+        return (
+            f"at equal {word} {metric} with factor {factor}, the best above 1, is the "
+            "same with each seed"
+        )
+    text = (
         f"at equal {word} {metric} with factor {factor}, the best above 1, is "
-        f"{direction} by {number(distance)} ({certainty})"
+        f"{direction} by {number(abs(result.value))} ({certainty})"
     )
-
-
-def _contrast(
-    sweep: SweepResult, target: TargetLoss, jobs: list[JobResult], axis: str
-) -> BudgetContrast | None:
-    """Compare the losses where the first of the jobs ends.
-
-    Return None unless factor 1 and a larger one have losses there.
-    """
-    budget, settings = _settings_at_budget(sweep, target.metric, jobs, axis)
-
-    # Each factor is represented by its best setting, as each batch may have its own
-    # best learning rate.
-    best_by_factor: dict[int, Setting] = {}
-    for setting in sorted(settings, key=lambda setting: setting.factor):
-        if not setting.all_finite():
-            continue
-        best_yet = best_by_factor.get(setting.factor)
-        if best_yet is None or setting.mean_loss() < best_yet.mean_loss():
-            best_by_factor[setting.factor] = setting
-    best = list(best_by_factor.values())
-    if len(best) < 2 or best[0].factor != 1:
-        return None
-
-    contrasts = contrasts_with_first([setting.losses for setting in best])
-    clearly_lower = [contrast for contrast in contrasts if contrast.upper < 0]
-    candidates = clearly_lower or contrasts
-    best_contrast = min(candidates, key=lambda contrast: contrast.difference)
-    if clearly_lower:
-        state = "pays"
-    elif all(contrast.lower > 0 for contrast in contrasts):
-        state = "not"
-    else:
-        state = "same"
-
-    seeds = min(len(setting.losses) for setting in best)
-    more_seeds = 0
-    if state == "same" and not best_contrast.equal:
-        more_seeds = _more_seeds(best_contrast, seeds, len(best))
-    if more_seeds:
-        state = "few"
-    return BudgetContrast(
-        axis=axis,
-        budget=budget,
-        state=state,
-        base=best[0],
-        other=best[1 + contrasts.index(best_contrast)],
-        loss_contrast=best_contrast,
-        seeds=seeds,
-        more_seeds=more_seeds,
-    )
-
-
-def _settings_at_budget(
-    sweep: SweepResult, metric: str, jobs: list[JobResult], axis: str
-) -> tuple[float, list[Setting]]:
-    """Return the budget, and the loss of each job there, by setting.
-
-    The budget is where the first of the jobs ends. A loss is interpolated linearly
-    between two points, and NaN before the first.
-    """
-    curves = []
-    budget = math.inf
-    for job in jobs:
-        curve = sweep.smooth(job, metric)
-        if curve is None:
-            continue
-        x = job.along(axis, curve.steps)
-        known = np.isfinite(x)
-        if known.any():
-            curves.append((job, x[known], curve.values[known]))
-            budget = min(budget, float(x[known][-1]))
-
-    losses_by_setting: dict[tuple[str, int], list[float]] = {}
-    for job, x, y in curves:
-        loss = float(np.interp(budget, x, y, left=math.nan))
-        key = (job.group, job.factor or 0)
-        losses_by_setting.setdefault(key, []).append(loss)
-
-    settings = []
-    for (group, factor), losses in losses_by_setting.items():
-        settings.append(Setting(group, factor, losses))
-    return budget, settings
-
-
-def _more_seeds(contrast: Contrast, seeds: int, groups: int) -> int:
-    """Return how many more seeds of each group would tell.
-
-    Mean and variance are taken to stay as they are. With n seeds of each of the
-    g groups, the half-width is then t · error · √(seeds / n), where t is Student's
-    quantile for 1 − 0.025 / (g − 1) with g (n − 1) degrees of freedom: Bonferroni's
-    bound (Dunn 1961) on the quantile for g − 1 intervals at once.
-
-    Returns:
-        A number of seeds; 0 if more than `MOST_ADDED_SEEDS` would be needed.
-    """
-    if contrast.error == 0:
-        # Chance is unknown: three seeds show some, or else one more.
-        return max(3 - seeds, 1)
-    for n in range(seeds + 1, seeds + MOST_ADDED_SEEDS + 1):
-        freedom = groups * (n - 1)
-        quantile = statistics.student_quantile(freedom, 1 - 0.025 / (groups - 1))
-        half_width = quantile * contrast.error * math.sqrt(seeds / n)
-        if half_width < abs(contrast.difference):
-            return n - seeds
-    return 0
+    if contrast.without:
+        text += f", without {joined(contrast.without)}, which had no finite loss then"
+    return text

@@ -23,6 +23,7 @@ from pipeline.report import (
     largest_batch,
     next_steps,
     noise_scale,
+    parent_verdict,
     plots,
     ranking,
     rate_drift,
@@ -46,6 +47,7 @@ from pipeline.trust import artifact_locations
 
 # The heading of each topic of a finding.
 TOPICS = {
+    "verdict": "Does accumulating pay?",
     "jobs": "Jobs",
     "trajectories": "Same trajectory?",
     "final": "Final result",
@@ -56,7 +58,6 @@ TOPICS = {
     "schedule": "Schedule",
     "noise_scale": "Gradient noise scale",
     "rate_drift": "Best rate by batch",
-    "verdict": "Does accumulating pay?",
     "next": "Next",
 }
 # The page names those of these metrics that no run has.
@@ -74,14 +75,19 @@ class Report:
     """A report that was written.
 
     Attributes:
-        run_id: the parent run of the sweep.
+        sweep: the sweep.
         findings: the findings in reading order.
         page: the path of the HTML page.
     """
 
-    run_id: str
+    sweep: SweepResult
     findings: list[SweepFinding]
     page: Path
+
+    @property
+    def run_id(self) -> str:
+        """Return the parent run of the sweep."""
+        return self.sweep.run_id
 
     def __str__(self) -> str:
         """Return the findings as text for a terminal, one a line."""
@@ -124,6 +130,8 @@ def report(arguments: Sequence[str]) -> int:
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
     """Write the report of a sweep, log it to the parent run, and print its findings.
 
+    The verdict also goes into the description and the metrics of the parent run.
+
     For the arguments see `write`.
     """
     store = ForeignStore.open(uri, allow)
@@ -132,8 +140,10 @@ def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
         tempfile.TemporaryDirectory() as folder,
     ):
         written = write(uri, sweep, Path(folder), allow)
-        store.client().log_artifacts(written.run_id, folder, "report")
-        place = store.client().get_run(written.run_id).info.artifact_uri
+        client = store.client()
+        client.log_artifacts(written.run_id, folder, "report")
+        parent_verdict.record(client, written.sweep, written.findings)
+        place = client.get_run(written.run_id).info.artifact_uri
     if place.startswith("file:"):
         place = unquote(urlsplit(place).path)
     where = f"report: {place}/report/{written.page.name}"
@@ -161,7 +171,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     (out / "findings.json").write_text(
         json.dumps(data, indent=1, allow_nan=False) + "\n"
     )
-    return Report(read_sweep.run_id, sweep_findings, page)
+    return Report(read_sweep, sweep_findings, page)
 
 
 def summarize(sweep: SweepResult) -> list[SweepFinding]:
@@ -169,7 +179,9 @@ def summarize(sweep: SweepResult) -> list[SweepFinding]:
     if sweep.branches:
         return [findings.job_states(sweep), *critical_batch.branch_findings(sweep)]
 
+    verdicts = list(verdict.findings(sweep))
     ordered = [
+        *verdicts,
         findings.job_states(sweep),
         *findings.same_trajectory(sweep),
         ranking.final_result(sweep),
@@ -186,7 +198,6 @@ def summarize(sweep: SweepResult) -> list[SweepFinding]:
             if finding not in ordered:
                 ordered.append(finding)
     ordered += rate_drift.findings(sweep)
-    ordered += verdict.findings(sweep)
     return [*ordered, *next_steps.findings(sweep, ordered)]
 
 

@@ -7,7 +7,6 @@ is not in `TRIED`, the link opens the experiment's plain page.
 
 import base64
 import json
-import re
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.common.errors import say
+from pipeline.config.plain import without_seed
 from pipeline.sweep.files import question
 from pipeline.sweep.parent_run import ParentRun
 from pipeline.tracking.foreign_store import LONGEST_TAG
@@ -23,11 +23,18 @@ TRIED = ("3.17.", "3.18.")  # versions of MLflow with which the saved view was t
 EXAMPLES = "train/examples_seen"  # the x axis of training metrics
 LOCAL = "http://127.0.0.1:5000"  # address of `pipeline ui`
 TAG = "mlflow.sharedViewState."
+# Tag of each job: its name without the seed. By it the UI averages seeds. The UI hashes
+# the tag's name and value to a color: with this name, those of usual sweeps differ.
+GROUP = "sweep.repeats"
+# A value that is so many times farther from the bulk of the values than these are from
+# each other is left out of a chart's range.
+SPIKE = 3.0
+# Of the description's characters, these are for the verdict of the report.
+FOR_VERDICT = 2400
 # Color-blind safe (Okabe and Ito 2008), without black and yellow because of the UI's
 # two backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# The derived sizes, as one of the configured ones may be null. Also, the UI hashes a
-# group's name to a color, and with `accumulation.factor` 8 and 16 have the same hash.
+# The derived sizes, as one of the configured ones may be null.
 DERIVED = {
     "accumulation.factor": "derived.factor",
     "accumulation.effective_batch_size": "derived.effective_batch_size",
@@ -43,18 +50,27 @@ def announce(sweep: ParentRun) -> None:
     url = link(sweep.uri, _describe(sweep, []))
     condition = ""
     if url.startswith(LOCAL):
-        condition = " (once `pipeline ui` runs)"
+        condition = " (once `pipeline ui` runs, which prints it with its port)"
     say(f"compare its runs: {url}{condition}")
 
 
 def complete(sweep: ParentRun) -> dict[str, Any]:
     """Color the jobs and add their results to the parent's description.
 
-    Return the jobs' runs by name.
+    The charts get the range of the jobs' values. Return the jobs' runs by name.
     """
     children = sweep.children()
-    color(sweep.client(), {name: run.info.run_id for name, run in children.items()})
-    _describe(sweep, _results(sweep, children))
+    client = sweep.client()
+    color(client, {name: run.info.run_id for name, run in children.items()})
+    for name, run in children.items():
+        if GROUP not in run.data.tags:  # a job of an earlier version
+            client.set_tag(run.info.run_id, GROUP, without_seed(name))
+    ranges = {}
+    for metric in _losses_and_metrics(sweep):
+        chart_range = robust_range(_values(client, children.values(), metric))
+        if chart_range is not None:
+            ranges[metric] = chart_range
+    _describe(sweep, _results(sweep, children), ranges)
     return children
 
 
@@ -66,8 +82,9 @@ def description(
     Args:
         sweep: the sweep.
         anchor: URL fragment of the view that compares the jobs.
-        results: rows of a table, the header first; rows that do not fit the tag are
-            counted instead. Empty before the sweep has ended.
+        results: rows of a table, the header first; rows that do not fit the tag,
+            which has the verdict of the report too, are counted instead. Empty before
+            the sweep has ended.
     """
     varied = ", ".join(f"`{key}`" for key in sweep.varied) or "nothing"
     title = f"**{sweep.name}**"
@@ -88,25 +105,45 @@ def description(
     lines += [header, "|" + " --- |" * len(results[0])]
     for number, row in enumerate(rows):
         rest = f"\n\nand {len(rows) - number} more"
-        if len("\n".join([*lines, row])) + len(rest) > LONGEST_TAG:
+        length = len("\n".join([*lines, row])) + len(rest)
+        if length > LONGEST_TAG - FOR_VERDICT:
             return "\n".join(lines) + rest
         lines.append(row)
     return "\n".join(lines)
 
 
-def saved_view(sweep: ParentRun) -> str:
+def plain_page(experiment_id: str) -> str:
+    """Return the URL fragment of an experiment's runs.
+
+    Without a workflow type, a new browser opens every experiment as one for GenAI.
+    """
+    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+
+
+def view_page(experiment_id: str, sweep_id: str) -> str:
+    """Return the URL fragment of the view that is saved for a sweep."""
+    page = plain_page(experiment_id)
+    return f"{page}&compareRunsMode=CHART&viewStateShareKey={sweep_id}"
+
+
+def saved_view(
+    sweep: ParentRun, ranges: Mapping[str, tuple[float, float]] | None = None
+) -> str:
     """Save the view of a sweep; return its URL fragment from `#/` on.
 
     If MLflow would not show the view, the fragment is that of the plain page.
+
+    Args:
+        sweep: the sweep.
+        ranges: the lowest and the highest value of a chart, by metric.
     """
     import mlflow
 
-    # Without a workflow type, a new browser opens every experiment as one for GenAI.
-    page = f"#/experiments/{sweep.experiment_id}/runs?workflowType=machine_learning"
+    page = plain_page(sweep.experiment_id)
     if not mlflow.__version__.startswith(TRIED):
         return page
 
-    state = json.dumps(view_state(sweep), separators=(",", ":")).encode()
+    state = json.dumps(view_state(sweep, ranges), separators=(",", ":")).encode()
     packed = base64.b64encode(zlib.compress(state, 9)).decode()
     view = json.dumps(
         {
@@ -118,7 +155,7 @@ def saved_view(sweep: ParentRun) -> str:
     if len(view) > LONGEST_TAG:
         return page
     sweep.client().set_experiment_tag(sweep.experiment_id, TAG + sweep.run_id, view)
-    return f"{page}&compareRunsMode=CHART&viewStateShareKey={sweep.run_id}"
+    return view_page(sweep.experiment_id, sweep.run_id)
 
 
 def link(uri: str, fragment: str) -> str:
@@ -138,18 +175,44 @@ def color(client: Any, runs: Mapping[str, str]) -> None:
 
     Jobs that differ only by the seed share a color.
     """
-    settings = {name: re.sub(r"(^| )seed=\S+", "", name) or name for name in runs}
+    settings = {name: without_seed(name) for name in runs}
     order = list(dict.fromkeys(settings.values()))
     for name, run_id in runs.items():
         number = order.index(settings[name])
         client.set_tag(run_id, "mlflow.runColor", COLORS[number % len(COLORS)])
 
 
-def view_state(sweep: ParentRun) -> dict[str, Any]:
-    """Return the part of the UI's state that differs from its default."""
+def robust_range(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the range of a chart: all values but spikes; None without any.
+
+    A value is a spike if it is beyond the middle 96% of the values by more than `SPIKE`
+    times their extent.
+    """
+    import numpy as np
+
+    finite = np.asarray(values, float)
+    finite = finite[np.isfinite(finite)]
+    if not finite.size:
+        return None
+    low, high = np.quantile(finite, (0.02, 0.98))
+    reach = SPIKE * (high - low)
+    kept = finite[(finite >= low - reach) & (finite <= high + reach)]
+    if kept.min() == kept.max():
+        return None
+    margin = 0.04 * (kept.max() - kept.min())
+    return float(kept.min() - margin), float(kept.max() + margin)
+
+
+def view_state(
+    sweep: ParentRun, ranges: Mapping[str, tuple[float, float]] | None = None
+) -> dict[str, Any]:
+    """Return the part of the UI's state that differs from its default.
+
+    For the arguments see `saved_view`.
+    """
     params = [_param(key) for key in sweep.varied if key != "seed"]
-    validation = ["val/loss", *(f"val/{metric}" for metric in sweep.metrics)]
-    losses = ["train/loss", *validation]
+    losses = _losses_and_metrics(sweep)
+    validation = losses[1:]
 
     columns = [f"params.`{param}`" for param in params]
     columns += [f"metrics.`{loss}`" for loss in losses]
@@ -162,7 +225,7 @@ def view_state(sweep: ParentRun) -> dict[str, Any]:
         "groupBy": _grouping(sweep.varied),
         "runsHiddenMode": "SHOW_ALL",
         "selectedColumns": columns,
-        "compareRunCharts": _charts(params, validation),
+        "compareRunCharts": _charts(params, validation, ranges or {}),
         "compareRunSections": _sections(),
         "isAccordionReordered": True,
         "globalLineChartConfig": {
@@ -173,9 +236,28 @@ def view_state(sweep: ParentRun) -> dict[str, Any]:
     }
 
 
-def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
+def _losses_and_metrics(sweep: ParentRun) -> list[str]:
+    """Return the training loss, the validation loss and the validation metrics."""
+    return ["train/loss", "val/loss", *(f"val/{metric}" for metric in sweep.metrics)]
+
+
+def _values(client: Any, runs: Iterable[Any], metric: str) -> list[float]:
+    """Return all values of a metric in the runs."""
+    values = []
+    for run in runs:
+        if metric in run.data.metrics:
+            points = client.get_metric_history(run.info.run_id, metric)
+            values += [point.value for point in points]
+    return values
+
+
+def _describe(
+    sweep: ParentRun,
+    results: Sequence[Sequence[object]],
+    ranges: Mapping[str, tuple[float, float]] | None = None,
+) -> str:
     """Save the view and the parent's description; return the view's URL fragment."""
-    fragment = saved_view(sweep)
+    fragment = saved_view(sweep, ranges)
     text = description(sweep, fragment, results)
     sweep.client().set_tag(sweep.run_id, "mlflow.note.content", text)
     return fragment
@@ -211,16 +293,20 @@ def _row(cells: Iterable[object]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def _charts(params: Sequence[str], validation: Sequence[str]) -> list[dict[str, Any]]:
+def _charts(
+    params: Sequence[str],
+    validation: Sequence[str],
+    ranges: Mapping[str, tuple[float, float]],
+) -> list[dict[str, Any]]:
     """Return the charts, in their order in each section."""
     losses = ["train/loss", *validation]
     charts = []
     for metric in (*losses, "train/learning_rate", "train/gradient_noise_scale"):
-        charts.append(_line("curves", metric))
+        charts.append(_line("curves", metric) | _range(ranges, metric))
     for metric in (*losses, "perf/examples_per_second", "perf/peak_memory_bytes"):
         charts.append(_chart("BAR", "ends", metric))
     for axis in ("step", "time-relative"):
-        charts.append(_line("axes", "train/loss", axis))
+        charts.append(_line("axes", "train/loss", axis) | _range(ranges, "train/loss"))
     if params:
         options = {
             "selectedParams": params,
@@ -248,18 +334,29 @@ def _section(key: str, name: str, *, display: bool) -> dict[str, Any]:
     return {"uuid": key, "name": name, "display": display, "isReordered": True}
 
 
-def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
-    """Return the grouping that averages seeds or shows one key.
+def _range(
+    ranges: Mapping[str, tuple[float, float]], metric: str
+) -> dict[str, dict[str, float]]:
+    """Return the part of a chart with its range.
 
-    Return None if no single param tells the runs apart.
+    Without one, the UI begins at 0 where it averages runs: their band is filled to 0.
     """
-    keys = [key for key in varied if key != "seed"]
-    if not keys or any("." not in key for key in keys):
+    if metric not in ranges:
+        return {}
+    low, high = ranges[metric]
+    return {"range": {"yMin": low, "yMax": high}}
+
+
+def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
+    """Return the grouping that averages seeds; None if they do not vary.
+
+    It is by a tag, whose values are short names such as `scaling=sqrt factor=4`: config
+    groups have no param that tells them apart, and several params are cut by the UI.
+    """
+    if "seed" not in varied or len(varied) == 1:
         return None
-    if len(keys) > 1 and "seed" not in varied:
-        return None
-    params = [{"mode": "param", "groupByData": _param(key)} for key in keys]
-    return {"aggregateFunction": "average", "groupByKeys": params}
+    keys = [{"mode": "tag", "groupByData": GROUP}]
+    return {"aggregateFunction": "average", "groupByKeys": keys}
 
 
 def _param(key: str) -> str:

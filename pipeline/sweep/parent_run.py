@@ -323,6 +323,8 @@ def _create(
         "sweep.overrides": json.dumps(overrides),
         "mlflow.source.name": "pipeline",
     }
+    if config.hydra.sweeper.get("trials"):
+        tags["sweep.search"] = "true"
     question = files.question(name)
     if question:
         tags["sweep.question"] = question

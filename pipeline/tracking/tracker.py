@@ -275,6 +275,8 @@ class Tracker:
             tags["mlflow.parentRunId"] = tracking.sweep
             tags["sweep"] = tracking.sweep
             tags["sweep.job"] = tracking.job or ""
+            # By it, MLflow's UI averages seeds.
+            tags["sweep.repeats"] = plain.without_seed(tags["sweep.job"])
         if self.plan.stages:
             tags[STAGES] = json.dumps(self.plan.changes)
         return tags

@@ -74,8 +74,9 @@ class Evaluations:
     Attributes:
         validation: returns the loss and the metrics over the validation split.
         test: returns them over the test split. It is called once, after the training.
-        every: updates between two evaluations, or `epoch`. The last update is always
-            followed by an evaluation.
+        every: updates between two evaluations, `epoch`, or a part of an epoch such as
+            `epoch/4`, which is as many examples for every batch size. The last update
+            is always followed by an evaluation.
         best: the best evaluation so far, whose checkpoint is kept and whose weights
             `test` uses. None if no checkpoint is kept for it.
     """
@@ -91,9 +92,18 @@ class Evaluations:
             return False
         if last:
             return True
-        if isinstance(self.every, str):
+        if isinstance(self.every, int):
+            return update % self.every == 0
+        if self.every == "epoch":
             return plan.ends_epoch(update)
-        return update % self.every == 0
+        parts = int(self.every.removeprefix("epoch/"))
+        return _parts_done(plan, update, parts) > _parts_done(plan, update - 1, parts)
+
+
+def _parts_done(plan: Plan, update: int, parts: int) -> int:
+    """Return how many of the `parts` of each epoch are over after `update` updates."""
+    # A part that is over but for rounding is over.
+    return math.floor(plan.epoch(update) * parts + 1e-9)
 
 
 def _ignore_halved(split: str, micro_batch_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 import urllib.request
 from contextlib import suppress
 
@@ -11,7 +12,9 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tests import shared
+from pipeline.cli import ui
+from pipeline.sweep import mlflow_view
+from tests import shared, synthetic
 from tests.running import start, wait
 
 
@@ -73,10 +76,17 @@ def test_it_shows_the_newest_run_and_ends_with_all_its_processes(
     process = start("ui", "--port", str(port), cwd=tmp_path, **variables)
     try:
         root = f"http://127.0.0.1:{port}"
-        runs = f"{root}/#/experiments/{newer}/runs"
-        newest_line = f"newest run: {runs}/{newest.info.run_id}\n"
-        assert process.stdout.readline() == newest_line
-        assert process.stdout.readline() == f"all runs:   {runs}\n"
+        page = f"{root}/#/experiments/{newer}/runs"
+        mode = "?workflowType=machine_learning"
+        # MLflow's server has words of its own.
+        lines = iter(process.stdout.readline, "")
+        line = next(line for line in lines if line.startswith("newest run"))
+        assert line == f"newest run: {page}/{newest.info.run_id}{mode}\n"
+        line = next(line for line in lines if line.startswith("all runs"))
+        assert line == f"all runs:   {page}{mode}\n"
+        # The address is printed once it can be opened.
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
         wait(lambda: answers(f"{root}/health"))
         served = psutil.Process(process.pid).children(recursive=True)
         assert len(served) > 1
@@ -86,3 +96,20 @@ def test_it_shows_the_newest_run_and_ends_with_all_its_processes(
         wait(lambda: not any(map(is_running, served)), 10)
     finally:
         process.kill()
+
+
+def test_the_comparison_of_its_sweep_stands_first(tmp_path):
+    """The newest run is a job of a sweep whose view is saved."""
+    store = synthetic.store(tmp_path)
+    made = synthetic.PlantedSweep(store, ["factor=1"])
+    made.clock = int(time.time() * 1000) + 10_000  # it is the newest run
+    job = made.job("factor=1", {"train/loss": [2, 1]})
+    root = "http://127.0.0.1:1234"
+    lines = ui._pages(store.uri, root)
+    assert lines[0].startswith("newest run: ")
+
+    fragment = mlflow_view.saved_view(made.planned)
+    lines = ui._pages(store.uri, root)
+    assert lines[0] == f"its sweep:  {root}/{fragment}"
+    assert f"viewStateShareKey={made.run_id}" in lines[0]
+    assert f"/runs/{job}?workflowType=machine_learning" in lines[1]

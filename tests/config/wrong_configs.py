@@ -274,12 +274,16 @@ CONFIG = {
         "{epochs: 2, updates: 9, examples: null}."
     ),
     "train training.evaluate_every=often": (
-        "training.evaluate_every must be a positive number of updates, or 'epoch'. "
-        "Received: 'often'."
+        "training.evaluate_every must be a positive number of updates, 'epoch', or a "
+        "part of it such as 'epoch/4'. Received: 'often'."
     ),
     "train training.evaluate_every=0": (
-        "training.evaluate_every must be a positive number of updates, or 'epoch'. "
-        "Received: 0."
+        "training.evaluate_every must be a positive number of updates, 'epoch', or a "
+        "part of it such as 'epoch/4'. Received: 0."
+    ),
+    "train training.evaluate_every=epoch/0": (
+        "training.evaluate_every must be a positive number of updates, 'epoch', or a "
+        "part of it such as 'epoch/4'. Received: 'epoch/0'."
     ),
     "train training.checkpoint_every=0": (
         "training.checkpoint_every must be a positive number of updates, 'epoch', "

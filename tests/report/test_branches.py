@@ -268,7 +268,9 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
         "{start:{updates:400},effective_batch_size:128}]' scaling.rule=sqrt "
         "scaling.reference_batch_size=32"
     )
-    assert by_topic["noise_scale"].text.startswith("40 examples. Merrill et al. 2025")
+    assert by_topic["noise_scale"].text.startswith(
+        "40 examples. It is below the critical batch that was measured here"
+    )
 
     results = comparison.read(store.uri, sweep.run_id)
     (plot,) = critical_batch.branch_plots(results)

@@ -116,7 +116,8 @@ def test_a_lower_error_is_better_and_one_seed_is_named_as_one(store):
         sweep.job(f"factor={factor}", curves, factor=factor, params=params)
     final = first_by_topic(sweep)["final"]
     assert final.figures["best"] == "factor=2"
-    assert "With one seed, chance is not told from effect" in final.text
+    assert final.text.endswith(" The next is factor=1, 0.1 behind, with one seed.")
+    assert final.figures["told_apart"] is None
     assert final.figures["difference"] is None
 
 
@@ -227,10 +228,7 @@ def test_what_is_fast_and_what_ends_best_are_both_named(store):
         sweep.job(f"factor={factor}", curves, factor=factor, seconds=0.01 * factor)
     text = first_by_topic(sweep)["next"].text
     assert text.startswith("On this machine take factor=1: it reached the target first")
-    assert text.endswith(
-        "By its final val/accuracy factor=2 is better, though not by more than chance "
-        "may do."
-    )
+    assert text.endswith(" By its final val/accuracy factor=2 is better.")
 
 
 def test_what_to_try_next(by_batch):
@@ -247,7 +245,8 @@ def test_a_job_that_diverged_sets_no_target(store):
     sweep.job("rate=3", {"train/loss": 2 * 1.5 ** np.arange(20)})
     figures = first_by_topic(sweep)["time_to_target"].figures
     assert not figures["all_reach"]
-    assert figures["target"] == pytest.approx(loss[-1] * 1.5)
+    # A tenth of the run is two updates.
+    assert figures["target"] == pytest.approx(loss[-2:].mean() * 1.5)
     assert list(figures["groups"]) == ["rate=1", "rate=2"]
 
 
@@ -362,8 +361,8 @@ def test_the_batch_that_still_pays_is_that_of_the_recommended_family(store):
     }
     # The batch that still pays is the recommended one.
     assert "still pays" not in recommended.text
-    # There is one seed.
-    assert "not by more than chance may do" in recommended.text
+    # There is one seed, which shows no chance.
+    assert "chance" not in recommended.text
 
 
 def test_what_differs_between_groups_is_no_error_bar(store):

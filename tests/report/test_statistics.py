@@ -16,12 +16,12 @@ def test_spread_and_welch_interval_by_hand():
     assert statistics.spread([5]) == Spread(5, None, 1)
     assert statistics.spread([math.nan]) is None
 
-    result = statistics.welch_difference(Spread(10, 2, 4), Spread(13, 2, 4))
+    result = statistics.welch(Spread(10, 2, 4), Spread(13, 2, 4))
     # t with 6 degrees of freedom at 97.5% is 2.446912; the standard error is
     # √(4/4 + 4/4).
     assert result.value == 3
     assert result.half_width == pytest.approx(2.446912 * math.sqrt(2), rel=1e-6)
-    assert statistics.welch_difference(Spread(10, None, 1), Spread(13, 2, 4)) is None
+    assert statistics.welch(Spread(10, None, 1), Spread(13, 2, 4)) is None
 
 
 def test_relative_difference_knows_zero_and_what_is_not_finite():

@@ -57,7 +57,7 @@ def tiny(input_shape, classes, units=8):
 
 
 @dataclass(frozen=True)
-class Made:
+class PlantedSweep:
     """Runs that were made in a folder.
 
     Attributes:
@@ -127,7 +127,7 @@ def made(tmp_path_factory):
     write_own_code(folder)
     runs = trained(folder, {"optimizers": f"{MULTIRUN} optimizer={','.join(HERE)}"})
     assert len(runs) == len(HERE)
-    return Made(folder, Store(folder), runs)
+    return PlantedSweep(folder, Store(folder), runs)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def made_wider(made):
     )
     runs = trained(made.folder, {"shifted": shifted, "own": own})
     assert len(runs) == 2
-    return Made(made.folder, made.store, made.runs | runs)
+    return PlantedSweep(made.folder, made.store, made.runs | runs)
 
 
 def trained(folder: Path, lines: dict[str, str]) -> dict[tuple[str, str], str]:
@@ -226,7 +226,7 @@ def again_wider(made_wider, again):
     return Again(there, again.answers | one_process(lines, there), old)
 
 
-def store_of(made: Made) -> str:
+def store_of(made: PlantedSweep) -> str:
     """Return the override that names the store of some runs."""
     return f"tracking.uri={made.store.client.tracking_uri}"
 

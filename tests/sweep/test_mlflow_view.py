@@ -235,7 +235,7 @@ def page(shown: Shown) -> Page:
 def test_the_link_opens_the_sweep_and_nothing_else(page: Page) -> None:
     expected = []
     for factor in FACTORS:
-        expected.append(f"Group: {factor} {len(SEEDS)}")
+        expected.append(f"Group: factor={factor} {len(SEEDS)}")
         for seed in SEEDS:
             expected.append(f"factor={factor} seed={seed}")
     assert page.rows == expected
@@ -245,7 +245,7 @@ def test_seeds_are_averaged_along_examples_seen(shown: Shown, page: Page) -> Non
     assert page.loss["title"] == "train/loss"
     assert page.loss["axis"] == "train/examples_seen"
     for factor in FACTORS:
-        line = page.loss["lines"][f"param.derived.factor.{factor}"]
+        line = page.loss["lines"][f"tag.sweep.repeats.factor={factor}"]
         batch = MICRO * factor
         assert (line["x"][0], line["x"][-1]) == (batch, EXAMPLES)
         average = np.mean([shown.losses[factor, seed] for seed in SEEDS], axis=0)
@@ -264,6 +264,22 @@ def test_every_evaluation_is_drawn_however_long_the_run(page: Page) -> None:
 def test_a_new_browser_opens_the_link_in_training_mode(page: Page) -> None:
     assert {"Runs", "Models"} <= page.navigation
     assert not {"Sessions", "Judges", "Playground"} & page.navigation
+
+
+def test_a_chart_has_the_range_of_its_values(shown: Shown) -> None:
+    """It would begin at 0, to which the UI fills the band of averaged runs."""
+    planned = shown.factors.planned
+    lowest = (
+        "const card = document.querySelectorAll("
+        "'[data-testid=\"experiment-view-compare-runs-card\"]')[1];"
+        "return card.querySelector('.js-plotly-plot').layout.yaxis.range[0]"
+    )
+    shown.open(mlflow_view.saved_view(planned, {"val/loss": (0.25, 1.75)}))
+    try:
+        shown.chart(1, lines=len(FACTORS))
+        assert shown.chrome.execute_script(lowest) == 0.25
+    finally:
+        mlflow_view.saved_view(planned)
 
 
 def test_without_repetitions_each_job_is_a_curve_of_its_colour(shown: Shown) -> None:
@@ -365,7 +381,8 @@ def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
     shown.chrome.switch_to.window(shown.chrome.window_handles[-1])
     try:
         shown.wait(
-            lambda: f"Group: {FACTORS[0]} {len(SEEDS)}" in shown.rows(), "no comparison"
+            lambda: f"Group: factor={FACTORS[0]} {len(SEEDS)}" in shown.rows(),
+            "no comparison",
         )
     finally:
         shown.chrome.close()
@@ -392,6 +409,59 @@ def test_an_mlflow_that_was_not_tried_gets_the_plain_page(
     nowhere = ParentRun("http://127.0.0.1:9", "2" * 32, "1", "untried", varied=["seed"])
     fragment = mlflow_view.saved_view(nowhere)
     assert fragment == "#/experiments/1/runs?workflowType=machine_learning"
+
+
+def test_a_spike_does_not_flatten_a_chart_and_no_chart_begins_at_0() -> None:
+    losses = np.linspace(0.9, 0.5, 200).tolist()
+    low, high = mlflow_view.robust_range([*losses, 1e6, float("nan"), float("inf")])
+    assert 0.45 < low < 0.5
+    assert 0.9 < high < 0.95
+    # The beginning of a run is no spike.
+    _, high = mlflow_view.robust_range([2.5, 1.9, *losses])
+    assert high > 1.9
+    assert mlflow_view.robust_range([float("nan")]) is None
+    assert mlflow_view.robust_range([1.0, 1.0]) is None
+
+
+def test_a_sweep_that_has_ended_has_charts_with_a_range(stored: Shown) -> None:
+    planned = stored.factors.planned
+    children = planned.children().values()
+    client = stored.store.client()
+    values = mlflow_view._values(client, children, "val/loss")
+    # In the short runs some evaluations fall on one update.
+    assert len(values) > 20
+    ranges = {"val/loss": mlflow_view.robust_range(values)}
+    charts = mlflow_view.view_state(planned, ranges)["compareRunCharts"]
+    with_range = [chart for chart in charts if "range" in chart]
+    assert {chart["metricKey"] for chart in with_range} == {"val/loss"}
+    assert with_range[0]["range"]["yMin"] < min(values)
+    assert with_range[0]["range"]["yMin"] > 0
+
+
+def test_a_swept_group_is_grouped_too() -> None:
+    groupings = []
+    for varied in (["scaling", "accumulation.factor", "seed"], ["scaling"], ["seed"]):
+        sweep = ParentRun("sqlite:///none.db", "2" * 32, "1", "x", varied=varied)
+        groupings.append(mlflow_view.view_state(sweep)["groupBy"])
+    by_tag = [{"mode": "tag", "groupByData": "sweep.repeats"}]
+    assert groupings[0]["groupByKeys"] == by_tag
+    assert groupings[1:] == [None, None]
+
+
+def color_of_group(name: str) -> int:
+    """Return the place in the UI's palette of a group, as MLflow 3.17.2 hashes it."""
+    first = 0
+    second = 0
+    for letter in f"tag.{mlflow_view.GROUP}.{name}":
+        first = (first + ord(letter)) % 255
+        second = (second + first) % 255
+    return (first | second << 8) % 29
+
+
+@pytest.mark.parametrize("micro", [8, 16, 32])
+def test_the_groups_of_usual_sweeps_have_colors_of_their_own(micro: int) -> None:
+    names = [f"factor={factor} batch={micro * factor}" for factor in (1, 2, 4, 8, 16)]
+    assert len({color_of_group(name) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,232 @@
+"""The best factor above 1 against factor 1, at an equal budget of time or examples."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.report import statistics
+from pipeline.report.comparison import SweepResult
+from pipeline.report.job_results import JobResult, by_group
+from pipeline.report.seed_differences import (
+    FEWEST_SEEDS,
+    BestAgainstBest,
+    Values,
+    best_against_best,
+    chance_of_look,
+)
+from pipeline.report.statistics import joined, number
+
+# The axes of `AXES` along which a budget is equal, and their words.
+BUDGETS = {"seconds": "time", "examples": "examples"}
+
+# If more than so many additional seeds were needed, there is no difference within the
+# seeds.
+MOST_ADDED_SEEDS = 10
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A group of jobs with one factor, and its loss at the budget for each seed."""
+
+    group: str
+    factor: int
+    losses: Values
+
+    def all_finite(self) -> bool:
+        return bool(np.isfinite(list(self.losses.values())).all())
+
+    def mean_loss(self) -> float:
+        return float(np.mean(list(self.losses.values())))
+
+
+@dataclass(frozen=True)
+class BudgetContrast:
+    """The best setting with a factor above 1 against the best with factor 1.
+
+    Attributes:
+        axis: the axis of the budget, one of `BUDGETS`.
+        budget: where the first of the jobs ends, in units of the axis.
+        state: `pays`, `not`, `few` (seeds are missing) or `same`.
+        base: the best setting with factor 1.
+        other: the best setting with a larger factor.
+        result: the difference of their losses; its interval allows for the choice.
+        best_by_factor: the best setting of each factor.
+        without: the settings that have no loss at the budget.
+        more_seeds: how many more seeds of each factor would tell; 0 unless the state
+            is `few`.
+    """
+
+    axis: str
+    budget: float
+    state: str
+    base: Setting
+    other: Setting
+    result: BestAgainstBest
+    best_by_factor: dict[int, Setting]
+    without: list[str]
+    more_seeds: int
+
+    @property
+    def decided(self) -> bool:
+        return self.state in ("pays", "not")
+
+    @property
+    def seeds(self) -> int:
+        return self.result.best.seeds
+
+    @property
+    def better(self) -> Setting:
+        """Return the setting to take, if the contrast is decided."""
+        if self.state == "pays":
+            return self.other
+        return self.base
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "factor": self.other.factor,
+            "seeds": self.seeds,
+            "more": self.more_seeds,
+            "difference": self.result.value,
+            "interval": [self.result.lower, self.result.upper],
+            "paired": self.result.best.paired,
+            "budget": self.budget,
+            "groups": [self.base.group, self.other.group],
+        }
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses at a budget, by setting, or why there are none.
+
+    Attributes:
+        budget: where the first of the jobs ends, in units of the axis.
+        settings: those that have a finite loss there with each seed.
+        without: the other ones.
+        reason: why nothing can be compared; empty if it can.
+    """
+
+    budget: float = math.nan
+    settings: list[Setting] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)
+    reason: str = ""
+
+
+def contrast_at_budget(
+    losses: Losses, axis: str, looks: tuple[int, ...]
+) -> BudgetContrast:
+    """Compare the losses at a budget, by the interval of `best_against_best`."""
+    bases = [setting for setting in losses.settings if setting.factor == 1]
+    others = [setting for setting in losses.settings if setting.factor != 1]
+    base_losses = [setting.losses for setting in bases]
+    other_losses = [setting.losses for setting in others]
+    seeds = min(len(setting.losses) for setting in losses.settings)
+    earlier = len([look for look in looks if look < seeds])
+    result = best_against_best(base_losses, other_losses, chance_of_look(earlier))
+
+    more_seeds = 0
+    if result.upper < 0:
+        state = "pays"
+    elif result.lower > 0:
+        state = "not"
+    else:
+        state = "same"
+        if not result.best.equal:
+            more_seeds = _more_seeds(base_losses, other_losses, result, earlier)
+        if more_seeds:
+            state = "few"
+
+    best_by_factor: dict[int, Setting] = {}
+    for setting in sorted(losses.settings, key=lambda setting: setting.factor):
+        best_yet = best_by_factor.get(setting.factor)
+        if best_yet is None or setting.mean_loss() < best_yet.mean_loss():
+            best_by_factor[setting.factor] = setting
+    return BudgetContrast(
+        axis=axis,
+        budget=losses.budget,
+        state=state,
+        base=bases[result.base],
+        other=others[result.other],
+        result=result,
+        best_by_factor=best_by_factor,
+        without=losses.without,
+        more_seeds=more_seeds,
+    )
+
+
+def losses_at_budget(
+    sweep: SweepResult, metric: str, jobs: list[JobResult], axis: str
+) -> Losses:
+    """Return the loss of each seed where the first of the jobs ends, by setting.
+
+    A loss is interpolated linearly between two points. There is none before the first.
+    """
+    losses_at: dict[str, tuple[Any, Any]] = {}
+    budget = math.inf
+    for job in jobs:
+        curve = sweep.smooth(job, metric)
+        if curve is None:
+            continue
+        x = job.along(axis, curve.steps)
+        known = np.isfinite(x)
+        if known.any():
+            losses_at[job.name] = (x[known], curve.values[known])
+            budget = min(budget, float(x[known][-1]))
+    if not losses_at:
+        return Losses(reason=f"no job logged its {BUDGETS[axis]}")
+
+    settings = []
+    without = []
+    for group, group_jobs in by_group(jobs).items():
+        values: dict[str, list[float]] = {}
+        for number_of_job, job in enumerate(group_jobs):
+            loss = math.nan
+            if job.name in losses_at:
+                x, y = losses_at[job.name]
+                loss = float(np.interp(budget, x, y, left=math.nan))
+            values.setdefault(job.seed or f"job {number_of_job}", []).append(loss)
+        losses = {seed: float(np.mean(of_seed)) for seed, of_seed in values.items()}
+        setting = Setting(group, group_jobs[0].factor or 0, losses)
+        if setting.all_finite():
+            settings.append(setting)
+        else:
+            without.append(group)
+
+    factors = {setting.factor for setting in settings}
+    if 1 not in factors or len(factors) < 2:
+        unit = "examples"
+        amount = number(budget)
+        if axis == "seconds":
+            unit = "of training"
+            amount = number(budget, statistics.SECONDS)
+        reason = (
+            f"{joined(without)} had no finite {metric} by then: the shortest run ends "
+            f"after {amount} {unit}"
+        )
+        return Losses(reason=reason)
+    return Losses(budget, settings, without)
+
+
+def _more_seeds(
+    bases: list[Values], others: list[Values], result: BestAgainstBest, earlier: int
+) -> int:
+    """Return how many more seeds of each group would tell.
+
+    Means and deviations are taken to stay as they are. The verdict with these seeds is
+    one more look at the data, see `chance_of_look`.
+
+    Returns:
+        A number of seeds; 0 if more than `MOST_ADDED_SEEDS` would be needed.
+    """
+    seeds = result.best.seeds
+    if result.best.error is None:
+        # Chance is unknown: three seeds show some, or else one more.
+        return max(FEWEST_SEEDS - seeds, 1)
+    chance = chance_of_look(earlier + 1)
+    for total in range(seeds + 1, seeds + MOST_ADDED_SEEDS + 1):
+        expected = best_against_best(bases, others, chance, total)
+        if expected.upper < 0 or expected.lower > 0:
+            return total - seeds
+    return 0

@@ -1,0 +1,98 @@
+"""The verdict in the sweep's parent run: in its description and among its metrics."""
+
+import math
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.report.comparison import SEEDS_OF_VERDICT, SweepResult
+from pipeline.report.equal_budget import BUDGETS
+from pipeline.report.findings import SweepFinding
+from pipeline.tracking.foreign_store import LONGEST_TAG
+
+NOTE = "mlflow.note.content"  # the description, in Markdown
+# The description of `pipeline.sweep.mlflow_view` begins with this link.
+_LINK = "[Compare the runs of this sweep]"
+_HEADLINE = re.compile(rf"^\*\*[^*]*\*\* (?={re.escape(_LINK)})")
+_QUOTE = "> "
+_LONGEST_VERDICT = 2000  # characters in the description
+
+
+def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) -> None:
+    """Write the verdicts of a sweep into its parent run.
+
+    A sweep that is still running gets none, as its verdicts are not final: each one
+    with more seeds is one more look at the data, see `seed_differences.chance_of_look`.
+    """
+    verdicts = []
+    for finding in findings:
+        if finding.topic == "verdict" and finding.figures:
+            verdicts.append(finding)
+    if not verdicts or sweep.status == "RUNNING":
+        return
+
+    note = client.get_run(sweep.run_id).data.tags.get(NOTE, "")
+    client.set_tag(sweep.run_id, NOTE, with_verdicts(note, verdicts))
+    seeds = min(verdict.figures["seeds"] for verdict in verdicts)
+    for key, value in metrics(verdicts).items():
+        client.log_metric(sweep.run_id, key, value, step=seeds)
+
+
+def with_verdicts(note: str, verdicts: Sequence[SweepFinding]) -> str:
+    """Return the description with these verdicts in place of earlier ones.
+
+    The headlines stand before the link to the comparison, since MLflow's UI folds all
+    but three lines. The sentences follow as a quotation.
+    """
+    lines = []
+    for line in _HEADLINE.sub("", note).split("\n"):
+        if not line.startswith(_QUOTE):
+            lines.append(line)
+    rest = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+
+    headlines = "; ".join(verdict.figures["headline"] for verdict in verdicts)
+    quotes = []
+    for verdict in verdicts:
+        text = textwrap.shorten(verdict.text, _LONGEST_VERDICT // len(verdicts))
+        quotes.append(f"{_QUOTE}{text}")
+    quoted = "\n>\n".join(quotes)
+
+    if rest.startswith(_LINK):
+        first, _, rest = rest.partition("\n")
+        headlines = textwrap.shorten(headlines, 200).replace("*", "")
+        begin = f"**{headlines}.** {first}\n\n{quoted}"
+    else:
+        begin = quoted
+    return f"{begin}\n{rest}"[:LONGEST_TAG]
+
+
+def metrics(verdicts: Sequence[SweepFinding]) -> dict[str, float]:
+    """Return the verdicts as metrics of the parent run, by name.
+
+    Each budget has the difference of the losses and the ends of its interval. `factor`
+    is the one to take, if that is decided. The names of several verdicts have the
+    recipe and the micro-batch.
+    """
+    values: dict[str, float] = {}
+    for verdict in verdicts:
+        figures = verdict.figures
+        prefix = "verdict"
+        if len(verdicts) > 1:
+            recipe = f"{figures['recipe']} micro={figures['micro']}".strip()
+            prefix = "verdict/" + re.sub(r"[^\w. -]", "_", recipe)
+        for axis in BUDGETS:
+            if axis not in figures:
+                continue
+            low, high = figures[axis]["interval"]
+            values[f"{prefix}/{axis}/difference"] = figures[axis]["difference"]
+            values[f"{prefix}/{axis}/low"] = low
+            values[f"{prefix}/{axis}/high"] = high
+        if figures["take_factor"] is not None:
+            values[f"{prefix}/factor"] = figures["take_factor"]
+
+    known = {key: value for key, value in values.items() if math.isfinite(value)}
+    seeds = min(verdict.figures["seeds"] for verdict in verdicts)
+    if seeds > 1:
+        known[SEEDS_OF_VERDICT] = seeds
+    return known

@@ -1,0 +1,166 @@
+"""The verdict in the parent run: its description, its metrics, and the looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pipeline.report import comparison, parent_verdict, writer
+from pipeline.report.findings import SweepFinding
+from pipeline.sweep import mlflow_view
+from pipeline.tracking.foreign_store import LONGEST_TAG
+from tests import synthetic
+from tests.synthetic import PlantedSweep
+
+# Three seeds of factors 1 and 4, of which the second is better by about 0.2.
+LOSSES = {1: [2.0, 2.02, 1.98], 4: [1.81, 1.8, 1.79]}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return synthetic.store(tmp_path_factory.mktemp("store"))
+
+
+def add_jobs(
+    made: PlantedSweep, losses: dict[int, Sequence[float]], first: int = 0
+) -> None:
+    """Add a job for each loss, whose seed is that of its place, from `first` on."""
+    for factor, ends in losses.items():
+        for seed, end in enumerate(ends, first):
+            curve = {}
+            for row in range(1, 7):
+                curve[row * 16 // factor] = 5 + (end - 5) * row / 6
+            rows = [5.0] * (96 // factor)
+            made.job(
+                f"factor={factor} seed={seed}",
+                {"train/loss": rows, "val/loss": curve},
+                factor=factor,
+                batch=8 * factor,
+                seed=seed,
+                seconds=0.01 * factor,
+            )
+
+
+def sweep_in(store, losses: dict[int, Sequence[float]] = LOSSES) -> PlantedSweep:
+    names = []
+    for factor, ends in losses.items():
+        names += [f"factor={factor} seed={seed}" for seed in range(len(ends))]
+    made = PlantedSweep(store, names, ["accumulation.factor", "seed"], "does_it_pay")
+    add_jobs(made, losses)
+    made.end()
+    note = mlflow_view.description(made.planned, "#/the/view", [["job"], ["a job"]])
+    made.client.set_tag(made.run_id, parent_verdict.NOTE, note)
+    return made
+
+
+def parent(made: PlantedSweep) -> Any:
+    return made.client.get_run(made.run_id).data
+
+
+def test_the_description_begins_with_the_verdict_and_keeps_the_rest(store, capsys):
+    made = sweep_in(store)
+    before = parent(made).tags[parent_verdict.NOTE]
+    writer.publish(store.uri, made.run_id, [])
+    note = parent(made).tags[parent_verdict.NOTE]
+    lines = note.split("\n")
+    link = "[Compare the runs of this sweep](#/the/view)"
+    assert lines[0].startswith(f"**Accumulate by 4.** {link}")
+    assert lines[2].startswith("> Accumulate by 4: compared with factor 1")
+    assert note.endswith(before.partition("\n")[2].strip("\n"))
+    assert capsys.readouterr().out.startswith("Does accumulating pay?: Accumulate by 4")
+
+    # Another report replaces it.
+    writer.publish(store.uri, made.run_id, [])
+    assert parent(made).tags[parent_verdict.NOTE] == note
+
+
+def test_its_figures_are_metrics_of_the_parent_run(store):
+    made = sweep_in(store)
+    writer.publish(store.uri, made.run_id, [])
+    sweep = comparison.read(store.uri, made.run_id)
+    verdict = writer.summarize(sweep)[0]
+    assert verdict.topic == "verdict"
+    low, high = verdict.figures["examples"]["interval"]
+    values = parent(made).metrics
+    assert values["verdict/factor"] == 4
+    assert values["verdict/seeds"] == 3
+    assert values["verdict/examples/difference"] == pytest.approx(-0.2)
+    assert values["verdict/examples/low"] == pytest.approx(low)
+    assert values["verdict/examples/high"] == pytest.approx(high)
+    assert high < 0
+
+
+def test_a_verdict_with_more_seeds_is_one_more_look(store):
+    """Seeds are added, and the interval is wider than that of a first look."""
+    made = sweep_in(store)
+    assert comparison.read(store.uri, made.run_id).looks == ()
+    writer.publish(store.uri, made.run_id, [])
+    writer.publish(store.uri, made.run_id, [])
+    assert comparison.read(store.uri, made.run_id).looks == (3,)
+
+    add_jobs(made, {1: [2.01], 4: [1.8]}, first=3)
+    writer.publish(store.uri, made.run_id, [])
+    assert comparison.read(store.uri, made.run_id).looks == (3, 4)
+    at_once = sweep_in(store, {1: [*LOSSES[1], 2.01], 4: [*LOSSES[4], 1.8]})
+    writer.publish(store.uri, at_once.run_id, [])
+
+    def width(sweep: PlantedSweep) -> float:
+        values = parent(sweep).metrics
+        return values["verdict/examples/high"] - values["verdict/examples/low"]
+
+    assert width(made) > 1.2 * width(at_once)
+
+
+def test_a_sweep_that_is_running_has_no_verdict_in_its_parent_run(store):
+    made = sweep_in(store)
+    made.client.update_run(made.run_id, "RUNNING")
+    writer.publish(store.uri, made.run_id, [])
+    assert parent(made).metrics == {}
+    assert not parent(made).tags[parent_verdict.NOTE].startswith("**Accum")
+
+
+def verdict_of(recipe: str, **more: Any) -> SweepFinding:
+    contrast = {"difference": -0.5, "interval": [-1.0, float("inf")]}
+    figures = {
+        "recipe": recipe,
+        "micro": 8,
+        "headline": f"{recipe}: Accumulate by 4",
+        "seeds": 1,
+        "take_factor": None,
+        "examples": contrast,
+        **more,
+    }
+    return SweepFinding(
+        "verdict", f"{recipe}: Accumulate by 4: " + "words " * 900, figures
+    )
+
+
+def test_several_verdicts_have_names_of_their_own():
+    verdicts = [verdict_of("scaling=none"), verdict_of("scaling=sqrt", take_factor=4)]
+    values = parent_verdict.metrics(verdicts)
+    # One seed is no look, and what is not finite is no metric.
+    assert values == {
+        "verdict/scaling_none micro_8/examples/difference": -0.5,
+        "verdict/scaling_none micro_8/examples/low": -1.0,
+        "verdict/scaling_sqrt micro_8/examples/difference": -0.5,
+        "verdict/scaling_sqrt micro_8/examples/low": -1.0,
+        "verdict/scaling_sqrt micro_8/factor": 4,
+    }
+
+
+def test_a_long_verdict_leaves_room_for_the_results(store):
+    rows = [["job", "val/loss"]]
+    rows += [[f"factor={number} seed=0", "0.5"] for number in range(400)]
+    made = PlantedSweep(store, [], name="long")
+    note = mlflow_view.description(made.planned, "#/the/view", rows)
+    verdicts = [verdict_of("scaling=none"), verdict_of("scaling=sqrt")]
+    described = parent_verdict.with_verdicts(note, verdicts)
+    assert len(described) <= LONGEST_TAG
+    assert described.endswith(note.partition("\n")[2].strip("\n"))
+    # A description that somebody wrote is kept.
+    own = parent_verdict.with_verdicts("My own words.", verdicts[:1])
+    assert own.startswith("> scaling=none: Accumulate by 4")
+    assert own.endswith("\nMy own words.")
+    assert parent_verdict.with_verdicts(own, verdicts[:1]) == own

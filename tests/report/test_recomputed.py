@@ -1,0 +1,516 @@
+"""The sentences of a report, recomputed from the rows of eight planted sweeps.
+
+Nothing of `pipeline.report` is used but its `findings.json`: the rules are written down
+here a second time, in loops over rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from pipeline.report import writer
+from tests import synthetic
+from tests.synthetic import PlantedSweep
+
+FIRST_LOOK = 0.04  # the chance of error of the first verdict on a sweep
+NUMBER = r"(-?[\d.]+(?:e-?\d+)?)"
+SPREAD = rf"{NUMBER}(?: ± {NUMBER})?"
+
+
+@dataclass
+class Job:
+    """A job as rows: validation losses by update."""
+
+    factor: int
+    seed: int
+    losses: dict[int, float]
+    micro: int = 8
+    seconds: float = 1.0  # of an update
+    status: str = "FINISHED"
+
+    @property
+    def batch(self) -> int:
+        return self.micro * self.factor
+
+    @property
+    def group(self) -> str:
+        return f"factor={self.factor} batch={self.batch}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.group} seed={self.seed}"
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "FINISHED"
+
+    def x(self, axis: str, update: int) -> float:
+        scale = {"updates": 1.0, "examples": self.batch, "seconds": self.seconds}
+        return scale[axis] * update
+
+
+@dataclass
+class Planted:
+    """A planted sweep."""
+
+    jobs: list[Job]
+    planned: list[str] = field(default_factory=list)  # names that never ran
+    search: bool = False
+
+
+def falling(end: float, updates: int, evaluations: int = 8, bend: float = 2.0) -> dict:
+    """Return losses that fall from 3 to `end`, faster at first."""
+    losses = {}
+    for row in range(1, evaluations + 1):
+        share = row / evaluations
+        losses[round(updates * share)] = end + (3 - end) * (1 - share) ** bend
+    return losses
+
+
+def jobs(ends: dict[int, list[float]], updates: int = 320, **more: Any) -> list[Job]:
+    """Return a job for each end, with the same examples for each factor."""
+    made = []
+    for factor, values in ends.items():
+        for seed, end in enumerate(values):
+            losses = falling(end, updates // factor)
+            seconds = 0.3 * factor**0.9
+            made.append(Job(factor, seed, losses, seconds=seconds, **more))
+    return made
+
+
+def censored() -> Planted:
+    """Return factor 8 evaluated only after it is where the others end."""
+    made = jobs({1: [1.5, 1.52, 1.53], 4: [1.45, 1.5, 1.47]})
+    for job in jobs({8: [1.6, 1.61, 1.62]}):
+        job.losses = dict.fromkeys(job.losses, job.losses[max(job.losses)])
+        made.append(job)
+    return Planted(made)
+
+
+def unequal_horizons() -> Planted:
+    """Return three factors with the same number of updates each."""
+    made = []
+    for factor, ends in (
+        (1, [1.8, 1.83, 1.85]),
+        (2, [1.6, 1.66, 1.63]),
+        (4, [1.5] * 3),
+    ):
+        for seed, end in enumerate(ends):
+            losses = falling(end + 0.01 * seed, 80)
+            made.append(Job(factor, seed, losses, seconds=0.5 * factor))
+    return Planted(made)
+
+
+def ties() -> Planted:
+    """Return two factors that end alike."""
+    return Planted(
+        jobs({1: [1.5, 1.54, 1.51], 2: [1.5, 1.54, 1.51], 4: [1.7, 1.78, 1.7]})
+    )
+
+
+def one_seed() -> Planted:
+    return Planted(jobs({1: [1.5], 2: [1.45], 4: [1.62]}))
+
+
+def unequal_variances() -> Planted:
+    """Return a factor whose seeds vary many times as much as those of the other two."""
+    return Planted(
+        jobs(
+            {
+                1: [1.5, 1.51, 1.49, 1.5],
+                4: [1.2, 1.9, 1.3, 1.8],
+                8: [1.6, 1.62, 1.59, 1.6],
+            }
+        )
+    )
+
+
+def diverged() -> Planted:
+    """Return a factor whose losses rise, so that half of the jobs set the target."""
+    made = jobs({1: [1.5, 1.53, 1.52], 2: [1.4, 1.44, 1.46]})
+    for job in jobs({16: [1.5, 1.5, 1.5]}):
+        job.losses = {update: 3 + 0.1 * job.seed + update for update in job.losses}
+        made.append(job)
+    return Planted(made)
+
+
+def missing() -> Planted:
+    """Return a sweep of which a job failed, and another one never ran."""
+    made = jobs({1: [1.5, 1.53, 1.52], 2: [1.4, 1.45, 1.44], 4: [1.3, 1.31, 1.32]})
+    made[-1].status = "FAILED"
+    return Planted(made, planned=["factor=8 batch=64 seed=0"])
+
+
+def search() -> Planted:
+    return Planted(jobs({1: [1.5], 4: [1.4], 16: [1.7]}), search=True)
+
+
+PLANTED = {
+    make.__name__: make
+    for make in (
+        censored,
+        unequal_horizons,
+        ties,
+        one_seed,
+        unequal_variances,
+        diverged,
+        missing,
+        search,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return synthetic.store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module", params=list(PLANTED))
+def case(request, store, tmp_path_factory) -> tuple[Planted, dict[str, str]]:
+    """Return a planted sweep, and the sentences of its report by topic."""
+    planted = PLANTED[request.param]()
+    names = [job.name for job in planted.jobs] + planted.planned
+    made = PlantedSweep(store, names, ["accumulation.factor", "seed"], request.param)
+    for job in planted.jobs:
+        updates = max(job.losses)
+        made.job(
+            job.name,
+            {"train/loss": [2.0] * updates, "val/loss": job.losses},
+            factor=job.factor,
+            batch=job.batch,
+            seed=job.seed,
+            seconds=job.seconds,
+            status=job.status,
+        )
+    if planted.search:
+        best = {"loss": 1.4, "overrides": ["accumulation.factor=4"]}
+        made.client.set_tag(made.run_id, "sweep.best", json.dumps(best))
+    made.end()
+    folder = tmp_path_factory.mktemp("report")
+    writer.write(store.uri, made.run_id, folder)
+    texts: dict[str, str] = {}
+    for finding in json.loads((folder / "findings.json").read_text()):
+        texts.setdefault(finding["topic"], finding["text"])
+    return planted, texts
+
+
+# --- the rules, once more ---
+
+
+def target_of(planted: Planted) -> float:
+    """Return the lowest loss that all finished jobs reach, or half of them."""
+    finished = [job for job in planted.jobs if job.finished]
+    lowest = sorted(min(job.losses.values()) for job in finished)
+    start = statistics.median(next(iter(job.losses.values())) for job in finished)
+    if start - lowest[-1] >= (start - lowest[0]) / 2:
+        return lowest[-1]
+    return lowest[(len(lowest) - 1) // 2]
+
+
+def crossing(job: Job, target: float, axis: str) -> float | None:
+    """Return where the loss is at the target; None if it is never, or unknown."""
+    before = None
+    for update, loss in job.losses.items():
+        if loss <= target:
+            if before is None:
+                return None
+            earlier, above = before
+            share = (above - target) / (above - loss)
+            x = job.x(axis, earlier)
+            return x + share * (job.x(axis, update) - x)
+        before = (update, loss)
+    return None
+
+
+def is_bounded(job: Job, target: float) -> bool:
+    return next(iter(job.losses.values())) <= target
+
+
+def loss_at(job: Job, axis: str, budget: float) -> float | None:
+    points = [(job.x(axis, update), loss) for update, loss in job.losses.items()]
+    if budget < points[0][0] - 1e-9:
+        return None
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if budget <= x1:
+            return y0 + (y1 - y0) * (budget - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+def groups_of(planted: Planted) -> dict[str, list[Job]]:
+    groups: dict[str, list[Job]] = {}
+    for job in planted.jobs:
+        groups.setdefault(job.group, []).append(job)
+    return groups
+
+
+def half_width(differences: list[float], tail: float) -> float:
+    """Return half the width of Student's interval for the mean of the differences."""
+    count = len(differences)
+    error = statistics.stdev(differences) / math.sqrt(count)
+    return float(stats.t.ppf(1 - tail, count - 1)) * error
+
+
+def check_spread(words: tuple[str, str], values: list[float]) -> None:
+    """Compare `mean ± deviation` of a sentence with the values."""
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        assert not words[1]
+        assert float(words[0]) == pytest.approx(mean, rel=1e-3)
+        return
+    deviation = statistics.stdev(values)
+    # Both have two digits of the deviation.
+    tolerance = 0.06 * deviation
+    if deviation < 1e-9:
+        tolerance = 1e-3 * abs(mean)
+    assert float(words[0]) == pytest.approx(mean, abs=tolerance)
+    assert float(words[1]) == pytest.approx(deviation, abs=0.06 * deviation + 1e-12)
+
+
+def check_ranking(
+    text: str, values: dict[str, list[float]], leads: str, unit: str
+) -> None:
+    """Check who is the best, the worst and the next, and by how much."""
+    order = sorted(values, key=lambda group: statistics.mean(values[group]))
+    best = order[0]
+    same = [group for group in order[1:] if values[group] == values[best]]
+    distinct = [group for group in order if group not in same]
+    title = re.escape(best)
+    if same:
+        title += r" \(and " + re.escape(", ".join(same)) + r", with the same results\)"
+
+    seeds = len(values[best])
+    pattern = (
+        rf"{title} {leads} {SPREAD}{unit} \({seeds} seeds?\), (.+?)"
+        rf"(?: \(and .*?\))? (?:worst, at|last, after) {SPREAD}{unit}\. "
+    )
+    match = re.search(pattern, text)
+    assert match, (pattern, text)
+    check_spread((match[1], match[2]), values[best])
+    assert match[3] == distinct[-1]
+    check_spread((match[4], match[5]), values[distinct[-1]])
+
+    second = distinct[1]
+    differences = [
+        other - base for base, other in zip(values[best], values[second], strict=True)
+    ]
+    lead = statistics.mean(differences)
+    if seeds == 1:
+        pattern = rf"The next is {second}, {NUMBER}{unit} behind, with one seed\."
+        match = re.search(pattern, text)
+        assert match, (pattern, text)
+        assert float(match[1]) == pytest.approx(lead, rel=1e-3)
+        assert "chance" not in text
+        return
+    width = half_width(differences, 0.025)
+    differ = "they differ" if lead > width else "the data do not tell them apart"
+    pattern = rf"The next is {second}, {SPREAD}{unit} behind \(95%, over {seeds} pairs of one seed\), so {differ}\."
+    match = re.search(pattern, text)
+    assert match, (pattern, text)
+    assert float(match[1]) == pytest.approx(lead, abs=0.06 * width + 1e-9)
+    assert float(match[2] or 0) == pytest.approx(width, abs=0.06 * width + 1e-9)
+    if lead > width:
+        vary = []
+        for group in distinct[1:]:
+            pairs = zip(values[best], values[group], strict=True)
+            apart = [other - base for base, other in pairs]
+            if statistics.mean(apart) <= half_width(apart, 0.025):
+                vary.append(group)
+        words = re.findall(
+            r"Not told apart from the best, as seeds vary: (.*?)\.", text
+        )
+        assert ", ".join(words) == ", ".join(vary)
+
+
+def test_the_jobs_are_counted(case):
+    planted, texts = case
+    finished = len([job for job in planted.jobs if job.finished])
+    total = len(planted.jobs) + len(planted.planned)
+    assert texts["jobs"].startswith(f"{finished} of {total} jobs finished.")
+    for job in planted.jobs:
+        assert (job.name in texts["jobs"]) == (not job.finished)
+    for name in planted.planned:
+        assert f"1 without a run: {name}." in texts["jobs"]
+
+
+def test_the_time_to_the_target(case):
+    planted, texts = case
+    text = texts["time_to_target"]
+    target = target_of(planted)
+    (found,) = re.findall(rf"The target is val/loss ≤ {NUMBER}, ", text)
+    assert float(found) == pytest.approx(target, rel=1e-3)
+
+    times = {}
+    bounds = {}
+    for group, group_jobs in groups_of(planted).items():
+        judged = [job for job in group_jobs if job.finished]
+        if any(is_bounded(job, target) for job in judged):
+            first = [job.x("seconds", min(job.losses)) for job in judged]
+            bounds[group] = max(first)
+            continue
+        costs = [crossing(job, target, "seconds") for job in judged]
+        if judged and None not in costs:
+            times[group] = costs
+    for group, bound in bounds.items():
+        (found,) = re.findall(rf"not ranked: {group} \(≤ {NUMBER} s\)", text)
+        assert float(found) == pytest.approx(bound, rel=1e-3)
+    leads = "gets there first, after"
+    if bounds:
+        leads = "gets there first of the others, after"
+    if len(times) == 1:
+        (costs,) = times.values()
+        (words,) = re.findall(rf"It is reached after {SPREAD} s \(", text)
+        check_spread(words, costs)
+        return
+    assert len(times) > 1
+    if len({len(costs) for costs in times.values()}) == 1:
+        check_ranking(text, times, leads, " s")
+
+
+def test_the_final_result(case):
+    planted, texts = case
+    text = texts["final"]
+    ends = {}
+    horizons = []
+    for group, group_jobs in groups_of(planted).items():
+        finished = [job for job in group_jobs if job.finished]
+        ends[group] = [job.losses[max(job.losses)] for job in finished]
+        horizons += [job.x("examples", max(job.losses)) for job in finished]
+    if len({len(values) for values in ends.values()}) == 1:
+        check_ranking(text, ends, "ends best, at", "")
+
+    caveat = re.findall(rf"the groups saw from {NUMBER} to {NUMBER}\.", text)
+    if max(horizons) - min(horizons) > max(job.batch for job in planted.jobs):
+        ((fewest, most),) = caveat
+        assert (float(fewest), float(most)) == (min(horizons), max(horizons))
+    else:
+        assert not caveat
+
+
+def test_the_verdict(case):
+    planted, texts = case
+    text = texts["verdict"]
+    if planted.search:
+        assert text.startswith("No verdict on the factors of a search")
+        return
+
+    groups = groups_of(planted)
+    for group, group_jobs in list(groups.items()):
+        if not all(job.finished for job in group_jobs):
+            del groups[group]
+            (left_out,) = re.findall(
+                r"Left out, as not every seed finished: (.*)", text
+            )
+            assert group in left_out
+    base = groups["factor=1 batch=8"]
+    states = set()
+    for axis, word in (("seconds", "time"), ("examples", "examples")):
+        ends = []
+        for group_jobs in groups.values():
+            ends += [job.x(axis, max(job.losses)) for job in group_jobs]
+        budget = min(ends)
+        base_losses = [loss_at(job, axis, budget) for job in base]
+        differences: dict[int, list[float]] = {}
+        for group_jobs in groups.values():
+            losses = [loss_at(job, axis, budget) for job in group_jobs]
+            if group_jobs == base or None in losses:
+                continue
+            pairs = zip(base_losses, losses, strict=True)
+            differences[group_jobs[0].factor] = [other - one for one, other in pairs]
+        states.add(check_contrast(text, word, differences))
+
+    for state, headline in (
+        ({"not"}, "Do not accumulate: "),
+        ({"pays"}, "Accumulate by "),
+        ({"one seed"}, "There are not enough seeds to tell: "),
+    ):
+        if states == state:
+            assert text.startswith(headline)
+
+
+def check_contrast(text: str, word: str, differences: dict[int, list[float]]) -> str:
+    """Check the clause at one budget; return what it decides."""
+    means = {factor: statistics.mean(of) for factor, of in differences.items()}
+    best = min(means, key=means.__getitem__)
+    if not any(differences[best]):
+        assert (
+            f"at equal {word} val/loss with factor {best}, the best above 1, is the "
+            "same with each seed"
+        ) in text
+        return "open"
+    direction = "lower" if means[best] < 0 else "higher"
+    pattern = rf"at equal {word} val/loss with factor {best}, the best above 1, is {direction} by {NUMBER} \((.*?)\)"
+    match = re.search(pattern, text)
+    assert match, (pattern, text)
+    assert float(match[1]) == pytest.approx(abs(means[best]), rel=1e-3, abs=1e-12)
+
+    if len(differences[best]) == 1:
+        assert match[2].startswith("one seed; 2 more seeds")
+        return "one seed"
+    # Below the lowest of the upper ends, each with its share of the chance; above the
+    # lowest of the lower ends.
+    upper_ends = []
+    lower_ends = []
+    for factor, values in differences.items():
+        tail = FIRST_LOOK / 2
+        share = half_width(values, tail / len(differences))
+        upper_ends.append(means[factor] + share)
+        lower_ends.append(means[factor] - half_width(values, tail))
+    interval = [min(lower_ends), min(upper_ends)]
+    if direction == "lower":
+        interval = [-interval[1], -interval[0]]
+    found = re.match(rf"95%: {NUMBER} to {NUMBER}", match[2])
+    assert found, match[2]
+    assert float(found[1]) == pytest.approx(interval[0], rel=1e-3, abs=1e-6)
+    assert float(found[2]) == pytest.approx(interval[1], rel=1e-3, abs=1e-6)
+    if interval[0] > 0:
+        return "pays" if direction == "lower" else "not"
+    return "open"
+
+
+def test_the_largest_batch_that_pays(case):
+    planted, texts = case
+    text = texts["largest_batch"]
+    target = target_of(planted)
+    costs = {}
+    bounded = []
+    for group_jobs in groups_of(planted).values():
+        judged = [job for job in group_jobs if job.finished]
+        if any(is_bounded(job, target) for job in judged):
+            bounded.append(group_jobs[0].batch)
+            continue
+        values = [crossing(job, target, "examples") for job in judged]
+        if judged and None not in values:
+            costs[group_jobs[0].batch] = statistics.mean(values)
+    if bounded:
+        assert "cannot be said where a batch was at the target at its first" in text
+        return
+
+    if len(costs) < 2:
+        assert "cannot be said where fewer than two batches reached the target" in text
+        return
+    fewest = min(costs, key=costs.__getitem__)
+    paying = []
+    for batch, cost in costs.items():
+        saves = all(
+            cost / batch < costs[other] / other for other in costs if other < batch
+        )
+        if cost <= 2 * costs[fewest] and (saves or batch == fewest):
+            paying.append(batch)
+    largest = max(paying)
+    pattern = (
+        rf"largest effective batch that still pays is {largest}: it reached the target "
+        rf"with {NUMBER} times the fewest examples \({SPREAD}, at {fewest}\)"
+    )
+    match = re.search(pattern, text)
+    assert match, (pattern, text)
+    assert float(match[1]) == pytest.approx(costs[largest] / costs[fewest], abs=0.006)
+    assert float(match[2]) == pytest.approx(costs[fewest], rel=0.02)

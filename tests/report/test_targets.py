@@ -1,0 +1,307 @@
+"""When a target is reached: what is not known is not claimed, and one batch is no proof."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from pipeline.config import compose
+from pipeline.report import largest_batch, plots, table
+from pipeline.report.comparison import EVALUATIONS, SweepResult
+from pipeline.report.findings import SweepFinding
+from pipeline.report.job_results import Curve, JobResult
+from pipeline.report.largest_batch import batch_costs
+from pipeline.report.statistics import CHANCE
+from pipeline.report.writer import summarize
+from tests import synthetic
+
+
+def first_on(sweep: SweepResult, topic: str) -> SweepFinding:
+    return next(finding for finding in summarize(sweep) if finding.topic == topic)
+
+
+def with_evaluations(job: JobResult, losses: dict[int, float]) -> JobResult:
+    """Return the job with these validation losses, by update."""
+    curves = dict(job.curves)
+    steps = np.array(list(losses), np.int64)
+    curves["val/loss"] = Curve(steps, np.array(list(losses.values())))
+    return replace(job, curves=curves)
+
+
+def censored() -> SweepResult:
+    """Return a sweep whose target is the lowest loss of factor 8.
+
+    Factor 1 is there after 128 updates; factor 8 is first evaluated after 16 updates,
+    which is as many examples, and had been there for some time.
+    """
+    one = synthetic.job("factor=1 batch=8", 1.0)
+    steps = [int(step) for step in one.curves["train/loss"].steps]
+    one = with_evaluations(
+        one, dict(zip(steps, [3, 2.4, 2.1, 1.6, 1.2, 1], strict=True))
+    )
+    eight = synthetic.job("factor=8 batch=64", 2.0, factor=8, batch=64)
+    steps = [int(step) for step in eight.curves["train/loss"].steps]
+    losses = [2.0, 2.02, 2.01, 2.03, 2.02, 2.01]
+    eight = with_evaluations(eight, dict(zip(steps, losses, strict=True)))
+    two = synthetic.job("factor=2 batch=16", 2.0, factor=2, batch=16)
+    return synthetic.swept([one, eight, two])
+
+
+def test_a_first_evaluation_below_the_target_is_an_upper_bound():
+    sweep = censored()
+    target = sweep.target
+    assert target.value == 2.0
+    assert target.at_first == {"factor=8 batch=64"}
+
+    finding = first_on(sweep, "time_to_target")
+    assert set(finding.figures["groups"]) == {"factor=1 batch=8", "factor=2 batch=16"}
+    bound = 1024 / 64 * 0.01 * 8
+    assert finding.figures["at_most"] == {"factor=8 batch=64": pytest.approx(bound)}
+    assert (
+        " Already there at the first evaluation, and so not ranked: factor=8 batch=64 "
+        "(≤ 1.28 s); evaluate more often (training.evaluate_every)."
+    ) in finding.text
+    assert "gets there first of the others" in finding.text
+    assert "factor=8 batch=64 gets there first" not in finding.text
+
+    # Nothing that needs the moment is said.
+    texts = [each.text for each in summarize(sweep)]
+    assert not [text for text in texts if "On this machine take" in text]
+    pays = first_on(sweep, "largest_batch")
+    assert pays.figures == {}
+    assert "cannot be said where a batch was at the target at its first" in pays.text
+
+
+def test_a_bound_is_marked_in_the_table():
+    sweep = censored()
+    shown = table.groups_table(sweep)
+    column = shown.head.index("updates to target")
+    cells = {row[0]: row[column] for row in shown.rows}
+    assert cells["factor=8 batch=64"] == "≤\N{NO-BREAK SPACE}16"
+    assert "≤" not in cells["factor=1 batch=8"]
+
+
+def test_a_run_that_begins_at_the_target_needs_nothing():
+    """An evaluation before the first update is no bound."""
+    sweep = censored()
+    one, eight, two = sweep.jobs
+    curve = eight.curves["val/loss"]
+    losses = dict(
+        zip([0, *curve.steps.tolist()[1:]], curve.values.tolist(), strict=True)
+    )
+    sweep = synthetic.swept([one, with_evaluations(eight, losses), two])
+    assert sweep.target.at_first == frozenset()
+
+
+def test_one_lucky_batch_reaches_no_target():
+    """Both jobs have the same noisy loss, but for one batch of the second one.
+
+    There are three evaluations, so the target is one of `train/loss`.
+    """
+    rng = np.random.default_rng(0)
+    updates = 200
+    falling = 3 - 2 * np.arange(1, updates + 1) / updates
+    jobs = []
+    for name in ("rate=1", "rate=2"):
+        losses = falling + 0.1 * rng.standard_normal(updates)
+        if name == "rate=2":
+            losses[20] = 0.5
+        job = synthetic.job(name, 1.0, epochs=3)
+        steps = np.arange(1, updates + 1)
+        curves = {
+            "train/loss": Curve(steps, losses),
+            "val/loss": Curve(steps[-3:], losses[-3:]),
+            "train/examples_seen": Curve(steps, 8.0 * steps),
+            "perf/update_seconds": Curve(steps, np.full(updates, 0.01)),
+        }
+        jobs.append(replace(job, curves=curves))
+    sweep = synthetic.swept(jobs)
+
+    assert sweep.target.metric == "train/loss"
+    assert sweep.window == 160  # a tenth of 200 updates of 8
+    for job in sweep.jobs:
+        # The loss of the target is that of about update 190, in the middle of the last
+        # window.
+        assert 180 <= sweep.cost(job, "updates") <= 200
+    assert sweep.target.value == pytest.approx(1.1, abs=0.1)
+    assert "(means over 160 examples)" in first_on(sweep, "time_to_target").text
+
+
+def test_a_single_job_is_not_all_of_them():
+    text = first_on(synthetic.swept([synthetic.job("job", 1.0)]), "time_to_target").text
+    assert "the lowest that the job that finished reached" in text
+
+
+# --- the largest batch that pays ---
+
+BATCHES = (32, 64, 128, 256, 512)
+
+
+def sweep_with_costs(
+    rng: np.random.Generator, critical: float, noise: float, seeds: int = 3
+) -> SweepResult:
+    """Return a sweep in which a batch B needs 1000 (1 + B / critical) examples.
+
+    A seed changes that by a factor with the deviation `noise`; a tenth of it is the
+    seed's at each batch, the rest the same at all of them.
+    """
+    jobs = []
+    of_seeds = noise * rng.standard_normal(seeds)
+    for batch in BATCHES:
+        for seed in range(seeds):
+            factor = math.exp(of_seeds[seed] + 0.1 * noise * rng.standard_normal())
+            examples = 1000 * (1 + batch / critical) * factor
+            # The loss is 1 after so many examples, and falls on.
+            seen = examples * np.arange(0.05, 5.01, 0.05)
+            steps = np.arange(1, len(seen) + 1)
+            losses = np.where(seen <= examples * 1.001, 2 - seen / examples, 1 - 1e-9)
+            name = f"factor={batch // 32} batch={batch} seed={seed}"
+            curves = {
+                "train/loss": Curve(steps, losses),
+                "val/loss": Curve(steps, losses),
+                "train/examples_seen": Curve(steps, seen),
+            }
+            job = synthetic.job(name, 1.0, factor=batch // 32, batch=batch)
+            jobs.append(replace(job, curves=curves))
+    return synthetic.swept(jobs)
+
+
+def interval_of(sweep: SweepResult) -> tuple[int, int]:
+    return largest_batch.interval_of_largest(batch_costs(sweep, "", sweep.jobs))
+
+
+def true_largest(critical: float) -> int:
+    costs = {batch: 1 + batch / critical for batch in BATCHES}
+    return max(batch for batch in BATCHES if costs[batch] <= 2 * costs[32])
+
+
+@pytest.mark.parametrize("critical", [100.0, 190.0, 400.0])
+def test_the_interval_has_the_largest_batch_that_pays(critical):
+    """At 190, the ratio of the batch 256 is close to the limit: 2.01."""
+    rng = np.random.default_rng(0)
+    truth = true_largest(critical)
+    sweeps = 150
+    missed = 0
+    for _ in range(sweeps):
+        low, high = interval_of(sweep_with_costs(rng, critical, noise=0.3))
+        if not low <= truth <= high:
+            missed += 1
+    assert missed / sweeps <= CHANCE + 3 * math.sqrt(CHANCE * (1 - CHANCE) / sweeps)
+
+
+def test_the_interval_is_narrow_where_seeds_agree():
+    rng = np.random.default_rng(1)
+    sweep = sweep_with_costs(rng, critical=400.0, noise=0.01)
+    assert interval_of(sweep) == (256, 256)
+    finding = first_on(sweep, "largest_batch")
+    assert finding.figures["interval"] == (256, 256)
+    assert "With the chance of the seeds (95%) it is from 256 to 256." in finding.text
+
+    # One seed shows no chance.
+    alone = sweep_with_costs(rng, critical=400.0, noise=0.01, seeds=1)
+    assert interval_of(alone) == (32, 512)
+    text = first_on(alone, "largest_batch").text
+    assert "this is one observation" in text
+    assert "95%" not in text
+
+
+def test_a_batch_that_ended_early_may_pay():
+    """The batch of 512 ended before it could tell; with more examples it would have."""
+    rng = np.random.default_rng(2)
+    sweep = sweep_with_costs(rng, critical=400.0, noise=0.01)
+    jobs = []
+    for job in sweep.jobs:
+        if job.batch == 512:
+            curves = {}
+            for key, curve in job.curves.items():
+                curves[key] = Curve(curve.steps[:8], curve.values[:8])
+            job = replace(job, curves=curves)
+        jobs.append(job)
+    early = synthetic.swept(jobs)
+    costs = batch_costs(early, "", early.jobs)
+    assert 512 not in costs.examples
+    assert largest_batch.interval_of_largest(costs) == (256, 512)
+
+
+# --- families with little in them ---
+
+
+def test_a_noise_scale_without_a_recorded_batch():
+    job = replace(synthetic.job("job", 1.0), batch=None, factor=None, micro=None)
+    steps = job.curves["train/loss"].steps
+    job.curves["train/gradient_noise_scale"] = Curve(steps, np.full(len(steps), 40.0))
+    finding = first_on(synthetic.swept([job]), "noise_scale")
+    assert finding.text == "job: The gradient noise scale is 40 examples."
+    assert finding.figures["predicted"] == 40
+
+
+def test_costs_of_which_none_is_known_are_no_finding():
+    jobs = []
+    for factor in (1, 2):
+        job = synthetic.job(f"factor={factor}", 1.0, factor=factor)
+        for key in ("perf/update_seconds", "perf/peak_memory_bytes"):
+            curve = job.curves[key]
+            job.curves[key] = Curve(curve.steps, np.full(len(curve.steps), np.nan))
+        jobs.append(job)
+    topics = [finding.topic for finding in summarize(synthetic.swept(jobs))]
+    assert "cost" not in topics
+
+
+def test_the_plot_of_equal_ends_is_one_of_the_page():
+    jobs = [synthetic.job(f"rate={rate}", 1.0) for rate in (0.1, 0.2)]
+    sweep = synthetic.swept(jobs)
+    finding = first_on(sweep, "final")
+    assert finding.figures["equal"]
+    assert finding.plot in {plot.key for plot in plots.draw(sweep)}
+
+
+def test_identical_runs_are_one_in_a_ranking():
+    """Of three factors two train the same to the last digit; the third ends worse."""
+    jobs = []
+    for factor, shift in ((1, 0.0), (2, 0.0), (4, 0.1)):
+        for seed in range(3):
+            name = f"factor={factor} seed={seed}"
+            end = 1 + 0.1 * seed + shift * (1 + 0.1 * seed)
+            jobs.append(synthetic.job(name, end, factor=factor, batch=64))
+    sweep = synthetic.swept(jobs)
+    finding = first_on(sweep, "final")
+    assert finding.figures["best"] == "factor=1"
+    assert finding.figures["same"] == ["factor=2"]
+    assert (
+        "factor=1 (and factor=2, with the same results) ends best, at 1.10 ± 0.10"
+    ) in finding.text
+    assert "The next is factor=4, " in finding.text
+    for each in summarize(sweep):
+        assert each.topic != "next" or "is better" not in each.text
+
+
+def test_a_noise_scale_is_a_lower_bound_only_where_it_is_one():
+    rng = np.random.default_rng(0)
+    text_by_scale = {}
+    for scale in (40.0, 400.0, 4000.0):
+        sweep = sweep_with_costs(rng, critical=400.0, noise=0.001)
+        for job in sweep.jobs:
+            steps = job.curves["train/loss"].steps
+            curve = Curve(steps, np.full(len(steps), scale))
+            job.curves["train/gradient_noise_scale"] = curve
+        text_by_scale[scale] = first_on(sweep, "noise_scale").text
+    assert "take it for a lower bound" in text_by_scale[40.0]
+    assert "It agrees with the critical batch" in text_by_scale[400.0]
+    assert "so it is no lower bound" in text_by_scale[4000.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["does_it_pay", "factor_at_fixed_micro_batch", "rate_transfer"]
+)
+def test_the_package_s_sweeps_are_evaluated_as_often_at_each_batch(name):
+    """More often than a target needs, and after as many examples for every batch."""
+    file = Path(compose.directory("sweeps")) / f"{name}.yaml"
+    training = yaml.safe_load(file.read_text())["training"]
+    parts = int(training["evaluate_every"].removeprefix("epoch/"))
+    assert training["epochs"] * parts >= EVALUATIONS
+    assert parts > 1
