@@ -360,9 +360,13 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
         try:
             if tracker.begun:
                 why = tracker.end(status, failure)
-        except BaseException:
-            say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
-            raise
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt | Terminated)
+            if status != "FINISHED" or not interrupted:
+                say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
+                raise
+            # The run has trained: `pipeline sync` makes it FINISHED in the store.
+            why = "interrupted"
         if why:
             uri = tracker.journal.uri
             closing.unshipped = _unshipped_line(tracker.run_dir, uri, f" ({why})")
