@@ -210,10 +210,10 @@ def exits_as_failures() -> Iterator[None]:
 
 
 @contextmanager
-def refused(key: str, rule: str, received: object) -> Iterator[None]:
+def refused(key: str, rule: str, received: object, way: str = "") -> Iterator[None]:
     """Turn any error into a `ConfigError` about `key`.
 
-    The `rule` is followed by the error in parentheses.
+    The `rule` is followed by the error in parentheses, and by a `way` on.
     """
     try:
         yield
@@ -223,7 +223,10 @@ def refused(key: str, rule: str, received: object) -> Iterator[None]:
         reason = described(error)
         if isinstance(error, ValueError):
             reason = first_line(error)
-        raise ConfigError(key, f"{rule} ({reason})", received) from error
+        rule = f"{rule} ({reason})"
+        if way:
+            rule += f": {way}"
+        raise ConfigError(key, rule, received) from error
 
 
 def _shown(value: object) -> str:

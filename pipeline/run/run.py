@@ -230,7 +230,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
     log_model = job.parts.spec.config.tracking.log_model
     with (
         _closing(tracker, recorder) as closing,
-        fitting.checkpoints(job.parts, tracker.run_dir) as checkpoints,
+        fitting.checkpoints(job.parts, tracker.run_dir, tracker.journal) as checkpoints,
     ):
         _begin(job)
         _continue_counting(job, recorder)

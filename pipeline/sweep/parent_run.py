@@ -6,6 +6,7 @@ after the last one.
 
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -381,6 +382,7 @@ def _leave_note(sweep: ParentRun) -> None:
     sweep.note = (folder / NOTE).open("w", encoding="utf-8")
     lock(sweep.note.fileno(), WRITER)
     print(json.dumps(note), file=sweep.note, flush=True)
+    os.fsync(sweep.note.fileno())
 
 
 def _close_lost(client: Any, run: Any) -> None:

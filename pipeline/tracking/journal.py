@@ -38,8 +38,8 @@ After a crash
   `patience` seconds longer. What is not shipped by then is left to `pipeline sync`.
 - The disk of the journal is full: the lines wait in memory, and at the end they are
   handed to the shipper.
-- The machine dies: the first line is on disk, and later ones as far as the operating
-  system had written them.
+- The machine dies: the lines before the last checkpoint are on the disk, and later
+  ones as far as the operating system had written them.
 """
 
 import contextlib
@@ -52,10 +52,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import imports, secrets
+from pipeline.common import durable, imports, secrets
 from pipeline.common.errors import ConfigError, say
 from pipeline.tracking import foreign_store, journal_file
-from pipeline.tracking.journal_file import FORMAT, Past
+from pipeline.tracking.journal_file import FORMAT, Past, Position
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
@@ -197,7 +197,9 @@ class Journal:
         try:
             self._writer = journal_file.create(path)
             self._writer.write({"start": start})
-            self._writer.sync()  # the shipper reads the line from the file
+            self._writer.flush()  # the shipper reads the line from the file
+            self._writer.sync()
+            durable.sync(path.parent)  # the name of the file
         except BaseException:
             self.abandon()
             raise
@@ -227,6 +229,14 @@ class Journal:
         if time.monotonic() - self._checked_at > REVIVE:
             self._revive()
             self._warn_if_behind()
+
+    def position(self) -> Position:
+        """Return the end of the lines that were written so far."""
+        return self._writer.position
+
+    def sync(self) -> None:
+        """Wait until the lines in the file are on the disk; any thread may call it."""
+        self._writer.sync()
 
     def ship_now(self) -> None:
         """Let the shipper ship what is written without its usual interval."""

@@ -16,7 +16,7 @@ What a crash leaves:
   another run may begin in the folder.
 - A process died after `LineWriter.write`: the operating system has the line, and every
   process reads it. The machine died: what followed the last `LineWriter.sync` may be
-  missing.
+  missing. Each checkpoint follows a sync, and knows its `Position` in the journal.
 - The disk is full: the lines wait in the memory of the writer. They are lost if it dies
   before there is space again, unless they were handed to the shipper.
 
@@ -117,6 +117,19 @@ def absolute(uri: str) -> str:
     return prefix + os.path.abspath(uri.removeprefix(prefix))
 
 
+@dataclass(frozen=True)
+class Position:
+    """The end of a complete line: the lines up to it, and no others, end there.
+
+    Attributes:
+        offset: their bytes.
+        crc: their checksum.
+    """
+
+    offset: int
+    crc: int
+
+
 class LineReader:
     """Reads the lines of a journal, even while they are being written.
 
@@ -190,6 +203,7 @@ class LineWriter:
 
     def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
         self._descriptor = descriptor
+        self._offset = offset
         self._crc = crc
         self._waiting = bytearray()
         os.ftruncate(descriptor, offset)
@@ -206,7 +220,9 @@ class LineWriter:
         body = (_encode({"time": now, **line})[1:] + "\n").encode()
         was_waiting = bool(self._waiting)
         self._crc = zlib.crc32(body, self._crc)
-        self._waiting += _head(self._crc) + body
+        text = _head(self._crc) + body
+        self._offset += len(text)
+        self._waiting += text
         try:
             self._drain()
         except OSError as error:
@@ -219,9 +235,17 @@ class LineWriter:
                     "its lines wait in memory"
                 )
 
-    def sync(self) -> None:
-        """Flush all lines to the disk; raise an `OSError` if it is full."""
+    @property
+    def position(self) -> Position:
+        """The end of all lines, of which some may wait in memory."""
+        return Position(self._offset, self._crc)
+
+    def flush(self) -> None:
+        """Write what waits in memory; raise an `OSError` if the disk is full."""
         self._drain()
+
+    def sync(self) -> None:
+        """Wait until the lines in the file are on the disk; any thread may call it."""
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
@@ -235,6 +259,7 @@ class LineWriter:
         """Close the file, which releases the lock; return whether it has all lines."""
         with contextlib.suppress(OSError):
             self._drain()
+            self.sync()
         os.close(self._descriptor)
         return not self._waiting
 
@@ -264,6 +289,7 @@ class Past:
         last: the latest value of each metric.
         tags: the tags that were set while the run was running.
         resumed: what each segment after the first one began with.
+        positions: the ends of its lines.
         described: whether the run has logged everything that precedes the training.
         status: FINISHED, FAILED or KILLED; None if the run ended without a line.
         damage: which line is not as it was written; empty if there is none.
@@ -277,6 +303,7 @@ class Past:
     last: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     resumed: list[dict[str, Any]] = field(default_factory=list)
+    positions: set[Position] = field(default_factory=set)
     described: bool = False
     status: str | None = None
     damage: str = ""
@@ -332,6 +359,8 @@ class Past:
         try:
             for line in self._reader.lines():
                 self._add(line)
+                position = Position(self._reader.offset, self._reader.crc)
+                self.positions.add(position)
         except (FormError, OSError) as error:
             self.damage = str(error)
 

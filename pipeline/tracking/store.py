@@ -16,6 +16,7 @@ from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from pipeline.common import durable
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import mask, remember
 
@@ -95,6 +96,7 @@ class Store:
             self.prepare()
         new = Path(f"{database}.new")
         new.write_bytes(self._new_database)
+        durable.sync(new)
         new.rename(database)
 
     def check(self, experiment: str) -> str | None:
