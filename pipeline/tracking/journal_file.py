@@ -55,13 +55,20 @@ MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps makes it anew
 _FORM = {
-    "start?": dict,
-    "run?": dict,
+    "time": int,
+    "start?": {"store?": str, "tags?": {"journal?": str}},
+    "run?": {"run_id": str},
+    "dataset?": dict,
+    "context?": str,
     "metrics?": dict,
-    "tags?": dict,
+    "tags?": {str: str},
+    "fork_of?": str,
+    "resume?": dict,
     "end?": str,
     "step?": int,
 }
+# Keys that a line with another key has to have, too.
+_COMPANIONS = {"metrics": "step", "dataset": "context"}
 _HEAD_LENGTH = len('{"crc":"00000000",')
 _CHUNK = 2**16  # bytes read at a time
 _LOCK_INTERVAL = 0.1  # seconds between two tries to lock a byte
@@ -183,10 +190,22 @@ class LineReader:
         self._lines_read += 1
         try:
             line: dict[str, Any] = json.loads(text)
-            check(line, _FORM, [])
-        except ValueError as error:  # somebody wrote it, with a correct checksum
+            _check_line(line)
+        # Somebody wrote it, with a correct checksum.
+        except (ValueError, RecursionError) as error:
             raise FormError(f"line {self._lines_read}: {error}") from error
         return line
+
+
+def _check_line(line: dict[str, Any]) -> None:
+    """Raise a `FormError` if a line lacks something, or is of another form."""
+    check(line, _FORM, [])
+    for key, companion in _COMPANIONS.items():
+        if key in line and companion not in line:
+            raise FormError(f"{companion} is missing")
+    for value in line.get("metrics", {}).values():
+        if not isinstance(value, int | float):
+            raise FormError("metrics must be numbers")
 
 
 class LineWriter:
@@ -365,10 +384,14 @@ class Past:
             self.damage = str(error)
 
         version = self.start.get("format")
-        if version != FORMAT:
+        tags = self.start.get("tags", {})
+        is_complete = "store" in self.start and "journal" in tags
+        if version != FORMAT or not is_complete:
             problem = f"format {version}"
             if not self.start:
                 problem = self.damage or "it is empty"
+            elif not is_complete:
+                problem = "its first line lacks the store or the tags"
             rule = f"must have a journal of format {FORMAT} ({problem})"
             raise ConfigError(key, rule, str(self.path.parent))
 
