@@ -100,10 +100,13 @@ def create(path: Path) -> "LineWriter":
         ConfigError: there is a journal already, or another process is writing one.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    is_free = lock(descriptor, WRITER)
-    if not is_free or b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
-        os.close(descriptor)
+    rule = ""
+    if not lock(descriptor, WRITER):
+        rule = "must be a folder that no other process trains in"
+    elif b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
         rule = "must be a folder without a run in it"
+    if rule:
+        os.close(descriptor)
         raise ConfigError("hydra.run.dir", rule, str(path.parent))
     return LineWriter(descriptor)
 
