@@ -194,6 +194,9 @@ class SweepLauncher(Launcher):
             f"tracking.job={quoted(name)}",
             f"tracking.run_name={quoted(name)}",
         ]
+        if self.sweep.experiment:
+            experiment = quoted(self.sweep.experiment)
+            overrides.append(f"tracking.experiment={experiment}")
         if run_dir is not None:
             overrides += [
                 "training.resume=auto",
