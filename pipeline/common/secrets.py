@@ -39,11 +39,9 @@ _SECRET_PARTS = re.compile(
     r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY", re.IGNORECASE
 )
 # The same by a word of their name, such as MY_KEY_PROD, unless they only say something
-# about a secret, such as SSH_AUTH_SOCK and KEY_TYPE.
-_SECRET_WORDS = re.compile(
-    r"(^|_)(KEY|PASS|PWD|PAT|AUTH|COOKIE|JWT|BEARER|SAS|DSN)S?[0-9]*(_|$)",
-    re.IGNORECASE,
-)
+# about a secret, such as SSH_AUTH_SOCK and KEY_TYPE. PWD alone is a folder.
+_WORDS = r"(KEY|PASS|PWD|PAT|AUTH|COOKIE|JWT|BEARER|SAS|DSN)S?[0-9]*"
+_SECRET_WORDS = re.compile(rf"_{_WORDS}(_|$)|^{_WORDS}_", re.IGNORECASE)
 _ABOUT_SECRETS = re.compile(
     r"_(SOCK|FILE|PATH|DIR|NAME|TYPE|KIND|MODE|METHOD|ALGORITHM|SIZE|LENGTH|VERSION)$",
     re.IGNORECASE,

@@ -55,7 +55,7 @@ MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps makes it anew
 _FORM = {
-    "time": int,
+    "time?": int,
     "start?": {"store?": str, "tags?": {"journal?": str}},
     "run?": {"run_id": str},
     "dataset?": dict,
@@ -68,7 +68,11 @@ _FORM = {
     "step?": int,
 }
 # Keys that a line with another key has to have, too.
-_COMPANIONS = {"metrics": "step", "dataset": "context"}
+_COMPANIONS = {
+    "metrics": ("step", "time"),
+    "dataset": ("context",),
+    "end": ("time",),
+}
 _HEAD_LENGTH = len('{"crc":"00000000",')
 _CHUNK = 2**16  # bytes read at a time
 _LOCK_INTERVAL = 0.1  # seconds between two tries to lock a byte
@@ -203,9 +207,10 @@ class LineReader:
 def _check_line(line: dict[str, Any]) -> None:
     """Raise a `FormError` if a line lacks something, or is of another form."""
     check(line, _FORM, [])
-    for key, companion in _COMPANIONS.items():
-        if key in line and companion not in line:
-            raise FormError(f"{companion} is missing")
+    for key, companions in _COMPANIONS.items():
+        for companion in companions:
+            if key in line and companion not in line:
+                raise FormError(f"{companion} is missing")
     for value in line.get("metrics", {}).values():
         if not isinstance(value, int | float):
             raise FormError("metrics must be numbers")

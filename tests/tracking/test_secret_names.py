@@ -41,6 +41,8 @@ def test_the_value_is_masked(monkeypatch, name):
         "KEYBOARD",
         "MONKEY",
         "PATH",
+        "PWD",
+        "OLDPWD",
         "AUTHOR",
         "SORT_KEY_NAME",
         "COMPASS_MODE",
