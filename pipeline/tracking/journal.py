@@ -159,6 +159,7 @@ class Journal:
         self._when_unreachable = when_unreachable
         self._is_offline = False
         self._path = Path()
+        self._run_id = ""
         self._lives = LIVES
         self._lag = LAG
         self._checked_at = time.monotonic()
@@ -203,7 +204,7 @@ class Journal:
         except BaseException:
             self.abandon()
             raise
-        ids = self._attach(path, may_exist=False)
+        ids = self._attach(path)
         if ids:
             self.write({"run": ids})
         return ids
@@ -213,6 +214,7 @@ class Journal:
 
         The `segment` describes what may have changed since; `provenance` makes it.
         """
+        self._run_id = past.run.get("run_id", "")
         ids = self._attach(past.path, may_exist=True)
         self._writer = past.writer()
         if ids and ids != past.run:
@@ -286,7 +288,7 @@ class Journal:
             }
         )
 
-    def _attach(self, path: Path, *, may_exist: bool) -> dict[str, str]:
+    def _attach(self, path: Path, *, may_exist: bool = False) -> dict[str, str]:
         """Let the shipper create or find the run.
 
         Returns:
@@ -294,9 +296,10 @@ class Journal:
         """
         self._path = path
         while not self._is_offline:
-            self.shipper.send({"ship": str(path), "may_exist": may_exist})
+            self._ship(may_exist=may_exist)
             answer = self._answer()
             if "error" not in answer:
+                self._run_id = answer["run_id"]
                 return answer
             is_final = "key" in answer or not self._lives
             if not self._recovers(answer, final=is_final):
@@ -308,6 +311,12 @@ class Journal:
             self.ready()
             may_exist = True
         return {}
+
+    def _ship(self, *, may_exist: bool) -> None:
+        """Tell the shipper which run to ship."""
+        self.shipper.send(
+            {"ship": str(self._path), "may_exist": may_exist, "run_id": self._run_id}
+        )
 
     def _attach_error(self, answer: dict[str, Any]) -> Exception:
         run_dir = str(self._path.parent)
@@ -390,7 +399,7 @@ class Journal:
         if not self._is_offline and not self.shipper.alive():
             self.abandon()  # closes its pipes
             self.shipper = self._open()
-            self.shipper.send({"ship": str(self._path), "may_exist": True})
+            self._ship(may_exist=True)
 
     def _warn_if_behind(self) -> None:
         """Tell the user if many points have waited ever since the last look."""
