@@ -201,7 +201,7 @@ def test_without_the_position_in_the_journal_rows_are_lost(
     """The negative control: any beginning of the journal beside the last checkpoints."""
     tree = recorded.last()
     cuts = []
-    for end in _line_ends(tree[NAME]):
+    for end in _line_ends(tree[NAME])[::2]:
         cuts.append({**tree, NAME: tree[NAME][:end]})
     decisions = [recorded.decide(cut, tmp_path / "run") for cut in cuts]
     assert not any(decision.lost for decision in decisions)
