@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
+
 import pytest
 
 from pipeline.checkpoints import run_dirs
@@ -96,3 +99,25 @@ def test_a_run_is_found_beside_bad_journals(tmp_path, monkeypatch):
     crafted(tmp_path / "good", {"start": START}, run)
     monkeypatch.chdir(tmp_path)
     assert [str(found) for found in run_dirs.by_id("RUN").values()] == ["good"]
+
+
+def test_a_second_start_in_a_folder_that_is_in_use_says_so(tmp_path):
+    """The first line is not written yet: there is no run in the folder."""
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+
+    def hold():
+        journal_file.create(tmp_path / NAME)
+        ready.set()
+        time.sleep(60)
+
+    process = fork.Process(target=hold)
+    process.start()
+    try:
+        assert ready.wait(30)
+        with pytest.raises(ConfigError, match="a folder that no other process trains"):
+            journal_file.create(tmp_path / NAME)
+    finally:
+        process.kill()
+        process.join()
+    journal_file.create(tmp_path / NAME).close()
