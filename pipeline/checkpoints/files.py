@@ -1,12 +1,17 @@
 """Checkpoint files: RUN_DIR/checkpoints/UPDATE/ and RUN_DIR/checkpoints/best/UPDATE/.
 
-    meta.json       the format, the update, everything that is not an array
+    meta.json       the format, the update, the position in the journal, everything
+                    that is not an array
     arrays.*        the arrays, as `tf.train.Checkpoint` writes them
     manifest.json   the SHA-256 of each of these files
 
 A thread writes them into a folder whose name starts with a dot, syncs it to the disk,
 verifies it, and renames it. A folder under its final name is therefore complete,
 whenever the process is killed. The manifest reveals damage by the disk.
+
+The rows of a checkpoint's updates are in the journal, which is synced before the
+checkpoint. The checkpoint holds its position in the journal: how many bytes there were,
+and their checksum. So a run never resumes from updates whose rows it has lost.
 
 This module does not import TensorFlow.
 """
@@ -16,22 +21,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.common.durable import sync
 from pipeline.common.errors import ConfigError, described, first_line, say
 from pipeline.common.recorded import FormError, read
 from pipeline.config.plan import Plan
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.snapshot import State
+    from pipeline.tracking.journal import Journal
+    from pipeline.tracking.journal_file import Position
 
 FORMAT = 1
 _LOOP = {
@@ -49,7 +56,13 @@ _VALUES = {
     "callbacks": dict,
     "kinds": dict,
 }
-META = {"format": int, "update": int, "arrays": [list], "values": _VALUES}
+META = {
+    "format": int,
+    "update": int,
+    "arrays": [list],
+    "values": _VALUES,
+    "journal?": {"offset": int, "crc": int},  # records of before have none
+}
 
 BEST = "best"  # the subfolder for the checkpoint of the best evaluation
 AUTO_SECONDS = 300.0  # the least time between two checkpoints with `auto`
@@ -86,6 +99,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         keep: how many of the latest checkpoints are kept. The best ones that these
             refer to are kept, too.
         writes: False for a process that only reads what the chief writes.
+        journal: Of the run. It is synced before each checkpoint.
     """
 
     def __init__(
@@ -95,12 +109,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         plan: Plan,
         keep: int = 2,
         writes: bool = True,
+        journal: Journal | None = None,
     ):
         self.folder = folder
         self.every = every
         self.plan = plan
         self.keep = keep
         self.writes = writes
+        self.journal = journal
         self._writer: threading.Thread | None = None
         self._next_auto = time.monotonic() + AUTO_SECONDS
         if writes:
@@ -143,10 +159,13 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             reason = first_line(error)
             say(f"the checkpoint after update {update} was left out: {reason}")
             return
+        position = None
+        if self.journal is not None:
+            position = self.journal.position()
         # The thread is not a daemon: the interpreter waits until it has written
         # everything.
         self._writer = threading.Thread(
-            target=self._write, args=(update, state, best), name="checkpoint"
+            target=self._write, args=(update, state, position, best), name="checkpoint"
         )
         self._writer.start()
         if not best:
@@ -170,20 +189,25 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if self._writer is not None:
             self._writer.join()
 
-    def _write(self, update: int, state: State, best: bool) -> None:
+    def _write(
+        self, update: int, state: State, position: Position | None, best: bool
+    ) -> None:
         folder = self.folder / BEST if best else self.folder
         incomplete = folder / f".{update}"
         complete = folder / str(update)
         try:
+            if self.journal is not None:
+                self.journal.sync()
             _remove(incomplete)
             incomplete.mkdir(parents=True)
-            self._write_files(incomplete, update, state)
+            self._write_files(incomplete, update, state, position)
             _verified(incomplete, update)
             # A folder of that name is damaged, or is from a run that resumed from
             # before it.
             _remove(complete)
             incomplete.rename(complete)
-            _sync(folder)
+            for parent in (folder, self.folder, self.folder.parent):
+                sync(parent)
         except Exception as error:
             # The training goes on without the checkpoint: the disk may be full.
             _remove(incomplete)
@@ -196,7 +220,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._remove_old(update)
             self._remove_old_best(just_written=None)
 
-    def _write_files(self, folder: Path, update: int, state: State) -> None:
+    def _write_files(
+        self, folder: Path, update: int, state: State, position: Position | None
+    ) -> None:
         """Write the files of a checkpoint, and sync them to the disk."""
         meta = {
             "format": FORMAT,
@@ -205,11 +231,13 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "effective_batch_size": self.plan.batching.effective_batch_size,
             **state.write(folder),
         }
+        if position is not None:
+            meta["journal"] = asdict(position)
         _write_json(folder / "meta.json", meta)
         hashes = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
         _write_json(folder / "manifest.json", {"sha256": hashes})
         for path in [*folder.iterdir(), folder]:
-            _sync(path)
+            sync(path)
 
     def _remove_old(self, latest: int) -> None:
         """Keep the `latest` checkpoint and those before it, `keep` in all.
@@ -235,19 +263,26 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 _remove(self.folder / BEST / str(update))
 
 
-def newest(folder: Path, most: float = math.inf) -> Checkpoint | None:
+def newest(
+    folder: Path,
+    most: float = math.inf,
+    is_usable: Callable[[Checkpoint], bool] = lambda _: True,
+) -> Checkpoint | None:
     """Return the latest intact checkpoint in `folder` of at most `most` updates.
 
-    One line reports each damaged one.
+    One line reports each damaged one. One that is not usable is passed over.
     """
     for update in reversed(updates(folder)):
         if update > most:
             continue
         path = folder / str(update)
         try:
-            return _verified(path, update)
+            checkpoint = _verified(path, update)
         except FormError as damage:
             say(f"the checkpoint {path} is damaged, and not used: {damage}")
+            continue
+        if is_usable(checkpoint):
+            return checkpoint
     return None
 
 
@@ -329,15 +364,6 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

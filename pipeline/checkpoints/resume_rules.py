@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,8 @@ from omegaconf import OmegaConf
 
 from pipeline.checkpoints import files
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import recorded_config
-from pipeline.common.errors import ConfigError, as_config_error
+from pipeline.checkpoints.run_dirs import COPY, recorded_config
+from pipeline.common.errors import ConfigError, as_config_error, say
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.config import key_kinds
@@ -30,6 +31,7 @@ from pipeline.tracking.journal_file import (
     DESCRIBED,
     JOURNAL_NAME,
     Past,
+    Position,
     absolute,
     has_begun,
 )
@@ -82,7 +84,7 @@ class Continuation:
         if not self.past.described or not file.exists():
             return
         rule = f"must have a {DESCRIBED} that can be read"
-        with as_config_error("RUN", rule, str(self.run_dir)):
+        with as_config_error("RUN", rule, str(self.run_dir), COPY):
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
 
@@ -180,12 +182,30 @@ def _continuation(
                 raise ConfigError("RUN", rule, str(run_dir))
             return Continuation(run_dir, spec, past, None, finished=True)
 
-    # The updates whose rows a damaged journal has lost are trained again.
+    # The updates whose rows the journal has lost are trained again.
     most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
-    latest = files.newest(run_dir / "checkpoints", most)
+    latest = files.newest(
+        run_dir / "checkpoints", most, lambda checkpoint: _has_rows(past, checkpoint)
+    )
     if required and latest is None:
         raise _no_checkpoint(run_dir, past, most)
     return Continuation(run_dir, spec, past, latest, lines)
+
+
+def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
+    """Return whether the journal has all rows from before a checkpoint.
+
+    If it has not, one line says so.
+    """
+    recorded = checkpoint.meta.get("journal")
+    # A checkpoint of before has no position.
+    if recorded is None or Position(**recorded) in past.positions:
+        return True
+    say(
+        f"the checkpoint {checkpoint.folder} is not used: "
+        f"{JOURNAL_NAME} has not all rows from before it"
+    )
+    return False
 
 
 def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
@@ -253,6 +273,8 @@ def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
     for key in ("shuffle_files", "checksum", "batched"):
         if key not in recorded:
             unknown.append(f"dataset.{key}")
+    if not values and not unknown:
+        return spec
     return spec.changed(values, without=unknown)
 
 
@@ -268,7 +290,7 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     values_then = leaves(recorded)
     values_now = leaves(spec.recorded)
     # A missing key meant the schema's default.
-    defaults = leaves(plain(OmegaConf.structured(Config)))
+    defaults = _schema_defaults()
     new_keys = [key for key in values_now if key not in values_then]
     lines = []
     for key in [*values_then, *new_keys]:
@@ -281,6 +303,11 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
             raise ConfigError(key, f"must be that of the run, {then!r}", now)
         lines.append(f"{key} {now} (was {then})")
     return lines
+
+
+@cache
+def _schema_defaults() -> dict[str, Any]:
+    return leaves(plain(OmegaConf.structured(Config)))
 
 
 def _check_store(uri: str, past: Past) -> None:

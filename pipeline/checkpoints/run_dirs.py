@@ -24,6 +24,8 @@ _GROUPS = (
     "tracking",
 )
 CONFIG = dict.fromkeys(_GROUPS, dict)  # the form of config.yaml
+# The way on where a record in a run directory cannot be read.
+COPY = "MLflow has a copy among the artifacts of the run"
 SHORTEST_ID = 4  # characters of a run ID that are enough to look for its run
 
 
@@ -117,7 +119,8 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read. The error names the argument `key`.
     """
-    with as_config_error(key, "must have a config.yaml that can be read", str(run_dir)):
+    rule = "must have a config.yaml that can be read"
+    with as_config_error(key, rule, str(run_dir), COPY):
         config = recorded.read(run_dir / "config.yaml", CONFIG)
         return dict(former_names.migrated(config))
 

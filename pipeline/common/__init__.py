@@ -6,6 +6,7 @@ memory and GPUs. This package imports no other package.
 
 __all__ = [
     "disk_cache",
+    "durable",
     "errors",
     "imports",
     "memory_budget",
@@ -14,4 +15,5 @@ __all__ = [
     "rounding",
     "secrets",
     "signals",
+    "yaml_size",
 ]

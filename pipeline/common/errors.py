@@ -237,10 +237,13 @@ def exits_as_failures() -> Iterator[None]:
 
 
 @contextmanager
-def as_config_error(key: str, rule: str, received: object) -> Iterator[None]:
+def as_config_error(
+    key: str, rule: str, received: object, way: str = ""
+) -> Iterator[None]:
     """Turn any error into a `ConfigError` about `key`.
 
-    In the message, the error follows the `rule` in parentheses.
+    In the message, the error follows the `rule` in parentheses, and a `way` out of it,
+    if there is one, follows the error.
     """
     try:
         yield
@@ -250,7 +253,10 @@ def as_config_error(key: str, rule: str, received: object) -> Iterator[None]:
         reason = described(error)
         if isinstance(error, ValueError):
             reason = first_line(error)
-        raise ConfigError(key, f"{rule} ({reason})", received) from error
+        rule = f"{rule} ({reason})"
+        if way:
+            rule += f": {way}"
+        raise ConfigError(key, rule, received) from error
 
 
 def _shown(value: object) -> str:

@@ -34,10 +34,16 @@ _SECRET_FILE = re.compile(
     r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)"""
     r"""((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)"""
 )
-# Environment variables with secrets.
-_SECRET_NAMES = re.compile(
-    r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY"
-    r"|_(KEY|PASS|PWD|PAT|AUTH)$",
+# Environment variables with secrets, by a part of their name.
+_SECRET_PARTS = re.compile(
+    r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY", re.IGNORECASE
+)
+# The same by a word of their name, such as MY_KEY_PROD, unless they only say something
+# about a secret, such as SSH_AUTH_SOCK and KEY_TYPE. PWD alone is a folder.
+_WORDS = r"(KEY|PASS|PWD|PAT|AUTH|COOKIE|JWT|BEARER|SAS|DSN)S?[0-9]*"
+_SECRET_WORDS = re.compile(rf"_{_WORDS}(_|$)|^{_WORDS}_", re.IGNORECASE)
+_ABOUT_SECRETS = re.compile(
+    r"_(SOCK|FILE|PATH|DIR|NAME|TYPE|KIND|MODE|METHOD|ALGORITHM|SIZE|LENGTH|VERSION)$",
     re.IGNORECASE,
 )
 # Masking shorter values would hide half of every text.
@@ -86,7 +92,7 @@ def mask(text: str) -> str:
 
     values = set(_remembered)
     for name, value in os.environ.items():
-        if _SECRET_NAMES.search(name):
+        if _names_secret(name):
             values.add(value)
     secrets: set[str] = set()
     for value in values:
@@ -95,6 +101,15 @@ def mask(text: str) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
+
+
+def _names_secret(variable: str) -> bool:
+    """Return whether an environment variable of this name holds a secret."""
+    if _SECRET_PARTS.search(variable):
+        return True
+    if _ABOUT_SECRETS.search(variable):
+        return False
+    return _SECRET_WORDS.search(variable) is not None
 
 
 def _forms(value: str) -> set[str]:

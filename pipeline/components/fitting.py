@@ -16,6 +16,7 @@ from pipeline.components import devices, utilization
 from pipeline.components.assembly import Parts
 from pipeline.config.plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example, non_finite, tokens
+from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Evaluations, SplitEvaluator
 from pipeline.training.loop import Trainer
@@ -62,13 +63,19 @@ def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     )
 
 
-def checkpoints(parts: Parts, run_dir: Path, *, writes: bool = True) -> Checkpoints:
+def checkpoints(
+    parts: Parts, run_dir: Path, journal: Journal | None = None
+) -> Checkpoints:
     """Return the checkpoints in a run directory.
 
-    They are written when the config says so, if this process `writes`.
+    They are written when the config says so. Without the journal of the run, as on a
+    worker other than the chief, none is written.
     """
+    writes = journal is not None
     every = parts.spec.config.training.checkpoint_every if writes else None
-    return Checkpoints(run_dir / "checkpoints", every, parts.plan, writes=writes)
+    return Checkpoints(
+        run_dir / "checkpoints", every, parts.plan, writes=writes, journal=journal
+    )
 
 
 def fit(

@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline.common import yaml_size
 from pipeline.common.errors import ConfigError, say
 from pipeline.config import former_names, hydra_errors, schema
 from pipeline.config.hydra_internals import get_args_parser
@@ -141,12 +142,14 @@ def own_folder() -> str | None:
 
 @cache
 def check_config_dir(folder: str) -> None:
-    """Reject a folder of configs that does not exist.
+    """Reject a folder of configs that does not exist, and a file that is too large.
 
     Print once that the user's own folder is used, and which of its files are not.
     """
     if not Path(folder).is_dir():
         raise ConfigError("--config-dir", "must be a folder that exists", folder)
+    for file in sorted(Path(folder).rglob("*.yaml")):
+        yaml_size.check_size(file)
     if folder == own_folder():
         say(f"pipeline: with the configs in {folder}")
     for file in sorted(Path(folder).glob("*/**/*.yaml")):

@@ -119,7 +119,7 @@ def train(
     if isinstance(start, fork.Fork):
         start.check(update, parts.plan)
     recorder = fitting.recorder(parts)
-    checkpoints = fitting.checkpoints(parts, run_dir, writes=False)
+    checkpoints = fitting.checkpoints(parts, run_dir)
     fitting.fit(parts, update, recorder, checkpoints, start)
 
 

@@ -230,7 +230,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
     log_model = job.parts.spec.config.tracking.log_model
     with (
         _closing(tracker, recorder) as closing,
-        fitting.checkpoints(job.parts, tracker.run_dir) as checkpoints,
+        fitting.checkpoints(job.parts, tracker.run_dir, tracker.journal) as checkpoints,
     ):
         _begin(job)
         _continue_counting(job, recorder)
@@ -360,9 +360,13 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
         try:
             if tracker.begun:
                 why = tracker.end(status, failure)
-        except BaseException:
-            say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
-            raise
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt | Terminated)
+            if status != "FINISHED" or not interrupted:
+                say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
+                raise
+            # The run has trained: `pipeline sync` makes it FINISHED in the store.
+            why = "interrupted"
         if why:
             uri = tracker.journal.uri
             closing.unshipped = _unshipped_line(tracker.run_dir, uri, f" ({why})")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pipeline.checkpoints.run_dirs import by_id, quoted
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.common.secrets import mask
+from pipeline.common.signals import Terminated
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
@@ -72,7 +73,7 @@ class SweepLauncher(Launcher):
         task_function: TaskFunction,
         config: DictConfig,
     ) -> None:
-        """Keep what Hydra gives; let SIGTERM and SIGHUP interrupt like Ctrl-C."""
+        """Keep what Hydra gives; let SIGTERM and SIGHUP end the sweep in order."""
         self.config = config
         self.hydra_context = hydra_context
         self.task_function = task_function
@@ -80,7 +81,7 @@ class SweepLauncher(Launcher):
             sweep_size.check(_parsed(self._task_overrides()))
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, signal.default_int_handler)
+                signal.signal(number, _terminate)
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -210,6 +211,9 @@ class SweepLauncher(Launcher):
             f"tracking.job={quoted(name)}",
             f"tracking.run_name={quoted(name)}",
         ]
+        if self.sweep.experiment:
+            experiment = quoted(self.sweep.experiment)
+            overrides.append(f"tracking.experiment={experiment}")
         if run_dir is not None:
             overrides += [
                 "training.resume=auto",
@@ -282,8 +286,8 @@ class SweepLauncher(Launcher):
                 self._ask_to_end(running, late=time.monotonic() > deadline)
                 self._wait()
                 self._collect(slots)
-            except KeyboardInterrupt:
-                deadline = 0.0  # a second Ctrl-C kills at once
+            except (KeyboardInterrupt, Terminated):
+                deadline = 0.0  # a second signal kills at once
 
     def _job(self, call: JobCall, gpus: list[str]) -> Any:
         """Return the job that a `Slot` runs for a call."""
@@ -323,6 +327,10 @@ class BasicLauncher(SweepLauncher):
                 "hydra/launcher", "must not be basic with several workers", "basic"
             )
         return super()._slots(hardware)
+
+
+def _terminate(number: int, _frame: object) -> NoReturn:
+    raise Terminated(signal.Signals(number).name)
 
 
 def completed_with(loss: float) -> JobReturn:

@@ -6,9 +6,11 @@ after the last one.
 
 import json
 import math
+import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,6 +40,10 @@ ALIVE = "sweep.alive"  # tag of the parent: the last heartbeat, in ms since the 
 SIGNS = ("train/loss", "system/cpu_utilization_percentage")
 HEARTBEAT = 20.0  # seconds between two heartbeats
 GONE = 120.0  # seconds of silence after which a process is gone
+CLAIM = "sweep.claim"  # tag of the parent while somebody reopens it: when, and who
+# Seconds in which two that begin at once see each other: more than a request takes.
+CLAIM_SECONDS = 3.0
+CLAIM_LASTS = 30.0  # seconds: somebody who claimed it then is gone, or shows heartbeats
 # Seconds that a job's shipper has to close the run after the job ended, besides its
 # patience.
 GRACE = 15.0
@@ -57,6 +63,8 @@ class ParentRun(SweepRecord):
     metrics: list[str] = field(default_factory=list)
     # Why a job returned no loss, by its name.
     lost: dict[str, str] = field(default_factory=dict)
+    # Name of the experiment of a sweep that is reopened; empty for a new sweep.
+    experiment: str = ""
     # When a job's process ended, by its name, in seconds of a monotonic clock.
     ended: dict[str, float] = field(default_factory=dict)
     folder: str = ""  # the folder of the sweep
@@ -102,8 +110,12 @@ class ParentRun(SweepRecord):
         """Write heartbeats to the store until the sweep is closed."""
         while not self.closed.is_set():
             with suppress(Exception):  # the store may be away for a while
-                self.client().set_tag(self.run_id, ALIVE, str(int(time.time() * 1000)))
+                self.show_alive()
             self.closed.wait(HEARTBEAT)
+
+    def show_alive(self) -> None:
+        """Write one heartbeat to the store."""
+        self.client().set_tag(self.run_id, ALIVE, str(int(time.time() * 1000)))
 
     def close(self, status: str | None = None) -> int:
         """End the parent run, and print how each job ended.
@@ -356,8 +368,6 @@ def _reopen(config: DictConfig, name: str) -> ParentRun:
         )
     store = ForeignStore.open(config.tracking.uri, config.trust.allow)
     parent = store.sweep(config.tracking.sweep)
-    store.check_experiment(config.tracking.experiment)
-
     sweep = ParentRun(
         store.uri,
         parent.info.run_id,
@@ -366,9 +376,39 @@ def _reopen(config: DictConfig, name: str) -> ParentRun:
         store.places,
         listed(parent.data.tags, "sweep.jobs"),
     )
-    close_abandoned(sweep.client(), parent, sweep.children().values())
-    sweep.client().update_run(parent.info.run_id, "RUNNING")
+    client = sweep.client()
+    # It may have been renamed: its jobs go where it is.
+    sweep.experiment = client.get_experiment(sweep.experiment_id).name
+    store.check_experiment(sweep.experiment)
+    close_abandoned(client, parent, sweep.children().values())
+    _claim(client, sweep.run_id)
+    client.update_run(sweep.run_id, "RUNNING")
+    sweep.show_alive()
+    with suppress(Exception):  # another one that is rejected may have replaced it
+        client.delete_tag(sweep.run_id, CLAIM)
     return sweep
+
+
+def _claim(client: Any, run_id: str) -> None:
+    """Reject a sweep that another process has just reopened, or is reopening.
+
+    Nothing but a request lies between the look at the sweep and the claim. So of two
+    that begin at once, the second one sees the claim of the first, or the heartbeat
+    that follows it, or it overwrites the claim before the first looks at it again.
+    """
+    rule = "must not be run by two commands at once: another one has just begun"
+    parent = client.get_run(run_id)
+    earlier = parent.data.tags.get(CLAIM, "")
+    if re.fullmatch("[0-9]{1,15} [0-9a-f]{32}", earlier):
+        if time.time() - int(earlier.split()[0]) / 1000 < CLAIM_LASTS:
+            raise ConfigError("SWEEP", rule, run_id)
+    close_abandoned(client, parent, [])
+
+    claim = f"{int(time.time() * 1000)} {uuid.uuid4().hex}"
+    client.set_tag(run_id, CLAIM, claim)
+    time.sleep(CLAIM_SECONDS)
+    if client.get_run(run_id).data.tags.get(CLAIM) != claim:
+        raise ConfigError("SWEEP", rule, run_id)
 
 
 def _leave_note(sweep: ParentRun) -> None:
@@ -383,6 +423,7 @@ def _leave_note(sweep: ParentRun) -> None:
     sweep.note = (folder / NOTE).open("w", encoding="utf-8")
     lock(sweep.note.fileno(), WRITER)
     print(json.dumps(note), file=sweep.note, flush=True)
+    os.fsync(sweep.note.fileno())
 
 
 def _close_lost(client: Any, run: Any) -> None:

@@ -38,8 +38,8 @@ After a crash
   `patience` seconds longer. What is not shipped by then is left to `pipeline sync`.
 - The disk of the journal is full: the lines wait in memory, and at the end they are
   handed to the shipper.
-- The machine dies: the first line is on disk, and later ones as far as the operating
-  system had written them.
+- The machine dies: the lines before the last checkpoint are on the disk, and later
+  ones as far as the operating system had written them.
 """
 
 import contextlib
@@ -52,10 +52,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import imports, secrets
+from pipeline.common import durable, imports, secrets
 from pipeline.common.errors import ConfigError, say
 from pipeline.tracking import foreign_store, journal_file
-from pipeline.tracking.journal_file import FORMAT, Past
+from pipeline.tracking.journal_file import FORMAT, Past, Position
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
@@ -159,6 +159,7 @@ class Journal:
         self._when_unreachable = when_unreachable
         self._is_offline = False
         self._path = Path()
+        self._run_id = ""
         self._lives = LIVES
         self._lag = LAG
         self._checked_at = time.monotonic()
@@ -197,11 +198,13 @@ class Journal:
         try:
             self._writer = journal_file.create(path)
             self._writer.write({"start": start})
-            self._writer.sync()  # the shipper reads the line from the file
+            self._writer.flush()  # the shipper reads the line from the file
+            self._writer.sync()
+            durable.sync(path.parent)  # the name of the file
         except BaseException:
             self.abandon()
             raise
-        ids = self._attach(path, may_exist=False)
+        ids = self._attach(path)
         if ids:
             self.write({"run": ids})
         return ids
@@ -211,6 +214,7 @@ class Journal:
 
         The `segment` describes what may have changed since; `provenance` makes it.
         """
+        self._run_id = past.run.get("run_id", "")
         ids = self._attach(past.path, may_exist=True)
         self._writer = past.writer()
         if ids and ids != past.run:
@@ -227,6 +231,14 @@ class Journal:
         if time.monotonic() - self._checked_at > REVIVE:
             self._revive()
             self._warn_if_behind()
+
+    def position(self) -> Position:
+        """Return the end of the lines that were written so far."""
+        return self._writer.position
+
+    def sync(self) -> None:
+        """Wait until the lines in the file are on the disk; any thread may call it."""
+        self._writer.sync()
 
     def ship_now(self) -> None:
         """Let the shipper ship what is written without its usual interval."""
@@ -276,7 +288,7 @@ class Journal:
             }
         )
 
-    def _attach(self, path: Path, *, may_exist: bool) -> dict[str, str]:
+    def _attach(self, path: Path, *, may_exist: bool = False) -> dict[str, str]:
         """Let the shipper create or find the run.
 
         Returns:
@@ -284,9 +296,10 @@ class Journal:
         """
         self._path = path
         while not self._is_offline:
-            self.shipper.send({"ship": str(path), "may_exist": may_exist})
+            self._ship(may_exist=may_exist)
             answer = self._answer()
             if "error" not in answer:
+                self._run_id = answer["run_id"]
                 return answer
             is_final = "key" in answer or not self._lives
             if not self._recovers(answer, final=is_final):
@@ -298,6 +311,12 @@ class Journal:
             self.ready()
             may_exist = True
         return {}
+
+    def _ship(self, *, may_exist: bool) -> None:
+        """Tell the shipper which run to ship."""
+        self.shipper.send(
+            {"ship": str(self._path), "may_exist": may_exist, "run_id": self._run_id}
+        )
 
     def _attach_error(self, answer: dict[str, Any]) -> Exception:
         run_dir = str(self._path.parent)
@@ -380,7 +399,7 @@ class Journal:
         if not self._is_offline and not self.shipper.alive():
             self.abandon()  # closes its pipes
             self.shipper = self._open()
-            self.shipper.send({"ship": str(self._path), "may_exist": True})
+            self._ship(may_exist=True)
 
     def _warn_if_behind(self) -> None:
         """Print a line if many points have waited since the last check."""

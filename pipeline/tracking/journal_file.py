@@ -16,7 +16,7 @@ What a crash leaves:
   another run may begin in the folder.
 - A process died after `LineWriter.write`: the operating system has the line, and every
   process reads it. The machine died: what followed the last `LineWriter.sync` may be
-  missing.
+  missing. Each checkpoint follows a sync, and knows its `Position` in the journal.
 - The disk is full: the lines wait in the memory of the writer. They are lost if it dies
   before there is space again, unless they were handed to the shipper.
 
@@ -55,12 +55,23 @@ MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps makes it anew
 _FORM = {
-    "start?": dict,
-    "run?": dict,
+    "time?": int,
+    "start?": {"store?": str, "tags?": {"journal?": str}},
+    "run?": {"run_id": str},
+    "dataset?": dict,
+    "context?": str,
     "metrics?": dict,
-    "tags?": dict,
+    "tags?": {str: str},
+    "fork_of?": str,
+    "resume?": dict,
     "end?": str,
     "step?": int,
+}
+# Keys that a line with another key has to have, too.
+_COMPANIONS = {
+    "metrics": ("step", "time"),
+    "dataset": ("context",),
+    "end": ("time",),
 }
 _HEAD_LENGTH = len('{"crc":"00000000",')
 _CHUNK = 2**16  # bytes read at a time
@@ -93,10 +104,13 @@ def create(path: Path) -> "LineWriter":
         ConfigError: there is a journal already, or another process is writing one.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    is_free = lock(descriptor, WRITER)
-    if not is_free or b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
-        os.close(descriptor)
+    rule = ""
+    if not lock(descriptor, WRITER):
+        rule = "must be a folder that no other process trains in"
+    elif b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
         rule = "must be a folder without a run in it"
+    if rule:
+        os.close(descriptor)
         raise ConfigError("hydra.run.dir", rule, str(path.parent))
     return LineWriter(descriptor)
 
@@ -115,6 +129,19 @@ def absolute(uri: str) -> str:
     if not uri.startswith(prefix):
         return uri
     return prefix + os.path.abspath(uri.removeprefix(prefix))
+
+
+@dataclass(frozen=True)
+class Position:
+    """The end of a complete line: the lines up to it, and no others, end there.
+
+    Attributes:
+        offset: their bytes.
+        crc: their checksum.
+    """
+
+    offset: int
+    crc: int
 
 
 class LineReader:
@@ -170,10 +197,23 @@ class LineReader:
         self._lines_read += 1
         try:
             line: dict[str, Any] = json.loads(text)
-            check(line, _FORM, [])
-        except ValueError as error:  # somebody wrote it, with a correct checksum
+            _check_line(line)
+        # Somebody wrote it, with a correct checksum.
+        except (ValueError, RecursionError) as error:
             raise FormError(f"line {self._lines_read}: {error}") from error
         return line
+
+
+def _check_line(line: dict[str, Any]) -> None:
+    """Raise a `FormError` if a line lacks something, or is of another form."""
+    check(line, _FORM, [])
+    for key, companions in _COMPANIONS.items():
+        for companion in companions:
+            if key in line and companion not in line:
+                raise FormError(f"{companion} is missing")
+    for value in line.get("metrics", {}).values():
+        if not isinstance(value, int | float):
+            raise FormError("metrics must be numbers")
 
 
 class LineWriter:
@@ -190,6 +230,7 @@ class LineWriter:
 
     def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
         self._descriptor = descriptor
+        self._offset = offset
         self._crc = crc
         self._waiting = bytearray()
         os.ftruncate(descriptor, offset)
@@ -206,7 +247,9 @@ class LineWriter:
         body = (_encode({"time": now, **line})[1:] + "\n").encode()
         was_waiting = bool(self._waiting)
         self._crc = zlib.crc32(body, self._crc)
-        self._waiting += _head(self._crc) + body
+        text = _head(self._crc) + body
+        self._offset += len(text)
+        self._waiting += text
         try:
             self._drain()
         except OSError as error:
@@ -219,9 +262,17 @@ class LineWriter:
                     "its lines wait in memory"
                 )
 
-    def sync(self) -> None:
-        """Flush all lines to the disk; raise an `OSError` if it is full."""
+    @property
+    def position(self) -> Position:
+        """The end of all lines, of which some may wait in memory."""
+        return Position(self._offset, self._crc)
+
+    def flush(self) -> None:
+        """Write what waits in memory; raise an `OSError` if the disk is full."""
         self._drain()
+
+    def sync(self) -> None:
+        """Wait until the lines in the file are on the disk; any thread may call it."""
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
@@ -235,6 +286,7 @@ class LineWriter:
         """Close the file, which releases the lock; return whether it has all lines."""
         with contextlib.suppress(OSError):
             self._drain()
+            self.sync()
         os.close(self._descriptor)
         return not self._waiting
 
@@ -264,6 +316,7 @@ class Past:
         last: the latest value of each metric.
         tags: the tags that were set while the run was running.
         resumed: what each segment after the first one began with.
+        positions: the ends of its lines.
         described: whether the run has logged everything that precedes the training.
         status: FINISHED, FAILED or KILLED; None if the run ended without a line.
         damage: which line is not as it was written; empty if there is none.
@@ -277,6 +330,7 @@ class Past:
     last: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     resumed: list[dict[str, Any]] = field(default_factory=list)
+    positions: set[Position] = field(default_factory=set)
     described: bool = False
     status: str | None = None
     damage: str = ""
@@ -332,14 +386,20 @@ class Past:
         try:
             for line in self._reader.lines():
                 self._add(line)
+                position = Position(self._reader.offset, self._reader.crc)
+                self.positions.add(position)
         except (FormError, OSError) as error:
             self.damage = str(error)
 
         version = self.start.get("format")
-        if version != FORMAT:
+        tags = self.start.get("tags", {})
+        is_complete = "store" in self.start and "journal" in tags
+        if version != FORMAT or not is_complete:
             problem = f"format {version}"
             if not self.start:
                 problem = self.damage or "it is empty"
+            elif not is_complete:
+                problem = "its first line lacks the store or the tags"
             rule = f"must have a journal of format {FORMAT} ({problem})"
             raise ConfigError(key, rule, str(self.path.parent))
 

@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 
-from pipeline.common import imports
+from pipeline.common import durable, imports
 
 TAG = "pipeline.model"  # of a logged model: the name of its folder
 TOLD = 1.0  # seconds between two signs that an upload goes on
@@ -67,6 +67,7 @@ def ship(
     content["artifact_path"] = entry.artifact_location
     new = folder.with_name(f".{folder.name}.MLmodel")
     new.write_text(yaml.safe_dump(content), encoding="utf-8")
+    durable.sync(new)
     new.replace(description)
 
     with _telling(tell):

@@ -4,7 +4,8 @@ It reads commands from standard input, in this order, each one line of JSON:
 
     {"open": URI, "experiment": …, "places": …, "patience": s}
         →  {}
-    {"ship": path of the journal, "may_exist": whether the run may exist}
+    {"ship": path of the journal, "may_exist": whether the run may exist,
+     "run_id": its ID if it is known, else empty}
         →  {"run_id": …, "experiment_id": …}
     {"unwritten": lines that are in no file, perhaps none}, any number of times
         →  no answer of its own, but what is written is shipped now
@@ -91,6 +92,7 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
             store,
             Path(command["ship"]),
             may_exist=command["may_exist"],
+            run_id=command["run_id"],
             # A shipper that an earlier trainer left behind ships its lines first.
             seconds=2 * patience,
             tell=lambda left: _answer({"left": left}),

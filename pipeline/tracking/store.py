@@ -9,13 +9,15 @@ import socket
 import sqlite3
 import tempfile
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
+import requests
 from filelock import FileLock
 from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from pipeline.common import durable
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import mask, remember
 
@@ -58,6 +60,11 @@ class Store:
             rule = f"must be a store that answers ({first_line(error)})"
             raise ConfigError("tracking.uri", rule, uri) from error
 
+    @property
+    def is_served(self) -> bool:
+        """Whether a server answers, or something before it that stands in for it."""
+        return self.uri.lower().startswith(("http:", "https:"))
+
     def is_new(self) -> bool:
         """Return whether the store is a SQLite file that does not exist yet."""
         return self.database is not None and not self.database.exists()
@@ -95,6 +102,7 @@ class Store:
             self.prepare()
         new = Path(f"{database}.new")
         new.write_bytes(self._new_database)
+        durable.sync(new)
         new.rename(database)
 
     def check(self, experiment: str) -> str | None:
@@ -108,6 +116,7 @@ class Store:
         found = MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
         if found is None:
             return None
+        check_id(found.experiment_id, "an experiment")
         if found.lifecycle_stage != "active":
             rule = "is deleted; restore it or choose another name"
             raise ConfigError("tracking.experiment", rule, experiment)
@@ -127,17 +136,33 @@ class Store:
         if self.database is not None:
             location = (self.database.parent / "artifacts").as_uri()
         try:
-            return client.create_experiment(mask(name), location, TAGS)
+            new = str(client.create_experiment(mask(name), location, TAGS))
         except MlflowException:
             known = self.check(name)
             if known is None:
                 raise
             return known  # another run created it in between
+        check_id(new, "an experiment")
+        return new
 
-    def find_run(self, experiment_id: str, journal: str) -> Run | None:
-        """Return the run whose tag `journal` has this value; None if there is none."""
-        runs = self.client().search_runs(
-            [experiment_id],
+    def find_run(self, journal: str, run_id: str = "") -> Run | None:
+        """Return the run whose tag `journal` has this value; None if there is none.
+
+        Its experiment may have been renamed, and is of no account.
+
+        Args:
+            journal: the value of the tag.
+            run_id: its ID, if it is known.
+        """
+        client = self.client()
+        if run_id:
+            with contextlib.suppress(MlflowException):  # the store may be another one
+                run = client.get_run(run_id)
+                if run.data.tags.get("journal") == journal:
+                    return run
+        experiments = client.search_experiments(ViewType.ALL)
+        runs = client.search_runs(
+            [experiment.experiment_id for experiment in experiments],
             f"tags.journal = '{journal}'",
             ViewType.ALL,
             order_by=["start_time ASC"],
@@ -168,11 +193,40 @@ class Store:
         elif scheme in PORTS:
             # MLflow would try to connect for minutes.
             _check_server(self.uri, PORTS[scheme])
+            if self.is_served:
+                # A run's data do not follow a redirect to another host.
+                os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
+                _check_redirects(self.uri)
         else:
             raise ValueError(
                 "the scheme is not one of sqlite, http, https, postgresql, mysql, mssql"
             )
         MlflowClient(self.uri).search_experiments(max_results=1)
+
+
+def check_id(new_id: str, kind: str) -> None:
+    """Raise an OSError if a server has answered without the ID of `kind`.
+
+    What stands before a server may answer `{}`, with the status of a success.
+    """
+    if not new_id:
+        raise OSError(f"its answer has no ID of {kind}")
+
+
+def _check_redirects(uri: str) -> None:
+    """Raise an OSError with the final address if the server redirects."""
+    endpoint = "/api/2.0/mlflow/experiments/search"
+    with contextlib.suppress(requests.RequestException):  # MLflow says what is wrong
+        response = requests.post(
+            uri.rstrip("/") + endpoint,
+            json={"max_results": 1},
+            timeout=CONNECT_SECONDS,
+            allow_redirects=False,
+        )
+        target = response.headers.get("Location")
+        if response.is_redirect and target:
+            address = urljoin(uri, target).split("?")[0].removesuffix(endpoint)
+            raise ValueError(f"it redirects to {address}: set tracking.uri={address}")
 
 
 def _check_folder(database: Path) -> None:

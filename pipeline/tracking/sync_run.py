@@ -66,16 +66,17 @@ def _ship(
     except ConfigError as error:  # it may answer another time
         raise OSError(str(error)) from error
 
-    if skip_complete:
-        experiment_id = store.check(past.start["experiment"])
-        if experiment_id is not None:
-            run = store.find_run(experiment_id, past.start["tags"]["journal"])
-            # The status is shipped last: with it, everything is there.
-            expected = past.status or "KILLED"
-            if run is not None and run.info.status == expected:
-                return None
+    run_id = past.run.get("run_id", "")
+    if skip_complete and not store.is_new():
+        run = store.find_run(past.start["tags"]["journal"], run_id)
+        # The status is shipped last: with it, everything is there.
+        expected = past.status or "KILLED"
+        if run is not None and run.info.status == expected:
+            return None
 
-    uploader = Uploader(store, past.path, may_exist=True, seconds=patience)
+    uploader = Uploader(
+        store, past.path, may_exist=True, run_id=run_id, seconds=patience
+    )
     with closing(uploader):
         uploader.finish(patience)
     summary = (

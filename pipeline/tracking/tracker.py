@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from pipeline.common import nvidia, rounding
+from pipeline.common import durable, nvidia, rounding
 from pipeline.common.errors import say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
@@ -234,7 +234,11 @@ class Tracker:
 
         self.journal.ship_now()  # while the model is saved
         name = uuid.uuid4().hex
-        logged_model.save(self.run_dir / MODEL.format(name), model, example, code)
+        folder = self.run_dir / MODEL.format(name)
+        logged_model.save(folder, model, example, code)
+        # A folder that is not there counts as shipped.
+        durable.sync_tree(folder)
+        durable.sync(self.run_dir)
         self.journal.write({"model": name})
 
     def end(self, status: str, failure: str | None = None) -> str | None:
@@ -320,15 +324,14 @@ class Tracker:
     ) -> None:
         """Write the checksums to the run directory, for a resumed run; `end` logs them.
 
-        The file is replaced at once: the run may be killed meanwhile.
+        The run may be killed meanwhile.
         """
-        new = self.run_dir / f".{DESCRIBED}"
         text = _json({**dataset, "files": checksums})
-        new.write_text(mask(text), encoding="utf-8")
-        new.replace(self.run_dir / DESCRIBED)
+        durable.write_text(self.run_dir / DESCRIBED, mask(text))
 
     def _artifact(self, name: str, text: str) -> None:
-        (self.run_dir / name).write_text(mask(text), encoding="utf-8")
+        # The file is on the disk before the line that says so.
+        durable.write_text(self.run_dir / name, mask(text))
         self.journal.write({"artifact": name})
 
     def _row(self, kind: str, line: dict[str, Any]) -> None:

@@ -13,29 +13,28 @@ processes die meanwhile:
   input or file replaces itself.
 - Points are sent before the other lines that were read with them, and the end of the
   run comes last. So the status of a run says that everything before it is there.
+- What stands before a server may confirm a request and lose it. So before the end, what
+  a server has confirmed is read again: each step of each metric, params, tags, inputs
+  and artifacts. If something is missing, all lines are shipped once more.
 """
 
 import contextlib
-import errno
 import os
-import re
-import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.recorded import FormError
-from pipeline.common.secrets import mask
-from pipeline.tracking import model_upload
-from pipeline.tracking.foreign_store import LONGEST_TAG
-from pipeline.tracking.journal_file import MODEL, SHIPPER, LineReader, lock
-from pipeline.tracking.store import Store
+from pipeline.tracking.confirmed import Confirmed, stored_steps
+from pipeline.tracking.journal_file import SHIPPER, LineReader, lock
+from pipeline.tracking.store import Store, check_id
+from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
 
@@ -53,13 +52,9 @@ REJECTIONS = (
     "RESOURCE_ALREADY_EXISTS",
     "INVALID_STATE",
 )
-MOST_FORKS = 140  # the most that fit in a tag
 
-# Tags of a run.
-UNWRITTEN = "journal.unwritten"  # the segment whose end the full disk may not have
-FORKS = "forks"  # the runs that began with a checkpoint of this one
-NOT_LOGGED = "model.not_logged"  # why the model is not in the store
-NOT_SHIPPED = "not_shipped"  # what the store did not take, or could not be read
+# Tag of a run: the segment whose end the full disk may not have.
+UNWRITTEN = "journal.unwritten"
 
 Tell = Callable[[int], object]  # takes about how many points the store does not have
 
@@ -75,6 +70,7 @@ class Uploader:
         store: where the run is, or will be created.
         path: the journal.
         may_exist: whether another process may have created the run.
+        run_id: its ID, if it is known. Else it is looked for by its tag `journal`.
         seconds: how long to wait for another process that ships the journal.
         tell: called after each request.
 
@@ -83,8 +79,6 @@ class Uploader:
         experiment_id: the ID of its experiment.
         sent: how many points were sent that the store did not have.
         status: the run's status by the lines read so far; None while it goes on.
-        not_logged: why the model could not be logged; empty if it could, or if there
-            is none.
         damage: why the journal cannot be read further; empty if it can.
 
     Raises:
@@ -98,6 +92,7 @@ class Uploader:
         path: Path,
         *,
         may_exist: bool,
+        run_id: str = "",
         seconds: float = 0.0,
         tell: Tell = lambda _: None,
     ):
@@ -108,8 +103,14 @@ class Uploader:
         # Points and other lines that were read and are not in the store yet.
         self._points: list[Metric] = []
         self._lines: list[dict[str, Any]] = []
-        # Metric → 1 at each step that the store has.
-        self._stored: dict[str, bytearray] = {}
+        # Metric → the steps that the store had when it was asked.
+        self._stored: dict[str, set[int]] = {}
+        # Lines that the journal's disk did not take, and those to be shipped once more.
+        self._unwritten: list[dict[str, Any]] = []
+        self._unwritten_again: list[dict[str, Any]] = []
+        self._starts_over = False
+        self._starts = 0
+        self._incomplete_since: float | None = None
 
         self._sample_system: Callable[[], dict[str, float]] | None = None
         self._samples = 0
@@ -120,7 +121,6 @@ class Uploader:
         self._points_read = 0
         self.sent = 0
         self.status: str | None = None
-        self.not_logged = ""
         self.damage = ""
 
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -129,10 +129,15 @@ class Uploader:
                 rule = "is being shipped by another process"
                 raise ConfigError("RUN_DIR", rule, str(path.parent))
             self._reader = LineReader(self._descriptor)
-            self._open_run(next(self._reader.lines()), may_exist)
+            self._open_run(next(self._reader.lines()), may_exist, run_id)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def not_logged(self) -> str:
+        """Why the model could not be logged; empty if it could, or if there is none."""
+        return self._stored_run.not_logged
 
     def read(self, *, ended: bool = False) -> bool:
         """Read the lines of one request.
@@ -149,6 +154,11 @@ class Uploader:
                 break
         if self._reader.offset > before:
             return True
+        if self._unwritten_again:
+            for line in self._unwritten_again:
+                self._add(line)
+            self._unwritten_again = []
+            return True
         if ended and self.status is None:
             self._add_end()
         return False
@@ -159,7 +169,10 @@ class Uploader:
             return
         for line in self._readable(self._reader.continued(text)):
             if "end" in line:
-                self._add({"tags": {UNWRITTEN: str(self._segment)}})
+                note = {"tags": {UNWRITTEN: str(self._segment)}}
+                self._unwritten.append(note)
+                self._add(note)
+            self._unwritten.append(line)
             self._add(line)
 
     def left(self) -> int:
@@ -189,10 +202,13 @@ class Uploader:
 
         Raises:
             StoreGoneError: the store's file was moved or deleted.
+            IncompleteError: the store lost something; all is to be read once more.
             Exception: the store did not answer, or rejected a request.
         """
         if self._store.file_id() != self._file_id:  # what is written there is lost
             raise StoreGoneError(f"{self._store.database} was moved or deleted")
+        if self._starts_over:
+            self._start_over()
         while self._points:
             self._ship_points()
             self._tell(self.left())
@@ -211,28 +227,40 @@ class Uploader:
             patience: seconds without progress after which an error is raised.
             report: called with each error before that.
         """
-        has_more = True
-        while has_more:
+        while True:
+            starts = self._starts
             has_more = self.read(ended=True)
             self._ship_patiently(patience, report)
+            if not has_more and self._starts == starts:
+                return
 
     def close(self) -> None:
         """Close the journal, which releases its lock."""
         os.close(self._descriptor)
 
-    def _open_run(self, line: dict[str, Any], may_exist: bool) -> None:
+    def _open_run(self, line: dict[str, Any], may_exist: bool, run_id: str) -> None:
         """Find or create the run of a journal's first line, and read what it has."""
         start = line["start"]
         self.client = self._store.client()
-        self.experiment_id = self._store.experiment(start["experiment"])
         self._file_id = self._store.file_id()
         run = None
         if may_exist:
-            run = self._find_run(start["tags"]["journal"])
+            run = self._find_run(start["tags"]["journal"], run_id)
         if run is None:
+            self.experiment_id = self._store.experiment(start["experiment"])
             run = self._create_run(line)
+        else:
+            self.experiment_id = run.info.experiment_id
         self._run = run
         self.run_id = run.info.run_id
+        self._stored_run = StoredRun(
+            self._store,
+            self.client,
+            self.run_id,
+            self.experiment_id,
+            self._folder,
+            lambda: self._tell(self.left()),
+        )
         try:
             self._prepare_run(start)
         except Exception:
@@ -241,11 +269,11 @@ class Uploader:
                 with contextlib.suppress(Exception):
                     self.client.set_terminated(self.run_id, "FAILED")
             raise
-        self._read_stored_points()
+        self._stored = self._read_stored_points()
 
-    def _find_run(self, journal: str) -> Any:
+    def _find_run(self, journal: str, run_id: str = "") -> Any:
         """Return the run with this value of the tag `journal`; None without one."""
-        run = self._store.find_run(self.experiment_id, journal)
+        run = self._store.find_run(journal, run_id)
         if run is not None and run.info.lifecycle_stage != "active":
             command = f"mlflow runs restore --run-id {run.info.run_id}"
             rule = f"must have a run that is not deleted: {command}"
@@ -265,9 +293,11 @@ class Uploader:
             try:
                 # MLflow reads the variable at each request.
                 with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):
-                    return self.client.create_run(
+                    run = self.client.create_run(
                         self.experiment_id, line["time"], start["tags"], start["name"]
                     )
+                check_id(run.info.run_id, "a run")
+                return run
             except MlflowException as error:
                 if tries == TRIES or error.error_code in REJECTIONS:
                     raise
@@ -283,6 +313,15 @@ class Uploader:
             artifact_uri = self._run.info.artifact_uri
             artifact_locations.check(artifact_uri, self._store.uri, places)
 
+        self._complete_params(start)
+        if start["system_metrics"]:
+            self._sample_system = system_sampler(
+                self._store.uri, self.run_id, start.get("gpus")
+            )
+
+    def _complete_params(self, start: dict[str, Any]) -> None:
+        """Log the params that the store lacks."""
+        self._stored_run.confirmed.params.update(start["params"])
         params = []
         for name, value in start["params"].items():
             if name not in self._run.data.params:
@@ -291,26 +330,27 @@ class Uploader:
             batch = params[first : first + PARAMS_PER_REQUEST]
             self.client.log_batch(self.run_id, params=batch)
 
-        if start["system_metrics"]:
-            self._sample_system = system_sampler(
-                self._store.uri, self.run_id, start.get("gpus")
-            )
-
-    def _read_stored_points(self) -> None:
-        """Ask the store which points it has."""
+    def _read_stored_points(self) -> dict[str, set[int]]:
+        """Ask the store which points it has, of the metrics that the journal has."""
+        stored: dict[str, set[int]] = {}
+        if not self._run.data.metrics:
+            return stored
+        keys = set()
+        reader = LineReader(self._descriptor)
+        with contextlib.suppress(FormError):
+            for line in reader.lines():
+                keys.update(line.get("metrics", ()))
+        # Somebody else may have logged other ones to the run.
         for key in self._run.data.metrics:
-            history = self.client.get_metric_history(self.run_id, key)
-            steps = [point.step for point in history]
-            self._stored[key] = bytearray(max(steps) + 1)
-            for step in steps:
-                self._stored[key][step] = 1
-            if key.startswith("system/"):
-                self._samples = max(self._samples, len(self._stored[key]))
-            self._tell(self.left())
+            if key in keys:
+                stored[key] = self._stored_steps(key)
+            elif key.startswith("system/"):
+                self._samples = max(self._samples, len(self._stored_steps(key)))
+        return stored
 
-    def _is_stored(self, key: str, step: int) -> bool:
-        steps = self._stored.get(key, b"")
-        return step < len(steps) and bool(steps[step])
+    def _stored_steps(self, key: str) -> set[int]:
+        self._tell(self.left())
+        return stored_steps(self.client, self.run_id, key)
 
     def _readable(self, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield lines up to the first one that is damaged, which is noted."""
@@ -333,8 +373,9 @@ class Uploader:
         step = line["step"]
         self._last_step = max(step, self._last_step)
         self._points_read += len(line["metrics"])
+        self._stored_run.confirmed.add_row(step, line["metrics"])
         for key, value in line["metrics"].items():
-            if not self._is_stored(key, step):
+            if step not in self._stored.get(key, ()):
                 self._points.append(Metric(key, value, line["time"], step))
 
     def _add_end(self) -> None:
@@ -365,7 +406,12 @@ class Uploader:
                 self.ship()
                 return
             except Exception as error:
-                if (self.sent, len(self._lines)) != before:
+                if isinstance(error, IncompleteError):
+                    # What is sent once more is no progress.
+                    if self._incomplete_since is None:
+                        self._incomplete_since = time.monotonic()
+                    deadline = self._incomplete_since + patience
+                elif (self.sent, len(self._lines)) != before:
                     # The store answers now and then.
                     deadline = time.monotonic() + patience
                 if isinstance(error, StoreGoneError) or time.monotonic() > deadline:
@@ -391,112 +437,38 @@ class Uploader:
         """
         line = self._lines[0]
         try:
-            self._ship_line(line)
+            self._stored_run.ship(line, is_last=len(self._lines) == 1)
+        except IncompleteError:
+            self._starts_over = True
+            raise
         except MlflowException as error:
+            if error.error_code not in REJECTIONS:  # the store is away
+                raise
             self._tries += 1
-            if error.error_code not in REJECTIONS or self._tries < TRIES:
+            if self._tries < TRIES:
                 raise
             kind = next(key for key in line if key not in ("crc", "time"))
-            self._note(f"{kind}: {first_line(error)}")
+            self._stored_run.note(f"{kind}: {first_line(error)}")
         self._tries = 0
         del self._lines[0]
 
-    def _ship_line(self, line: dict[str, Any]) -> None:
-        if "dataset" in line:
-            self._ship_dataset(line)
-        for key, value in line.get("tags", {}).items():
-            self.client.set_tag(self.run_id, key, value)
-        if "fork_of" in line:
-            self._tag_source(line["fork_of"])
-        if "artifact" in line:
-            self._ship_artifact(str(line["artifact"]))
-        if "model" in line:
-            self._ship_model(str(line["model"]))
-        if "resume" in line:
-            self._reopen_run()
-        # A run that was resumed afterwards goes on.
-        if "end" in line and line is self._lines[-1]:
-            self._end_run(line)
+    def _start_over(self) -> None:
+        """Prepare to ship all lines once more."""
+        run = self.client.get_run(self.run_id)
+        reader = LineReader(self._descriptor)
+        start = next(reader.lines())["start"]
+        self._run = run
+        self._stored_run.confirmed = Confirmed()
+        self._complete_params(start)
+        self._stored = self._read_stored_points()
 
-    def _ship_dataset(self, line: dict[str, Any]) -> None:
-        """Log one input.
-
-        MLflow rejects one that another run inserts at the same time; it is sent again.
-        """
-        tags = [InputTag("mlflow.data.context", line["context"])]
-        dataset = DatasetInput(Dataset(**line["dataset"]), tags)
-        self.client.log_inputs(self.run_id, [dataset])
-
-    def _tag_source(self, source: str) -> None:
-        """Name this run in the tags of the run whose checkpoint it began with."""
-        with contextlib.suppress(MlflowException):  # the source may be gone
-            tags = self.client.get_run(source).data.tags
-            forks = [name for name in tags.get(FORKS, "").split(", ") if name]
-            if self.run_id not in forks:
-                newest = [*forks, self.run_id][-MOST_FORKS:]
-                self.client.set_tag(source, FORKS, ", ".join(newest))
-
-    def _ship_artifact(self, name: str) -> None:
-        """Log a file of the run directory; one that cannot be read is noted in a tag.
-
-        The journal may be somebody else's: only files of the directory itself are sent.
-        """
-        file = self._folder / name
-        try:
-            is_file = stat.S_ISREG(file.lstat().st_mode)
-            if not is_file or file.name != name:
-                problem = "it is no file of the run directory itself"
-                raise OSError(errno.EINVAL, problem)
-            file.open("rb").close()
-        except (OSError, ValueError) as error:
-            self._note(f"{name}: {getattr(error, 'strerror', error)}")
-            return
-
-        place = None
-        if name.endswith(".xplane.pb"):
-            # TensorBoard finds a profile only in such a folder.
-            place = f"plugins/profile/{name.partition('.')[0]}"
-        self.client.log_artifact(self.run_id, str(file), place)
-
-    def _ship_model(self, name: str) -> None:
-        """Log the model of that name.
-
-        A model that cannot be logged does not keep the run from its end.
-        """
-        try:
-            # The journal may be somebody else's.
-            if not re.fullmatch("[0-9a-f]{32}", name):
-                raise ValueError("its name is not one that this package gives")
-            model_upload.ship(
-                self.client,
-                self.experiment_id,
-                self.run_id,
-                self._folder / MODEL.format(name),
-                lambda: self._tell(self.left()),
-            )
-        except Exception as error:
-            if model_upload.may_pass(error):
-                raise
-            self.not_logged = mask(first_line(error))
-            self.client.set_tag(self.run_id, NOT_LOGGED, self.not_logged[:LONGEST_TAG])
-
-    def _reopen_run(self) -> None:
-        try:
-            self.client.delete_tag(self.run_id, "failure")
-        except MlflowException as error:
-            if model_upload.may_pass(error):  # else the run has no such tag
-                raise
-        self.client.update_run(self.run_id, "RUNNING")
-
-    def _end_run(self, line: dict[str, Any]) -> None:
-        """Close the run, and check that other processes find it closed."""
-        self.client.set_terminated(self.run_id, line["end"], line["time"])
-        status = self._store.status(self.run_id)
-        if status != line["end"]:
-            raise OSError(
-                f"the store has the run as {status} when it is read again, "
-                f"and not as {line['end']}"
-            )
-
-    def _note(self, problem: str) -> None:
-        self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
+        # Nothing fails from here on.
+        self._reader = reader
+        self._points = []
+        self._lines = []
+        self._unwritten_again = list(self._unwritten)
+        self._segment = 0
+        self._points_read = 0
+        self.status = None
+        self._starts += 1
+        self._starts_over = False

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from pipeline.common import durable
 from pipeline.training.recorder import Recorder
 
 
@@ -71,5 +72,6 @@ class Profiler(AbstractContextManager["Profiler"]):
         shutil.copy(latest, self.folder / f"{name}.xplane.pb")
         trace = gzip.compress(profiler_internals.trace_json(latest))
         (self.folder / f"{name}.trace.json.gz").write_bytes(trace)
-        self.log(f"{name}.xplane.pb")
-        self.log(f"{name}.trace.json.gz")
+        for ending in ("xplane.pb", "trace.json.gz"):
+            durable.sync(self.folder / f"{name}.{ending}")
+            self.log(f"{name}.{ending}")

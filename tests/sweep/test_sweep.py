@@ -322,7 +322,7 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(
     else:
         process.send_signal(number)
     printed = process.communicate(timeout=90)[1]
-    assert process.returncode == 130, printed
+    assert process.returncode == 128 + number, printed
     parent, children = parent_and_children(Store(tmp_path))
     assert parent.info.status == "KILLED"
     assert set(children) == {f"seed={seed}" for seed in range(at_once)}

@@ -551,6 +551,7 @@ def test_a_printed_command_names_the_store_unless_it_would_find_it(monkeypatch):
 
 def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
     from pipeline.tracking.store import Store as Opened
+    from pipeline.tracking.stored_run import StoredRun
     from pipeline.tracking.uploader import Uploader
 
     place_store(tmp_path)
@@ -576,7 +577,7 @@ def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
     (tmp_path / "run" / "folder").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "run" / "fifo")
     noted = []
-    monkeypatch.setattr(Uploader, "_note", lambda _, what: noted.append(what))
+    monkeypatch.setattr(StoredRun, "note", lambda _, what: noted.append(what))
     with closing(
         Uploader(Opened(uri), tmp_path / "run" / JOURNAL_NAME, may_exist=True)
     ) as uploader:

@@ -6,6 +6,7 @@ tests/checkpoints/test_kills.py. Here each single request fails in turn.
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from mlflow.protos.databricks_pb2 import (
 
 from pipeline.tracking import journal_file, uploader
 from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.tracking.uploader import Uploader
 
 UPDATES = 10
@@ -67,6 +69,7 @@ class MemoryStore:
 
     uri = "memory"
     database = None
+    is_served = True
 
     def client(self) -> MemoryStore:
         return self
@@ -77,7 +80,7 @@ class MemoryStore:
     def file_id(self) -> None:
         return None
 
-    def find_run(self, experiment_id: str, journal: str) -> Any:
+    def find_run(self, journal: str, run_id: str = "") -> Any:
         self._request(lambda: None)
         if self.run is None or self.run["tags"]["journal"] != journal:
             return None
@@ -130,6 +133,14 @@ class MemoryStore:
     def set_terminated(self, run_id: str, status: str, time: int = 0) -> None:
         self._request(lambda: self.run.update(status=status, end=time))
 
+    def get_run(self, run_id: str) -> Any:
+        self._request(lambda: None)
+        return self._snapshot()
+
+    def list_artifacts(self, run_id: str) -> list:
+        self._request(lambda: None)
+        return [SimpleNamespace(path=name) for name in self.run["artifacts"]]
+
     def get_metric_history(self, run_id: str, key: str) -> list:
         self._request(lambda: None)
         return [
@@ -152,6 +163,7 @@ class MemoryStore:
     def _snapshot(self) -> Any:
         info = SimpleNamespace(
             run_id="r",
+            experiment_id="1",
             lifecycle_stage="active",
             artifact_uri="memory:/r",
             status=self.run["status"],
@@ -162,7 +174,12 @@ class MemoryStore:
             tags=dict(self.run["tags"]),
             metrics={key: 0.0 for key, _, _ in self.points},
         )
-        return SimpleNamespace(info=info, data=data)
+        inputs = []
+        for name in self.run["inputs"]:
+            inputs.append(SimpleNamespace(dataset=SimpleNamespace(name=name)))
+        return SimpleNamespace(
+            info=info, data=data, inputs=SimpleNamespace(dataset_inputs=inputs)
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -306,3 +323,126 @@ def test_an_end_that_only_the_store_has_stays_the_end(tmp_path):
         assert "failure" not in store.run["tags"]
         with closing(Uploader(store, tmp_path / JOURNAL_NAME, may_exist=True)) as sync:
             sync.finish(60.0)
+
+
+@dataclass
+class ForgetfulStore(MemoryStore):
+    """Confirms some requests and loses them, as a gateway does that answers `{}`.
+
+    Attributes:
+        loses: the numbers of these requests.
+    """
+
+    loses: range = range(0)
+
+    def _request(self, change: Any) -> None:
+        self.requests += 1
+        if self.requests not in self.loses:
+            change()
+
+
+def test_what_is_confirmed_and_lost_is_shipped_once_more(path, undisturbed):
+    """Each request in turn, and all of them for a while."""
+    first = 2  # the run itself is looked for after it was created
+    for number in range(first, undisturbed.requests + 1):
+        for loses in (range(number, number + 1), range(number, number + 8)):
+            store = ForgetfulStore(loses=loses)
+            with closing(Uploader(store, path, may_exist=False)) as opened:
+                opened.finish(60.0)
+            run, points = undisturbed.content()
+            assert store.content() == (run, points), loses
+
+
+def test_what_stays_lost_is_no_success(path):
+    """Without the check before the end, this run was FINISHED without its points."""
+    store = ForgetfulStore(loses=range(2, 10**9))
+    with (
+        closing(Uploader(store, path, may_exist=False)) as opened,
+        pytest.raises(IncompleteError, match="the store lacks the param a when it is"),
+    ):
+        opened.finish(0.1)
+    assert store.run["status"] == "RUNNING"
+
+
+def test_lines_that_only_the_trainer_has_are_shipped_once_more(tmp_path):
+    (tmp_path / "note.txt").write_text("a note")
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
+    for line in lines(end=False):
+        writer.write(line)
+    written = (tmp_path / JOURNAL_NAME).stat().st_size
+    writer.write(row(UPDATES + 1))
+    writer.write({"time": 9, "end": "FINISHED"})
+    writer.close()
+    unwritten = (tmp_path / JOURNAL_NAME).read_bytes()[written:].decode()
+    with (tmp_path / JOURNAL_NAME).open("r+b") as file:
+        file.truncate(written)
+
+    store = ForgetfulStore()
+    with closing(Uploader(store, tmp_path / JOURNAL_NAME, may_exist=False)) as opened:
+        opened.read()
+        store.loses = range(1, 10**9)
+        opened.add_unwritten(unwritten)
+        with contextlib.suppress(OSError):
+            opened.ship()
+        store.loses = range(0)
+        opened.finish(60.0)
+    assert len(store.points) == 2 * (UPDATES + 1)
+    assert (store.run["status"], store.run["end"]) == ("FINISHED", 9)
+
+
+def test_a_step_of_somebody_else_is_no_length(path, undisturbed):
+    """A millisecond time as a step took an array of as many bytes."""
+    store = MemoryStore()
+    with closing(Uploader(store, path, may_exist=False)) as first:
+        first.finish(60.0)
+    store.points["theirs", 1_790_000_000_000, 1] = 1.0
+    store.points["train/loss", 1_790_000_000_000, 1] = 1.0
+    store.points["system/cpu", 1_790_000_000_000, 1] = 1.0
+    with closing(Uploader(store, path, may_exist=True)) as again:
+        again.finish(60.0)
+    assert (again.sent, store.run["status"]) == (0, "FINISHED")
+
+
+def test_a_store_that_is_away_uses_up_no_try(path, undisturbed, monkeypatch):
+    """One rejection after four outages left a line out."""
+    store = MemoryStore()
+    set_tag = store.set_tag
+    errors = [MlflowException("it is wrong", INVALID_PARAMETER_VALUE)]
+    errors += [MlflowException("away")] * uploader.TRIES
+
+    def failing(run_id, key, value):
+        if key == "mine" and errors:
+            raise errors.pop()
+        set_tag(run_id, key, value)
+
+    monkeypatch.setattr(store, "set_tag", failing)
+    ship(store, path)
+    assert store.content() == undisturbed.content()
+
+
+def test_the_tag_of_the_source_waits_for_a_store_that_is_away(path, monkeypatch):
+    errors = [
+        MlflowException("gone", RESOURCE_DOES_NOT_EXIST),
+        MlflowException("away"),
+    ]
+    source = SimpleNamespace(data=SimpleNamespace(tags={}))
+    asked = []
+
+    def get_run(run_id):
+        asked.append(run_id)
+        if errors:
+            raise errors.pop()
+        return source
+
+    store = MemoryStore()
+    ship(store, path)
+    monkeypatch.setattr(store, "get_run", get_run)
+    run = StoredRun(store, store, "r", "1", path.parent, lambda: None)
+    line = {"fork_of": "source"}
+    with pytest.raises(MlflowException, match="away"):
+        run.ship(line, is_last=False)
+    run.ship(line, is_last=False)  # it is gone
+    assert "forks" not in store.run["tags"]
+    run.ship(line, is_last=False)
+    assert asked == ["source"] * 3
+    assert store.run["tags"]["forks"] == "r"

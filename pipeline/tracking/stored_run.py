@@ -1,0 +1,198 @@
+"""Ships the lines of a journal that hold no points: tags, inputs, files, models, the end."""
+
+import errno
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.exceptions import MlflowException
+
+from pipeline.common.errors import first_line
+from pipeline.common.secrets import mask
+from pipeline.tracking import model_upload
+from pipeline.tracking.confirmed import Confirmed
+from pipeline.tracking.foreign_store import LONGEST_TAG
+from pipeline.tracking.journal_file import MODEL
+from pipeline.tracking.store import Store
+
+MOST_FORKS = 140  # that fit in a tag
+
+# Tags of a run.
+FORKS = "forks"  # the runs that began with a checkpoint of this one
+NOT_LOGGED = "model.not_logged"  # why the model is not in the store
+NOT_SHIPPED = "not_shipped"  # what the store did not take, or could not be read
+
+
+class IncompleteError(OSError):
+    """The store lacks what it has confirmed."""
+
+
+class StoredRun:
+    """One run in a store, to which lines are shipped.
+
+    Args:
+        store: where the run is.
+        client: of the store.
+        run_id: the run.
+        experiment_id: the experiment of the run.
+        folder: the run directory.
+        tell: is called while a model is uploaded.
+
+    Attributes:
+        confirmed: what was shipped.
+        not_logged: why the model could not be logged; empty if it could, or if there
+            is none.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        client: MlflowClient,
+        run_id: str,
+        experiment_id: str,
+        folder: Path,
+        tell: Callable[[], object],
+    ):
+        self.store = store
+        self.client = client
+        self.run_id = run_id
+        self.experiment_id = experiment_id
+        self.folder = folder
+        self.confirmed = Confirmed()
+        self.not_logged = ""
+        self._tell = tell
+
+    def ship(self, line: dict[str, Any], *, is_last: bool) -> None:
+        """Ship one line.
+
+        Args:
+            line: without points.
+            is_last: whether no line follows yet; a run that was resumed after its end
+                goes on.
+
+        Raises:
+            IncompleteError: the run has ended, and the store lost something of it.
+            Exception: the store did not answer, or rejected a request.
+        """
+        if "dataset" in line:
+            self._ship_dataset(line)
+        for key, value in line.get("tags", {}).items():
+            self.client.set_tag(self.run_id, key, value)
+            self.confirmed.tags.add(key)
+            self.confirmed.removed_tags.discard(key)
+        if "fork_of" in line:
+            self._tag_source(line["fork_of"])
+        if "artifact" in line:
+            self._ship_artifact(str(line["artifact"]))
+        if "model" in line:
+            self._ship_model(str(line["model"]))
+        if "resume" in line:
+            self._reopen_run()
+        if "end" in line and is_last:
+            self._end_run(line)
+
+    def note(self, problem: str) -> None:
+        """Note in a tag what the store lacks."""
+        self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
+
+    def _ship_dataset(self, line: dict[str, Any]) -> None:
+        """Log one input.
+
+        MLflow rejects one that another run inserts at the same time; it is sent again.
+        """
+        tags = [InputTag("mlflow.data.context", line["context"])]
+        dataset = DatasetInput(Dataset(**line["dataset"]), tags)
+        self.client.log_inputs(self.run_id, [dataset])
+        self.confirmed.inputs.add(line["dataset"]["name"])
+
+    def _tag_source(self, source: str) -> None:
+        """Name this run in the tags of the run whose checkpoint it began with."""
+        try:
+            tags = self.client.get_run(source).data.tags
+            forks = [name for name in tags.get(FORKS, "").split(", ") if name]
+            if self.run_id not in forks:
+                newest = [*forks, self.run_id][-MOST_FORKS:]
+                self.client.set_tag(source, FORKS, ", ".join(newest))
+        except MlflowException as error:
+            if model_upload.may_pass(error):  # else the source is gone
+                raise
+
+    def _ship_artifact(self, name: str) -> None:
+        """Log a file of the run directory; one that cannot be read is noted in a tag.
+
+        The journal may be somebody else's: only files of the directory itself are sent.
+        """
+        file = self.folder / name
+        try:
+            is_file = stat.S_ISREG(file.lstat().st_mode)
+            if not is_file or file.name != name:
+                problem = "it is no file of the run directory itself"
+                raise OSError(errno.EINVAL, problem)
+            file.open("rb").close()
+        except (OSError, ValueError) as error:
+            self.note(f"{name}: {getattr(error, 'strerror', error)}")
+            return
+
+        place = None
+        if name.endswith(".xplane.pb"):
+            # TensorBoard finds a profile only in such a folder.
+            place = f"plugins/profile/{name.partition('.')[0]}"
+        self.client.log_artifact(self.run_id, str(file), place)
+        if place is None:
+            self.confirmed.artifacts.add(name)
+
+    def _ship_model(self, name: str) -> None:
+        """Log the model of that name.
+
+        A model that cannot be logged does not keep the run from its end.
+        """
+        try:
+            # The journal may be somebody else's.
+            if not re.fullmatch("[0-9a-f]{32}", name):
+                raise ValueError("its name is not one that this package gives")
+            model_upload.ship(
+                self.client,
+                self.experiment_id,
+                self.run_id,
+                self.folder / MODEL.format(name),
+                self._tell,
+            )
+        except Exception as error:
+            if model_upload.may_pass(error):
+                raise
+            self.not_logged = mask(first_line(error))
+            self.client.set_tag(self.run_id, NOT_LOGGED, self.not_logged[:LONGEST_TAG])
+
+    def _reopen_run(self) -> None:
+        try:
+            self.client.delete_tag(self.run_id, "failure")
+        except MlflowException as error:
+            if model_upload.may_pass(error):  # else the run has no such tag
+                raise
+        self.confirmed.tags.discard("failure")
+        self.confirmed.removed_tags.add("failure")
+        self.client.update_run(self.run_id, "RUNNING")
+
+    def _end_run(self, line: dict[str, Any]) -> None:
+        """Close the run, and check that other processes find it closed.
+
+        A database has what it has confirmed. For a server that is checked before.
+        """
+        if self.store.is_served:
+            lacking = self.confirmed.lacking(self.client, self.run_id)
+            if lacking:
+                raise IncompleteError(
+                    f"the store lacks {lacking} when it is read again, "
+                    "which it has confirmed"
+                )
+        self.client.set_terminated(self.run_id, line["end"], line["time"])
+        status = self.store.status(self.run_id)
+        if status != line["end"]:
+            raise OSError(
+                f"the store has the run as {status} when it is read again, "
+                f"and not as {line['end']}"
+            )
