@@ -21,4 +21,5 @@ __all__ = [
     "session",
     "sizes",
     "stages",
+    "text_keys",
 ]

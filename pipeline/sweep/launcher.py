@@ -206,7 +206,7 @@ class SweepLauncher(Launcher):
         """Return the call of a job, which resumes from the checkpoint in `run_dir`."""
         overrides = [
             *overrides,
-            f"tracking.sweep={self.sweep.run_id}",
+            f"tracking.sweep={quoted(self.sweep.run_id)}",
             f"tracking.job={quoted(name)}",
             f"tracking.run_name={quoted(name)}",
         ]

@@ -312,7 +312,7 @@ def _create(
     from pipeline.tracking.store import Store
 
     store = Store(config.tracking.uri)
-    experiment_id = store.experiment(config.tracking.experiment)
+    experiment_id = store.experiment(str(config.tracking.experiment))
 
     # Without the store: `--again` gets it again, and its URI may hold a password.
     # Unresolved, since resolved they may hold secrets.
@@ -354,7 +354,7 @@ def _reopen(config: DictConfig, name: str) -> ParentRun:
         )
     store = ForeignStore.open(config.tracking.uri, config.trust.allow)
     parent = store.sweep(config.tracking.sweep)
-    store.check_experiment(config.tracking.experiment)
+    store.check_experiment(str(config.tracking.experiment))
 
     sweep = ParentRun(
         store.uri,

@@ -176,7 +176,7 @@ TEXTS = (
 def test_a_run_is_text_as_it_is_written(run):
     values = run.split(",")
     if len(values) > 1:
-        assert compose.as_text([f"start.run={run}"]) == ["start.run='a','b'"]
+        assert compose.as_text([f"start.run={run}"]) == ["start.run=a,b"]
         return
     for override in (f"start.run={run}", f"++start.run={run}", f"start.run='{run}'"):
         found = compose.composed([override]).start.run
