@@ -30,6 +30,7 @@ from pipeline.tracking.foreign_store import (
     listed,
 )
 from pipeline.tracking.journal_file import WRITER, absolute, lock
+from pipeline.tracking.params import param_text
 
 NOTE = "sweep.json"  # in the sweep's folder; locked while a process works on the sweep
 ALIVE = "sweep.alive"  # tag of the parent: the last heartbeat, in ms since the epoch
@@ -41,7 +42,6 @@ GONE = 120.0  # seconds of silence after which a process is gone
 # Seconds that a job's shipper has to close the run after the job ended, beside its
 # patience.
 GRACE = 15.0
-_LONGEST_PARAM = 6000  # MLflow takes no longer value
 
 
 @dataclass
@@ -330,14 +330,14 @@ def _create(
         "sweep": name,
         "jobs": config.hydra.sweeper.get("trials") or jobs,
         "varied": " ".join(varied),
-        "overrides": " ".join(overrides)[:_LONGEST_PARAM],
+        "overrides": " ".join(overrides),
         "dataset._target_": config.dataset.get("_target_"),
     }
 
     client = store.client()
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
     run_id = run.info.run_id
-    entries = [Param(key, str(value)) for key, value in params.items()]
+    entries = [Param(key, param_text(value)) for key, value in params.items()]
     client.log_batch(run_id, params=entries)
     say(f"sweep {run_id} ({name}): {params['jobs']} jobs")
 
