@@ -57,6 +57,8 @@ class ParentRun(SweepRecord):
     metrics: list[str] = field(default_factory=list)
     # Why a job returned no loss, by its name.
     lost: dict[str, str] = field(default_factory=dict)
+    # The job whose rejected config ended the sweep; empty if none did.
+    ended_by: str = ""
     # When a job's process ended, by its name, in seconds of a monotonic clock.
     ended: dict[str, float] = field(default_factory=dict)
     folder: str = ""  # of the sweep
@@ -118,7 +120,8 @@ class ParentRun(SweepRecord):
         self.closed.set()
         try:
             children = self._closed_children()
-            rows = list(self._rows(children, interrupted=status == "KILLED"))
+            interrupted = status == "KILLED" or bool(self.ended_by)
+            rows = list(self._rows(children, interrupted))
             self.tag("sweep.lost", json.dumps(self.lost))
         except BaseException:
             with suppress(Exception):  # the store may be away
@@ -146,6 +149,8 @@ class ParentRun(SweepRecord):
     ) -> Iterator["_JobRow"]:
         for name in self.names:
             lost = self.lost.get(name, "")
+            if name == self.ended_by:
+                lost = "rejected, which ended the sweep"  # the error says why
             run = children.get(name)
             if run is None:
                 status = "NOT RUN" if interrupted else "NO RUN"
