@@ -20,5 +20,6 @@ __all__ = [
     "session",
     "sizes",
     "stages",
+    "text_keys",
     "trust_entries",
 ]

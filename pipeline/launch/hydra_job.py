@@ -177,14 +177,15 @@ def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
         os.environ["HYDRA_FULL_ERROR"] = full_error_before
 
 
-def _told_to_the_launcher(error: Exception) -> RuntimeError:
+def _told_to_the_launcher(error: Exception) -> Exception:
     """Print the traceback of a job; return its error for the launcher.
 
-    The error holds only text, which the launcher reads without importing TensorFlow.
+    Except for a `ConfigError`, the error holds only text, which the launcher reads
+    without importing TensorFlow.
     """
     say(*mask(traceback.format_exc()).splitlines())
     if isinstance(error, ConfigError):
-        return RuntimeError(mask(str(error)))
+        return error
     return RuntimeError(mask(described(error)))
 
 
