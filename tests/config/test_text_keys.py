@@ -166,7 +166,7 @@ def test_records_are_read_as_before(tmp_path):
         "start": {"run": 123, "weights_only": False},
     }
     config["tracking"] |= {"run_name": 1e5, "tags": {"v": 1.1, "w": True}, "code": [5]}
-    file = record.recorded_file(config, tmp_path, "record")
+    file = recorded_job.recorded_file(config, tmp_path, "record")
     composed = compose.composed(file)
     assert composed.tracking.run_name == "100000.0"
     assert composed.tracking.tags == {"v": "1.1", "w": "True"}
