@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose, schema, text_keys
 from pipeline.config.resolve import resolve
+from pipeline.launch import recorded_job
 from tests.running import one_process
 
 LOOKS_LIKE_ANOTHER = (
