@@ -199,8 +199,8 @@ def job(
         "FINISHED",
         curves={key: Curve(steps, values) for key, values in values_by_metric.items()},
         factor=factor,
-        batch=batch,
-        micro=batch // factor,
+        effective_batch_size=batch,
+        micro_batch_size=batch // factor,
     )
 
 
