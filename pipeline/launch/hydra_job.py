@@ -102,6 +102,12 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
     if parent is not None and settings.mode == RunMode.RUN:
         rule = "must be left out of a single run: it is of a multirun"
         raise ConfigError("tracking.sweep", rule, parent)
+    if settings.job.chdir:
+        rule = (
+            "must be false: the store, the data and the code are looked for from the "
+            "folder in which the command was given"
+        )
+        raise ConfigError("hydra.job.chdir", rule, True)
     # An override may hold an interpolation, which the config resolves.
     overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
     return task(config, overrides, Path(settings.runtime.output_dir))
