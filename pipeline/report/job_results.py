@@ -105,8 +105,12 @@ class JobResult:
 
     def setting(self, key: str) -> Any:
         """Return the value of a swept key: a number if it is one; None without it."""
-        if key in ("factor", "batch", "group"):
-            return getattr(self, key)
+        if key == "factor":
+            return self.factor
+        if key == "batch":
+            return self.effective_batch_size
+        if key == "group":
+            return self.group
         text = dict(self.settings).get(key)
         if text is None:
             return None
