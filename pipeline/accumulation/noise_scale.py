@@ -101,7 +101,7 @@ def noise_of_micro_batch(
             weights = [part.weight for part in minimized]
             square_of_mean = square(means(gradients, weights))
             squares = weight * tf.cast(square_of_mean, weight.dtype)
-        examples = tf.cast(minimized[0].examples, weight.dtype)
+        examples = tf.cast(minimized[0].effective_examples, weight.dtype)
         inverse = tf.math.divide_no_nan(weight, examples)
         return NoiseSums(squares, inverse, weight * inverse, weight)
 
