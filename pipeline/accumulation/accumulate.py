@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from . import over_effective_batch
 from .batch import (
+    ABSENT,
     Batches,
     BatchTotals,
     Nest,
@@ -278,7 +279,7 @@ class _Target(NamedTuple):
     """What is differentiated."""
 
     value: tf.Tensor  # scalar
-    times: Any  # a scalar by which its gradient is multiplied; `()` for 1
+    times: Any  # a scalar by which its gradient is multiplied, or `ABSENT` for 1
 
 
 def _targets(
@@ -290,7 +291,7 @@ def _targets(
     overflow float16. The gradient of such a mean is multiplied by its weight.
     """
     if scale_loss is None:
-        return [_Target(part.total, ()) for part in minimized]
+        return [_Target(part.total, ABSENT) for part in minimized]
     weights = [part.nonzero_divisor for part in minimized]
     pairs = zip(minimized, weights, strict=True)
     means = [divide(part.total, weight) for part, weight in pairs]

@@ -10,6 +10,10 @@ import tensorflow as tf
 
 Nest = Any  # a dense or ragged tensor, or a nest of them, with the examples on axis 0
 
+# Stands for no value in what a loop carries or a strategy reduces. `tf.nest.flatten`
+# skips it, where None would be a leaf that is no tensor.
+ABSENT: tuple[()] = ()
+
 
 class Share(NamedTuple):
     """The part of an effective batch that one of several processes has read.
@@ -64,6 +68,11 @@ class BatchTotals(NamedTuple):
 
     examples: tf.Tensor
     weights: Nest
+
+
+def is_absent(value: Any) -> bool:
+    """Return whether a value is `ABSENT`, not a tensor, `tf.IndexedSlices` or None."""
+    return isinstance(value, tuple) and not value
 
 
 def parts_of(batch: Nest | Share | Batches) -> tuple[Nest, Nest, Nest]:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import of_first_replica, reduce
+from .batch import ABSENT, is_absent, of_first_replica, reduce
 from .loss_sums import LossSum, divide, float32_at_least
 from .micro_batches import rows_once
 from .moving_statistics import Moves
 
-# For each variable a tensor, or `()` if the losses do not depend on it.
+# For each variable a tensor, or `ABSENT` if the losses do not depend on it.
 Gradients = tuple[Any, ...]
 
 
@@ -47,10 +47,10 @@ class GradientSums(NamedTuple):
         examples: Σₖ nₖ, scalar.
         gradient_sums: the gradient of each group of losses that are divided by one
             weight.
-        weights: that weight, scalar, of each group; `()` where the losses were divided
-            by it before.
-        noise: what the micro-batches tell of the gradient noise; `()` if it is never
-            measured.
+        weights: that weight, scalar, of each group; `ABSENT` where the losses were
+            divided by it before.
+        noise: what the micro-batches tell of the gradient noise; `ABSENT` if it is
+            never measured.
         moves: by how much BatchNormalization would have moved its statistics; empty
             where it has moved them itself.
     """
@@ -60,7 +60,7 @@ class GradientSums(NamedTuple):
     examples: tf.Tensor
     gradient_sums: tuple[Gradients, ...] = ()
     weights: tuple[Any, ...] = ()
-    noise: NoiseSums | tuple[()] = ()
+    noise: NoiseSums | tuple[()] = ABSENT
     moves: Moves = ()
 
     def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:
@@ -107,23 +107,23 @@ class GradientSums(NamedTuple):
         gradients: list[Any] = []
         for gradient in means(self.gradient_sums, weights):
             if gradient is None:
-                gradients.append(())
+                gradients.append(ABSENT)
             else:
                 gradients.append(gradient)
-        return self._replace(gradient_sums=(tuple(gradients),), weights=((),))
+        return self._replace(gradient_sums=(tuple(gradients),), weights=(ABSENT,))
 
 
 def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor | None]:
     """Return Σ sum/weight over the groups, for each variable.
 
-    A weight of `()` divides by nothing. The mean of a variable that no sum depends on
-    is None.
+    A weight that is `ABSENT` divides by nothing. The mean of a variable that no sum
+    depends on is None.
     """
     gradients: list[tf.Tensor | None] = []
     for sums_of_variable in zip(*sums, strict=True):
         terms = []
         for value, weight in zip(sums_of_variable, weights, strict=True):
-            if not isinstance(value, tuple):
+            if not is_absent(value):
                 terms.append(divide(value, weight))
 
         if len(terms) > 1:
@@ -147,7 +147,7 @@ def gradients_by(
     Args:
         tape: on which the target was computed.
         target: what is differentiated, scalar.
-        times: a scalar that multiplies the gradients, or `()`.
+        times: a scalar that multiplies the gradients, or `ABSENT` for 1.
         variables: by which it is differentiated.
         outputs: outputs of the model, each with the gradient of another loss by it. The
             gradients of that loss are added.
@@ -161,13 +161,13 @@ def gradients_by(
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:
         gradient = tf.cast(gradient, float32_at_least(gradient.dtype))
-        if isinstance(times, tuple):
+        if is_absent(times):
             return gradient
         return gradient * tf.cast(times, gradient.dtype)
 
     def summand(gradient: Any, variable: tf.Variable) -> Any:
         if gradient is None:
-            return ()
+            return ABSENT
         if isinstance(gradient, tf.IndexedSlices):
             rows = scaled(gradient.values)
             shape = tf.constant(variable.shape.as_list())

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import BatchTotals, Nest, examples_in, spread
+from .batch import ABSENT, BatchTotals, Nest, examples_in, is_absent, spread
 from .keras_internals import mask_of
 from .objective import Objective, Term, couples_examples
 
@@ -50,13 +50,13 @@ class LossPart(NamedTuple):
 
     @property
     def divisor(self) -> Any:
-        """The weight that divides the sum at the end; `()` if it is divided already."""
-        return () if self.divided else self.weight
+        """The weight that divides the sum at the end; `ABSENT` if that was done."""
+        return ABSENT if self.divided else self.weight
 
     @property
     def nonzero_divisor(self) -> Any:
         """The divisor, 1 where it is 0."""
-        return () if self.divided else nonzero(self.weight)
+        return ABSENT if self.divided else nonzero(self.weight)
 
 
 class MicroBatchLosses(NamedTuple):
@@ -465,9 +465,9 @@ def nonzero(weight: tf.Tensor) -> tf.Tensor:
 def divide(value: Any, weight: Any) -> Any:
     """Return a tensor or `tf.IndexedSlices` divided by a weight.
 
-    A weight of 0 or `()` divides by nothing.
+    A weight that is 0 or `ABSENT` divides by nothing.
     """
-    if isinstance(weight, tuple):
+    if is_absent(weight):
         return value
     if isinstance(value, tf.IndexedSlices):
         rows = divide(value.values, weight)

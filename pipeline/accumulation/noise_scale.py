@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from .batch import ABSENT
 from .gradient_sums import Gradients, NoiseSums, means
 from .loss_sums import LossPart
 from .micro_batches import rows_once
@@ -65,7 +66,7 @@ def square(
 ) -> tf.Tensor:
     """Return the sum of the squares of all entries, scalar.
 
-    `()` or None stands for a missing gradient.
+    `ABSENT` or None stands for a missing gradient.
     """
     # In one pass over each gradient: materialized squares cost three times as much.
     halves = []
@@ -85,12 +86,12 @@ def noise_of_micro_batch(
 
     Args:
         measure: whether it is measured. If not, or if the micro-batch weighs nothing,
-            the result is zeros; it is `()` if the noise is never measured.
+            the result is zeros; it is `ABSENT` if the noise is never measured.
         gradients: of each of `minimized`.
         minimized: what is minimized; its first part has the weight of the micro-batch.
     """
     if measure is False:
-        return ()
+        return ABSENT
     weight = minimized[0].weight
 
     def measured() -> NoiseSums:

@@ -19,9 +19,11 @@ import keras
 import tensorflow as tf
 
 from .batch import (
+    ABSENT,
     Nest,
     Share,
     examples_in,
+    is_absent,
     of_first_replica,
     parts_of,
     reduce,
@@ -38,7 +40,7 @@ from .xla import compiled_by_xla, without_cudnn
 
 
 class KeptOutput(NamedTuple):
-    """One output of the model and what Keras keeps on it, `()` if nothing.
+    """One output of the model and what Keras keeps on it, or `ABSENT`.
 
     All have the examples on axis 0.
     """
@@ -106,9 +108,9 @@ def kept(outputs: Mapping[str, Nest]) -> Outputs:
             )
             raise ValueError(f"{rule}. Received: {name or type(output).__name__}")
         mask = mask_of(output)
-        mask = () if mask is None else tf.cast(mask, tf.float32)
+        mask = ABSENT if mask is None else tf.cast(mask, tf.float32)
         logits = logits_of(output)
-        logits = () if logits is None else logits
+        logits = ABSENT if logits is None else logits
         kept_by_name[name] = KeptOutput(output, mask, logits)
     return kept_by_name
 
@@ -147,7 +149,7 @@ def differentiable(outputs: Outputs) -> list[tf.Tensor]:
     tensors = []
     for kept_output in outputs.values():
         for tensor in (kept_output.output, kept_output.logits):
-            if tf.is_tensor(tensor) and tensor.dtype.is_floating:
+            if not is_absent(tensor) and tensor.dtype.is_floating:
                 tensors.append(tensor)
     return tensors
 

@@ -28,7 +28,7 @@ from .batch import (
     tensors_of,
 )
 from .forward_effects import trace_forward
-from .gradient_sums import GradientSums, sum_over_replicas
+from .gradient_sums import GradientSums, NoiseSums, sum_over_replicas
 from .keras_internals import applying_sums
 from .loss_sums import LossSum
 from .moving_statistics import assign_moving_statistics
@@ -165,7 +165,7 @@ class Update:
             # Built in this trace: the reset above left out what was not there yet.
             if len(metric.variables) > count:
                 metric.reset_state()
-        if sums.noise:
+        if isinstance(sums.noise, NoiseSums):
             estimates = noise_scale.estimates(sums.noise, tf.square(norm), scale)
             results["gradient_variance"] = estimates.variance
             results["gradient_square"] = estimates.square
