@@ -44,7 +44,7 @@ from .loss_sums import (
     function_losses,
     micro_batch_losses,
 )
-from .micro_batches import sum_over_micro_batches
+from .micro_batches import run_micro_batches
 from .moving_statistics import normalizing_layers, observed
 from .noise_scale import noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
@@ -257,7 +257,7 @@ def accumulate_share(
     parts: Nest = (x, (y, tuple(context.output_gradients)), sample_weight)
     if isinstance(share, Batches):
         parts = share._replace(batch=parts)
-    return sum_over_micro_batches(
+    return run_micro_batches(
         micro_step, parts, kernel.micro_batch_size, kernel.jit_compile
     )
 

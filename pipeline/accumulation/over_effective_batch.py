@@ -33,7 +33,7 @@ from .batch import (
 from .forward_effects import Forward, batch_dependent_layers, untracked_variables
 from .keras_internals import logits_of, mask_of, with_mask_and_logits
 from .loss_sums import LossSum, divide, scaled_sum, weighted_sum
-from .micro_batches import sum_over_micro_batches
+from .micro_batches import run_micro_batches
 from .objective import Objective, by_name
 from .same_noise import Key, drawn, noisy_layers
 from .xla import compiled_by_xla, without_cudnn
@@ -138,7 +138,7 @@ def kept_outputs(
         with keras.StatelessScope(), without_cudnn(model, compiled), drawing:
             return kept(by_name(model, model(x, training=True)))
 
-    return sum_over_micro_batches(micro_step, share, micro_batch_size, compiled)
+    return run_micro_batches(micro_step, share, micro_batch_size, compiled)
 
 
 def differentiable(outputs: Outputs) -> list[tf.Tensor]:
