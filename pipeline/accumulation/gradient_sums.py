@@ -135,12 +135,19 @@ def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor |
     return gradients
 
 
+class OutputGradient(NamedTuple):
+    """An output of the model, and the gradient of a loss by it."""
+
+    output: tf.Tensor
+    gradient: tf.Tensor
+
+
 def gradients_by(
     tape: tf.GradientTape,
     target: tf.Tensor,
     times: Any,
     variables: Sequence[tf.Variable],
-    outputs: Sequence[tuple[tf.Tensor, tf.Tensor]] = (),
+    output_gradients: Sequence[OutputGradient] = (),
 ) -> Gradients:
     """Return the gradient of `target` by each variable, in float32 at least.
 
@@ -149,12 +156,12 @@ def gradients_by(
         target: what is differentiated, scalar.
         times: a scalar that multiplies the gradients, or `ABSENT` for 1.
         variables: by which it is differentiated.
-        outputs: outputs of the model, each with the gradient of another loss by it. The
-            gradients of that loss are added.
+        output_gradients: of another loss, by outputs of the model. The gradients of
+            that loss by the variables are added.
     """
     targets = [target]
     gradients_by_targets = [tf.ones_like(target)]  # None would count for zero
-    for output, gradient in outputs:
+    for output, gradient in output_gradients:
         targets.append(output)
         gradients_by_targets.append(gradient)
     gradients = tape.gradient(targets, variables, output_gradients=gradients_by_targets)
