@@ -45,7 +45,7 @@ from .loss_sums import (
     micro_batch_losses,
 )
 from .micro_batches import run_micro_batches
-from .moving_statistics import normalizing_layers, observed
+from .moving_statistics import normalizing_layers, statistics_held
 from .noise_scale import noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
 from .same_noise import Key, drawn, noisy_layers
@@ -296,7 +296,7 @@ class _MicroStep:
                 drawn(self.noisy, self.keys, place, examples, jit_compile),
                 transposed_gradients(self.wide),
                 without_cudnn(model, jit_compile),
-                observed(self.normalizing) as moves,
+                statistics_held(self.normalizing) as statistics_steps,
             ):
                 outputs, losses = _forward(kernel, micro_batch, self.context.totals)
             targets = _targets(losses.minimized, kernel.scale_loss)
@@ -325,7 +325,7 @@ class _MicroStep:
             gradient_sums=gradients,
             weights=tuple(part.divisor for part in losses.minimized),
             noise=noise,
-            moves=moves(),
+            statistics_steps=statistics_steps(),
         )
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from .batch import ABSENT, is_absent, of_first_replica, reduce
 from .loss_sums import LossSum, divide, float32_at_least
 from .micro_batches import rows_once
-from .moving_statistics import Moves
+from .moving_statistics import StatisticsSteps
 
 # For each variable a tensor, or `ABSENT` if the losses do not depend on it.
 Gradients = tuple[Any, ...]
@@ -51,8 +51,8 @@ class GradientSums(NamedTuple):
             divided by it before.
         noise: what the micro-batches tell of the gradient noise; `ABSENT` if it is
             never measured.
-        moves: by how much BatchNormalization would have moved its statistics; empty
-            where it has moved them itself.
+        statistics_steps: by how much BatchNormalization would have moved its
+            statistics; empty where it has moved them itself.
     """
 
     losses: dict[str, LossSum]
@@ -61,7 +61,7 @@ class GradientSums(NamedTuple):
     gradient_sums: tuple[Gradients, ...] = ()
     weights: tuple[Any, ...] = ()
     noise: NoiseSums | tuple[()] = ABSENT
-    moves: Moves = ()
+    statistics_steps: StatisticsSteps = ()
 
     def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:
         """Return the sums with losses that are known for the effective batch."""

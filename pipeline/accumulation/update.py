@@ -2,7 +2,7 @@
 
 sums = Σ over replicas, Σ over micro-batches       # `accumulate` has the algorithm
 optimizer.apply(sums.gradients())                  # once
-assign_moving_statistics(sums.moves)               # once
+assign_moving_statistics(sums.statistics_steps)    # once
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Update:
         with applying_sums(self.optimizer), fused_adam(self.optimizer) as learning_rate:
             self.optimizer.apply(gradients, self.model.trainable_variables)
         if self.hold_statistics:
-            assign_moving_statistics(self.model, sums.moves)
+            assign_moving_statistics(self.model, sums.statistics_steps)
         return learning_rate
 
     def _check(self, batch: Nest | Share | Batches, x: Nest) -> None:

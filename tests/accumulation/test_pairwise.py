@@ -152,7 +152,7 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
             )
         with accumulation.fused_adam(optimizer):
             optimizer.apply(sums.gradients(), model.trainable_variables)
-        internals.assign_moving_statistics(model, sums.moves)
+        internals.assign_moving_statistics(model, sums.statistics_steps)
         return sums.mean_loss()
 
     return trained(row, model, step)
