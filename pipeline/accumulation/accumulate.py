@@ -46,7 +46,7 @@ from .loss_sums import (
 )
 from .micro_batches import run_micro_batches
 from .moving_statistics import normalizing_layers, statistics_held
-from .noise_scale import noise_of_micro_batch
+from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
 from .same_noise import Key, drawn, noisy_layers
 from .xla import without_cudnn
@@ -164,9 +164,9 @@ class BatchContext(NamedTuple):
 
     Attributes:
         totals: of the effective batch.
-        measure_noise: whether `noise` is wanted, which is a pass over the gradient for
-            each micro-batch.
-        noise_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the
+        measure_gradient_noise: whether the sums are to have it, which is a pass over
+            the gradient for each micro-batch.
+        dropout_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the
             effective batch: these layers then draw for each example what they draw for
             it in any other cut. Without keys Keras draws for each micro-batch.
         output_gradients: gradients of losses over the effective batch by the outputs,
@@ -175,8 +175,8 @@ class BatchContext(NamedTuple):
     """
 
     totals: BatchTotals
-    measure_noise: tf.Tensor | bool = False
-    noise_keys: Sequence[tf.Tensor] = ()
+    measure_gradient_noise: tf.Tensor | bool = False
+    dropout_keys: Sequence[tf.Tensor] = ()
     output_gradients: Sequence[tf.Tensor | None] = ()
 
 
@@ -185,7 +185,7 @@ def accumulate_share(
     kernel: Kernel,
     share: Nest | Batches,
     context: BatchContext,
-    place: tf.Tensor | int = 0,
+    position: tf.Tensor | int = 0,
 ) -> GradientSums:
     """Return the sums over a share of an effective batch.
 
@@ -193,7 +193,7 @@ def accumulate_share(
         kernel: how the gradient of a micro-batch is computed.
         share: one replica's part of the effective batch, or all of it.
         context: of the effective batch, with the output gradients of the share alone.
-        place: position of the share's first example in the effective batch.
+        position: of the share's first example in the effective batch.
 
     Raises:
         ValueError: as `accumulate_gradients` does.
@@ -205,7 +205,7 @@ def accumulate_share(
     ) -> GradientSums:
         y, output_gradients = y_and_gradients
         micro_batch = MicroBatch(x, y, sample_weight, output_gradients)
-        return step.sums(place + start, micro_batch)
+        return step.sums(position + start, micro_batch)
 
     # The gradients by outputs are cut as the labels are.
     x, y, sample_weight = parts_of(share)
@@ -264,7 +264,7 @@ class _MicroStep:
         if model is not None:
             for rule, received in unsupported(model):
                 raise ValueError(f"model {rule}. Received: {received}")
-            if context.noise_keys:
+            if context.dropout_keys:
                 noisy = noisy_layers(model, inputs_of(share))
             if not kernel.jit_compile:
                 wide = wide_layers(model, kernel.micro_batch_size)
@@ -273,17 +273,17 @@ class _MicroStep:
         return cls(
             kernel=kernel,
             context=context,
-            keys=[Key.from_seed(seed) for seed in context.noise_keys],
+            keys=[Key.from_seed(seed) for seed in context.dropout_keys],
             variables=kernel.tf_variables(),
             noisy=noisy,
             wide=wide,
             normalizing=normalizing,
         )
 
-    def sums(self, place: tf.Tensor | int, micro_batch: MicroBatch) -> GradientSums:
+    def sums(self, position: tf.Tensor | int, micro_batch: MicroBatch) -> GradientSums:
         """Return the sums over a micro-batch.
 
-        `place` is the position of its first example in the effective batch.
+        `position` is that of its first example in the effective batch.
         """
         kernel = self.kernel
         model = kernel.model
@@ -293,7 +293,7 @@ class _MicroStep:
         # Persistent, as each target is differentiated by itself.
         with tf.GradientTape(persistent=True) as tape:
             with (
-                drawn(self.noisy, self.keys, place, examples, jit_compile),
+                drawn(self.noisy, self.keys, position, examples, jit_compile),
                 transposed_gradients(self.wide),
                 without_cudnn(model, jit_compile),
                 statistics_held(self.normalizing) as statistics_steps,
@@ -315,8 +315,8 @@ class _MicroStep:
             )
             for target in targets
         )
-        noise = noise_of_micro_batch(
-            self.context.measure_noise, gradients, losses.minimized
+        gradient_noise = gradient_noise_of_micro_batch(
+            self.context.measure_gradient_noise, gradients, losses.minimized
         )
         return GradientSums(
             losses=losses.losses,
@@ -324,7 +324,7 @@ class _MicroStep:
             examples=tf.cast(examples, losses.added.dtype),
             gradient_sums=gradients,
             weights=tuple(part.divisor for part in losses.minimized),
-            noise=noise,
+            gradient_noise=gradient_noise,
             statistics_steps=statistics_steps(),
         )
 

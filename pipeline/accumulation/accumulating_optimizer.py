@@ -369,16 +369,16 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
         case = tf.constant(0)
         is_alike = tf.constant(True)
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             has_gradient = tf.gather(counts, group) > 0
             is_alike &= tf.reduce_all(has_gradient) | ~tf.reduce_any(has_gradient)
-            case += tf.cast(tf.reduce_any(has_gradient), tf.int32) * 2**place
+            case += tf.cast(tf.reduce_any(has_gradient), tf.int32) * 2**index
 
         steps = []
         for number in range(2 ** len(groups)):
             indices = list(present)
-            for place, group in enumerate(groups):
-                if number >> place & 1:
+            for index, group in enumerate(groups):
+                if number >> index & 1:
                     indices += group
             steps.append(partial(self._apply_in_replicas, sums, indices))
         message = f"{ZERO}. Received: None for some variables of a traced step"

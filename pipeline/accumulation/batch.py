@@ -242,8 +242,9 @@ def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
             start = 0
             examples = examples_in(parts)
         size = -(-examples // context.num_replicas_in_sync)
-        place = replica * size
-        return slice_of(parts, place - start, place - start + size), place
+        position = replica * size
+        first = position - start
+        return slice_of(parts, first, first + size), position
 
 
 def global_batch_totals(
@@ -316,11 +317,11 @@ def all_reduced(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any
     dtypes = [strategy.experimental_local_results(value)[0].dtype for value in values]
     summed = list(values)
     for dtype in dict.fromkeys(dtypes):
-        places = [place for place, other in enumerate(dtypes) if other == dtype]
-        pairs = [(values[place], values[place]) for place in places]
+        indices = [index for index, other in enumerate(dtypes) if other == dtype]
+        pairs = [(values[index], values[index]) for index in indices]
         sums = strategy.extended.batch_reduce_to("SUM", pairs)
-        for place, value in zip(places, sums, strict=True):
-            summed[place] = value
+        for index, value in zip(indices, sums, strict=True):
+            summed[index] = value
     return summed
 
 

@@ -20,7 +20,7 @@ from .moving_statistics import StatisticsSteps
 Gradients = tuple[Any, ...]
 
 
-class NoiseSums(NamedTuple):
+class GradientNoiseSums(NamedTuple):
     """What `noise_scale.estimates` takes of the micro-batches, scalars.
 
     ωₖ is the weight of micro-batch k, gₖ its gradient, nₖ its number of examples that
@@ -49,8 +49,8 @@ class GradientSums(NamedTuple):
             weight.
         weights: that weight, scalar, of each group; `ABSENT` where the losses were
             divided by it before.
-        noise: what the micro-batches tell of the gradient noise; `ABSENT` if it is
-            never measured.
+        gradient_noise: what the micro-batches tell of it; `ABSENT` if it is never
+            measured.
         statistics_steps: by how much BatchNormalization would have moved its
             statistics; empty where it has moved them itself.
     """
@@ -60,7 +60,7 @@ class GradientSums(NamedTuple):
     examples: tf.Tensor
     gradient_sums: tuple[Gradients, ...] = ()
     weights: tuple[Any, ...] = ()
-    noise: NoiseSums | tuple[()] = ABSENT
+    gradient_noise: GradientNoiseSums | tuple[()] = ABSENT
     statistics_steps: StatisticsSteps = ()
 
     def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:

@@ -249,5 +249,5 @@ def _join_of(output: Any) -> _DenseSum | _RowSum | _Concatenation:
 
 def rows_once(rows: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return rows and their indices, the rows of one index added."""
-    indices, places = tf.unique(indices)
-    return tf.math.unsorted_segment_sum(rows, places, tf.size(indices)), indices
+    unique, segments = tf.unique(indices)
+    return tf.math.unsorted_segment_sum(rows, segments, tf.size(unique)), unique

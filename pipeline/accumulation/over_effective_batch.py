@@ -120,20 +120,20 @@ def kept_outputs(
     model: keras.Model,
     batch: Nest | Share,
     micro_batch_size: int,
-    noise_keys: Sequence[tf.Tensor],
+    dropout_keys: Sequence[tf.Tensor],
     jit_compile: bool | str,
 ) -> Outputs:
     """Return the outputs for this replica's share of `batch`, by the first pass.
 
-    The arguments are as for an `Update`, `noise_keys` as for `accumulate_share`.
+    The arguments are as for an `Update`, `dropout_keys` as for `accumulate_share`.
     """
-    share, place = share_of(batch)
+    share, position = share_of(batch)
     compiled = compiled_by_xla(jit_compile, model, share)
-    noisy = noisy_layers(model, share[0]) if noise_keys else []
-    keys = [Key.from_seed(seed) for seed in noise_keys]
+    noisy = noisy_layers(model, share[0]) if dropout_keys else []
+    keys = [Key.from_seed(seed) for seed in dropout_keys]
 
     def micro_step(start: tf.Tensor, x: Nest, *_: Nest) -> Outputs:
-        drawing = drawn(noisy, keys, place + start, examples_in(x), compiled)
+        drawing = drawn(noisy, keys, position + start, examples_in(x), compiled)
         # The scope drops what the pass assigns.
         with keras.StatelessScope(), without_cudnn(model, compiled), drawing:
             return kept(by_name(model, model(x, training=True)))
@@ -217,12 +217,12 @@ def gathered(
         return GatheredBatch(outputs, y, sample_weight)
 
     def padded_leaves(outputs_of_share: Outputs) -> list[tf.Tensor]:
-        (x, *labels), place = share_of(batch)
+        (x, *labels), position = share_of(batch)
         if isinstance(batch, Share):
             examples = batch.examples
         else:
             examples = examples_in(parts_of(batch))
-        before = tf.minimum(place, examples)
+        before = tf.minimum(position, examples)
         after = examples - before - examples_in(x)
         leaves = tf.nest.flatten((outputs_of_share, *labels))
         return [_padded(leaf, before, after) for leaf in leaves if leaf is not None]

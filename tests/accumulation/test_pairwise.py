@@ -138,7 +138,9 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
     def step(batch: tuple) -> tf.Tensor:
         replicas = strategy.num_replicas_in_sync
         keys = internals.keys_of(internals.noisy_layers(model, batch[0]))
-        context = internals.BatchContext(internals.batch_totals(batch), noise_keys=keys)
+        context = internals.BatchContext(
+            internals.batch_totals(batch), dropout_keys=keys
+        )
         share = -(-internals.examples_in(batch) // replicas)
 
         def sums_from(place: Any) -> accumulation.GradientSums:
