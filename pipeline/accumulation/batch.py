@@ -157,7 +157,7 @@ def _slice_spec(leaf: Any) -> tf.TypeSpec | None:
 
 
 def spread(
-    nest: Nest, names: Sequence[str], *, to_all: bool = False
+    nest: Nest, names: Sequence[str], subject: str, *, to_all: bool = False
 ) -> dict[str, Nest]:
     """Return what `nest` has for each output, by the outputs' `names`.
 
@@ -165,6 +165,7 @@ def spread(
         nest: a dict by name, a list in the order of the outputs, or a leaf, which is
             for the only output.
         names: of the outputs.
+        subject: what errors call the nest.
         to_all: whether a leaf is for each of several outputs.
 
     Raises:
@@ -172,8 +173,9 @@ def spread(
     """
     if not keras.tree.is_nested(nest):
         if len(names) > 1 and nest is not None and not to_all:
+            outputs = ", ".join(names)
             raise ValueError(
-                f"must be given for each of the outputs {', '.join(names)}"
+                f"{subject} must be given for each of the outputs {outputs}"
             )
         return dict.fromkeys(names, nest)
 
@@ -181,9 +183,8 @@ def spread(
     if isinstance(nest, list | tuple):
         count = len(paths_and_leaves)
         if count != len(names):
-            raise ValueError(
-                f"must have {len(names)} entries, one an output. Received: {count}"
-            )
+            rule = f"{subject} must have {len(names)} entries, one an output"
+            raise ValueError(f"{rule}. Received: {count}")
         return dict(zip(names, keras.tree.flatten(nest), strict=True))
 
     entries = {"/".join(map(str, path)): leaf for path, leaf in paths_and_leaves}
@@ -191,8 +192,8 @@ def spread(
         return dict.fromkeys(names, *entries.values())
     for name in entries:
         if name not in names:
-            rule = f"must be named as an output, one of {', '.join(names)}"
-            raise ValueError(f"{rule}. Received: {name}")
+            rule = f"an entry of {subject} must be named as an output"
+            raise ValueError(f"{rule}, one of {', '.join(names)}. Received: {name}")
     return entries
 
 

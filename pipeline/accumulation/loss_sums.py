@@ -99,7 +99,7 @@ def micro_batch_losses(
 
     losses = {}
     parts = []
-    weights = spread(totals.weights, list(outputs), to_all=True)
+    weights = spread(totals.weights, list(outputs), "sample_weight", to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
         if couples_examples(term.loss) and not objective.over_batch:
             # A micro-batch does not have all of its examples.
