@@ -155,6 +155,8 @@ class Update:
             scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
             norm /= scale
 
+        # The norm has three uses: it is logged, its square is |g|² of the noise scale,
+        # and once it is known the gradient is complete, so the update is counted.
         with tf.control_dependencies([norm]):
             applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
