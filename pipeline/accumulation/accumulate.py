@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from . import over_effective_batch
 from .batch import (
+    ABSENT,
     Batches,
     BatchTotals,
     Nest,
@@ -35,7 +36,7 @@ from .batch import (
 )
 from .dense import transposed_gradients, wide_layers
 from .forward_effects import unsupported
-from .gradient_sums import GradientSums, gradients_by
+from .gradient_sums import GradientSums, OutputGradient, gradients_by
 from .loss_sums import (
     LossPart,
     MicroBatchLosses,
@@ -43,9 +44,9 @@ from .loss_sums import (
     function_losses,
     micro_batch_losses,
 )
-from .micro_batches import sum_over_micro_batches
-from .moving_statistics import normalizing_layers, observed
-from .noise_scale import noise_of_micro_batch
+from .micro_batches import run_micro_batches
+from .moving_statistics import normalizing_layers, statistics_held
+from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
 from .same_noise import Key, drawn, noisy_layers
 from .xla import without_cudnn
@@ -163,9 +164,9 @@ class BatchContext(NamedTuple):
 
     Attributes:
         totals: of the effective batch.
-        measure_noise: whether `noise` is wanted, which is a pass over the gradient for
-            each micro-batch.
-        noise_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the
+        measure_gradient_noise: whether the sums are to have it, which is a pass over
+            the gradient for each micro-batch.
+        dropout_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the
             effective batch: these layers then draw for each example what they draw for
             it in any other cut. Without keys Keras draws for each micro-batch.
         output_gradients: gradients of losses over the effective batch by the outputs,
@@ -174,8 +175,8 @@ class BatchContext(NamedTuple):
     """
 
     totals: BatchTotals
-    measure_noise: tf.Tensor | bool = False
-    noise_keys: Sequence[tf.Tensor] = ()
+    measure_gradient_noise: tf.Tensor | bool = False
+    dropout_keys: Sequence[tf.Tensor] = ()
     output_gradients: Sequence[tf.Tensor | None] = ()
 
 
@@ -184,7 +185,7 @@ def accumulate_share(
     kernel: Kernel,
     share: Nest | Batches,
     context: BatchContext,
-    place: tf.Tensor | int = 0,
+    position: tf.Tensor | int = 0,
 ) -> GradientSums:
     """Return the sums over a share of an effective batch.
 
@@ -192,93 +193,161 @@ def accumulate_share(
         kernel: how the gradient of a micro-batch is computed.
         share: one replica's part of the effective batch, or all of it.
         context: of the effective batch, with the output gradients of the share alone.
-        place: position of the share's first example in the effective batch.
+        position: of the share's first example in the effective batch.
 
     Raises:
         ValueError: as `accumulate_gradients` does.
     """
-    model = kernel.model
-    noisy: list[keras.Layer] = []
-    wide: list[keras.layers.Dense] = []
-    normalizing: list[keras.layers.BatchNormalization] = []
-    if model is not None:
-        for rule, received in unsupported(model):
-            raise ValueError(f"model {rule}. Received: {received}")
-        if context.noise_keys:
-            noisy = noisy_layers(model, inputs_of(share))
-        if not kernel.jit_compile:
-            wide = wide_layers(model, kernel.micro_batch_size)
-        if kernel.hold_statistics:
-            normalizing = normalizing_layers(model)
-    keys = [Key.from_seed(seed) for seed in context.noise_keys]  # for all micro-batches
-    variables = kernel.tf_variables()
+    step = _MicroStep.for_share(kernel, share, context)
 
     def micro_step(
-        start: tf.Tensor, x: Nest, labels: Nest, sample_weight: Nest
+        start: tf.Tensor, x: Nest, y_and_gradients: Nest, sample_weight: Nest
     ) -> GradientSums:
-        y, output_gradients = labels
-        examples = examples_in(x)
-        with tf.GradientTape(persistent=True) as tape:
-            with (
-                drawn(noisy, keys, place + start, examples, kernel.jit_compile),
-                transposed_gradients(wide),
-                without_cudnn(model, kernel.jit_compile),
-                observed(normalizing) as moves,
-            ):
-                outputs, losses = _forward(
-                    kernel, (x, y, sample_weight), context.totals
-                )
-            targets = _targets(losses.minimized, kernel.scale_loss)
-        if model is not None:
-            kernel.objective.update_metrics(y, outputs, sample_weight)
-
-        losses_of_outputs = []
-        if output_gradients:
-            losses_of_outputs = _with_gradients(outputs, output_gradients)
-        gradients = tuple(
-            gradients_by(tape, target.value, target.times, variables, losses_of_outputs)
-            for target in targets
-        )
-        divisors = tuple(part.divisor for part in losses.minimized)
-        noise = noise_of_micro_batch(context.measure_noise, gradients, losses.minimized)
-        return GradientSums(
-            losses.losses,
-            losses.added,
-            tf.cast(examples, losses.added.dtype),
-            gradients,
-            divisors,
-            noise,
-            moves(),
-        )
+        y, output_gradients = y_and_gradients
+        micro_batch = MicroBatch(x, y, sample_weight, output_gradients)
+        return step.sums(position + start, micro_batch)
 
     # The gradients by outputs are cut as the labels are.
     x, y, sample_weight = parts_of(share)
     parts: Nest = (x, (y, tuple(context.output_gradients)), sample_weight)
     if isinstance(share, Batches):
         parts = share._replace(batch=parts)
-    return sum_over_micro_batches(
+    return run_micro_batches(
         micro_step, parts, kernel.micro_batch_size, kernel.jit_compile
     )
 
 
+class MicroBatch(NamedTuple):
+    """The parts of a micro-batch, each with its examples on axis 0."""
+
+    x: Nest
+    y: Nest
+    sample_weight: Nest
+    output_gradients: Sequence[tf.Tensor | None]  # as a `BatchContext` has them
+
+
+@dataclass(frozen=True)
+class _MicroStep:
+    """The forward and backward pass on each micro-batch of a share.
+
+    Attributes:
+        kernel: how the gradient is computed.
+        context: of the effective batch.
+        variables: what is differentiated by.
+        noisy: layers that draw by the keys, one for each.
+        keys: made of the seeds in the context, once for all micro-batches.
+        wide: layers whose gradients are computed transposed.
+        normalizing: layers whose moving statistics are held.
+    """
+
+    kernel: Kernel
+    context: BatchContext
+    variables: list[tf.Variable]
+    noisy: list[keras.Layer]
+    keys: list[Key]
+    wide: list[keras.layers.Dense]
+    normalizing: list[keras.layers.BatchNormalization]
+
+    @classmethod
+    def for_share(
+        cls, kernel: Kernel, share: Nest | Batches, context: BatchContext
+    ) -> _MicroStep:
+        """Return the step for the model of a kernel, if it has one.
+
+        Raises:
+            ValueError: the model cannot be trained in micro-batches.
+        """
+        model = kernel.model
+        noisy: list[keras.Layer] = []
+        wide: list[keras.layers.Dense] = []
+        normalizing: list[keras.layers.BatchNormalization] = []
+        if model is not None:
+            for rule, received in unsupported(model):
+                raise ValueError(f"model {rule}. Received: {received}")
+            if context.dropout_keys:
+                noisy = noisy_layers(model, inputs_of(share))
+            if not kernel.jit_compile:
+                wide = wide_layers(model, kernel.micro_batch_size)
+            if kernel.hold_statistics:
+                normalizing = normalizing_layers(model)
+        return cls(
+            kernel=kernel,
+            context=context,
+            keys=[Key.from_seed(seed) for seed in context.dropout_keys],
+            variables=kernel.tf_variables(),
+            noisy=noisy,
+            wide=wide,
+            normalizing=normalizing,
+        )
+
+    def sums(self, position: tf.Tensor | int, micro_batch: MicroBatch) -> GradientSums:
+        """Return the sums over a micro-batch.
+
+        `position` is that of its first example in the effective batch.
+        """
+        kernel = self.kernel
+        model = kernel.model
+        jit_compile = kernel.jit_compile
+        x, y, sample_weight, output_gradients = micro_batch
+        examples = examples_in(x)
+        # Persistent, as each target is differentiated by itself.
+        with tf.GradientTape(persistent=True) as tape:
+            with (
+                drawn(self.noisy, self.keys, position, examples, jit_compile),
+                transposed_gradients(self.wide),
+                without_cudnn(model, jit_compile),
+                statistics_held(self.normalizing) as statistics_steps,
+            ):
+                outputs, losses = _forward(kernel, micro_batch, self.context.totals)
+            targets = _targets(losses.minimized, kernel.scale_loss)
+        if model is not None:
+            kernel.objective.update_metrics(y, outputs, sample_weight)
+
+        gradients_by_outputs = []
+        if output_gradients:
+            # Their gradients by the variables are added to those of each target. Here
+            # there is one, what the model adds: the losses are in the gradients.
+            assert len(targets) == 1
+            gradients_by_outputs = _with_gradients(outputs, output_gradients)
+        gradients = tuple(
+            gradients_by(
+                tape, target.value, target.times, self.variables, gradients_by_outputs
+            )
+            for target in targets
+        )
+        gradient_noise = gradient_noise_of_micro_batch(
+            self.context.measure_gradient_noise, gradients, losses.minimized
+        )
+        return GradientSums(
+            losses=losses.losses,
+            added=losses.added,
+            examples=tf.cast(examples, losses.added.dtype),
+            gradient_sums=gradients,
+            weights=tuple(part.divisor for part in losses.minimized),
+            gradient_noise=gradient_noise,
+            statistics_steps=statistics_steps(),
+        )
+
+
 def _forward(
-    kernel: Kernel, micro_batch: Nest, totals: BatchTotals
+    kernel: Kernel, micro_batch: MicroBatch, totals: BatchTotals
 ) -> tuple[dict[str, Nest], MicroBatchLosses]:
     """Return the outputs of the model by name, and the losses of a micro-batch."""
+    x, y, sample_weight, _ = micro_batch
+    parts = (x, y, sample_weight)
     model = kernel.model
     if model is None:
-        return {}, function_losses(kernel.objective.loss, micro_batch, totals)
-    x, *_ = micro_batch
+        return {}, function_losses(kernel.objective.loss, parts, totals)
     outputs = by_name(model, model(x, training=True))
     objective = kernel.objective.of_micro_batch()
-    return outputs, micro_batch_losses(model, objective, outputs, micro_batch, totals)
+    return outputs, micro_batch_losses(model, objective, outputs, parts, totals)
 
 
 class _Target(NamedTuple):
     """What is differentiated."""
 
     value: tf.Tensor  # scalar
-    times: Any  # a scalar by which its gradient is multiplied; `()` for 1
+    times: Any  # a scalar by which its gradient is multiplied, or `ABSENT` for 1
 
 
 def _targets(
@@ -290,7 +359,7 @@ def _targets(
     overflow float16. The gradient of such a mean is multiplied by its weight.
     """
     if scale_loss is None:
-        return [_Target(part.total, ()) for part in minimized]
+        return [_Target(part.total, ABSENT) for part in minimized]
     weights = [part.nonzero_divisor for part in minimized]
     pairs = zip(minimized, weights, strict=True)
     means = [divide(part.total, weight) for part, weight in pairs]
@@ -300,9 +369,12 @@ def _targets(
 
 def _with_gradients(
     outputs: dict[str, Nest], gradients: Sequence[tf.Tensor | None]
-) -> list[tuple[tf.Tensor, tf.Tensor]]:
+) -> list[OutputGradient]:
     """Return each output that a loss depends on, with the loss' gradient by it."""
     kept = over_effective_batch.kept(outputs)
     tensors = over_effective_batch.differentiable(kept)
-    pairs = zip(tensors, gradients, strict=True)
-    return [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+    output_gradients = []
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if gradient is not None:
+            output_gradients.append(OutputGradient(tensor, gradient))
+    return output_gradients

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -216,14 +216,14 @@ class AccumulatingModel(keras.Model):
             rule = "fit must be called outside of the strategy's scope"
             raise ValueError(f"{rule}; the model is made inside of it")
         if self._update is None:
-            self._update = self._made_update(self._compiled_objective(data))
+            self._update = self._make_update(self._objective_for(data))
         sums = self._update.sums(data)
         # `iterations` and weight decay depend on no gradient.
         with tf.control_dependencies(tensors_of(data)):
             self._update.apply(sums.gradients(), sums)
         return self._means(sums)
 
-    def _made_update(self, objective: Objective) -> Update:
+    def _make_update(self, objective: Objective) -> Update:
         """Make the update and its variables.
 
         It is made in a traced function of its own: TensorFlow traces a function that
@@ -260,7 +260,7 @@ class AccumulatingModel(keras.Model):
         if self._evaluation is None:
             self._evaluation = Evaluation(
                 self.inner,
-                self._compiled_objective(data),
+                self._objective_for(data),
                 self.micro_batch_size,
                 strategy=self._strategy,
                 jit_compile=self._micro_steps_by_xla,
@@ -278,10 +278,10 @@ class AccumulatingModel(keras.Model):
             self._output_means[key].update_state(value, sums.examples)
         return self.get_metrics_result()
 
-    def _compiled_objective(self, data: Nest) -> Objective:
+    def _objective_for(self, data: Nest) -> Objective:
         """Return what `compile` makes of its arguments.
 
-        Keras makes it at the first batch, of which nothing is computed here.
+        Keras makes it for the first batch `data`, of which nothing is computed here.
         """
         if self._objective is None:
             _check_undistributed(data)
@@ -294,9 +294,10 @@ class AccumulatingModel(keras.Model):
                 return outputs
 
             traced = tf.function(forward, autograph=False).get_concrete_function()
-            self._objective, means = _objective(self, traced.structured_outputs)
+            compiled = _compiled_objective(self, traced.structured_outputs)
+            self._objective = compiled.objective
             # In a dict Keras would add them to its metrics once more.
-            self._output_means = MappingProxyType(means)
+            self._output_means = MappingProxyType(compiled.output_means)
             self.built = True
         return self._objective
 
@@ -326,20 +327,22 @@ class _Undistributed:
         return step(*args)
 
 
-def _objective(
-    model: AccumulatingModel, outputs: Nest
-) -> tuple[Objective, dict[str, Any]]:
-    """Return what a compiled model minimizes and measures, and means over an epoch.
+class _CompiledObjective(NamedTuple):
+    """What `compile` has made of its arguments."""
 
-    The means are Keras' metrics of each `<output>_loss`.
-    """
+    objective: Objective
+    output_means: dict[str, Any]  # Keras' metric of each `<output>_loss`
+
+
+def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObjective:
+    """Return what a compiled model with these outputs minimizes and measures."""
     names = list(by_name(model.inner, outputs))
     paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
     names_by_path = dict(zip(paths, names, strict=True))
 
     losses: dict[str, keras.losses.Loss] = {}
     scales: dict[str, float | None] = {}
-    means: dict[str, Any] = {}
+    output_means: dict[str, Any] = {}
     for compiled in compiled_losses(model):
         if len(names) == 1:
             name = names[0]
@@ -358,16 +361,16 @@ def _objective(
             )
         losses[name] = loss
         scales[name] = compiled.scale
-        means[f"{name}_loss"] = compiled.mean
+        output_means[f"{name}_loss"] = compiled.mean
 
     metrics, weighted_metrics = compiled_metrics(model, names)
-    losses_of_all = None  # without any the model learns from `add_loss`
+    losses_by_output = None  # without any loss the model learns from `add_loss`
     if losses:
-        losses_of_all = {name: losses.get(name) for name in names}
+        losses_by_output = {name: losses.get(name) for name in names}
     objective = Objective(
-        losses_of_all, scales, metrics, weighted_metrics, loss_over=model.loss_over
+        losses_by_output, scales, metrics, weighted_metrics, loss_over=model.loss_over
     )
-    return objective, means
+    return _CompiledObjective(objective, output_means)
 
 
 def _is_positive_integer(value: Any) -> bool:

@@ -28,8 +28,8 @@ NONE_AT_ALL = (
     "Received: None alone"
 )
 
-# Sets of variables that have their gradients in different parts of an update. A traced
-# step has a branch for each combination: 16.
+# The most sets of variables that may have their gradients in different parts of an
+# update. A traced step has a branch for each combination of them: 2⁴ = 16.
 MOST_SETS = 4
 
 
@@ -42,12 +42,14 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     that is saved between two steps goes on from there. See `GradientAccumulator` for
     their memory.
 
-    In `fit` the weight of a batch is not known here, so that all count alike. That is
-    exact where the loss is a mean, and all batches have the same weight: as many
-    examples, and with a mask as many elements that count. With the reduction
-    `mean_with_sample_weight` it is the sum of the sample weights. A warning names a
-    mask, such weights, or a loss that is a sum. `AccumulatingModel` is exact for all of
-    them. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last gradients are
+    In `fit` the optimizer does not know the weight of a batch, so all batches count
+    alike. That is exact where the loss is a mean and all batches have the same weight.
+    The weight of a batch is its number of examples, with a mask the number of its
+    elements that count, with the reduction `mean_with_sample_weight` the sum of its
+    sample weights. A warning names a mask, such weights, or a loss that is a sum.
+    `AccumulatingModel` is exact for all of them.
+
+    With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last gradients are
     applied although they are fewer. Put it first: other callbacks then see the weights
     after that step.
 
@@ -80,7 +82,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.inner = inner
         self.factor = factor
         self._has_warned = False
-        # Who rejects Keras' own accumulation by this attribute rejects this one, too.
+        # Code that rejects an optimizer with Keras' own accumulation looks at this
+        # attribute, and has to reject this optimizer, too.
         self.gradient_accumulation_steps = factor
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -183,8 +186,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         gradients = self._in_order(grads, trainable_variables)
         present = [i for i, each in enumerate(gradients) if each is not None]
 
-        # The replicas' gradients add up to that of a call, so that their average is to
-        # be taken as often.
+        # Keras divides each replica's loss by the number of replicas R, so a gradient
+        # times R is that of the mean over the replica's share. Without weights all
+        # shares count alike, and the weights of one call add up to 1.
         replicas = self.accumulator.strategy.num_replicas_in_sync
         if weight is None:
             self._warn_of_weights()
@@ -302,8 +306,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         warnings.warn(text, stacklevel=4)
 
     def _merged(self, function: Callable[[], None]) -> None:
-        # Under a strategy, even of one replica, no condition may have a branch that
-        # merges replicas, as a step does.
+        # A step needs all replicas. TensorFlow allows no `merge_call` in a branch of a
+        # condition, so the replicas are merged before the condition is made. That holds
+        # under a strategy of one replica, too.
         if tf.distribute.has_strategy():
             tf.distribute.get_replica_context().merge_call(lambda _: function())
         else:
@@ -337,8 +342,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         """Take a step by the sums, and begin the next update.
 
         Args:
-            present: indices of variables that had a gradient in the last part. What
-                else had one is known only as this runs.
+            present: indices of variables that had a gradient in the last part. Which
+                others had one in an earlier part is known only as this runs.
         """
         sums = self.accumulator.reduced()
         *_, counts = of_first_replica(self.accumulator.strategy, sums)
@@ -354,10 +359,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     ) -> None:
         """Apply the averages of those variables that had a gradient, in a trace.
 
-        Keras has to know which these are when it is traced, and here it is known as it
-        runs. So each case is traced. Variables that had their gradients in the same
-        parts until now are taken together: there is one case more where a model has
-        variables that no loss depends on.
+        Keras has to know these variables while it traces, but they are known only as
+        the step runs. So a step is traced for each case, and one of them runs.
+        Variables that have had their gradients in the same parts until now make one
+        set, and a case is which of the sets have gradients.
         """
         groups = self.accumulator.groups_beside(present)
         if not groups:
@@ -369,16 +374,17 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
         case = tf.constant(0)
         is_alike = tf.constant(True)
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             has_gradient = tf.gather(counts, group) > 0
             is_alike &= tf.reduce_all(has_gradient) | ~tf.reduce_any(has_gradient)
-            case += tf.cast(tf.reduce_any(has_gradient), tf.int32) * 2**place
+            # Bit `index` of the case is whether that set has gradients.
+            case += tf.cast(tf.reduce_any(has_gradient), tf.int32) * 2**index
 
         steps = []
         for number in range(2 ** len(groups)):
             indices = list(present)
-            for place, group in enumerate(groups):
-                if number >> place & 1:
+            for index, group in enumerate(groups):
+                if number >> index & 1:
                     indices += group
             steps.append(partial(self._apply_in_replicas, sums, indices))
         message = f"{ZERO}. Received: None for some variables of a traced step"

@@ -112,19 +112,25 @@ def _is_exact_enough(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
 
 
 def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tensor]:
-    """Return the scalar arguments of the operation."""
+    """Return the scalar arguments of the operation.
+
+    The first moment is a times and the second b times that of Keras: see
+    `_moment_ratio`. With a rate times √b/a and an ε times √b, both factors cancel:
+
+        rate·√b/a · a·m/(√(b·v) + ε·√b) = rate · m/(√v + ε)
+    """
 
     def cast(value: Any) -> tf.Tensor:
         """Cast as Keras does: a Python number through float32."""
         return keras.ops.cast(value, dtype.name)
 
     count = adam.iterations + 1
-    mean = _quotient(adam.beta_1, dtype, tf.cast(count, tf.float64))
-    square = _quotient(adam.beta_2, dtype, tf.cast(count, tf.float64))
+    first_ratio = _moment_ratio(adam.beta_1, dtype, tf.cast(count, tf.float64))
+    second_ratio = _moment_ratio(adam.beta_2, dtype, tf.cast(count, tf.float64))
     rate = tf.cast(cast(adam.learning_rate), tf.float64)
     return {
-        "lr": tf.cast(rate * tf.sqrt(square) / mean, dtype),
-        "epsilon": tf.cast(adam.epsilon * tf.sqrt(square), dtype),
+        "lr": tf.cast(rate * tf.sqrt(second_ratio) / first_ratio, dtype),
+        "epsilon": tf.cast(adam.epsilon * tf.sqrt(second_ratio), dtype),
         "beta1": tf.constant(adam.beta_1, dtype),
         "beta2": tf.constant(adam.beta_2, dtype),
         "beta1_power": tf.pow(cast(adam.beta_1), cast(count)),
@@ -132,10 +138,10 @@ def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tenso
     }
 
 
-def _quotient(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
+def _moment_ratio(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
     """Return the operation's moment of a constant gradient ÷ that of Keras.
 
-    The quotient is a scalar of float64.
+    The ratio is a scalar of float64. The gradient was constant for `count` updates.
     """
     ours, theirs = _differences(beta, dtype)
     if ours == theirs:

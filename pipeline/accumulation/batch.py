@@ -10,6 +10,10 @@ import tensorflow as tf
 
 Nest = Any  # a dense or ragged tensor, or a nest of them, with the examples on axis 0
 
+# Stands for no value in what a loop carries or a strategy reduces. `tf.nest.flatten`
+# skips it, where None would be a leaf that is no tensor.
+ABSENT: tuple[()] = ()
+
 
 class Share(NamedTuple):
     """The part of an effective batch that one of several processes has read.
@@ -64,6 +68,11 @@ class BatchTotals(NamedTuple):
 
     examples: tf.Tensor
     weights: Nest
+
+
+def is_absent(value: Any) -> bool:
+    """Return whether a value is `ABSENT`, not a tensor, `tf.IndexedSlices` or None."""
+    return isinstance(value, tuple) and not value
 
 
 def parts_of(batch: Nest | Share | Batches) -> tuple[Nest, Nest, Nest]:
@@ -148,7 +157,7 @@ def _slice_spec(leaf: Any) -> tf.TypeSpec | None:
 
 
 def spread(
-    nest: Nest, names: Sequence[str], *, to_all: bool = False
+    nest: Nest, names: Sequence[str], subject: str, *, to_all: bool = False
 ) -> dict[str, Nest]:
     """Return what `nest` has for each output, by the outputs' `names`.
 
@@ -156,6 +165,7 @@ def spread(
         nest: a dict by name, a list in the order of the outputs, or a leaf, which is
             for the only output.
         names: of the outputs.
+        subject: what errors call the nest.
         to_all: whether a leaf is for each of several outputs.
 
     Raises:
@@ -163,8 +173,9 @@ def spread(
     """
     if not keras.tree.is_nested(nest):
         if len(names) > 1 and nest is not None and not to_all:
+            outputs = ", ".join(names)
             raise ValueError(
-                f"must be given for each of the outputs {', '.join(names)}"
+                f"{subject} must be given for each of the outputs {outputs}"
             )
         return dict.fromkeys(names, nest)
 
@@ -172,9 +183,8 @@ def spread(
     if isinstance(nest, list | tuple):
         count = len(paths_and_leaves)
         if count != len(names):
-            raise ValueError(
-                f"must have {len(names)} entries, one an output. Received: {count}"
-            )
+            rule = f"{subject} must have {len(names)} entries, one an output"
+            raise ValueError(f"{rule}. Received: {count}")
         return dict(zip(names, keras.tree.flatten(nest), strict=True))
 
     entries = {"/".join(map(str, path)): leaf for path, leaf in paths_and_leaves}
@@ -182,8 +192,8 @@ def spread(
         return dict.fromkeys(names, *entries.values())
     for name in entries:
         if name not in names:
-            rule = f"must be named as an output, one of {', '.join(names)}"
-            raise ValueError(f"{rule}. Received: {name}")
+            rule = f"an entry of {subject} must be named as an output"
+            raise ValueError(f"{rule}, one of {', '.join(names)}. Received: {name}")
     return entries
 
 
@@ -233,8 +243,9 @@ def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
             start = 0
             examples = examples_in(parts)
         size = -(-examples // context.num_replicas_in_sync)
-        place = replica * size
-        return slice_of(parts, place - start, place - start + size), place
+        position = replica * size
+        first = position - start
+        return slice_of(parts, first, first + size), position
 
 
 def global_batch_totals(
@@ -307,11 +318,11 @@ def all_reduced(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any
     dtypes = [strategy.experimental_local_results(value)[0].dtype for value in values]
     summed = list(values)
     for dtype in dict.fromkeys(dtypes):
-        places = [place for place, other in enumerate(dtypes) if other == dtype]
-        pairs = [(values[place], values[place]) for place in places]
+        indices = [index for index, other in enumerate(dtypes) if other == dtype]
+        pairs = [(values[index], values[index]) for index in indices]
         sums = strategy.extended.batch_reduce_to("SUM", pairs)
-        for place, value in zip(places, sums, strict=True):
-            summed[place] = value
+        for index, value in zip(indices, sums, strict=True):
+            summed[index] = value
     return summed
 
 

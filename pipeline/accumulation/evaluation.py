@@ -16,7 +16,7 @@ from .batch import (
 )
 from .gradient_sums import GradientSums
 from .loss_sums import micro_batch_losses
-from .micro_batches import sum_over_micro_batches
+from .micro_batches import run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, gathered, kept
 from .xla import compiled_by_xla, without_cudnn
@@ -85,6 +85,4 @@ class Evaluation:
                 return sums, kept(outputs)
             return sums, {}
 
-        return sum_over_micro_batches(
-            micro_step, share, self.micro_batch_size, compiled
-        )
+        return run_micro_batches(micro_step, share, self.micro_batch_size, compiled)

@@ -34,13 +34,13 @@ class Forward:
         assigned: variables that it assigns: moving statistics, and the seeds of layers.
         cut_dependent_noise: names of layers and operations that draw new noise for each
             micro-batch.
-        placed: layers that draw for each example by its position in the effective
-            batch.
+        drawing_by_position: layers that draw for each example by its position in the
+            effective batch.
     """
 
     assigned: list[keras.Variable]
     cut_dependent_noise: list[str]
-    placed: list[keras.Layer]
+    drawing_by_position: list[keras.Layer]
 
 
 def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
@@ -71,9 +71,11 @@ def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
 
     # A layer that has called Keras' own noise, too, has its seed assigned.
     ids = {id(variable) for variable in assigned}
-    placed = [layer for layer in noisy if id(layer.seed_generator.state) not in ids]
-    seeds = [layer.seed_generator.state for layer in placed]
-    return Forward([*assigned, *seeds], sorted(drawing), placed)
+    drawing_by_position = [
+        layer for layer in noisy if id(layer.seed_generator.state) not in ids
+    ]
+    seeds = [layer.seed_generator.state for layer in drawing_by_position]
+    return Forward([*assigned, *seeds], sorted(drawing), drawing_by_position)
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import of_first_replica, reduce
+from .batch import ABSENT, is_absent, of_first_replica, reduce
 from .loss_sums import LossSum, divide, float32_at_least
 from .micro_batches import rows_once
-from .moving_statistics import Moves
+from .moving_statistics import StatisticsSteps
 
-# For each variable a tensor, or `()` if the losses do not depend on it.
+# For each variable a tensor, or `ABSENT` if the losses do not depend on it.
 Gradients = tuple[Any, ...]
 
 
-class NoiseSums(NamedTuple):
+class GradientNoiseSums(NamedTuple):
     """What `noise_scale.estimates` takes of the micro-batches, scalars.
 
     ωₖ is the weight of micro-batch k, gₖ its gradient, nₖ its number of examples that
@@ -47,12 +47,12 @@ class GradientSums(NamedTuple):
         examples: Σₖ nₖ, scalar.
         gradient_sums: the gradient of each group of losses that are divided by one
             weight.
-        weights: that weight, scalar, of each group; `()` where the losses were divided
-            by it before.
-        noise: what the micro-batches tell of the gradient noise; `()` if it is never
+        weights: that weight, scalar, of each group; `ABSENT` where the losses were
+            divided by it before.
+        gradient_noise: what the micro-batches tell of it; `ABSENT` if it is never
             measured.
-        moves: by how much BatchNormalization would have moved its statistics; empty
-            where it has moved them itself.
+        statistics_steps: by how much BatchNormalization would have moved its
+            statistics; empty where it has moved them itself.
     """
 
     losses: dict[str, LossSum]
@@ -60,8 +60,8 @@ class GradientSums(NamedTuple):
     examples: tf.Tensor
     gradient_sums: tuple[Gradients, ...] = ()
     weights: tuple[Any, ...] = ()
-    noise: NoiseSums | tuple[()] = ()
-    moves: Moves = ()
+    gradient_noise: GradientNoiseSums | tuple[()] = ABSENT
+    statistics_steps: StatisticsSteps = ()
 
     def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:
         """Return the sums with losses that are known for the effective batch."""
@@ -107,23 +107,23 @@ class GradientSums(NamedTuple):
         gradients: list[Any] = []
         for gradient in means(self.gradient_sums, weights):
             if gradient is None:
-                gradients.append(())
+                gradients.append(ABSENT)
             else:
                 gradients.append(gradient)
-        return self._replace(gradient_sums=(tuple(gradients),), weights=((),))
+        return self._replace(gradient_sums=(tuple(gradients),), weights=(ABSENT,))
 
 
 def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor | None]:
     """Return Σ sum/weight over the groups, for each variable.
 
-    A weight of `()` divides by nothing. The mean of a variable that no sum depends on
-    is None.
+    A weight that is `ABSENT` divides by nothing. The mean of a variable that no sum
+    depends on is None.
     """
     gradients: list[tf.Tensor | None] = []
     for sums_of_variable in zip(*sums, strict=True):
         terms = []
         for value, weight in zip(sums_of_variable, weights, strict=True):
-            if not isinstance(value, tuple):
+            if not is_absent(value):
                 terms.append(divide(value, weight))
 
         if len(terms) > 1:
@@ -135,39 +135,46 @@ def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor |
     return gradients
 
 
+class OutputGradient(NamedTuple):
+    """An output of the model, and the gradient of a loss by it."""
+
+    output: tf.Tensor
+    gradient: tf.Tensor
+
+
 def gradients_by(
     tape: tf.GradientTape,
     target: tf.Tensor,
     times: Any,
     variables: Sequence[tf.Variable],
-    outputs: Sequence[tuple[tf.Tensor, tf.Tensor]] = (),
+    output_gradients: Sequence[OutputGradient] = (),
 ) -> Gradients:
     """Return the gradient of `target` by each variable, in float32 at least.
 
     Args:
         tape: on which the target was computed.
         target: what is differentiated, scalar.
-        times: a scalar that multiplies the gradients, or `()`.
+        times: a scalar that multiplies the gradients, or `ABSENT` for 1.
         variables: by which it is differentiated.
-        outputs: outputs of the model, each with the gradient of another loss by it. The
-            gradients of that loss are added.
+        output_gradients: of another loss, by outputs of the model. The gradients of
+            that loss by the variables are added.
     """
     targets = [target]
     gradients_by_targets = [tf.ones_like(target)]  # None would count for zero
-    for output, gradient in outputs:
+    for output, gradient in output_gradients:
         targets.append(output)
         gradients_by_targets.append(gradient)
     gradients = tape.gradient(targets, variables, output_gradients=gradients_by_targets)
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:
         gradient = tf.cast(gradient, float32_at_least(gradient.dtype))
-        if isinstance(times, tuple):
+        if is_absent(times):
             return gradient
         return gradient * tf.cast(times, gradient.dtype)
 
     def summand(gradient: Any, variable: tf.Variable) -> Any:
         if gradient is None:
-            return ()
+            return ABSENT
         if isinstance(gradient, tf.IndexedSlices):
             rows = scaled(gradient.values)
             shape = tf.constant(variable.shape.as_list())

@@ -1,10 +1,10 @@
 """The names of this package that the other packages of the project use.
 
 They are no part of what users call, and may change. A project of your own that copies
-this folder needs none of them.
+this folder needs none of them. Some are here only because they were exports of
+`pipeline.accumulation`, from where they still import.
 """
 
-from .accumulate import BatchContext, Kernel, accumulate_share
 from .batch import (
     Batches,
     BatchTotals,
@@ -51,17 +51,14 @@ from .xla import compiled_by_xla, shapes_compiled
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
-    "BatchContext",
     "BatchTotals",
     "Batches",
     "Forward",
-    "Kernel",
     "Losses",
     "Metrics",
     "Objective",
     "Share",
     "Term",
-    "accumulate_share",
     "added_losses",
     "assign_moving_statistics",
     "batch_dependent_layers",

@@ -57,6 +57,8 @@ from tensorflow.python.eager.forwardprop_util import pack_tangents as pack_tange
 from tensorflow.python.eager.record import record_operation as record_operation
 from tensorflow.python.eager.record import stop_recording as stop_recording
 
+from .batch import is_absent
+
 MODEL_CHECKPOINT_KEEPS = (
     "_batches_seen_since_last_saving",
     "_last_batch_seen",
@@ -85,12 +87,12 @@ def logits_of(output: Any) -> tf.Tensor | None:
 def with_mask_and_logits(output: tf.Tensor, mask: Any, logits: Any) -> tf.Tensor:
     """Return a copy of an output that has a mask, of any dtype, and logits.
 
-    `()` stands for a mask or logits that Keras does not keep.
+    `ABSENT` stands for a mask or logits that Keras does not keep.
     """
     copy = tf.identity(output)
-    if tf.is_tensor(mask):
+    if not is_absent(mask):
         copy._keras_mask = tf.cast(mask, tf.bool)
-    if tf.is_tensor(logits):
+    if not is_absent(logits):
         copy._keras_logits = logits
     return copy
 

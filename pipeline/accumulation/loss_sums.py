@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import BatchTotals, Nest, examples_in, spread
+from .batch import ABSENT, BatchTotals, Nest, examples_in, is_absent, spread
 from .keras_internals import mask_of
 from .objective import Objective, Term, couples_examples
 
@@ -38,24 +38,25 @@ class LossSum(NamedTuple):
 class LossPart(NamedTuple):
     """What is minimized over a micro-batch and divided by one weight; scalars.
 
-    Where the weight of the effective batch is known before the forward pass, both
-    `total` and `weight` are divided by it.
+    A part is divided where the weight of the effective batch is known before the
+    forward pass. Its `weight` is then the micro-batch's share of that weight. For the
+    reduction `sum`, which nothing divides, it is the share of the examples.
     """
 
-    total: tf.Tensor  # Σ wᵢ·lossᵢ over the micro-batch
-    weight: tf.Tensor  # Σ wᵢ over the micro-batch
-    examples: tf.Tensor  # that count in the micro-batch: see `WeightedSum`
-    divided: bool  # by the weight of the effective batch
+    total: tf.Tensor  # Σ wᵢ·lossᵢ over the micro-batch, over W if `divided`
+    weight: tf.Tensor  # Σ wᵢ over the micro-batch, or its share in W if `divided`
+    effective_examples: tf.Tensor  # of the micro-batch: see `WeightedSum`
+    divided: bool  # whether nothing is left to divide `total` by at the end
 
     @property
     def divisor(self) -> Any:
-        """The weight that divides the sum at the end; `()` if it is divided already."""
-        return () if self.divided else self.weight
+        """The weight that divides the sum at the end; `ABSENT` if that was done."""
+        return ABSENT if self.divided else self.weight
 
     @property
     def nonzero_divisor(self) -> Any:
         """The divisor, 1 where it is 0."""
-        return () if self.divided else nonzero(self.weight)
+        return ABSENT if self.divided else nonzero(self.weight)
 
 
 class MicroBatchLosses(NamedTuple):
@@ -73,11 +74,10 @@ class WeightedSum(NamedTuple):
     """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
-    weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`, to be read as 1
-    batch_weight: tf.Tensor | None  # of the batch, if known before a forward pass
-    # The number that count, (Σ wᵢ)² / Σ wᵢ² with the weights of examples: Kish, Survey
-    # Sampling, 1965.
-    examples: tf.Tensor
+    weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`: see `_sum_reduction`
+    batch_weight: tf.Tensor | None  # W of the batch, if known before a forward pass
+    # (Σ wᵢ)² / Σ wᵢ² with the weights of examples: Kish, Survey Sampling, 1965.
+    effective_examples: tf.Tensor
 
 
 def micro_batch_losses(
@@ -94,29 +94,38 @@ def micro_batch_losses(
     """
     x, y, sample_weight = micro_batch
     dtype = tf.as_dtype(keras.config.floatx())
-    count = tf.cast(examples_in(x), dtype)
-    examples = tf.cast(totals.examples, dtype)
+    micro_batch_examples = tf.cast(examples_in(x), dtype)
+    batch_examples = tf.cast(totals.examples, dtype)
 
     losses = {}
     parts = []
-    weights = spread(totals.weights, list(outputs), to_all=True)
+    weights = spread(totals.weights, list(outputs), "sample_weight", to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
         if couples_examples(term.loss) and not objective.over_batch:
             # A micro-batch does not have all of its examples.
             rule = "loss_over must be effective_batch for a loss of several examples"
             raise ValueError(f"{rule} at once, {term.loss.name}. Received: 'example'")
-        totals_of_output = BatchTotals(examples, weights.get(term.name))
+        totals_of_output = BatchTotals(batch_examples, weights.get(term.name))
         sums = weighted_sum(
             term.loss, term.y, term.output, term.sample_weight, totals_of_output
         )
         loss = scaled_sum(term, sums)
         losses[term.name] = loss
-        parts.append(_part(term, loss.scaled, sums, count, examples))
+        parts.append(
+            _part(term, loss.scaled, sums, micro_batch_examples, batch_examples)
+        )
 
     added_dtype = parts[0].total.dtype if parts else dtype
-    added = _added(model, objective, count, examples, added_dtype)
+    added = _added(model, objective, micro_batch_examples, batch_examples, added_dtype)
     if model.losses or not parts:
-        parts.append(LossPart(divide(added, examples), count / examples, count, True))
+        parts.append(
+            LossPart(
+                total=divide(added, batch_examples),
+                weight=micro_batch_examples / batch_examples,
+                effective_examples=micro_batch_examples,
+                divided=True,
+            )
+        )
     return MicroBatchLosses(losses, added, _merged(parts))
 
 
@@ -130,26 +139,27 @@ def _part(
     term: Term,
     scaled: tf.Tensor,
     sums: WeightedSum,
-    count: tf.Tensor,
-    examples: tf.Tensor,
+    micro_batch_examples: tf.Tensor,
+    batch_examples: tf.Tensor,
 ) -> LossPart:
     if sums.batch_weight is None:
-        return LossPart(scaled, sums.weight, sums.examples, False)
+        return LossPart(scaled, sums.weight, sums.effective_examples, divided=False)
+    total = divide(scaled, sums.batch_weight)
     if term.loss.reduction == "sum":
-        weight = count / examples
+        weight = micro_batch_examples / batch_examples
     else:
         weight = divide(sums.weight, sums.batch_weight)
-    return LossPart(divide(scaled, sums.batch_weight), weight, sums.examples, True)
+    return LossPart(total, weight, sums.effective_examples, divided=True)
 
 
 def _added(
     model: keras.Model,
     objective: Objective,
-    count: tf.Tensor,
-    examples: tf.Tensor,
+    micro_batch_examples: tf.Tensor,
+    batch_examples: tf.Tensor,
     dtype: tf.DType,
 ) -> tf.Tensor:
-    """Return what the model adds: means over a micro-batch, times its `count` examples.
+    """Return what the model adds: means over a micro-batch, times its examples.
 
     What is a sum over the examples of the effective batch is multiplied by their number
     instead. These are values of examples, which Keras sums over the batch, and the
@@ -162,9 +172,9 @@ def _added(
         is_of_examples = value.shape.rank and value.shape[0] is None
         is_of_layer = index < count_of_layers
         if is_of_examples or (scalars_are_sums and is_of_layer):
-            times = examples
+            times = batch_examples
         else:
-            times = count
+            times = micro_batch_examples
         added += tf.reduce_sum(tf.cast(value, dtype)) * tf.cast(times, dtype)
     return added
 
@@ -212,16 +222,21 @@ def function_losses(
         raise ValueError(f"{rule}. Received: shape {mean.shape}")
 
     mean = tf.cast(mean, float32_at_least(mean.dtype))
-    count = tf.cast(examples_in(micro_batch), mean.dtype)
-    examples = tf.cast(totals.examples, mean.dtype)
+    micro_batch_examples = tf.cast(examples_in(micro_batch), mean.dtype)
+    batch_examples = tf.cast(totals.examples, mean.dtype)
     if weight is None:
-        divisor = count
+        divisor = micro_batch_examples
         total = mean * divisor
-        part = LossPart(total / examples, count / examples, count, True)
+        part = LossPart(
+            total=total / batch_examples,
+            weight=micro_batch_examples / batch_examples,
+            effective_examples=micro_batch_examples,
+            divided=True,
+        )
     else:
         divisor = tf.cast(weight, mean.dtype)
         total = mean * divisor
-        part = LossPart(total, divisor, count, False)
+        part = LossPart(total, divisor, micro_batch_examples, divided=False)
     losses = {"": LossSum(total, total, divisor)}
     return MicroBatchLosses(losses, tf.zeros_like(mean), [part])
 
@@ -270,63 +285,58 @@ def weighted_sum(
         raise ValueError(f"{rule}. Received: {received}")
     loss_dtype = tf.as_dtype(loss.dtype)
     dtype = float32_at_least(loss_dtype)  # a bfloat16 that counts stops at 256
-    mask = mask_of(outputs)
+    output_mask = mask_of(outputs)
     outputs = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), outputs)
     y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), y_true)
 
     # Before the call, of which a loss may keep a tensor.
     values_per_example = None
-    if totals is not None and mask is None:
+    if totals is not None and output_mask is None:
         values_per_example = _values_per_example(loss, y_true, outputs)
     result = loss.call(y_true, outputs)
     values = _flat_values(result, dtype)
+    micro_batch_examples = tf.cast(examples_in(outputs), dtype)
     if values.shape.rank == 0:
         if not over_batch or sample_weight is not None:
             where = " where there are sample weights" if over_batch else ""
             rule = f"The loss must give one value per example{where}, not a scalar"
             raise ValueError(f"{rule}. Received: {loss.name}")
-        return _sum_of_scalar(loss, values, tf.cast(examples_in(outputs), dtype))
+        return _sum_of_scalar(loss, values, micro_batch_examples)
 
-    masks = [each for each in (mask, mask_of(result)) if each is not None]
-    count, mask, weights = _weighting(values, masks, sample_weight)
-    if weights is not None:
-        values *= weights
-    total = tf.reduce_sum(values)
-    examples = tf.cast(examples_in(outputs), dtype)
+    masks = [mask for mask in (output_mask, mask_of(result)) if mask is not None]
+    weighting = _weighting(values, masks, sample_weight)
+    if weighting.weights is not None:
+        values *= weighting.weights
+
     if loss.reduction == "sum":
-        return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype), examples)
-
-    if loss.reduction == "mean_with_sample_weight" and weights is not None:
-        batch_weight = None
-        if totals is not None and mask is None:
-            batch_weight = tf.cast(totals.weights, dtype)
-        examples = _effective_examples(weights, result, values)
-        return WeightedSum(total, tf.reduce_sum(weights), batch_weight, examples)
-
-    if mask is not None:
-        examples = _effective_examples(mask, result, values)
-        return WeightedSum(total, count, None, examples)
-    batch_weight = None
+        return _sum_reduction(values, micro_batch_examples)
+    if loss.reduction == "mean_with_sample_weight" and weighting.weights is not None:
+        return _by_sample_weights(result, values, weighting, totals)
+    batch_elements = None
     if totals is not None and values_per_example is not None:
-        batch_weight = tf.cast(totals.examples, dtype) * values_per_example
-    if isinstance(result, tf.RaggedTensor):
-        examples = _effective_examples(tf.ones_like(values), result, values)
-    return WeightedSum(total, count, batch_weight, examples)
+        batch_elements = tf.cast(totals.examples, dtype) * values_per_example
+    return _by_elements(result, values, weighting, micro_batch_examples, batch_elements)
 
 
 class _Weighting(NamedTuple):
     """How the values of a loss are weighted."""
 
-    count: tf.Tensor  # of values that are not masked, scalar
-    mask: tf.Tensor | None
+    unmasked_values: tf.Tensor  # their number, scalar
+    mask: tf.Tensor | None  # 1 for what counts, by all masks together
     weights: tf.Tensor | None  # of the values: the mask times the sample weights
 
 
 def _weighting(
     values: tf.Tensor, masks: Sequence[tf.Tensor], sample_weight: tf.Tensor | None
 ) -> _Weighting:
+    """Return how the values of a loss are weighted.
+
+    A mask may have fewer axes than the values, so that one entry of it stands for
+    several values. So the number of unmasked values is their size times the unmasked
+    share of the mask, as in `keras.losses.Loss.__call__`.
+    """
     dtype = values.dtype
-    count = tf.cast(tf.size(values), dtype)
+    unmasked_values = tf.cast(tf.size(values), dtype)
     factors = []
     if sample_weight is not None:
         factors.append(_flat_values(sample_weight, dtype))
@@ -334,22 +344,95 @@ def _weighting(
     if masks:
         mask = tf.cast(functools.reduce(tf.logical_and, masks), dtype)
         unmasked = tf.reduce_sum(mask)
-        count *= tf.math.divide_no_nan(unmasked, tf.cast(tf.size(mask), dtype))
+        unmasked_values *= tf.math.divide_no_nan(
+            unmasked, tf.cast(tf.size(mask), dtype)
+        )
         factors.insert(0, mask)
     weights = _product(factors, values) if factors else None
-    return _Weighting(count, mask, weights)
+    return _Weighting(unmasked_values, mask, weights)
+
+
+def _sum_reduction(
+    weighted_values: tf.Tensor, micro_batch_examples: tf.Tensor
+) -> WeightedSum:
+    """Return the sum of a loss whose reduction divides by nothing.
+
+    Its weight is 0, by which `divide` does not divide: added up over the micro-batches
+    it stays 0, while a weight of 1 would become their number.
+    """
+    zero = tf.zeros((), weighted_values.dtype)
+    return WeightedSum(
+        total=tf.reduce_sum(weighted_values),
+        weight=zero,
+        batch_weight=zero,
+        effective_examples=micro_batch_examples,
+    )
+
+
+def _by_sample_weights(
+    result: Any,
+    weighted_values: tf.Tensor,
+    weighting: _Weighting,
+    totals: BatchTotals | None,
+) -> WeightedSum:
+    """Return the sum of a loss that is divided by the sum of its weights.
+
+    `result` is what the loss has returned.
+    """
+    weights = weighting.weights
+    assert weights is not None
+    batch_weight = None
+    # The weights of a batch are summed ahead without any mask.
+    if totals is not None and weighting.mask is None:
+        batch_weight = tf.cast(totals.weights, weights.dtype)
+    return WeightedSum(
+        total=tf.reduce_sum(weighted_values),
+        weight=tf.reduce_sum(weights),
+        batch_weight=batch_weight,
+        effective_examples=_effective_examples(weights, result, weighted_values),
+    )
+
+
+def _by_elements(
+    result: Any,
+    weighted_values: tf.Tensor,
+    weighting: _Weighting,
+    micro_batch_examples: tf.Tensor,
+    batch_elements: tf.Tensor | None,
+) -> WeightedSum:
+    """Return the sum of a loss that is divided by its number of unmasked elements.
+
+    `result` is what the loss has returned. `batch_elements` is the number of elements
+    of the batch without any mask, if it is known.
+    """
+    batch_weight = batch_elements
+    if weighting.mask is not None:
+        batch_weight = None
+        effective = _effective_examples(weighting.mask, result, weighted_values)
+    elif isinstance(result, tf.RaggedTensor):
+        ones = tf.ones_like(weighted_values)
+        effective = _effective_examples(ones, result, weighted_values)
+    else:
+        effective = micro_batch_examples
+    return WeightedSum(
+        total=tf.reduce_sum(weighted_values),
+        weight=weighting.unmasked_values,
+        batch_weight=batch_weight,
+        effective_examples=effective,
+    )
 
 
 def _sum_of_scalar(
-    loss: keras.losses.Loss, value: tf.Tensor, examples: tf.Tensor
+    loss: keras.losses.Loss, value: tf.Tensor, batch_examples: tf.Tensor
 ) -> WeightedSum:
     """Return the sum for a loss that is one scalar over all examples of a batch.
 
     An evaluation weighs the batches by their examples.
     """
     if loss.reduction == "sum":
-        return WeightedSum(value, tf.zeros((), value.dtype), None, examples)
-    return WeightedSum(value * examples, examples, None, examples)
+        zero = tf.zeros((), value.dtype)
+        return WeightedSum(value, zero, None, batch_examples)
+    return WeightedSum(value * batch_examples, batch_examples, None, batch_examples)
 
 
 def _effective_examples(
@@ -382,9 +465,9 @@ def nonzero(weight: tf.Tensor) -> tf.Tensor:
 def divide(value: Any, weight: Any) -> Any:
     """Return a tensor or `tf.IndexedSlices` divided by a weight.
 
-    A weight of 0 or `()` divides by nothing.
+    A weight that is 0 or `ABSENT` divides by nothing.
     """
-    if isinstance(weight, tuple):
+    if is_absent(weight):
         return value
     if isinstance(value, tf.IndexedSlices):
         rows = divide(value.values, weight)

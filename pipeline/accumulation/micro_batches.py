@@ -1,12 +1,12 @@
-"""The loop over the micro-batches of a batch, which sums the results of a step.
+"""The loop that runs a step on each micro-batch of a batch, and joins its results.
 
-The sum of an embedding's gradients, which are `tf.IndexedSlices`, has each looked-up
-row once, so it is never larger than the dense sum.
+A result has one of three forms: see `_DenseSum`, `_RowSum` and `_Concatenation`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,18 +23,17 @@ from .batch import (
 )
 
 
-def sum_over_micro_batches(
+def run_micro_batches(
     micro_step: Callable[..., Nest],
     batch: Nest | Batches,
     micro_batch_size: int,
     jit_compile: bool = False,
 ) -> Nest:
-    """Sum `micro_step(start, x, y, sample_weight)` over the micro-batches of `batch`.
+    """Run `micro_step(start, x, y, sample_weight)` on each micro-batch of `batch`.
 
     Args:
         micro_step: `start` is the position of the micro-batch's first example in
-            `batch`. Its results are tensors of known shapes, which are summed. Those
-            with an unknown number of examples on axis 0 are concatenated.
+            `batch`. The step returns a nest of tensors and `tf.IndexedSlices`.
         batch: it stays on the host. While one micro-batch is computed, the next is
             copied to the device, which holds two of them; 32-bit integers stay on the
             host until they are used. The micro-batches of `Batches` end where its
@@ -42,6 +41,10 @@ def sum_over_micro_batches(
         micro_batch_size: examples of a micro-batch; the last one may be smaller.
         jit_compile: whether XLA compiles the step for full micro-batches. It compiles
             nothing for the sizes that a last one may have.
+
+    Returns:
+        The nest of the results: each is summed over the micro-batches, or concatenated
+        where the size of axis 0 is unknown when traced, as that of the examples is.
 
     Raises:
         ValueError: the micro-batch size is not positive.
@@ -59,7 +62,7 @@ def sum_over_micro_batches(
     signature = [tf.TensorSpec([], tf.int32), *cut.specs]
     step = tf.function(on_leaves, input_signature=signature, autograph=False)
     structure = step.get_concrete_function().structured_outputs
-    outputs = tf.nest.flatten(structure)
+    joins = [_join_of(output) for output in tf.nest.flatten(structure)]
 
     loops = [(step, cut.examples)]  # each step with where its loop ends
     if jit_compile:
@@ -73,17 +76,19 @@ def sum_over_micro_batches(
         loops.insert(0, (compiled, cut.examples - cut.examples % micro_batch_size))
 
     def body(
-        step: Callable[..., Nest], start: tf.Tensor, micro_batch: Nest, sums: Nest
+        step: Callable[..., Nest], start: tf.Tensor, micro_batch: Nest, totals: Nest
     ) -> tuple[tf.Tensor, Nest, Nest]:
         stop = cut.stop(start)
         next_micro_batch = cut.on_device(stop)
         results = tf.nest.flatten(step(start, *micro_batch))
-        pairs = zip(sums, results, strict=True)
-        return stop, next_micro_batch, [_add(total, value) for total, value in pairs]
+        new_totals = []
+        for join, total, value in zip(joins, totals, results, strict=True):
+            new_totals.append(join.add(total, value))
+        return stop, next_micro_batch, new_totals
 
-    zeros = [_empty_sum(output) for output in outputs]
-    shapes = [_shape_of_sum(output) for output in outputs]
-    state: Any = (tf.constant(0), cut.on_device(tf.constant(0)), zeros)
+    starts = [join.start() for join in joins]
+    shapes = [join.shape() for join in joins]
+    state: Any = (tf.constant(0), cut.on_device(tf.constant(0)), starts)
     for step_of_loop, end in loops:
         state = tf.while_loop(
             lambda start, *_, end=end: start < end,
@@ -94,11 +99,11 @@ def sum_over_micro_batches(
             # activations.
             parallel_iterations=1,
         )
-    *_, sums = state
+    *_, totals = state
 
-    pairs = zip(outputs, sums, strict=True)
-    totals = [_as_output(output, total) for output, total in pairs]
-    return tf.nest.pack_sequence_as(structure, totals)
+    pairs = zip(joins, totals, strict=True)
+    results = [join.finish(total) for join, total in pairs]
+    return tf.nest.pack_sequence_as(structure, results)
 
 
 class _Cut:
@@ -112,6 +117,8 @@ class _Cut:
         with tf.device("CPU:0"):
             self.examples = examples_in(self._parts)
             if isinstance(batch, Batches):
+                # The last end is there twice. The loop cuts one micro-batch more than
+                # it uses, an empty one from that end on, which no batch contains.
                 self._ends = tf.concat([tf.cumsum(batch.sizes), [self.examples]], 0)
             # TensorFlow holds what a loop captures on the device that its operation
             # asks for: on a GPU if it asks for none.
@@ -152,65 +159,95 @@ class _Cut:
         return [tf.identity(leaf) for leaf in slices]
 
 
-def _is_concatenated(output: Any) -> bool:
-    """Return whether an output has an unknown number of examples on axis 0."""
-    if not isinstance(output, tf.Tensor):
-        return False
-    return bool(output.shape.rank) and output.shape[0] is None
+@dataclass(frozen=True)
+class _DenseSum:
+    """How the loop sums dense tensors of the shape and dtype of `output`."""
+
+    output: tf.Tensor
+
+    def start(self) -> tf.Tensor:
+        """Return zero, with one element.
+
+        Zeros of the output's size would take the memory of a second gradient.
+        """
+        return tf.zeros([1] * self.output.shape.rank, self.output.dtype)
+
+    def shape(self) -> tf.TensorShape:
+        """Return the shape of the total in any iteration."""
+        return tf.TensorShape([None] * self.output.shape.rank)
+
+    def add(self, total: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        return total + value
+
+    def finish(self, total: tf.Tensor) -> tf.Tensor:
+        # Without any micro-batch the total still has one element.
+        return tf.broadcast_to(total, self.output.shape)
 
 
-def _empty_sum(output: Any) -> Any:
-    """Return the sum of no micro-batches, in the form that the loop carries.
+@dataclass(frozen=True)
+class _RowSum:
+    """How the loop sums an embedding's gradients, as rows and their indices.
 
-    It is a `tf.TensorArray` of rows to be concatenated, the rows of `tf.IndexedSlices`
-    and their indices, or a dense tensor. Dense zeros of the output's size would take
-    the memory of a second gradient, so they have one element.
+    The total has each looked-up row once, so it is never larger than the dense sum.
     """
-    if _is_concatenated(output):
-        return tf.TensorArray(
-            output.dtype,
-            0,
-            dynamic_size=True,
-            infer_shape=False,
-            element_shape=output.shape,
-        )
-    if isinstance(output, tf.IndexedSlices):
-        rows = tf.zeros([0, *output.shape[1:]], output.dtype)
-        return rows, tf.zeros([0], output.indices.dtype)
-    return tf.zeros([1] * output.shape.rank, output.dtype)
 
+    output: tf.IndexedSlices
 
-def _shape_of_sum(output: Any) -> Any:
-    """Return the shapes that a sum, as `_empty_sum` began it, has in any iteration."""
-    if _is_concatenated(output):
-        return tf.TensorShape([])
-    if isinstance(output, tf.IndexedSlices):
-        return tf.TensorShape([None, *output.shape[1:]]), tf.TensorShape([None])
-    return tf.TensorShape([None] * output.shape.rank)
+    def start(self) -> tuple[tf.Tensor, tf.Tensor]:
+        rows = tf.zeros([0, *self.output.shape[1:]], self.output.dtype)
+        return rows, tf.zeros([0], self.output.indices.dtype)
 
+    def shape(self) -> tuple[tf.TensorShape, tf.TensorShape]:
+        return tf.TensorShape([None, *self.output.shape[1:]]), tf.TensorShape([None])
 
-def _add(total: Any, value: Any) -> Any:
-    """Return a sum, as `_empty_sum` began it, with one more micro-batch's value."""
-    if isinstance(total, tf.TensorArray):
-        return total.write(total.size(), value)
-    if isinstance(value, tf.IndexedSlices):
+    def add(
+        self, total: tuple[tf.Tensor, tf.Tensor], value: tf.IndexedSlices
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         rows, indices = total
         all_rows = tf.concat([rows, value.values], 0)
         return rows_once(all_rows, tf.concat([indices, value.indices], 0))
-    return total + value
+
+    def finish(self, total: tuple[tf.Tensor, tf.Tensor]) -> tf.IndexedSlices:
+        rows, indices = total
+        shape = tf.constant(self.output.shape.as_list())
+        return tf.IndexedSlices(rows, indices, shape)
 
 
-def _as_output(output: Any, total: Any) -> Any:
-    """Return a sum in the form of the outputs that were summed."""
-    if isinstance(total, tf.TensorArray):
+@dataclass(frozen=True)
+class _Concatenation:
+    """How the loop concatenates what has the examples of a micro-batch on axis 0."""
+
+    output: tf.Tensor
+
+    def start(self) -> tf.TensorArray:
+        return tf.TensorArray(
+            self.output.dtype,
+            0,
+            dynamic_size=True,
+            infer_shape=False,
+            element_shape=self.output.shape,
+        )
+
+    def shape(self) -> tf.TensorShape:
+        return tf.TensorShape([])
+
+    def add(self, total: tf.TensorArray, value: tf.Tensor) -> tf.TensorArray:
+        return total.write(total.size(), value)
+
+    def finish(self, total: tf.TensorArray) -> tf.Tensor:
         return total.concat()
+
+
+def _join_of(output: Any) -> _DenseSum | _RowSum | _Concatenation:
+    """Return how the loop joins an output of the step over the micro-batches."""
     if isinstance(output, tf.IndexedSlices):
-        return tf.IndexedSlices(*total, tf.constant(output.shape.as_list()))
-    # It has the output's shape already, but in a share without examples.
-    return tf.broadcast_to(total, output.shape)
+        return _RowSum(output)
+    if output.shape.rank and output.shape[0] is None:
+        return _Concatenation(output)
+    return _DenseSum(output)
 
 
 def rows_once(rows: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return rows and their indices, the rows of one index added."""
-    indices, places = tf.unique(indices)
-    return tf.math.unsorted_segment_sum(rows, places, tf.size(indices)), indices
+    unique, segments = tf.unique(indices)
+    return tf.math.unsorted_segment_sum(rows, segments, tf.size(unique)), unique

@@ -9,8 +9,9 @@ values in micro-batch k, the effective batch has
 
 The sums, in float64, are over the steps that each micro-batch alone would have made,
 dₖ = (1 − m)(μₖ − old) with the layer's momentum m. The variance of the means is
-Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)², divided by (1 − m)²: before the statistics have
-converged, all dₖ are nearly equal, and in float32 their difference would be lost.
+(Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)²) / (1 − m)², and 1 − m times that is its part in the
+step of the moving variance. Before the statistics have converged, all dₖ are nearly
+equal, and in float32 their difference would be lost.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from .keras_internals import calling, graph, keeps_call_of, layers_of
 from .loss_sums import nonzero
 
 
-class Moved(NamedTuple):
-    """The steps that calls of a layer, each alone, would have moved its statistics by.
+class StatisticsStep(NamedTuple):
+    """Sums over the steps that single micro-batches would move a layer's statistics by.
 
-    All are float64 of shape (channels,), but for a weight that all channels share.
+    All are float64 of shape (channels,). A weight that all channels share is a scalar.
     """
 
     weight: tf.Tensor  # Σ wₖ, the number of values that each mean is taken of
-    mean: tf.Tensor  # Σ wₖdₖ
-    square: tf.Tensor  # Σ wₖdₖ²
-    variance: tf.Tensor  # Σ wₖ(1 − m)(σₖ² − old)
+    weighted_mean_step: tf.Tensor  # Σ wₖdₖ
+    weighted_square_of_mean_step: tf.Tensor  # Σ wₖdₖ²
+    weighted_variance_step: tf.Tensor  # Σ wₖ(1 − m)(σₖ² − old)
 
 
 # For each of `normalizing_layers`, one for each of its calls in a forward pass.
-Moves = tuple[tuple[Moved, ...], ...]
+StatisticsSteps = tuple[tuple[StatisticsStep, ...], ...]
 
 
 def normalizing_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
@@ -52,36 +53,36 @@ def _is_normalizing(layer: keras.Layer) -> bool:
 
 
 @contextmanager
-def observed(
+def statistics_held(
     layers: Sequence[keras.layers.BatchNormalization],
-) -> Iterator[Callable[[], Moves]]:
+) -> Iterator[Callable[[], StatisticsSteps]]:
     """Keep calls of the layers inside the `with` block from moving their statistics.
 
     Yields:
         A function that returns the steps that the calls would have made.
     """
-    moved_by_layer: list[list[Moved]] = [[] for _ in layers]
-    pairs = zip(layers, moved_by_layer, strict=True)
+    steps_by_layer: list[list[StatisticsStep]] = [[] for _ in layers]
+    pairs = zip(layers, steps_by_layer, strict=True)
 
-    def moves() -> Moves:
-        return tuple(tuple(moved) for moved in moved_by_layer)
+    def steps() -> StatisticsSteps:
+        return tuple(map(tuple, steps_by_layer))
 
-    with calling((layer, _call(layer, moved)) for layer, moved in pairs):
-        yield moves
+    with calling((layer, _call(layer, its_steps)) for layer, its_steps in pairs):
+        yield steps
 
 
-def assign_moving_statistics(model: keras.Model, moves: Moves) -> None:
+def assign_moving_statistics(model: keras.Model, steps: StatisticsSteps) -> None:
     """Move the statistics once, by the sums over an effective batch.
 
     Call it in the cross-replica context.
     """
-    for layer, calls in zip(normalizing_layers(model), moves, strict=True):
-        if calls:
-            _move(layer, calls)
+    for layer, steps_of_layer in zip(normalizing_layers(model), steps, strict=True):
+        if steps_of_layer:
+            _assign_statistics(layer, steps_of_layer)
 
 
-def _move(
-    layer: keras.layers.BatchNormalization, moved_by_call: Sequence[Moved]
+def _assign_statistics(
+    layer: keras.layers.BatchNormalization, steps: Sequence[StatisticsStep]
 ) -> None:
     means = layer.moving_mean
     variances = layer.moving_variance
@@ -90,27 +91,30 @@ def _move(
     mean = old_mean
     variance = old_variance
     rate = 1 - layer.momentum
-    for index, moved in enumerate(moved_by_call):
-        weight = nonzero(moved.weight)
-        step = moved.mean / weight
+    for index, step in enumerate(steps):
+        weight = nonzero(step.weight)
+        mean_step = step.weighted_mean_step / weight
+        variance_step = step.weighted_variance_step / weight
         if rate:
-            square = moved.square / weight - tf.square(step)
-            variance_of_means = tf.maximum(square, 0) / rate
+            mean_square = step.weighted_square_of_mean_step / weight
+            variance_of_steps = mean_square - tf.square(mean_step)
+            # The variance of the means is this / rate²; the step is rate times that.
+            step_by_means = tf.maximum(variance_of_steps, 0) / rate
         else:
-            variance_of_means = tf.zeros_like(step)
+            step_by_means = tf.zeros_like(mean_step)
         if index:  # a call moves from where the previous call has moved them to
             mean += rate * (old_mean - mean)
             variance += rate * (old_variance - variance)
-        mean += step
-        variance += moved.variance / weight + variance_of_means
+        mean += mean_step
+        variance += variance_step + step_by_means
     means.assign(tf.cast(mean, means.dtype))
     variances.assign(tf.cast(variance, variances.dtype))
 
 
 def _call(
-    layer: keras.layers.BatchNormalization, moved: list[Moved]
+    layer: keras.layers.BatchNormalization, steps: list[StatisticsStep]
 ) -> Callable[..., tf.Tensor]:
-    """Return a `call` that appends to `moved` and leaves the statistics as they are."""
+    """Return a `call` that appends to `steps` and leaves the statistics as they are."""
     traced_graph = graph()
 
     def call(
@@ -128,14 +132,14 @@ def _call(
         for variable, value in zip(statistics, before, strict=True):
             variable.assign(value)
 
-        mean, variance = map(_difference, after, before)
+        mean_step, variance_step = map(_difference, after, before)
         weight = tf.cast(_values(layer, inputs, mask), tf.float64)
-        moved.append(
-            Moved(
+        steps.append(
+            StatisticsStep(
                 weight=weight,
-                mean=weight * mean,
-                square=weight * tf.square(mean),
-                variance=weight * variance,
+                weighted_mean_step=weight * mean_step,
+                weighted_square_of_mean_step=weight * tf.square(mean_step),
+                weighted_variance_step=weight * variance_step,
             )
         )
         return outputs

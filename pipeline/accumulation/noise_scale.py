@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from .gradient_sums import Gradients, NoiseSums, means
+from .batch import ABSENT
+from .gradient_sums import GradientNoiseSums, Gradients, means
 from .loss_sums import LossPart
 from .micro_batches import rows_once
 
@@ -65,7 +66,7 @@ def square(
 ) -> tf.Tensor:
     """Return the sum of the squares of all entries, scalar.
 
-    `()` or None stands for a missing gradient.
+    `ABSENT` or None stands for a missing gradient.
     """
     # In one pass over each gradient: materialized squares cost three times as much.
     halves = []
@@ -76,24 +77,24 @@ def square(
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
 
 
-def noise_of_micro_batch(
+def gradient_noise_of_micro_batch(
     measure: tf.Tensor | bool,
     gradients: Sequence[Gradients],
     minimized: Sequence[LossPart],
-) -> NoiseSums | tuple[()]:
-    """Return what one micro-batch adds to the noise.
+) -> GradientNoiseSums | tuple[()]:
+    """Return what one micro-batch adds to the gradient noise.
 
     Args:
         measure: whether it is measured. If not, or if the micro-batch weighs nothing,
-            the result is zeros; it is `()` if the noise is never measured.
+            the result is zeros; it is `ABSENT` if it is never measured.
         gradients: of each of `minimized`.
         minimized: what is minimized; its first part has the weight of the micro-batch.
     """
     if measure is False:
-        return ()
+        return ABSENT
     weight = minimized[0].weight
 
-    def measured() -> NoiseSums:
+    def measured() -> GradientNoiseSums:
         if len(gradients) == 1:  # gₖ need not be computed, which saves a pass over it
             square_of_sum = tf.cast(square(gradients[0]), weight.dtype)
             squares = tf.math.divide_no_nan(square_of_sum, weight)
@@ -101,33 +102,33 @@ def noise_of_micro_batch(
             weights = [part.weight for part in minimized]
             square_of_mean = square(means(gradients, weights))
             squares = weight * tf.cast(square_of_mean, weight.dtype)
-        examples = tf.cast(minimized[0].examples, weight.dtype)
+        examples = tf.cast(minimized[0].effective_examples, weight.dtype)
         inverse = tf.math.divide_no_nan(weight, examples)
-        return NoiseSums(squares, inverse, weight * inverse, weight)
+        return GradientNoiseSums(squares, inverse, weight * inverse, weight)
 
-    def not_measured() -> NoiseSums:
+    def not_measured() -> GradientNoiseSums:
         zero = tf.zeros_like(weight)
-        return NoiseSums(zero, zero, zero, zero)
+        return GradientNoiseSums(zero, zero, zero, zero)
 
     return tf.cond(measure, measured, not_measured)
 
 
 def estimates(
-    noise: NoiseSums, square_of_mean: tf.Tensor, loss_scale: tf.Tensor
+    sums: GradientNoiseSums, square_of_mean: tf.Tensor, loss_scale: tf.Tensor
 ) -> Estimates:
     """Estimate tr(Σ), per example, and |G|² from one update.
 
     Args:
-        noise: the sums over the micro-batches, of gradients that have a loss scale.
+        sums: over the micro-batches, of gradients that have a loss scale.
         square_of_mean: |g|², without a loss scale.
         loss_scale: by which the gradients of the micro-batches are multiplied.
     """
-    dtype = noise.squares.dtype
+    dtype = sums.squares.dtype
     scale = tf.cast(tf.square(loss_scale), dtype)
-    squares = noise.squares / (noise.weight * scale)
-    inverse_of_batch = noise.inverse_of_batch / tf.square(noise.weight)
+    squares = sums.squares / (sums.weight * scale)
+    inverse_of_batch = sums.inverse_of_batch / tf.square(sums.weight)
     square_of_mean = tf.cast(square_of_mean, dtype)
-    inverse = noise.inverse / noise.weight
+    inverse = sums.inverse / sums.weight
 
     difference = inverse - inverse_of_batch
     has_several = difference > ALONE * inverse
@@ -165,7 +166,7 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """The noise scale in examples.
+        """The gradient noise scale in examples.
 
         It is None while nothing was measured, or |G|² is not positive.
         """

@@ -55,11 +55,10 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.loss_over not in ("example", "effective_batch"):
-            rule = "loss_over must be the same for all outputs"
-            choices = "example, effective_batch"
-            raise ValueError(
-                f"{rule}. Received: {self.loss_over!r}. Choices: {choices}"
-            )
+            rule = "loss_over must be example or effective_batch"
+            if keras.tree.is_nested(self.loss_over):
+                rule += ", the same for all outputs"
+            raise ValueError(f"{rule}. Received: {self.loss_over!r}")
         if self.over_batch and self.loss is None:
             rule = "loss_over must be example without a loss"
             raise ValueError(f"{rule}: add_loss is of micro-batches. Received: None")
@@ -107,16 +106,16 @@ class Objective:
         if self.loss is None:
             return []
         names = list(outputs)
-        losses = spread(self.loss, names, to_all=True)
+        losses = spread(self.loss, names, "loss", to_all=True)
         missing = [name for name in names if name not in losses]
         if missing:
-            rule = "must name every output, with null for one without a loss"
+            rule = "loss must name every output, with null for one without a loss"
             raise ValueError(f"{rule}. Missing: {', '.join(missing)}")
 
         learned = [name for name in names if losses[name] is not None]
         labels = labels_by_name(self.loss, y, names)
-        scales = spread(self.loss_weights, names)
-        weights = spread(sample_weight, names, to_all=True)
+        scales = spread(self.loss_weights, names, "loss_weights")
+        weights = spread(sample_weight, names, "sample_weight", to_all=True)
         if isinstance(sample_weight, dict):
             missing = [name for name in learned if name not in weights]
             if missing:
@@ -155,7 +154,7 @@ class Objective:
         """
         names = list(outputs)
         labels = labels_by_name(self.loss, y, names)
-        weights = spread(sample_weight, names, to_all=True)
+        weights = spread(sample_weight, names, "sample_weight", to_all=True)
         _update(self.metrics, labels, outputs, weights={})
         _update(self.weighted_metrics, labels, outputs, weights)
 
@@ -210,9 +209,10 @@ def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, N
     names = list(outputs)
     is_complete_list = isinstance(y, list | tuple) and len(y) == len(names)
     if loss is None or isinstance(y, dict) or is_complete_list:
-        return spread(y, names)
-    losses = spread(loss, names, to_all=True)
-    return spread(y, [name for name in names if losses.get(name) is not None])
+        return spread(y, names, "labels")
+    losses = spread(loss, names, "loss", to_all=True)
+    learned = [name for name in names if losses.get(name) is not None]
+    return spread(y, learned, "labels")
 
 
 def _update(
@@ -223,15 +223,15 @@ def _update(
 ) -> None:
     names = list(outputs)
     if metrics and len(names) > 1 and not isinstance(metrics, Mapping):
-        rule = "must be given by the name of an output"
+        rule = "metrics must be given by the name of an output"
         raise ValueError(f"{rule}, one of {', '.join(names)}")
     for output, metric in _with_outputs(metrics):
         name = names[0] if output is None else output
         if name not in outputs:
-            rule = f"must be of an output, one of {', '.join(names)}"
+            rule = f"metrics must be of an output, one of {', '.join(names)}"
             raise ValueError(f"{rule}. Received: {name}")
         if labels.get(name) is None:
-            raise ValueError("there must be labels for it")
+            raise ValueError(f"there must be labels for the metric {metric.name}")
 
         # Keras' own metrics look for a mask themselves; others do not.
         weight = weights.get(name)

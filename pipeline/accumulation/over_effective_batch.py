@@ -19,9 +19,11 @@ import keras
 import tensorflow as tf
 
 from .batch import (
+    ABSENT,
     Nest,
     Share,
     examples_in,
+    is_absent,
     of_first_replica,
     parts_of,
     reduce,
@@ -31,14 +33,14 @@ from .batch import (
 from .forward_effects import Forward, batch_dependent_layers, untracked_variables
 from .keras_internals import logits_of, mask_of, with_mask_and_logits
 from .loss_sums import LossSum, divide, scaled_sum, weighted_sum
-from .micro_batches import sum_over_micro_batches
+from .micro_batches import run_micro_batches
 from .objective import Objective, by_name
 from .same_noise import Key, drawn, noisy_layers
 from .xla import compiled_by_xla, without_cudnn
 
 
 class KeptOutput(NamedTuple):
-    """One output of the model and what Keras keeps on it, `()` if nothing.
+    """One output of the model and what Keras keeps on it, or `ABSENT`.
 
     All have the examples on axis 0.
     """
@@ -106,9 +108,9 @@ def kept(outputs: Mapping[str, Nest]) -> Outputs:
             )
             raise ValueError(f"{rule}. Received: {name or type(output).__name__}")
         mask = mask_of(output)
-        mask = () if mask is None else tf.cast(mask, tf.float32)
+        mask = ABSENT if mask is None else tf.cast(mask, tf.float32)
         logits = logits_of(output)
-        logits = () if logits is None else logits
+        logits = ABSENT if logits is None else logits
         kept_by_name[name] = KeptOutput(output, mask, logits)
     return kept_by_name
 
@@ -118,25 +120,25 @@ def kept_outputs(
     model: keras.Model,
     batch: Nest | Share,
     micro_batch_size: int,
-    noise_keys: Sequence[tf.Tensor],
+    dropout_keys: Sequence[tf.Tensor],
     jit_compile: bool | str,
 ) -> Outputs:
     """Return the outputs for this replica's share of `batch`, by the first pass.
 
-    The arguments are as for an `Update`, `noise_keys` as for `accumulate_share`.
+    The arguments are as for an `Update`, `dropout_keys` as for `accumulate_share`.
     """
-    share, place = share_of(batch)
+    share, position = share_of(batch)
     compiled = compiled_by_xla(jit_compile, model, share)
-    noisy = noisy_layers(model, share[0]) if noise_keys else []
-    keys = [Key.from_seed(seed) for seed in noise_keys]
+    noisy = noisy_layers(model, share[0]) if dropout_keys else []
+    keys = [Key.from_seed(seed) for seed in dropout_keys]
 
     def micro_step(start: tf.Tensor, x: Nest, *_: Nest) -> Outputs:
-        drawing = drawn(noisy, keys, place + start, examples_in(x), compiled)
+        drawing = drawn(noisy, keys, position + start, examples_in(x), compiled)
         # The scope drops what the pass assigns.
         with keras.StatelessScope(), without_cudnn(model, compiled), drawing:
             return kept(by_name(model, model(x, training=True)))
 
-    return sum_over_micro_batches(micro_step, share, micro_batch_size, compiled)
+    return run_micro_batches(micro_step, share, micro_batch_size, compiled)
 
 
 def differentiable(outputs: Outputs) -> list[tf.Tensor]:
@@ -147,7 +149,7 @@ def differentiable(outputs: Outputs) -> list[tf.Tensor]:
     tensors = []
     for kept_output in outputs.values():
         for tensor in (kept_output.output, kept_output.logits):
-            if tf.is_tensor(tensor) and tensor.dtype.is_floating:
+            if not is_absent(tensor) and tensor.dtype.is_floating:
                 tensors.append(tensor)
     return tensors
 
@@ -215,12 +217,12 @@ def gathered(
         return GatheredBatch(outputs, y, sample_weight)
 
     def padded_leaves(outputs_of_share: Outputs) -> list[tf.Tensor]:
-        (x, *labels), place = share_of(batch)
+        (x, *labels), position = share_of(batch)
         if isinstance(batch, Share):
             examples = batch.examples
         else:
             examples = examples_in(parts_of(batch))
-        before = tf.minimum(place, examples)
+        before = tf.minimum(position, examples)
         after = examples - before - examples_in(x)
         leaves = tf.nest.flatten((outputs_of_share, *labels))
         return [_padded(leaf, before, after) for leaf in leaves if leaf is not None]

@@ -2,10 +2,10 @@
 
 Philox is a counter-based generator: block c of key k is a function of (k, c) alone
 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011). A layer takes one
-key an update. The example at place p of the effective batch takes the blocks from
+key an update. The example at position p of the effective batch takes the blocks from
 p·⌈m/4⌉ on, where m is the number of values it needs and a block has four:
 
-    place     0              1              2          …      in the effective batch
+    position  0              1              2          …      in the effective batch
     blocks    0 … ⌈m/4⌉−1    ⌈m/4⌉ …        2⌈m/4⌉ …   …      over all replicas
 
 So any micro-batch of any replica draws the rows of its own examples, as one draw for
@@ -91,18 +91,18 @@ def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
 def drawn(
     noisy: Sequence[keras.Layer],
     keys: Sequence[tf.Tensor | Key],
-    place: Any,
+    position: Any,
     examples: tf.Tensor,
     jit_compile: bool = False,
 ) -> AbstractContextManager[None]:
-    """Make noisy layers draw by the place of an example in the effective batch.
+    """Make noisy layers draw by the position of an example in the effective batch.
 
     This holds inside the `with` block.
 
     Args:
         noisy: the layers, as `noisy_layers` returns them.
         keys: of the layers in this update, as `keys_of` returns them.
-        place: position in the effective batch of the first example that they draw for.
+        position: in the effective batch, of the first example that they draw for.
         examples: number of examples that they draw for.
         jit_compile: whether XLA compiles the calls.
     """
@@ -110,7 +110,7 @@ def drawn(
         uniform = _uniform_by_xla
     else:
         uniform = tf.raw_ops.StatelessRandomUniformV2
-    rows = _Rows(place, examples, uniform)
+    rows = _Rows(position, examples, uniform)
     keys = [_as_key(key) for key in keys]
     pairs = zip(noisy, keys, strict=True)
     return calling((layer, _call(layer, key, rows)) for layer, key in pairs)
@@ -135,16 +135,16 @@ def _uniform_by_xla(**arguments: Any) -> tf.Tensor:
 class _Rows:
     """The examples of the effective batch that are drawn for."""
 
-    place: Any  # of the first of them
+    position: Any  # of the first of them
     examples: tf.Tensor  # their number
     uniform: Callable[..., tf.Tensor]  # the operation that draws
 
     def draw(self, key: Key, sizes: Sequence[Any]) -> tf.Tensor:
-        """Return values of the shape `sizes`, each example's by its place."""
+        """Return values of the shape `sizes`, each example's by its position."""
         values = math.prod(sizes[1:])
         blocks = -(-values // _BLOCK)
         counter = key.counter
-        with tf.device("CPU:0"):  # where the place is known
+        with tf.device("CPU:0"):  # where the position is known
             # An example has several rows where a previous layer has merged the first
             # axes.
             check = tf.debugging.assert_equal(
@@ -152,8 +152,8 @@ class _Rows:
             )
             checks = [] if check is None else [check]
             with tf.control_dependencies(checks):
-                place = tf.cast(self.place, tf.int64)
-                row = place * tf.cast(sizes[0] // self.examples, tf.int64)
+                position = tf.cast(self.position, tf.int64)
+                row = position * tf.cast(sizes[0] // self.examples, tf.int64)
             first = tf.cast(row * tf.cast(blocks, tf.int64), tf.uint64)
             start = tf.stack([first, tf.zeros((), tf.uint64)])
             # The counter's lower half is zero: TensorFlow makes the upper one of the
@@ -257,7 +257,7 @@ def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
     XLA's own noise depends on how many values are drawn.
     """
     # In float64 where the layer computes in it: the last bit of a logarithm depends on
-    # its place in a vector register.
+    # its position in a vector register.
     dtype = tf.float64 if x.dtype == tf.float64 else tf.float32
     pairs = tf.cast(draw([*_sizes(x, [None] * x.shape.rank), 2]), dtype)
     radius = tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0]))
@@ -292,7 +292,7 @@ def _noise_shape(layer: keras.Layer, x: tf.Tensor) -> Sequence[int | None]:
     """Return the shape of a dropout's noise; None where it is that of `x`."""
     rank = x.shape.rank
     if isinstance(layer, _SPATIAL):
-        # All places of a channel share the noise.
+        # All elements of a channel share the noise.
         is_channels_first = getattr(layer, "data_format", None) == "channels_first"
         channels = 1 if is_channels_first else rank - 1
         shape: list[int | None] = [1] * rank

@@ -2,7 +2,7 @@
 
 sums = Σ over replicas, Σ over micro-batches       # `accumulate` has the algorithm
 optimizer.apply(sums.gradients())                  # once
-assign_moving_statistics(sums.moves)               # once
+assign_moving_statistics(sums.statistics_steps)    # once
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .batch import (
     tensors_of,
 )
 from .forward_effects import trace_forward
-from .gradient_sums import GradientSums, sum_over_replicas
+from .gradient_sums import GradientNoiseSums, GradientSums, sum_over_replicas
 from .keras_internals import applying_sums
 from .loss_sums import LossSum
 from .moving_statistics import assign_moving_statistics
@@ -137,16 +137,16 @@ class Update:
         """
         metrics = list(self.measured.values())
         variable_counts = [len(metric.variables) for metric in metrics]
-        measure_noise: tf.Tensor | bool = False
+        measure_gradient_noise: tf.Tensor | bool = False
         with tf.control_dependencies(tensors_of(batch)):
             for metric in metrics:
                 metric.reset_state()
             if self.noise_every:
                 with tf.device("CPU:0"):
                     begun = self.begun.assign_add(1) - 1
-                    measure_noise = begun % self.noise_every == 0
+                    measure_gradient_noise = begun % self.noise_every == 0
 
-        sums = self.sums(batch, measure_noise)
+        sums = self.sums(batch, measure_gradient_noise)
         gradients = sums.gradients()
         present = [gradient for gradient in gradients if gradient is not None]
         norm = tf.linalg.global_norm(present)
@@ -155,6 +155,8 @@ class Update:
             scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
             norm /= scale
 
+        # The norm has three uses: it is logged, its square is |g|² of the noise scale,
+        # and once it is known the gradient is complete, so the update is counted.
         with tf.control_dependencies([norm]):
             applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
@@ -165,8 +167,10 @@ class Update:
             # Built in this trace: the reset above left out what was not there yet.
             if len(metric.variables) > count:
                 metric.reset_state()
-        if sums.noise:
-            estimates = noise_scale.estimates(sums.noise, tf.square(norm), scale)
+        if isinstance(sums.gradient_noise, GradientNoiseSums):
+            estimates = noise_scale.estimates(
+                sums.gradient_noise, tf.square(norm), scale
+            )
             results["gradient_variance"] = estimates.variance
             results["gradient_square"] = estimates.square
         results["learning_rate"] = learning_rate
@@ -174,7 +178,9 @@ class Update:
         return results
 
     def sums(
-        self, batch: Nest | Share | Batches, measure_noise: tf.Tensor | bool = False
+        self,
+        batch: Nest | Share | Batches,
+        measure_gradient_noise: tf.Tensor | bool = False,
     ) -> GradientSums:
         """Return the sums over all replicas without applying them.
 
@@ -187,18 +193,18 @@ class Update:
         self._check(batch, x)
 
         # Here, where all copies of a seed get the same value: they may have diverged.
-        noise_keys: list[tf.Tensor] = []
+        dropout_keys: list[tf.Tensor] = []
         if self.same_noise:
             with tf.control_dependencies(tensors_of(batch)):
-                noise_keys = keys_of(noisy_layers(self.model, x))
+                dropout_keys = keys_of(noisy_layers(self.model, x))
         totals = global_batch_totals(
             self.strategy, batch, self.objective.loss, self.reductions_ready
         )
-        context = BatchContext(totals, measure_noise, noise_keys)
+        context = BatchContext(totals, measure_gradient_noise, dropout_keys)
         if not self.objective.over_batch:
             return self._sums_over_replicas(batch, context)
 
-        losses, output_gradients = self._losses_over_batch(batch, noise_keys)
+        losses, output_gradients = self._losses_over_batch(batch, dropout_keys)
         context = context._replace(output_gradients=output_gradients)
         return self._sums_over_replicas(batch, context).with_losses(losses)
 
@@ -213,7 +219,7 @@ class Update:
         with applying_sums(self.optimizer), fused_adam(self.optimizer) as learning_rate:
             self.optimizer.apply(gradients, self.model.trainable_variables)
         if self.hold_statistics:
-            assign_moving_statistics(self.model, sums.moves)
+            assign_moving_statistics(self.model, sums.statistics_steps)
         return learning_rate
 
     def _check(self, batch: Nest | Share | Batches, x: Nest) -> None:
@@ -236,7 +242,7 @@ class Update:
                 raise ValueError(f"{rule}. Received: {received}")
 
     def _losses_over_batch(
-        self, batch: Nest | Share, noise_keys: Sequence[tf.Tensor]
+        self, batch: Nest | Share, dropout_keys: Sequence[tf.Tensor]
     ) -> tuple[dict[str, LossSum], list[tf.Tensor | None]]:
         """Return the losses over the effective batch, and gradients by its outputs.
 
@@ -248,7 +254,7 @@ class Update:
                 self.model,
                 batch,
                 self.micro_batch_size,
-                noise_keys,
+                dropout_keys,
                 self.jit_compile,
             )
 
@@ -268,10 +274,10 @@ class Update:
         self, batch: Nest | Share | Batches, context: BatchContext
     ) -> GradientSums:
         """Return the sums over this replica's share of the effective batch."""
-        share, place = share_of(batch)
+        share, position = share_of(batch)
         if context.output_gradients:
-            stop = place + examples_in(share)
-            gradients = slice_of(context.output_gradients, place, stop)
+            stop = position + examples_in(share)
+            gradients = slice_of(context.output_gradients, position, stop)
             context = context._replace(output_gradients=gradients)
         if isinstance(batch, Batches):  # XLA would compile for each of their sizes
             share = batch._replace(batch=share)
@@ -285,7 +291,7 @@ class Update:
             hold_statistics=self.hold_statistics,
             jit_compile=self.compiled,
         )
-        sums = accumulate_share(kernel, share, context, place)
+        sums = accumulate_share(kernel, share, context, position)
 
         # Keras divides no rows by a loss scale. Processes would add rows of one index
         # in different orders, and their weights would differ.

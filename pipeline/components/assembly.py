@@ -427,7 +427,7 @@ def _best(
         rule = "must be null: the dataset has no validation split"
         raise ConfigError(key, rule, keep.metric)
 
-    losses_by_output = internals.spread(goal.loss, outputs, to_all=True)
+    losses_by_output = internals.spread(goal.loss, outputs, "loss", to_all=True)
     with_loss = [name for name, loss in losses_by_output.items() if loss is not None]
     names = ["loss"]
     if len(with_loss) > 1:

@@ -152,7 +152,7 @@ def _sum_of_losses(goal: internals.Objective, example: _Example) -> tf.Tensor:
     with as_config_error(
         "training.loss_weights", "must fit the outputs", goal.loss_weights
     ):
-        internals.spread(goal.loss_weights, list(example.outputs))
+        internals.spread(goal.loss_weights, list(example.outputs), "loss_weights")
     total = tf.zeros((), tf.float64)
     for term in terms:
         total += tf.cast(_checked_term(goal, term, example), tf.float64)

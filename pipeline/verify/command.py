@@ -229,7 +229,7 @@ def _compare(
     rule = f"must compute an update in {precision}, in which it is verified"
     comparisons = []
     with (
-        layers.without_noise(parts.model, parts.forward.placed) as quiet,
+        layers.without_noise(parts.model, parts.forward.drawing_by_position) as quiet,
         as_config_error("model", rule, parts.model.name),
     ):
         results = engine.compare(update, batches, other_weights=other_weights)

@@ -422,7 +422,8 @@ def _as_keras_takes(
 
     labels = internals.labels_by_name(computation.objective.loss, y, names)
     if keras.tree.is_nested(sample_weight):
-        sample_weight = packed(internals.spread(sample_weight, names, to_all=True))
+        by_output = internals.spread(sample_weight, names, "sample_weight", to_all=True)
+        sample_weight = packed(by_output)
     return outputs, packed(labels), sample_weight
 
 

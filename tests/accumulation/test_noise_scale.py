@@ -219,7 +219,7 @@ def test_how_many_examples_count(masked, weights, expected):
         weights = tf.constant(weights, tf.float32)[:, None]
     loss = keras.losses.MeanSquaredError("mean_with_sample_weight", dtype="float32")
     total = weighted_sum(loss, tf.zeros_like(outputs), outputs, weights)
-    assert float(total.examples) == pytest.approx(expected)
+    assert float(total.effective_examples) == pytest.approx(expected)
 
 
 def test_smoothing_divides_last():

@@ -422,27 +422,38 @@ def one_metric():
     [
         (
             {"loss": {"kind": losses.MeanSquaredError()}},
-            "must name every output, with null for one without a loss",
+            "loss must name every output, with null for one without a loss",
         ),
         (
             {"loss": {"kind": None, "siez": None}},
-            "must be named as an output, one of kind, size. Received: siez",
+            "an entry of loss must be named as an output, one of kind, size. "
+            "Received: siez",
         ),
-        ({"loss": [None]}, "must have 2 entries, one an output. Received: 1"),
-        ({"loss_weights": 2.0}, "must be given for each of the outputs kind, size"),
+        ({"loss": [None]}, "loss must have 2 entries, one an output. Received: 1"),
+        (
+            {"loss_weights": 2.0},
+            "loss_weights must be given for each of the outputs kind, size",
+        ),
+        (
+            {"batch": (X, Y[0])},
+            "labels must be given for each of the outputs kind, size",
+        ),
         (
             {"batch": (X, Y, {"kind": np.ones(EXAMPLES)})},
             "there must be sample weights for each output. Missing: size",
         ),
         ({"batch": (X, {"kind": Y[0]})}, "there must be labels for the output size"),
-        ({"batch": (X, Y, np.ones((EXAMPLES, 3)))}, "do not fit values of shape"),
+        (
+            {"batch": (X, Y, np.ones((EXAMPLES, 3)))},
+            "sample weights of shape (None, 3) do not fit values of shape (None,)",
+        ),
         (
             {"metrics": one_metric},
-            "must be given by the name of an output, one of kind, size",
+            "metrics must be given by the name of an output, one of kind, size",
         ),
         (
             {"metrics": lambda: {"siez": one_metric()}},
-            "must be of an output, one of kind, size",
+            "metrics must be of an output, one of kind, size",
         ),
     ],
 )

@@ -398,8 +398,12 @@ REFUSED = {
     ),
     "two modes": Refused(
         lambda: updated(two_outputs(), loss_over={"classes": "example"}),
-        "loss_over must be the same for all outputs. "
-        "Received: {'classes': 'example'}. Choices: example, effective_batch",
+        "loss_over must be example or effective_batch, the same for all outputs. "
+        "Received: {'classes': 'example'}",
+    ),
+    "misspelt": Refused(
+        lambda: updated(embedding(), loss_over="batch"),
+        "loss_over must be example or effective_batch. Received: 'batch'",
     ),
     "circle of micro-batches": Refused(
         lambda: updated(embedding(), losses.Circle(), loss_over="example"),

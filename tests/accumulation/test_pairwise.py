@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from pipeline import accumulation
 from pipeline.accumulation import internals
+from pipeline.accumulation.accumulate import BatchContext, Kernel, accumulate_share
 from tests.accumulation import reference
 from tests.accumulation.pairwise import (
     MICRO,
@@ -127,7 +128,7 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
     scale_loss = None
     if row.optimizer == "loss scale":
         scale_loss = optimizer.scale_loss
-    kernel = internals.Kernel(
+    kernel = Kernel(
         model,
         internals.Objective(**objective_of(row)),
         MICRO,
@@ -138,12 +139,12 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
     def step(batch: tuple) -> tf.Tensor:
         replicas = strategy.num_replicas_in_sync
         keys = internals.keys_of(internals.noisy_layers(model, batch[0]))
-        context = internals.BatchContext(internals.batch_totals(batch), noise_keys=keys)
+        context = BatchContext(internals.batch_totals(batch), dropout_keys=keys)
         share = -(-internals.examples_in(batch) // replicas)
 
-        def sums_from(place: Any) -> accumulation.GradientSums:
-            part = internals.slice_of(batch, place, place + share)
-            return internals.accumulate_share(kernel, part, context, place)
+        def sums_from(position: Any) -> accumulation.GradientSums:
+            part = internals.slice_of(batch, position, position + share)
+            return accumulate_share(kernel, part, context, position)
 
         sums = sums_from(0)
         if replicas == 2:
@@ -152,7 +153,7 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
             )
         with accumulation.fused_adam(optimizer):
             optimizer.apply(sums.gradients(), model.trainable_variables)
-        internals.assign_moving_statistics(model, sums.moves)
+        internals.assign_moving_statistics(model, sums.statistics_steps)
         return sums.mean_loss()
 
     return trained(row, model, step)

@@ -10,13 +10,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation.internals import (
-    BatchContext,
-    Kernel,
-    Objective,
-    accumulate_share,
-    batch_totals,
-)
+from pipeline.accumulation.accumulate import BatchContext, Kernel, accumulate_share
+from pipeline.accumulation.internals import Objective, batch_totals
 from tests.accumulation import reference
 
 ROWS = 16

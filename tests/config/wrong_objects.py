@@ -129,8 +129,8 @@ PREPARED = {
         "training.loss.reduction must be a mean or a sum. Received: 'none'."
     ),
     f"train {TWO} '+training.loss.c=null'": (
-        "training.loss must fit labels … (must be named as an output, one of a, b. "
-        "Received: c). Received: …"
+        "training.loss must fit labels … (an entry of loss must be named as an output, "
+        "one of a, b. Received: c). Received: …"
     ),
     f"train {TWO} 'training.class_weight={{0: 1}}'": (
         "training.class_weight must be null where an example is not (x, y) with labels "
@@ -304,16 +304,16 @@ PREPARED_TOO = {
         "shapes differ). Received: 'categorical_crossentropy'."
     ),
     f"train {TWO} '~training.loss.b'": (
-        "training.loss must fit … (must name every output, with null for one without a "
-        "loss. Missing: b). Received: …"
+        "training.loss must fit … (loss must name every output, with null for one "
+        "without a loss. Missing: b). Received: …"
     ),
     f"train {TWO} 'training.loss_weights={{c: 1}}'": (
-        "training.loss_weights must fit the outputs (must be named as an output, one "
-        "of a, b. Received: c). Received: {c: 1.0}."
+        "training.loss_weights must fit the outputs (an entry of loss_weights must be "
+        "named as an output, one of a, b. Received: c). Received: {c: 1.0}."
     ),
     f"train {TWO} '+training.metrics={{c: {{m: {{_target_: keras.metrics.AUC}}}}}}'": (
-        "training.metrics.c.m must fit … (must be of an output, one of a, b. Received: "
-        "c). Received: 'AUC'."
+        "training.metrics.c.m must fit … (metrics must be of an output, one of a, b. "
+        "Received: c). Received: 'AUC'."
     ),
     f"train {MLP} 'training.class_weight={{10: 2}}'": (
         "training.class_weight must name classes from 0 to 9. Received: 10."

@@ -60,14 +60,14 @@ def mean_of_means(patch):
 
 
 def lost_tail(patch, module=update):
-    sum_over_micro_batches = module.sum_over_micro_batches
+    run_micro_batches = module.run_micro_batches
 
     def without_tail(step, batch, size, *more):
         stop = module.examples_in(batch) // size * size
         cut = tf.nest.map_structure(lambda leaf: leaf[:stop], batch)
-        return sum_over_micro_batches(step, cut, size, *more)
+        return run_micro_batches(step, cut, size, *more)
 
-    patch.setattr(module, "sum_over_micro_batches", without_tail)
+    patch.setattr(module, "run_micro_batches", without_tail)
 
 
 def lost_tail_of_validation(patch):
