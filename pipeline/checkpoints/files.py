@@ -77,12 +77,12 @@ class Checkpoint:
 
     Attributes:
         folder: the folder of its files.
-        update: the number of completed updates.
+        updates_done: the number of completed updates.
         meta: the content of `meta.json`, in the form of `META`.
     """
 
     folder: Path
-    update: int
+    updates_done: int
     meta: dict[str, Any]
 
 
@@ -244,7 +244,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
         Later ones are from a run that resumed from before them.
         """
-        existing = updates(self.folder)
+        existing = saved_updates(self.folder)
         later = [update for update in existing if update > latest]
         earlier = [update for update in existing if update <= latest]
         for update in [*later, *earlier[: -self.keep]]:
@@ -256,9 +256,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         A run may resume from each of the latest ones.
         """
         referred = {just_written}
-        for update in updates(self.folder):
+        for update in saved_updates(self.folder):
             referred.add(_best_update(self.folder / str(update)))
-        for update in updates(self.folder / BEST):
+        for update in saved_updates(self.folder / BEST):
             if update not in referred:
                 _remove(self.folder / BEST / str(update))
 
@@ -272,7 +272,7 @@ def newest(
 
     One line reports each damaged one. One that is not usable is passed over.
     """
-    for update in reversed(updates(folder)):
+    for update in reversed(saved_updates(folder)):
         if update > most:
             continue
         path = folder / str(update)
@@ -295,7 +295,7 @@ def at(folder: Path, update: int) -> Checkpoint:
     path = folder / str(update)
     if not path.is_dir():
         raise ConfigError(
-            f"the checkpoint {path}", "must be there", update, updates(folder)
+            f"the checkpoint {path}", "must be there", update, saved_updates(folder)
         )
     try:
         return _verified(path, update)
@@ -304,7 +304,7 @@ def at(folder: Path, update: int) -> Checkpoint:
         raise ConfigError(f"the checkpoint {path}", rule) from damage
 
 
-def updates(folder: Path) -> list[int]:
+def saved_updates(folder: Path) -> list[int]:
     """Return the updates of the checkpoints in `folder`, in ascending order."""
     if not folder.is_dir():
         return []

@@ -51,16 +51,16 @@ class Fork:
     states: list[State] = field(default_factory=list)
 
     @property
-    def update(self) -> int:
-        """The update from which this run counts on."""
-        return 0 if self.weights_only else self.checkpoint.update
+    def updates_done(self) -> int:
+        """The number of updates from which this run counts on."""
+        return 0 if self.weights_only else self.checkpoint.updates_done
 
     @property
     def tags(self) -> dict[str, str]:
         """The tags that name the other run and its checkpoint."""
         return {
             RUN: self.run_id or str(self.run_dir),
-            UPDATE: str(self.checkpoint.update),
+            UPDATE: str(self.checkpoint.updates_done),
         }
 
     def messages(self, callbacks: Callbacks) -> list[str]:
@@ -69,7 +69,7 @@ class Fork:
 
         source = (
             f"of run {self.run_id or self.run_dir} "
-            f"after update {self.checkpoint.update}"
+            f"after update {self.checkpoint.updates_done}"
         )
         if self.weights_only:
             return [f"begins with the weights {source}"]
@@ -78,7 +78,7 @@ class Fork:
             line += ", with a learning rate of its own"
         return [line, *snapshot.starting_anew(callbacks)]
 
-    def check(self, update: Update, plan: Plan) -> None:
+    def check(self, updater: Update, plan: Plan) -> None:
         """Check that the checkpoint fits the model and the horizon, and read it.
 
         It is read now, as the other run may delete it.
@@ -88,10 +88,12 @@ class Fork:
         """
         from pipeline.checkpoints import snapshot
 
-        if self.update >= plan.updates:
-            rule = f"must have a horizon beyond the {self.update} updates of {RUN}"
+        if self.updates_done >= plan.updates:
+            rule = (
+                f"must have a horizon beyond the {self.updates_done} updates of {RUN}"
+            )
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check(self.checkpoint.meta, update, self._takes)
+        snapshot.check(self.checkpoint.meta, updater, self._takes)
         try:
             self.states = [snapshot.read(self.checkpoint.folder, self.checkpoint.meta)]
         except Exception as error:
@@ -100,18 +102,18 @@ class Fork:
             raise ConfigError(key, rule) from error
 
     def restore(
-        self, state: State, update: Update, recorder: Recorder, callbacks: Callbacks
+        self, state: State, updater: Update, recorder: Recorder, callbacks: Callbacks
     ) -> dict[str, Any]:
         """Restore the state into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot
 
         loop: dict[str, Any] = {"open": False, "validation": {}}
         if self.weights_only:
-            snapshot.restore_variables(state, update, self._takes)
+            snapshot.restore_variables(state, updater, self._takes)
         else:
-            loop |= snapshot.restore(state, update, recorder, callbacks, self._takes)
+            loop |= snapshot.restore(state, updater, recorder, callbacks, self._takes)
             # A callback may have stopped the other run.
-            update.model.stop_training = False
+            updater.model.stop_training = False
         # The best evaluation of the other run does not count here: its checkpoint is in
         # the other directory.
         return loop | {"stopped_by": None, "best": None}
@@ -130,14 +132,16 @@ class Fork:
         return not is_rate
 
 
-def find_fork(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
+def find_fork(
+    spec: RunSpec, run_dir: Path, updates_done: int | None = None
+) -> Fork | None:
     """Return the checkpoint of another run that this one begins with.
 
     Args:
         spec: the spec of this run.
         run_dir: this run's directory.
-        update: the update of the checkpoint that this run began with before, if it is
-            resumed.
+        updates_done: the update of the checkpoint that this run began with before, if
+            it is resumed.
 
     Returns:
         None if the run begins with no checkpoint.
@@ -145,7 +149,7 @@ def find_fork(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork |
     text = spec.config.start.run
     if text is None:
         return None
-    source, checkpoint = named(text, RUN, run_dir, update)
+    source, checkpoint = named(text, RUN, run_dir, updates_done)
     past = Past.read(source, RUN, running=True)
     past.close()
     own_rate = _has_own_rate(spec, recorded_config(source, RUN), past)
@@ -159,7 +163,7 @@ def find_fork(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork |
 
 
 def named(
-    text: str, key: str, but: Path | None = None, update: str | None = None
+    text: str, key: str, but: Path | None = None, updates_done: int | None = None
 ) -> tuple[Path, Checkpoint]:
     """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names.
 
@@ -167,38 +171,37 @@ def named(
         text: the name.
         key: the argument that an error names.
         but: a run directory that is passed over.
-        update: the update of the checkpoint, in place of the one in `text`. If neither
-            has one, the newest checkpoint is meant.
+        updates_done: the update of the checkpoint, in place of the one in `text`. If
+            neither has one, the newest checkpoint is meant.
 
     Raises:
         ConfigError: there is no such run or checkpoint.
     """
-    name, _, at_update = text.rpartition("@")
-    if not (name and at_update.isascii() and at_update.isdecimal()):
+    name, _, digits = text.rpartition("@")
+    if not (name and digits.isascii() and digits.isdecimal()):
         name = text
-        at_update = ""
+    elif updates_done is None:
+        updates_done = int(digits)
     source = find(name, key, but)
-    at_update = update or at_update
 
     checkpoints = source / "checkpoints"
     folder_by_update: dict[int, Path] = {}
     for folder in (checkpoints / BEST, checkpoints):
-        for number in files.updates(folder):
+        for number in files.saved_updates(folder):
             folder_by_update[number] = folder
     if not folder_by_update:
         rule = "must be a run with a checkpoint: see training.checkpoint_every"
         raise ConfigError(key, rule, text)
 
-    if not at_update:
+    if updates_done is None:
         checkpoint = files.newest(checkpoints, max(folder_by_update))
         if checkpoint is None:
             raise ConfigError(key, "must have a whole checkpoint", text)
         return source, checkpoint
-    number = int(at_update)
-    if number not in folder_by_update:
+    if updates_done not in folder_by_update:
         rule = "must name an update whose checkpoint is there"
         raise ConfigError(key, rule, text, sorted(folder_by_update))
-    return source, files.at(folder_by_update[number], number)
+    return source, files.at(folder_by_update[updates_done], updates_done)
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:

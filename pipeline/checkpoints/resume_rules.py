@@ -65,9 +65,9 @@ class Continuation:
     finished: bool = False
 
     @property
-    def update(self) -> int:
+    def updates_done(self) -> int:
         """The number of completed updates."""
-        return 0 if self.checkpoint is None else self.checkpoint.update
+        return 0 if self.checkpoint is None else self.checkpoint.updates_done
 
     @property
     def run_id(self) -> str:
@@ -88,7 +88,7 @@ class Continuation:
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
 
-    def check(self, update: Update, plan: Plan) -> None:
+    def check(self, updater: Update, plan: Plan) -> None:
         """Check that the checkpoint fits the model, and that there is more to train.
 
         Raises:
@@ -104,18 +104,20 @@ class Continuation:
             callback = values["loop"]["stopped_by"]
             rule = (
                 f"was ended by training.callbacks.{callback} after update "
-                f"{self.update}: begin another one there, with "
-                f"start.run=RUN@{self.update}"
+                f"{self.updates_done}: begin another one there, with "
+                f"start.run=RUN@{self.updates_done}"
             )
             raise ConfigError("RUN", rule, str(self.run_dir))
-        if self.update > plan.updates or (self.update == plan.updates and has_finished):
-            rule = f"must have a horizon beyond the {self.update} updates done"
+        if self.updates_done > plan.updates or (
+            self.updates_done == plan.updates and has_finished
+        ):
+            rule = f"must have a horizon beyond the {self.updates_done} updates done"
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check(self.checkpoint.meta, update)
-        if values["loop"].get("batch") != plan.digest(self.update):
+        snapshot.check(self.checkpoint.meta, updater)
+        if values["loop"].get("batch") != plan.digest(self.updates_done):
             rule = (
                 "must give the batches of the run again: that of update "
-                f"{self.update} is another one"
+                f"{self.updates_done} is another one"
             )
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
@@ -123,12 +125,12 @@ class Continuation:
         """Return the lines that a run prints when it is resumed."""
         from pipeline.checkpoints import snapshot
 
-        lines = [f"goes on after update {self.update}", *self.changes]
+        lines = [f"goes on after update {self.updates_done}", *self.changes]
         if self.past.damage:
             lines.append(
                 f"{JOURNAL_NAME}: {self.past.damage}; what follows is trained again"
             )
-        if self.update:
+        if self.updates_done:
             lines += snapshot.starting_anew(callbacks)
         return lines
 
@@ -215,7 +217,7 @@ def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
 
 def _no_checkpoint(run_dir: Path, past: Past, most: int) -> ConfigError:
     """Return the error for a run without an intact checkpoint of `most` updates."""
-    existing = files.updates(run_dir / "checkpoints")
+    existing = files.saved_updates(run_dir / "checkpoints")
     if not existing:
         rule = "must have a checkpoint: see training.checkpoint_every"
         return ConfigError("RUN", rule, str(run_dir))

@@ -124,12 +124,12 @@ def read(folder: Path, meta: Mapping[str, Any]) -> State:
 
 
 def capture(
-    update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]
+    updater: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]
 ) -> State:
     """Copy everything that an update changes.
 
     Args:
-        update: the update whose model and optimizer are copied.
+        updater: the update whose model and optimizer are copied.
         recorder: the recorder, which must have fetched all of its rows.
         callbacks: the callbacks, whose `get_state` may return only JSON values and
             arrays.
@@ -138,7 +138,7 @@ def capture(
     Raises:
         TypeError: the state of a callback is something else.
     """
-    arrays = _copied(_variables(update))
+    arrays = _copied(_variables(updater))
     callback_states: dict[str, Any] = {}
     for name, callback in callbacks.items():
         state = _state_of(callback)
@@ -147,7 +147,7 @@ def capture(
 
     values: dict[str, Any] = {
         "loop": dict(loop),
-        "stop_training": bool(update.model.stop_training),
+        "stop_training": bool(updater.model.stop_training),
         "recorder": recorder.get_state(),
     }
     python_state = random.getstate()
@@ -162,24 +162,24 @@ def capture(
     return State(arrays, values)
 
 
-def restore_variables(state: State, update: Update, takes: Takes = _take_all) -> None:
+def restore_variables(state: State, updater: Update, takes: Takes = _take_all) -> None:
     """Restore the variables whose names `takes` accepts.
 
     Raises:
         ConfigError: one of them does not fit. No variable was changed.
     """
     if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
-        with update.strategy.scope():
+        with updater.strategy.scope():
             global_seed(make=True)
-    check({"arrays": state.specs()}, update, takes)
-    variables = _variables(update)
+    check({"arrays": state.specs()}, updater, takes)
+    variables = _variables(updater)
     taken = {name: copies for name, copies in variables.items() if takes(name)}
     _assign(taken, state.arrays)
 
 
 def restore(
     state: State,
-    update: Update,
+    updater: Update,
     recorder: Recorder,
     callbacks: Callbacks,
     takes: Takes = _take_all,
@@ -189,9 +189,9 @@ def restore(
     Returns:
         The state of the training loop.
     """
-    restore_variables(state, update, takes)
+    restore_variables(state, updater, takes)
     values = state.values
-    update.model.stop_training = values["stop_training"]
+    updater.model.stop_training = values["stop_training"]
     recorder.set_state(values["recorder"])
     for name, callback in callbacks.items():
         if name in values["callbacks"] and values["kinds"][name] == _kind(callback):
@@ -202,20 +202,20 @@ def restore(
     return dict(values["loop"])
 
 
-def adapt(update: Update, state: State) -> None:
+def adapt(updater: Update, state: State) -> None:
     """Give `Normalization` layers the statistics of the snapshot.
 
     Call it before a trace captures their statistics as constants.
     """
     layers = []
     names: set[str] = set()
-    for layer in layers_of(update.model):
+    for layer in layers_of(updater.model):
         if isinstance(layer, keras.layers.Normalization):
             layers.append(layer)
             names.update(f"model/{variable.path}" for variable in layer.variables)
 
     variables: Variables = {}
-    for name, copies in _variables(update).items():
+    for name, copies in _variables(updater).items():
         if name.partition(_SAME_PATH)[0] in names:
             variables[name] = copies
     _assign(variables, state.arrays)
@@ -224,9 +224,9 @@ def adapt(update: Update, state: State) -> None:
 
 
 @contextmanager
-def lent(state: State, update: Update) -> Iterator[None]:
+def lent(state: State, updater: Update) -> Iterator[None]:
     """Within the block, give model and optimizer the variables of the snapshot."""
-    variables = _variables(update)
+    variables = _variables(updater)
     before = _copied(variables)
     try:
         _assign(variables, state.arrays)
@@ -235,7 +235,7 @@ def lent(state: State, update: Update) -> Iterator[None]:
         _assign(variables, before)
 
 
-def check(meta: Mapping[str, Any], update: Update, takes: Takes = _take_all) -> None:
+def check(meta: Mapping[str, Any], updater: Update, takes: Takes = _take_all) -> None:
     """Check that a snapshot and the model have the same variables, by shape and dtype.
 
     Variables whose names `takes` leaves out are not checked.
@@ -247,7 +247,7 @@ def check(meta: Mapping[str, Any], update: Update, takes: Takes = _take_all) -> 
     for name, shape, dtype in meta["arrays"]:
         saved_specs[name] = f"{tuple(shape)} {dtype}"
 
-    variables = _variables(update)
+    variables = _variables(updater)
     for name, copies in variables.items():
         if not takes(name):
             continue
@@ -289,10 +289,10 @@ def starting_anew(callbacks: Callbacks) -> list[str]:
     return lines
 
 
-def _variables(update: Update) -> Variables:
+def _variables(updater: Update) -> Variables:
     """Return all variables of the model and the optimizer, and Keras' global seed."""
-    model = update.model
-    copies_of = update.strategy.experimental_local_results
+    model = updater.model
+    copies_of = updater.strategy.experimental_local_results
     trainable_ids = {id(variable) for variable in model.trainable_variables}
 
     named: list[tuple[str, Sequence[Any]]] = []
@@ -304,7 +304,7 @@ def _variables(update: Update) -> Variables:
             named.append((f"model/{variable.path}", copies_of(variable.value)))
     for name, variable in untracked_variables(model):
         named.append((f"model/{name}", copies_of(variable)))
-    for variable in update.optimizer.variables:
+    for variable in updater.optimizer.variables:
         named.append((f"optimizer/{variable.path}", [variable.value]))
     seed = global_seed()
     if seed is not None:

@@ -84,7 +84,7 @@ def critical(arguments: Sequence[str]) -> int:
     last = len(stages) - 1
     swept = ",".join(str(size) for size in sizes)
     branch_overrides = [
-        f"start.run={quoted(f'{run_dir}@{start.update}')}",
+        f"start.run={quoted(f'{run_dir}@{start.updates_done}')}",
         f"training.examples={examples_before + examples}",
         f"accumulation.batch_schedule.{last}.effective_batch_size={swept}",
     ]
@@ -103,7 +103,7 @@ def critical(arguments: Sequence[str]) -> int:
             sweep_id = _interrupted_sweep(options, file, overrides, branch_overrides)
             branch_overrides.append(f"tracking.sweep={sweep_id}")
         say(
-            f"branches after update {start.update}: {examples} examples each, "
+            f"branches after update {start.updates_done}: {examples} examples each, "
             f"at effective batches {sizes}"
         )
         line = ["-m", *file, *branch_overrides, *overrides]
@@ -168,16 +168,16 @@ def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
     recorded = past.start["tags"].get("accumulation.stages", f"[[0, {first}]]")
     stages = []
     for after, size in json.loads(recorded):
-        if after < start.update:
+        if after < start.updates_done:
             stages.append(_Stage(after, size))
-    return [*stages, _Stage(start.update, stages[-1].effective_batch_size)]
+    return [*stages, _Stage(start.updates_done, stages[-1].effective_batch_size)]
 
 
 def _examples_before(stages: list[_Stage], start: Checkpoint) -> int:
     """Return the examples that the run had seen at the checkpoint."""
     training_examples = start.meta["examples"]
     seen = 0
-    for update in range(start.update):
+    for update in range(start.updates_done):
         sizes = [
             stage.effective_batch_size for stage in stages if stage.after <= update
         ]

@@ -158,10 +158,10 @@ class Trainer:
         # The update is traced before its state is restored, as a layer may draw a seed
         # while it is traced.
         self._next_update.get_concrete_function(iterator)
-        self.update.begun.assign(start.update)
+        self.update.begun.assign(start.updates_done)
         loop = restore(state, self.update, self.recorder, self.callbacks)
 
-        self.done = start.update
+        self.done = start.updates_done
         self.pending = loop["open"]
         self.validation = loop["validation"]
         self.stopped_by = loop["stopped_by"]
@@ -290,7 +290,7 @@ class Trainer:
             update = self.done
             weights: Any = nullcontext()
         else:
-            update = best.update
+            update = best.updates_done
             weights = snapshot.lent(snapshot.read(best.folder, best.meta), self.update)
         with weights, averaged_weights(self.update.optimizer, self.model):
             results = self.evaluations.test(self.raise_if_stopped)

@@ -242,7 +242,7 @@ class Run:
         factor = -(-SIZE // (micro * case.replicas))
         cut = Batching(SIZE, micro, factor, case.replicas)
         self.plan = Plan(cut, EXAMPLES, updates)
-        done = 0 if start is None else start.update
+        done = 0 if start is None else start.updates_done
         effective_batches = batches.effective_batches(
             OmegaConf.create(case.node), data, self.plan.slices(done), seed=3
         )
@@ -592,7 +592,7 @@ def test_a_stop_leaves_the_rows_and_a_checkpoint(stop_at, looks, straight, tmp_p
     with pytest.raises(Stopped):
         Run(tmp_path / "one", case, every=100, stop_at=stop_at, looks=looks, rows=rows)
     start = checkpoint.newest(tmp_path / "one" / "checkpoints")
-    assert start.update == stop_at
+    assert start.updates_done == stop_at
     again = Run(tmp_path / "two", case, start=start, every=UPDATES)
     assert rows.updates == [row for row in run.rows.updates if row[0] <= stop_at]
     assert rows.updates + again.rows.updates == run.rows.updates
@@ -713,7 +713,7 @@ def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
     (tmp_path / ".4").mkdir()
     (tmp_path / ".4" / "arrays.index").write_text("half of it")
     # Reading removes nothing: the run may be writing.
-    assert checkpoint.newest(tmp_path).update == 3
+    assert checkpoint.newest(tmp_path).updates_done == 3
     assert names(tmp_path) == [".4", "2", "3"]
 
     # Folders that a person has made stay.
@@ -725,7 +725,7 @@ def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
     saved(tmp_path, 5)
     assert names(tmp_path) == ["07", "3", "5", "notes"]
     saved(tmp_path, 5)
-    assert checkpoint.newest(tmp_path).update == 5
+    assert checkpoint.newest(tmp_path).updates_done == 5
 
 
 def names(folder: Path) -> list[str]:
@@ -768,8 +768,8 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
             capsys.readouterr()
             found = checkpoint.newest(tmp_path)
             err = capsys.readouterr().err
-            times_used[found.update] += 1
-            if found.update == 2:  # a space in the manifest
+            times_used[found.updates_done] += 1
+            if found.updates_done == 2:  # a space in the manifest
                 assert file.name == "manifest.json", damage
                 assert json.loads(damaged) == json.loads(content), damage
                 assert differences(state.read(found.folder, found.meta), small(2)) == []
@@ -782,18 +782,18 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
         # The file is not there, or has the content of another one.
         other = files[0] if file is not files[0] else files[1]
         file.unlink()
-        assert checkpoint.newest(tmp_path).update == 1, file
+        assert checkpoint.newest(tmp_path).updates_done == 1, file
         shutil.copyfile(other, file)
-        assert checkpoint.newest(tmp_path).update == 1, file
+        assert checkpoint.newest(tmp_path).updates_done == 1, file
         file.write_bytes(content)
     assert times_used[2] < 20
     assert times_used[1] > 300
 
     (tmp_path / "2" / "more").touch()
-    assert checkpoint.newest(tmp_path).update == 1
+    assert checkpoint.newest(tmp_path).updates_done == 1
     (tmp_path / "2").rename(tmp_path / "3")
     (tmp_path / "3" / "more").unlink()
-    assert checkpoint.newest(tmp_path).update == 1
+    assert checkpoint.newest(tmp_path).updates_done == 1
     assert "it is of update 2" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "1")
     assert checkpoint.newest(tmp_path) is None
@@ -827,7 +827,7 @@ def test_one_that_lacks_something_is_said_and_not_used(tmp_path, capsys, lost):
     """Its hashes are right."""
     saved(tmp_path, 1, 2)
     edit_meta(tmp_path / "2", f'"{lost}"', '"found"')
-    assert checkpoint.newest(tmp_path).update == 1
+    assert checkpoint.newest(tmp_path).updates_done == 1
     line = rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n"
     assert re.search(line, capsys.readouterr().err)
 

@@ -135,7 +135,7 @@ class Recorded:
         rows = []
         for kind, steps in sorted(run.past.steps.items()):
             rows.append((kind, frozenset(steps)))
-        return Decision(True, run.update, tuple(rows), run.past.described)
+        return Decision(True, run.updates_done, tuple(rows), run.past.described)
 
 
 @pytest.fixture(scope="module")
