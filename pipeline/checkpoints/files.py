@@ -36,7 +36,7 @@ from pipeline.common.recorded import FormError, read
 from pipeline.config.plan import Plan
 
 if TYPE_CHECKING:
-    from pipeline.checkpoints.snapshot import State
+    from pipeline.checkpoints.snapshot import Snapshot
     from pipeline.tracking.journal import Journal
     from pipeline.tracking.journal_file import Position
 
@@ -143,7 +143,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return update % self.every == 0
 
     def save(
-        self, update: int, capture: Callable[[], State], *, best: bool = False
+        self, update: int, capture: Callable[[], Snapshot], *, best: bool = False
     ) -> None:
         """Write what `capture` returns as the checkpoint of `update`, in a thread.
 
@@ -154,7 +154,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         started = time.monotonic()
         self.wait()
         try:
-            state = capture()
+            snapshot = capture()
         except MemoryError as error:
             reason = first_line(error)
             say(f"the checkpoint after update {update} was left out: {reason}")
@@ -165,7 +165,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         # The thread is not a daemon: the interpreter waits until it has written
         # everything.
         self._writer = threading.Thread(
-            target=self._write, args=(update, state, position, best), name="checkpoint"
+            target=self._write,
+            args=(update, snapshot, position, best),
+            name="checkpoint",
         )
         self._writer.start()
         if not best:
@@ -190,7 +192,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._writer.join()
 
     def _write(
-        self, update: int, state: State, position: Position | None, best: bool
+        self, update: int, snapshot: Snapshot, position: Position | None, best: bool
     ) -> None:
         folder = self.folder / BEST if best else self.folder
         incomplete = folder / f".{update}"
@@ -200,7 +202,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 self.journal.sync()
             _remove(incomplete)
             incomplete.mkdir(parents=True)
-            self._write_files(incomplete, update, state, position)
+            self._write_files(incomplete, update, snapshot, position)
             _verified(incomplete, update)
             # A folder of that name is damaged, or is from a run that resumed from
             # before it.
@@ -221,7 +223,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._remove_old_best(just_written=None)
 
     def _write_files(
-        self, folder: Path, update: int, state: State, position: Position | None
+        self, folder: Path, update: int, snapshot: Snapshot, position: Position | None
     ) -> None:
         """Write the files of a checkpoint, and sync them to the disk."""
         meta = {
@@ -229,7 +231,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             "update": update,
             "examples": self.plan.examples,
             "effective_batch_size": self.plan.batching.effective_batch_size,
-            **state.write(folder),
+            **snapshot.write(folder),
         }
         if position is not None:
             meta["journal"] = asdict(position)

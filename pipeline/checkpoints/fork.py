@@ -20,7 +20,7 @@ from pipeline.tracking.journal_file import Past
 
 if TYPE_CHECKING:  # importing these takes seconds
     from pipeline.accumulation import Update
-    from pipeline.checkpoints.snapshot import Callbacks, State
+    from pipeline.checkpoints.snapshot import Callbacks, Snapshot
     from pipeline.training.recorder import Recorder
 
 # Tags: the run and the update whose checkpoint a run began with.
@@ -48,7 +48,7 @@ class Fork:
     checkpoint: Checkpoint
     weights_only: bool
     own_rate: bool
-    states: list[State] = field(default_factory=list)
+    states: list[Snapshot] = field(default_factory=list)
 
     @property
     def updates_done(self) -> int:
@@ -93,7 +93,7 @@ class Fork:
                 f"must have a horizon beyond the {self.updates_done} updates of {RUN}"
             )
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check(self.checkpoint.meta, updater, self._takes)
+        snapshot.check_variables_fit(self.checkpoint.meta, updater, self._takes)
         try:
             self.states = [snapshot.read(self.checkpoint.folder, self.checkpoint.meta)]
         except Exception as error:
@@ -102,7 +102,7 @@ class Fork:
             raise ConfigError(key, rule) from error
 
     def restore(
-        self, state: State, updater: Update, recorder: Recorder, callbacks: Callbacks
+        self, state: Snapshot, updater: Update, recorder: Recorder, callbacks: Callbacks
     ) -> dict[str, Any]:
         """Restore the state into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot

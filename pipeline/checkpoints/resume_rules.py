@@ -113,7 +113,7 @@ class Continuation:
         ):
             rule = f"must have a horizon beyond the {self.updates_done} updates done"
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check(self.checkpoint.meta, updater)
+        snapshot.check_variables_fit(self.checkpoint.meta, updater)
         if values["loop"].get("batch") != plan.digest(self.updates_done):
             rule = (
                 "must give the batches of the run again: that of update "

@@ -66,8 +66,8 @@ _KEPT_ATTRIBUTES: dict[type, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class State:
-    """A snapshot in host memory.
+class Snapshot:
+    """What a run is between two updates, in host memory.
 
     Attributes:
         arrays: the arrays, by name.
@@ -109,8 +109,8 @@ def _take_all(name: str) -> bool:
     return True
 
 
-def read(folder: Path, meta: Mapping[str, Any]) -> State:
-    """Return the snapshot in `folder`; `meta` is what `State.write` returned."""
+def read(folder: Path, meta: Mapping[str, Any]) -> Snapshot:
+    """Return the snapshot in `folder`; `meta` is what `Snapshot.write` returned."""
     variables = []
     with tf.device("CPU:0"):
         for _, shape, dtype in meta["arrays"]:
@@ -120,16 +120,16 @@ def read(folder: Path, meta: Mapping[str, Any]) -> State:
     arrays = {}
     for (name, _, _), variable in zip(meta["arrays"], variables, strict=True):
         arrays[name] = variable.numpy()
-    return State(arrays, dict(meta["values"]))
+    return Snapshot(arrays, dict(meta["values"]))
 
 
 def capture(
     updater: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]
-) -> State:
+) -> Snapshot:
     """Copy everything that an update changes.
 
     Args:
-        updater: the update whose model and optimizer are copied.
+        updater: the object that trains the model by the optimizer; both are copied.
         recorder: the recorder, which must have fetched all of its rows.
         callbacks: the callbacks, whose `get_state` may return only JSON values and
             arrays.
@@ -139,46 +139,50 @@ def capture(
         TypeError: the state of a callback is something else.
     """
     arrays = _copied(_variables(updater))
+
+    # The random states are copied after this loop, as `get_state` may draw numbers.
     callback_states: dict[str, Any] = {}
+    callback_classes: dict[str, str] = {}
     for name, callback in callbacks.items():
+        callback_classes[name] = _class_name(callback)
         state = _state_of(callback)
         if state is not None:
-            callback_states[name] = state
+            plain_state = _without_arrays(state, f"callback/{name}", arrays)
+            callback_states[name] = plain_state
 
-    values: dict[str, Any] = {
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    values = {
         "loop": dict(loop),
         "stop_training": bool(updater.model.stop_training),
         "recorder": recorder.get_state(),
+        "random": _without_arrays(python_state, "Python's random state", {}),
+        "numpy": _without_arrays(numpy_state, "NumPy's random state", arrays),
+        "callbacks": callback_states,
+        "kinds": callback_classes,
     }
-    python_state = random.getstate()
-    values["random"] = _without_arrays(python_state, "Python's random state", {})
-    numpy_state = np.random.get_state()
-    values["numpy"] = _without_arrays(numpy_state, "NumPy's random state", arrays)
-    values["callbacks"] = {}
-    for name, state in callback_states.items():
-        plain_state = _without_arrays(state, f"callback/{name}", arrays)
-        values["callbacks"][name] = plain_state
-    values["kinds"] = {name: _kind(each) for name, each in callbacks.items()}
-    return State(arrays, values)
+    return Snapshot(arrays, values)
 
 
-def restore_variables(state: State, updater: Update, takes: Takes = _take_all) -> None:
+def restore_variables(
+    snapshot: Snapshot, updater: Update, takes: Takes = _take_all
+) -> None:
     """Restore the variables whose names `takes` accepts.
 
     Raises:
         ConfigError: one of them does not fit. No variable was changed.
     """
-    if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
+    if _SEED in snapshot.arrays and takes(_SEED) and global_seed() is None:
         with updater.strategy.scope():
             global_seed(make=True)
-    check({"arrays": state.specs()}, updater, takes)
+    check_variables_fit({"arrays": snapshot.specs()}, updater, takes)
     variables = _variables(updater)
     taken = {name: copies for name, copies in variables.items() if takes(name)}
-    _assign(taken, state.arrays)
+    _assign(taken, snapshot.arrays)
 
 
 def restore(
-    state: State,
+    snapshot: Snapshot,
     updater: Update,
     recorder: Recorder,
     callbacks: Callbacks,
@@ -189,20 +193,22 @@ def restore(
     Returns:
         The state of the training loop.
     """
-    restore_variables(state, updater, takes)
-    values = state.values
+    restore_variables(snapshot, updater, takes)
+    values = snapshot.values
     updater.model.stop_training = values["stop_training"]
     recorder.set_state(values["recorder"])
     for name, callback in callbacks.items():
-        if name in values["callbacks"] and values["kinds"][name] == _kind(callback):
-            _restore_callback(callback, values["callbacks"][name], state.arrays)
-    np.random.set_state(tuple(_with_arrays(values["numpy"], state.arrays)))
+        if name in values["callbacks"] and values["kinds"][name] == _class_name(
+            callback
+        ):
+            _restore_callback(callback, values["callbacks"][name], snapshot.arrays)
+    np.random.set_state(tuple(_with_arrays(values["numpy"], snapshot.arrays)))
     version, numbers, gauss = values["random"]
     random.setstate((version, tuple(numbers), gauss))
     return dict(values["loop"])
 
 
-def adapt(updater: Update, state: State) -> None:
+def adapt(updater: Update, snapshot: Snapshot) -> None:
     """Give `Normalization` layers the statistics of the snapshot.
 
     Call it before a trace captures their statistics as constants.
@@ -218,24 +224,26 @@ def adapt(updater: Update, state: State) -> None:
     for name, copies in _variables(updater).items():
         if name.partition(_SAME_PATH)[0] in names:
             variables[name] = copies
-    _assign(variables, state.arrays)
+    _assign(variables, snapshot.arrays)
     for layer in layers:
         layer.finalize_state()
 
 
 @contextmanager
-def lent(state: State, updater: Update) -> Iterator[None]:
+def lent(snapshot: Snapshot, updater: Update) -> Iterator[None]:
     """Within the block, give model and optimizer the variables of the snapshot."""
     variables = _variables(updater)
     before = _copied(variables)
     try:
-        _assign(variables, state.arrays)
+        _assign(variables, snapshot.arrays)
         yield
     finally:
         _assign(variables, before)
 
 
-def check(meta: Mapping[str, Any], updater: Update, takes: Takes = _take_all) -> None:
+def check_variables_fit(
+    meta: Mapping[str, Any], updater: Update, takes: Takes = _take_all
+) -> None:
     """Check that a snapshot and the model have the same variables, by shape and dtype.
 
     Variables whose names `takes` leaves out are not checked.
@@ -268,7 +276,7 @@ def check(meta: Mapping[str, Any], updater: Update, takes: Takes = _take_all) ->
             raise ConfigError("the checkpoint", rule, name)
 
 
-def check_state(name: str, callback: keras.callbacks.Callback) -> None:
+def check_callback_can_be_saved(name: str, callback: keras.callbacks.Callback) -> None:
     """Check, before the training, that a checkpoint can hold a callback's state.
 
     Raises:
@@ -346,7 +354,7 @@ def _assign(variables: Variables, arrays: Mapping[str, np.ndarray]) -> None:
             copy.assign(arrays.get(f"{name}{_REPLICA}{replica}", arrays[name]))
 
 
-def _kind(callback: keras.callbacks.Callback) -> str:
+def _class_name(callback: keras.callbacks.Callback) -> str:
     return f"{type(callback).__module__}.{type(callback).__qualname__}"
 
 
