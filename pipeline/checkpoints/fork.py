@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,7 @@ class Fork:
         weights_only: whether only the weights of the model are restored.
         own_rate: whether the learning rate of this config differs from that of the
             other run.
-        states: the state that `check` has read. The training removes it, as it is
-            large.
+        snapshot: what `load` has read, until the training takes it.
     """
 
     run_id: str
@@ -48,7 +47,7 @@ class Fork:
     checkpoint: Checkpoint
     weights_only: bool
     own_rate: bool
-    states: list[Snapshot] = field(default_factory=list)
+    snapshot: Snapshot | None = None
 
     @property
     def updates_done(self) -> int:
@@ -79,12 +78,10 @@ class Fork:
         return [line, *snapshot.starting_anew(callbacks)]
 
     def check(self, updater: Update, plan: Plan) -> None:
-        """Check that the checkpoint fits the model and the horizon, and read it.
-
-        It is read now, as the other run may delete it.
+        """Check that the checkpoint fits the model and the horizon.
 
         Raises:
-            ConfigError: it does not fit, or is gone.
+            ConfigError: it does not fit.
         """
         from pipeline.checkpoints import snapshot
 
@@ -93,32 +90,50 @@ class Fork:
                 f"must have a horizon beyond the {self.updates_done} updates of {RUN}"
             )
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check_variables_fit(self.checkpoint.meta, updater, self._takes)
+        snapshot.check_variables_fit(self.checkpoint.meta, updater, self._is_restored)
+
+    def load(self) -> None:
+        """Read the checkpoint into memory, before the other run deletes it.
+
+        Raises:
+            ConfigError: it is gone.
+        """
+        from pipeline.checkpoints import snapshot
+
         try:
-            self.states = [snapshot.read(self.checkpoint.folder, self.checkpoint.meta)]
+            self.snapshot = snapshot.read(self.checkpoint.folder, self.checkpoint.meta)
         except Exception as error:
             key = f"the checkpoint {self.checkpoint.folder}"
             rule = "must be there until it is read: the run that it is of has gone on"
             raise ConfigError(key, rule) from error
 
+    def take(self) -> Snapshot:
+        """Return the snapshot that `load` has read, and drop it here: it is large."""
+        assert self.snapshot is not None
+        snapshot = self.snapshot
+        self.snapshot = None
+        return snapshot
+
     def restore(
-        self, state: Snapshot, updater: Update, recorder: Recorder, callbacks: Callbacks
+        self, saved: Snapshot, updater: Update, recorder: Recorder, callbacks: Callbacks
     ) -> dict[str, Any]:
-        """Restore the state into the run; return the state of its loop."""
+        """Restore `saved` into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot
 
         loop: dict[str, Any] = {"open": False, "validation": {}}
         if self.weights_only:
-            snapshot.restore_variables(state, updater, self._takes)
+            snapshot.restore_variables(saved, updater, self._is_restored)
         else:
-            loop |= snapshot.restore(state, updater, recorder, callbacks, self._takes)
+            loop |= snapshot.restore(
+                saved, updater, recorder, callbacks, self._is_restored
+            )
             # A callback may have stopped the other run.
             updater.model.stop_training = False
         # The best evaluation of the other run does not count here: its checkpoint is in
         # the other directory.
         return loop | {"stopped_by": None, "best": None}
 
-    def _takes(self, name: str) -> bool:
+    def _is_restored(self, name: str) -> bool:
         """Return whether a variable is restored.
 
         Either side may lack a learning rate that is not restored.

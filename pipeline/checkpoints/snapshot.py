@@ -39,8 +39,8 @@ Callbacks = Mapping[str, keras.callbacks.Callback]
 # Variables by unique name. Each is a list of its copies on the replicas, or of one copy
 # if all are equal.
 Variables = dict[str, Sequence[Any]]
-# Takes the name of a variable, and returns whether it is selected.
-Takes = Callable[[str], bool]
+# Takes the name of a variable, and returns whether the snapshot's value replaces it.
+IsRestored = Callable[[str], bool]
 
 _SEED = "keras' global seed"
 _SAME_PATH = " #"  # `PATH #2` is the second variable with that path.
@@ -105,7 +105,7 @@ class Snapshot:
         return meta
 
 
-def _take_all(name: str) -> bool:
+def _restore_all(name: str) -> bool:
     return True
 
 
@@ -165,20 +165,22 @@ def capture(
 
 
 def restore_variables(
-    snapshot: Snapshot, updater: Update, takes: Takes = _take_all
+    snapshot: Snapshot, updater: Update, is_restored: IsRestored = _restore_all
 ) -> None:
-    """Restore the variables whose names `takes` accepts.
+    """Restore the variables whose names `is_restored` accepts.
 
     Raises:
         ConfigError: one of them does not fit. No variable was changed.
     """
-    if _SEED in snapshot.arrays and takes(_SEED) and global_seed() is None:
+    if _SEED in snapshot.arrays and is_restored(_SEED) and global_seed() is None:
         with updater.strategy.scope():
             global_seed(make=True)
-    check_variables_fit({"arrays": snapshot.specs()}, updater, takes)
-    variables = _variables(updater)
-    taken = {name: copies for name, copies in variables.items() if takes(name)}
-    _assign(taken, snapshot.arrays)
+    check_variables_fit({"arrays": snapshot.specs()}, updater, is_restored)
+    restored: Variables = {}
+    for name, copies in _variables(updater).items():
+        if is_restored(name):
+            restored[name] = copies
+    _assign(restored, snapshot.arrays)
 
 
 def restore(
@@ -186,14 +188,14 @@ def restore(
     updater: Update,
     recorder: Recorder,
     callbacks: Callbacks,
-    takes: Takes = _take_all,
+    is_restored: IsRestored = _restore_all,
 ) -> dict[str, Any]:
-    """Restore all but the variables that `takes` leaves out.
+    """Restore all but the variables that `is_restored` leaves out.
 
     Returns:
         The state of the training loop.
     """
-    restore_variables(snapshot, updater, takes)
+    restore_variables(snapshot, updater, is_restored)
     values = snapshot.values
     updater.model.stop_training = values["stop_training"]
     recorder.set_state(values["recorder"])
@@ -208,8 +210,8 @@ def restore(
     return dict(values["loop"])
 
 
-def adapt(updater: Update, snapshot: Snapshot) -> None:
-    """Give `Normalization` layers the statistics of the snapshot.
+def restore_normalization(snapshot: Snapshot, updater: Update) -> None:
+    """Assign the statistics of the snapshot to the model's `Normalization` layers.
 
     Call it before a trace captures their statistics as constants.
     """
@@ -230,8 +232,11 @@ def adapt(updater: Update, snapshot: Snapshot) -> None:
 
 
 @contextmanager
-def lent(snapshot: Snapshot, updater: Update) -> Iterator[None]:
-    """Within the block, give model and optimizer the variables of the snapshot."""
+def weights_replaced(snapshot: Snapshot, updater: Update) -> Iterator[None]:
+    """Within the block, model and optimizer have the variables of the snapshot.
+
+    After it, they have their own again.
+    """
     variables = _variables(updater)
     before = _copied(variables)
     try:
@@ -242,11 +247,11 @@ def lent(snapshot: Snapshot, updater: Update) -> Iterator[None]:
 
 
 def check_variables_fit(
-    meta: Mapping[str, Any], updater: Update, takes: Takes = _take_all
+    meta: Mapping[str, Any], updater: Update, is_restored: IsRestored = _restore_all
 ) -> None:
     """Check that a snapshot and the model have the same variables, by shape and dtype.
 
-    Variables whose names `takes` leaves out are not checked.
+    Variables whose names `is_restored` leaves out are not checked.
 
     Raises:
         ConfigError: they differ.
@@ -257,7 +262,7 @@ def check_variables_fit(
 
     variables = _variables(updater)
     for name, copies in variables.items():
-        if not takes(name):
+        if not is_restored(name):
             continue
         if name == _SEED and name not in saved_specs:
             continue
@@ -271,7 +276,7 @@ def check_variables_fit(
         if not saved_name.startswith(("model/", "optimizer/")):
             continue
         name = saved_name.partition(_REPLICA)[0]
-        if takes(name) and name not in variables:
+        if is_restored(name) and name not in variables:
             rule = "must fit the model, which has no such variable"
             raise ConfigError("the checkpoint", rule, name)
 

@@ -118,6 +118,7 @@ def train(
     update = parts.update()
     if isinstance(start, fork.Fork):
         start.check(update, parts.plan)
+        start.load()
     recorder = fitting.recorder(parts)
     checkpoints = fitting.checkpoints(parts, run_dir)
     fitting.fit(parts, update, recorder, checkpoints, start)

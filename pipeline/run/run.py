@@ -176,6 +176,7 @@ def _prepare(
             before.check(update, parts.plan)
         if isinstance(start, Fork):
             start.check(update, parts.plan)
+            start.load()
         if found is None:
             journal.ready()
         undo.pop_all()

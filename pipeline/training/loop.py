@@ -148,18 +148,18 @@ class Trainer:
     def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
         """Restore a checkpoint. `iterator` is the one that `update_once` reads."""
         if isinstance(start, Checkpoint):
-            state = snapshot.read(start.folder, start.meta)
+            saved = snapshot.read(start.folder, start.meta)
             restore: Any = snapshot.restore
         else:
-            state = start.states.pop()
+            saved = start.take()
             restore = start.restore
-        snapshot.adapt(self.update, state)
+        snapshot.restore_normalization(saved, self.update)
 
         # The update is traced before its state is restored, as a layer may draw a seed
         # while it is traced.
         self._next_update.get_concrete_function(iterator)
         self.update.begun.assign(start.updates_done)
-        loop = restore(state, self.update, self.recorder, self.callbacks)
+        loop = restore(saved, self.update, self.recorder, self.callbacks)
 
         self.done = start.updates_done
         self.pending = loop["open"]
@@ -291,7 +291,8 @@ class Trainer:
             weights: Any = nullcontext()
         else:
             update = best.updates_done
-            weights = snapshot.lent(snapshot.read(best.folder, best.meta), self.update)
+            saved = snapshot.read(best.folder, best.meta)
+            weights = snapshot.weights_replaced(saved, self.update)
         with weights, averaged_weights(self.update.optimizer, self.model):
             results = self.evaluations.test(self.raise_if_stopped)
         self.recorder.evaluated("test", update, results)
