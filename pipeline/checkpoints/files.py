@@ -147,7 +147,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     ) -> None:
         """Write what `capture` returns as the checkpoint of `update`, in a thread.
 
-        One line reports a failure.
+        If there is no memory for it, or it cannot be written, one line says so, and the
+        training goes on. Other errors of `capture` are raised here.
         """
         if not self.writes:
             return

@@ -66,7 +66,7 @@ class Continuation:
 
     @property
     def updates_done(self) -> int:
-        """The number of completed updates."""
+        """The updates of `checkpoint`; 0 without one, as in a finished run."""
         return 0 if self.checkpoint is None else self.checkpoint.updates_done
 
     @property

@@ -297,7 +297,7 @@ def starting_anew(callbacks: Callbacks) -> list[str]:
     """Return a line for each callback whose state cannot be saved."""
     lines = []
     for name, callback in callbacks.items():
-        if type(callback) not in _KEPT_ATTRIBUTES and not _offers_state(callback):
+        if not _offers_state(callback) and _kept_attributes(callback) is None:
             lines.append(f"training.callbacks.{name} starts anew: it offers no state")
     return lines
 
@@ -367,18 +367,29 @@ def _offers_state(callback: keras.callbacks.Callback) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
+def _kept_attributes(callback: keras.callbacks.Callback) -> tuple[str, ...] | None:
+    """Return the attributes that are the state of one of Keras' own callbacks.
+
+    A subclass has those of its superclass. Return None for any other callback.
+    """
+    for keras_class, attributes in _KEPT_ATTRIBUTES.items():
+        if isinstance(callback, keras_class):
+            return attributes
+    return None
+
+
 def _state_of(callback: Any) -> Any:
     """Return a callback's `get_state()`, or what Keras' own ones keep, or None."""
     if _offers_state(callback):
         return callback.get_state()
-    for kind, attributes in _KEPT_ATTRIBUTES.items():
-        if isinstance(callback, kind):
-            state = {}
-            for name in attributes:
-                if hasattr(callback, name):
-                    state[name] = getattr(callback, name)
-            return state
-    return None
+    attributes = _kept_attributes(callback)
+    if attributes is None:
+        return None
+    state = {}
+    for name in attributes:
+        if hasattr(callback, name):
+            state[name] = getattr(callback, name)
+    return state
 
 
 def _restore_callback(

@@ -632,6 +632,23 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
     assert snapshot.starting_anew(early_callbacks(tmp_path)) == []
 
 
+class Patient(keras.callbacks.EarlyStopping):
+    """A user's own kind of EarlyStopping."""
+
+
+def test_the_state_of_a_subclass_of_keras_own_callback_is_kept(tmp_path, capsys):
+    def patient(folder):
+        return {"stop": Patient("val_loss", mode="max", patience=5)}
+
+    case = replace(CASES["plain"], callbacks=patient)
+    run = Run(tmp_path / "one", case)
+    kept = run.state(12).values["callbacks"]["stop"]
+    assert kept["best"] is not None
+    again = goes_on(run, 12, tmp_path / "two", case)
+    assert differences(again.state(UPDATES), run.state(UPDATES)) == []
+    assert snapshot.starting_anew(run.callbacks) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
