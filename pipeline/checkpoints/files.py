@@ -24,9 +24,9 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,34 +34,37 @@ from pipeline.common.durable import sync
 from pipeline.common.errors import ConfigError, described, first_line, say
 from pipeline.common.recorded import FormError, read
 from pipeline.config.plan import Plan
+from pipeline.tracking.journal_file import Position
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.snapshot import Snapshot
     from pipeline.tracking.journal import Journal
-    from pipeline.tracking.journal_file import Position
 
 FORMAT = 1
-_LOOP = {
+_LOOP = {  # see `LoopState`
     "open": bool,
     "validation": dict,
     "stopped_by": (str, type(None)),
     "best": (dict, type(None)),
+    # "batch" is an integer or null. It is not checked, as only its equality matters.
 }
 _VALUES = {
     "loop": _LOOP,
-    "stop_training": bool,
-    "recorder": dict,
-    "random": list,
-    "numpy": list,
-    "callbacks": dict,
-    "kinds": dict,
+    "stop_training": bool,  # whether a callback has ended the training
+    "recorder": dict,  # the state of the recorder
+    "random": list,  # the state of Python's random generator
+    "numpy": list,  # the state of NumPy's random generator
+    "callbacks": dict,  # the states of the callbacks, by name
+    "kinds": dict,  # the classes of the callbacks, by name
 }
-META = {
+_META = {  # see `Meta`
     "format": int,
     "update": int,
+    "examples": int,
+    "effective_batch_size": int,
     "arrays": [list],
     "values": _VALUES,
-    "journal?": {"offset": int, "crc": int},  # records of before have none
+    "journal?": {"offset": int, "crc": int},
 }
 
 BEST = "best"  # the subfolder for the checkpoint of the best evaluation
@@ -72,18 +75,117 @@ STALLS = 100
 
 
 @dataclass(frozen=True)
+class LoopState:
+    """The state of the training loop after an update.
+
+    Attributes:
+        pending: whether the evaluation and the callbacks after the update are still to
+            come. Its key in `meta.json` is `open`.
+        validation: the results of the evaluation after the update; empty if there was
+            none.
+        stopped_by: the name of the callback that has ended the training.
+        best: the state of the best evaluation; None if the run keeps none.
+        batch_digest: identifies the batch of the update, so that a resumed run can
+            check that it reads the same data. None if the config alone decides what is
+            read. Its key in `meta.json` is `batch`.
+    """
+
+    pending: bool = False
+    validation: Mapping[str, float] = field(default_factory=dict)
+    stopped_by: str | None = None
+    best: dict[str, Any] | None = None
+    batch_digest: int | None = None
+
+    @classmethod
+    def from_json(cls, loop: Mapping[str, Any]) -> LoopState:
+        return cls(
+            loop["open"],
+            loop["validation"],
+            loop["stopped_by"],
+            loop["best"],
+            loop.get("batch"),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "open": self.pending,
+            "validation": self.validation,
+            "stopped_by": self.stopped_by,
+            "best": self.best,
+            "batch": self.batch_digest,
+        }
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The content of `meta.json`.
+
+    Attributes:
+        updates_done: the number of completed updates. Its key is `update`.
+        examples: the number of examples in an epoch.
+        effective_batch_size: that of the run's first stage, in examples.
+        arrays: name, shape and dtype of each array, in the order of the arrays.
+        values: the JSON values of the snapshot; `_VALUES` lists them.
+        journal: the end of the rows of these updates; None without a journal, and in
+            old checkpoints.
+    """
+
+    updates_done: int
+    examples: int
+    effective_batch_size: int
+    arrays: list[Any]
+    values: dict[str, Any]
+    journal: Position | None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Meta:
+        journal = None
+        if content.get("journal") is not None:
+            journal = Position(**content["journal"])
+        return cls(
+            content["update"],
+            content["examples"],
+            content["effective_batch_size"],
+            content["arrays"],
+            content["values"],
+            journal,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        content = {
+            "format": FORMAT,
+            "update": self.updates_done,
+            "examples": self.examples,
+            "effective_batch_size": self.effective_batch_size,
+            "arrays": self.arrays,
+            "values": self.values,
+        }
+        if self.journal is not None:
+            content["journal"] = asdict(self.journal)
+        return content
+
+    @property
+    def loop(self) -> LoopState:
+        """The state of the training loop."""
+        return LoopState.from_json(self.values["loop"])
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A verified checkpoint; `pipeline.checkpoints.snapshot.read` loads it.
 
     Attributes:
         folder: the folder of its files.
-        updates_done: the number of completed updates.
-        meta: the content of `meta.json`, in the form of `META`.
+        meta: the content of its `meta.json`.
     """
 
     folder: Path
-    updates_done: int
-    meta: dict[str, Any]
+    meta: Meta
+
+    @property
+    def updates_done(self) -> int:
+        """The number of completed updates."""
+        return self.meta.updates_done
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
@@ -227,16 +329,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self, folder: Path, update: int, snapshot: Snapshot, position: Position | None
     ) -> None:
         """Write the files of a checkpoint, and sync them to the disk."""
-        meta = {
-            "format": FORMAT,
-            "update": update,
-            "examples": self.plan.examples,
-            "effective_batch_size": self.plan.batching.effective_batch_size,
-            **snapshot.write(folder),
-        }
-        if position is not None:
-            meta["journal"] = asdict(position)
-        _write_json(folder / "meta.json", meta)
+        snapshot.write_arrays(folder)
+        meta = Meta(
+            update,
+            self.plan.examples,
+            self.plan.batching.effective_batch_size,
+            snapshot.specs(),
+            snapshot.values,
+            position,
+        )
+        _write_json(folder / "meta.json", meta.as_json())
         hashes = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
         _write_json(folder / "manifest.json", {"sha256": hashes})
         for path in [*folder.iterdir(), folder]:
@@ -329,15 +431,15 @@ def _verified(folder: Path, update: int) -> Checkpoint:
     """
     try:
         _verify_files(folder)
-        meta = read(folder / "meta.json", META)
+        content = read(folder / "meta.json", _META)
     except OSError as error:
         raise FormError(described(error)) from error
-    if meta["format"] != FORMAT:
+    if content["format"] != FORMAT:
         rule = f"must be of format {FORMAT}"
-        raise ConfigError(f"the checkpoint {folder}", rule, meta["format"])
-    if meta["update"] != update:
-        raise FormError(f"it is of update {meta['update']}")
-    return Checkpoint(folder, update, meta)
+        raise ConfigError(f"the checkpoint {folder}", rule, content["format"])
+    if content["update"] != update:
+        raise FormError(f"it is of update {content['update']}")
+    return Checkpoint(folder, Meta.from_json(content))
 
 
 def _verify_files(folder: Path) -> None:

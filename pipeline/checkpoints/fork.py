@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoints import files
-from pipeline.checkpoints.files import BEST, Checkpoint
+from pipeline.checkpoints.files import BEST, Checkpoint, LoopState
 from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError
 from pipeline.config import key_kinds
@@ -90,7 +90,9 @@ class Fork:
                 f"must have a horizon beyond the {self.updates_done} updates of {RUN}"
             )
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check_variables_fit(self.checkpoint.meta, updater, self._is_restored)
+        snapshot.check_variables_fit(
+            self.checkpoint.meta.arrays, updater, self._is_restored
+        )
 
     def load(self) -> None:
         """Read the checkpoint into memory, before the other run deletes it.
@@ -101,7 +103,7 @@ class Fork:
         from pipeline.checkpoints import snapshot
 
         try:
-            self.snapshot = snapshot.read(self.checkpoint.folder, self.checkpoint.meta)
+            self.snapshot = snapshot.read(self.checkpoint)
         except Exception as error:
             key = f"the checkpoint {self.checkpoint.folder}"
             rule = "must be there until it is read: the run that it is of has gone on"
@@ -116,22 +118,22 @@ class Fork:
 
     def restore(
         self, saved: Snapshot, updater: Update, recorder: Recorder, callbacks: Callbacks
-    ) -> dict[str, Any]:
+    ) -> LoopState:
         """Restore `saved` into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot
 
-        loop: dict[str, Any] = {"open": False, "validation": {}}
+        loop = LoopState()
         if self.weights_only:
             snapshot.restore_variables(saved, updater, self._is_restored)
         else:
-            loop |= snapshot.restore(
+            loop = snapshot.restore(
                 saved, updater, recorder, callbacks, self._is_restored
             )
             # A callback may have stopped the other run.
             updater.model.stop_training = False
         # The best evaluation of the other run does not count here: its checkpoint is in
         # the other directory.
-        return loop | {"stopped_by": None, "best": None}
+        return replace(loop, stopped_by=None, best=None)
 
     def _is_restored(self, name: str) -> bool:
         """Return whether a variable is restored.

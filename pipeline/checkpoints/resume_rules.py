@@ -31,7 +31,6 @@ from pipeline.tracking.journal_file import (
     DESCRIBED,
     JOURNAL_NAME,
     Past,
-    Position,
     absolute,
     has_begun,
 )
@@ -98,12 +97,11 @@ class Continuation:
 
         if self.checkpoint is None:
             return
-        values = self.checkpoint.meta["values"]
+        meta = self.checkpoint.meta
         has_finished = self.past.status == "FINISHED"
-        if has_finished and values["stop_training"]:
-            callback = values["loop"]["stopped_by"]
+        if has_finished and meta.values["stop_training"]:
             rule = (
-                f"was ended by training.callbacks.{callback} after update "
+                f"was ended by training.callbacks.{meta.loop.stopped_by} after update "
                 f"{self.updates_done}: begin another one there, with "
                 f"start.run=RUN@{self.updates_done}"
             )
@@ -113,8 +111,8 @@ class Continuation:
         ):
             rule = f"must have a horizon beyond the {self.updates_done} updates done"
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check_variables_fit(self.checkpoint.meta, updater)
-        if values["loop"].get("batch") != plan.digest(self.updates_done):
+        snapshot.check_variables_fit(meta.arrays, updater)
+        if meta.loop.batch_digest != plan.digest(self.updates_done):
             rule = (
                 "must give the batches of the run again: that of update "
                 f"{self.updates_done} is another one"
@@ -199,9 +197,9 @@ def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
 
     If it has not, one line says so.
     """
-    recorded = checkpoint.meta.get("journal")
-    # A checkpoint of before has no position.
-    if recorded is None or Position(**recorded) in past.positions:
+    position = checkpoint.meta.journal
+    # An old checkpoint has no position.
+    if position is None or position in past.positions:
         return True
     say(
         f"the checkpoint {checkpoint.folder} is not used: "

@@ -30,6 +30,7 @@ from pipeline.accumulation.internals import (
     layers_of,
     untracked_variables,
 )
+from pipeline.checkpoints.files import Checkpoint, LoopState
 from pipeline.common.errors import ConfigError
 
 if TYPE_CHECKING:  # of a package above this one
@@ -84,11 +85,8 @@ class Snapshot:
             specs.append([name, list(array.shape), array.dtype.name])
         return specs
 
-    def write(self, folder: Path) -> dict[str, Any]:
+    def write_arrays(self, folder: Path) -> None:
         """Write the arrays into `folder`, and read them back.
-
-        Returns:
-            What else `read` needs, as JSON.
 
         Raises:
             OSError: an array was read back other than it was written.
@@ -98,33 +96,38 @@ class Snapshot:
             for array in self.arrays.values():
                 variables.append(tf.Variable(array, trainable=False))
             tf.train.Checkpoint(arrays=variables).write(str(folder / "arrays"))
-        meta = {"arrays": self.specs(), "values": self.values}
-        for name, array in read(folder, meta).arrays.items():
+        for name, array in read_arrays(folder, self.specs()).items():
             if array.tobytes() != self.arrays[name].tobytes():
                 raise OSError(f"{name} was read back other than it was written")
-        return meta
 
 
 def _restore_all(name: str) -> bool:
     return True
 
 
-def read(folder: Path, meta: Mapping[str, Any]) -> Snapshot:
-    """Return the snapshot in `folder`; `meta` is what `Snapshot.write` returned."""
+def read(checkpoint: Checkpoint) -> Snapshot:
+    """Return the snapshot in a checkpoint."""
+    meta = checkpoint.meta
+    arrays = read_arrays(checkpoint.folder, meta.arrays)
+    return Snapshot(arrays, dict(meta.values))
+
+
+def read_arrays(folder: Path, specs: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Return the arrays in `folder` by name; `specs` is that of their snapshot."""
     variables = []
     with tf.device("CPU:0"):
-        for _, shape, dtype in meta["arrays"]:
+        for _, shape, dtype in specs:
             variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
-        checkpoint = tf.train.Checkpoint(arrays=variables)
-        checkpoint.read(str(folder / "arrays")).assert_consumed()
+        saved = tf.train.Checkpoint(arrays=variables)
+        saved.read(str(folder / "arrays")).assert_consumed()
     arrays = {}
-    for (name, _, _), variable in zip(meta["arrays"], variables, strict=True):
+    for (name, _, _), variable in zip(specs, variables, strict=True):
         arrays[name] = variable.numpy()
-    return Snapshot(arrays, dict(meta["values"]))
+    return arrays
 
 
 def capture(
-    updater: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]
+    updater: Update, recorder: Recorder, callbacks: Callbacks, loop: LoopState
 ) -> Snapshot:
     """Copy everything that an update changes.
 
@@ -133,7 +136,7 @@ def capture(
         recorder: the recorder, which must have fetched all of its rows.
         callbacks: the callbacks, whose `get_state` may return only JSON values and
             arrays.
-        loop: the state of the training loop, as JSON.
+        loop: the state of the training loop.
 
     Raises:
         TypeError: the state of a callback is something else.
@@ -153,7 +156,7 @@ def capture(
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     values = {
-        "loop": dict(loop),
+        "loop": loop.as_json(),
         "stop_training": bool(updater.model.stop_training),
         "recorder": recorder.get_state(),
         "random": _without_arrays(python_state, "Python's random state", {}),
@@ -175,7 +178,7 @@ def restore_variables(
     if _SEED in snapshot.arrays and is_restored(_SEED) and global_seed() is None:
         with updater.strategy.scope():
             global_seed(make=True)
-    check_variables_fit({"arrays": snapshot.specs()}, updater, is_restored)
+    check_variables_fit(snapshot.specs(), updater, is_restored)
     restored: Variables = {}
     for name, copies in _variables(updater).items():
         if is_restored(name):
@@ -189,7 +192,7 @@ def restore(
     recorder: Recorder,
     callbacks: Callbacks,
     is_restored: IsRestored = _restore_all,
-) -> dict[str, Any]:
+) -> LoopState:
     """Restore all but the variables that `is_restored` leaves out.
 
     Returns:
@@ -207,7 +210,7 @@ def restore(
     np.random.set_state(tuple(_with_arrays(values["numpy"], snapshot.arrays)))
     version, numbers, gauss = values["random"]
     random.setstate((version, tuple(numbers), gauss))
-    return dict(values["loop"])
+    return LoopState.from_json(values["loop"])
 
 
 def restore_normalization(snapshot: Snapshot, updater: Update) -> None:
@@ -247,9 +250,11 @@ def weights_replaced(snapshot: Snapshot, updater: Update) -> Iterator[None]:
 
 
 def check_variables_fit(
-    meta: Mapping[str, Any], updater: Update, is_restored: IsRestored = _restore_all
+    specs: Sequence[Any], updater: Update, is_restored: IsRestored = _restore_all
 ) -> None:
-    """Check that a snapshot and the model have the same variables, by shape and dtype.
+    """Check that a snapshot has the variables of the model, by shape and dtype.
+
+    `specs` is that of the snapshot, whose arrays need not be read for this.
 
     Variables whose names `is_restored` leaves out are not checked.
 
@@ -257,7 +262,7 @@ def check_variables_fit(
         ConfigError: they differ.
     """
     saved_specs: dict[str, str] = {}
-    for name, shape, dtype in meta["arrays"]:
+    for name, shape, dtype in specs:
         saved_specs[name] = f"{tuple(shape)} {dtype}"
 
     variables = _variables(updater)

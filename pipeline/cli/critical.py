@@ -78,7 +78,7 @@ def critical(arguments: Sequence[str]) -> int:
     examples_before = _examples_before(stages, start)
     sizes, examples = _branches(
         batch=stages[-1].effective_batch_size,
-        training_examples=start.meta["examples"],
+        training_examples=start.meta.examples,
         examples=options.examples,
     )
     last = len(stages) - 1
@@ -175,7 +175,7 @@ def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
 
 def _examples_before(stages: list[_Stage], start: Checkpoint) -> int:
     """Return the examples that the run had seen at the checkpoint."""
-    training_examples = start.meta["examples"]
+    training_examples = start.meta.examples
     seen = 0
     for update in range(start.updates_done):
         sizes = [
@@ -254,7 +254,7 @@ def _branch_config(
         "batch_schedule": schedule,
     }
     branch["training"]["evaluate_every"] = _NEVER
-    rate = start.meta["values"]["recorder"]["last"]["learning_rate"]
+    rate = start.meta.values["recorder"]["last"]["learning_rate"]
     branch["schedule"] = {
         "_target_": "pipeline.components.optimizer.constant",
         "learning_rate": rate / math.sqrt(batch / reference),

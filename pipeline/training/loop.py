@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipeline.accumulation import Update
 from pipeline.accumulation.internals import shapes_compiled
 from pipeline.checkpoints import snapshot
-from pipeline.checkpoints.files import Checkpoint, Checkpoints
+from pipeline.checkpoints.files import Checkpoint, Checkpoints, LoopState
 from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
 from pipeline.training.evaluator import Evaluations, averaged_weights
@@ -148,7 +148,7 @@ class Trainer:
     def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
         """Restore a checkpoint. `iterator` is the one that `update_once` reads."""
         if isinstance(start, Checkpoint):
-            saved = snapshot.read(start.folder, start.meta)
+            saved = snapshot.read(start)
             restore: Any = snapshot.restore
         else:
             saved = start.take()
@@ -162,11 +162,11 @@ class Trainer:
         loop = restore(saved, self.update, self.recorder, self.callbacks)
 
         self.done = start.updates_done
-        self.pending = loop["open"]
-        self.validation = loop["validation"]
-        self.stopped_by = loop["stopped_by"]
-        if self.evaluations.best is not None and loop["best"] is not None:
-            self.evaluations.best.set_state(loop["best"])
+        self.pending = loop.pending
+        self.validation = dict(loop.validation)
+        self.stopped_by = loop.stopped_by
+        if self.evaluations.best is not None and loop.best is not None:
+            self.evaluations.best.set_state(loop.best)
         self.recorder.progress.done = self.done
 
     def update_once(self, iterator: Any) -> tf.Tensor:
@@ -291,7 +291,7 @@ class Trainer:
             weights: Any = nullcontext()
         else:
             update = best.updates_done
-            saved = snapshot.read(best.folder, best.meta)
+            saved = snapshot.read(best)
             weights = snapshot.weights_replaced(saved, self.update)
         with weights, averaged_weights(self.update.optimizer, self.model):
             results = self.evaluations.test(self.raise_if_stopped)
@@ -356,15 +356,16 @@ class Trainer:
         *,
         best: bool = False,
     ) -> None:
-        loop: dict[str, Any] = {
-            "open": pending,
-            "validation": validation,
-            "stopped_by": self.stopped_by,
-            "best": None,
-            "batch": self.recorder.plan.digest(self.done),
-        }
+        best_state = None
         if self.evaluations.best is not None:
-            loop["best"] = asdict(self.evaluations.best)
+            best_state = asdict(self.evaluations.best)
+        loop = LoopState(
+            pending,
+            validation,
+            self.stopped_by,
+            best_state,
+            self.recorder.plan.digest(self.done),
+        )
 
         def capture() -> Any:
             return snapshot.capture(self.update, self.recorder, self.callbacks, loop)

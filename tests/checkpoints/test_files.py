@@ -297,7 +297,7 @@ class Run:
     def state(self, update: int) -> Snapshot:
         """Return the state in the checkpoint of an update."""
         saved = files.at(self.folder / "checkpoints", update)
-        return snapshot.read(saved.folder, saved.meta)
+        return snapshot.read(saved)
 
 
 def begin(precision: str) -> None:
@@ -521,7 +521,7 @@ def test_without_one_part_of_the_state_another_run_follows(
     restore = snapshot.restore
 
     def restore_without(saved, update, recorder, callbacks):
-        fresh = snapshot.capture(update, recorder, callbacks, {})
+        fresh = snapshot.capture(update, recorder, callbacks, files.LoopState())
         if part in ARRAYS:
             changed = without_arrays(saved, fresh, *path)
         else:
@@ -717,9 +717,28 @@ def saved(folder: Path, *updates: int, keep=2) -> Checkpoints:
 def test_what_is_written_is_read(tmp_path):
     saved(tmp_path, 3)
     found = files.at(tmp_path, 3)
-    assert differences(snapshot.read(found.folder, found.meta), small(3)) == []
-    assert found.meta["examples"] == EXAMPLES
-    assert found.meta["effective_batch_size"] == SIZE
+    assert differences(snapshot.read(found), small(3)) == []
+    assert found.meta.examples == EXAMPLES
+    assert found.meta.effective_batch_size == SIZE
+    content = json.loads((tmp_path / "3" / "meta.json").read_text())
+    assert list(content) == [
+        "format",
+        "update",
+        "examples",
+        "effective_batch_size",
+        "arrays",
+        "values",
+    ]
+
+
+def test_the_state_of_the_loop_is_written_by_its_old_keys():
+    loop = files.LoopState(True, {"loss": 1.0}, "stop", {"update": 3}, 7)
+    content = loop.as_json()
+    assert list(content) == ["open", "validation", "stopped_by", "best", "batch"]
+    assert files.LoopState.from_json(content) == loop
+    # The first checkpoints had no digest of the batch.
+    del content["batch"]
+    assert files.LoopState.from_json(content).batch_digest is None
 
 
 def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
@@ -788,9 +807,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
             if found.updates_done == 2:  # a space in the manifest
                 assert file.name == "manifest.json", damage
                 assert json.loads(damaged) == json.loads(content), damage
-                assert (
-                    differences(snapshot.read(found.folder, found.meta), small(2)) == []
-                )
+                assert differences(snapshot.read(found), small(2)) == []
             else:
                 assert err.startswith(damaged_line), damage
                 assert err.count("\n") == 1
@@ -867,7 +884,9 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(
         elif call == "write":
             patch.setattr(tf.train.Checkpoint, "write", full)
         else:
-            patch.setattr(snapshot, "read", lambda folder, meta: small(7))
+            patch.setattr(
+                snapshot, "read_arrays", lambda folder, specs: small(7).arrays
+            )
         saved(tmp_path, 2)
     assert names(tmp_path) == ["1"]
     err = capsys.readouterr().err
@@ -894,16 +913,16 @@ def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
     """It is written while training goes on; the next one waits for it."""
     may_write = threading.Event()
     variable = tf.Variable([1.0])
-    write = Snapshot.write
+    write = Snapshot.write_arrays
 
-    def write_later(state, folder):
+    def write_later(snapshot, folder):
         assert may_write.wait(60)
-        return write(state, folder)
+        write(snapshot, folder)
 
     def captured():
         return Snapshot({"v": variable.numpy()}, LEAST)
 
-    monkeypatch.setattr(Snapshot, "write", write_later)
+    monkeypatch.setattr(Snapshot, "write_arrays", write_later)
     with Checkpoints(tmp_path, "auto", PLAN) as checkpoints:
         checkpoints.save(1, captured)
         variable.assign([2.0])
@@ -918,7 +937,7 @@ def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
         assert checkpoints.due(2)
     for update in (1, 2):
         found = files.at(tmp_path, update)
-        assert snapshot.read(found.folder, found.meta).arrays["v"].tolist() == [update]
+        assert snapshot.read(found).arrays["v"].tolist() == [update]
 
 
 def test_when_one_is_due(tmp_path):

@@ -264,7 +264,7 @@ def _left_in(folder: Path) -> tuple:
             metrics[key] = store.history(run, key)
     last = files.at(folder / "run" / "checkpoints", UPDATES)
     weights = {}
-    for name, array in snapshot.read(last.folder, last.meta).arrays.items():
+    for name, array in snapshot.read(last).arrays.items():
         weights[name] = array.tobytes()
     return run.info.status, metrics, weights
 

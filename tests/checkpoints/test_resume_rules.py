@@ -85,7 +85,7 @@ def histories(folder):
 
 def weights(folder):
     last = files.at(folder / "run" / "checkpoints", UPDATES)
-    return snapshot.read(last.folder, last.meta).arrays
+    return snapshot.read(last).arrays
 
 
 def check_equal(folder, undisturbed):
