@@ -209,8 +209,9 @@ def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
 
 
 def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
-    horizon = spec.resolved["training"]
-    return any(recorded["training"].get(unit) != horizon[unit] for unit in HORIZONS)
+    before = recorded["training"]
+    now = spec.resolved["training"]
+    return any(before.get(unit) != now[unit] for unit in HORIZONS)
 
 
 def _no_checkpoint(run_dir: Path, past: Past, most: int) -> ConfigError:
@@ -246,36 +247,46 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
 def _with_recorded_choices(
     spec: RunSpec, recorded: dict[str, Any], past: Past
 ) -> RunSpec:
-    """Return the spec with the run's own choices for what the config leaves open.
-
-    Keys that the record does not know are removed.
-    """
-    spec = _with_order(spec, recorded["dataset"])
-    knows_clock = CLOCK in leaves(recorded)
-    if not knows_clock and spec.resolved["schedule"].get("clock") == "updates":
-        spec = spec.changed({}, without=[CLOCK])
+    """Return the spec with the run's own choices for what the config leaves open."""
+    spec = _with_recorded_order(spec, recorded["dataset"])
+    spec = _without_new_keys(spec, recorded)
     if spec.searches:
-        # On more replicas, each gets fewer examples.
+        # The run's size may exceed the share of a replica in the effective batch, as
+        # each replica has a smaller share if there are more of them now.
         size = past.start["segment"]["cut"]["micro_batch_size"]
         spec = spec.with_micro_batch(min(size, spec.largest.share))
     return spec
 
 
-def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
-    """Return the spec with the order of the examples in the `recorded` dataset."""
+def _with_recorded_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
+    """Return the spec with the order of the examples in the `recorded` dataset.
+
+    The order depends on whether the dataset is shuffled in memory or by a buffer.
+    """
     node = spec.dataset
-    values: dict[str, Any] = {}
-    if node.get("in_memory") == "auto":
-        values["dataset.in_memory"] = recorded.get("in_memory", True)
-        if node.get("shuffle_buffer") is None and "shuffle_buffer" in recorded:
-            values["dataset.shuffle_buffer"] = recorded["shuffle_buffer"]
-    unknown = []
-    for key in ("shuffle_files", "checksum", "batched"):
-        if key not in recorded:
-            unknown.append(f"dataset.{key}")
-    if not values and not unknown:
+    if node.get("in_memory") != "auto":
         return spec
-    return spec.changed(values, without=unknown)
+    values = {"dataset.in_memory": recorded.get("in_memory", True)}
+    if node.get("shuffle_buffer") is None and "shuffle_buffer" in recorded:
+        values["dataset.shuffle_buffer"] = recorded["shuffle_buffer"]
+    return spec.changed(values)
+
+
+def _without_new_keys(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
+    """Return the spec without keys that are newer than the `recorded` config.
+
+    `changes` would list or reject them, as the schema has no default for them.
+    """
+    new_keys = []
+    for key in ("shuffle_files", "checksum", "batched"):
+        if key not in recorded["dataset"]:
+            new_keys.append(f"dataset.{key}")
+    is_default_clock = spec.resolved["schedule"].get("clock") == "updates"
+    if is_default_clock and CLOCK not in leaves(recorded):
+        new_keys.append(CLOCK)
+    if not new_keys:
+        return spec
+    return spec.changed({}, without=new_keys)
 
 
 def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:

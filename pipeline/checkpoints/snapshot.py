@@ -252,11 +252,10 @@ def weights_replaced(snapshot: Snapshot, updater: Update) -> Iterator[None]:
 def check_variables_fit(
     specs: Sequence[Any], updater: Update, is_restored: IsRestored = _restore_all
 ) -> None:
-    """Check that a snapshot has the variables of the model, by shape and dtype.
+    """Check that a snapshot and the model have the same variables, by shape and dtype.
 
-    `specs` is that of the snapshot, whose arrays need not be read for this.
-
-    Variables whose names `is_restored` leaves out are not checked.
+    `specs` is that of the snapshot, whose arrays need not be read for this. Variables
+    whose names `is_restored` leaves out are not checked.
 
     Raises:
         ConfigError: they differ.
