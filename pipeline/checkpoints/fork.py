@@ -23,9 +23,10 @@ if TYPE_CHECKING:  # importing these takes seconds
     from pipeline.checkpoints.snapshot import Callbacks, Snapshot
     from pipeline.training.recorder import Recorder
 
+_KEY = "start.run"  # of the config
 # Tags: the run and the update whose checkpoint a run began with.
-RUN = "start.run"
-UPDATE = "start.update"
+RUN_TAG = "start.run"
+UPDATE_TAG = "start.update"
 
 
 @dataclass
@@ -58,8 +59,8 @@ class Fork:
     def tags(self) -> dict[str, str]:
         """The tags that name the other run and its checkpoint."""
         return {
-            RUN: self.run_id or str(self.run_dir),
-            UPDATE: str(self.checkpoint.updates_done),
+            RUN_TAG: self.run_id or str(self.run_dir),
+            UPDATE_TAG: str(self.checkpoint.updates_done),
         }
 
     def messages(self, callbacks: Callbacks) -> list[str]:
@@ -87,7 +88,7 @@ class Fork:
 
         if self.updates_done >= plan.updates:
             rule = (
-                f"must have a horizon beyond the {self.updates_done} updates of {RUN}"
+                f"must have a horizon beyond the {self.updates_done} updates of {_KEY}"
             )
             raise ConfigError("training", rule, plan.updates)
         snapshot.check_variables_fit(
@@ -166,10 +167,10 @@ def find_fork(
     text = spec.config.start.run
     if text is None:
         return None
-    source, checkpoint = named(text, RUN, run_dir, updates_done)
-    past = Past.read(source, RUN, running=True)
+    source, checkpoint = named(text, _KEY, run_dir, updates_done)
+    past = Past.read(source, _KEY, running=True)
     past.close()
-    own_rate = _has_own_rate(spec, recorded_config(source, RUN), past)
+    own_rate = _has_own_rate(spec, recorded_config(source, _KEY), past)
     return Fork(
         past.run.get("run_id", ""),
         source.absolute(),

@@ -47,6 +47,8 @@ class Continuation:
 
     Attributes:
         run_dir: the run's directory.
+        key: the argument or config key that names the run, for errors: RUN of
+            `pipeline resume`, else `hydra.run.dir` or `hydra.sweep.dir`.
         spec: the spec. Keys that the config leaves open, such as `auto`, have the
             values of the run.
         past: the run's past, whose journal is locked.
@@ -57,6 +59,7 @@ class Continuation:
     """
 
     run_dir: Path
+    key: str
     spec: RunSpec
     past: Past
     checkpoint: Checkpoint | None
@@ -83,7 +86,7 @@ class Continuation:
         if not self.past.described or not file.exists():
             return
         rule = f"must have a {DESCRIBED} that can be read"
-        with as_config_error("RUN", rule, str(self.run_dir), COPY):
+        with as_config_error(self.key, rule, str(self.run_dir), COPY):
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
 
@@ -105,7 +108,7 @@ class Continuation:
                 f"{self.updates_done}: begin another one there, with "
                 f"start.run=RUN@{self.updates_done}"
             )
-            raise ConfigError("RUN", rule, str(self.run_dir))
+            raise ConfigError(self.key, rule, str(self.run_dir))
         if self.updates_done > plan.updates or (
             self.updates_done == plan.updates and has_finished
         ):
@@ -151,26 +154,32 @@ def find_continuation(
     """
     if not required and not has_begun(run_dir / JOURNAL_NAME):
         return None
+
+    # Errors name what the user has typed.
+    if required:
+        key = "RUN"
+    elif spec.config.tracking.sweep is not None:
+        key = "hydra.sweep.dir"
+    else:
+        key = "hydra.run.dir"
     if not required and spec.config.training.resume is None:
         # A second run in one journal would never be shipped.
-        is_job = spec.config.tracking.sweep is not None
-        key = "hydra.sweep.dir" if is_job else "hydra.run.dir"
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
-    key = "RUN" if required else "hydra.run.dir"
+
     past = Past.read(run_dir, key)
     try:
-        return _continuation(run_dir, with_own_store(spec, past), past, required)
+        return _continuation(run_dir, key, with_own_store(spec, past), past, required)
     except BaseException:
         past.close()
         raise
 
 
 def _continuation(
-    run_dir: Path, spec: RunSpec, past: Past, required: bool
+    run_dir: Path, key: str, spec: RunSpec, past: Past, required: bool
 ) -> Continuation:
     lines: list[str] = []
     if past.described:
-        recorded = recorded_config(run_dir, "RUN")
+        recorded = recorded_config(run_dir, key)
         spec = _with_recorded_choices(spec, recorded, past)
         lines = changes(recorded, spec, past)
         if past.status == "FINISHED" and not _has_other_horizon(recorded, spec):
@@ -179,8 +188,8 @@ def _continuation(
                     "has finished: a longer horizon goes on with it, and "
                     "pipeline sync ships what its store lacks"
                 )
-                raise ConfigError("RUN", rule, str(run_dir))
-            return Continuation(run_dir, spec, past, None, finished=True)
+                raise ConfigError(key, rule, str(run_dir))
+            return Continuation(run_dir, key, spec, past, None, finished=True)
 
     # The updates whose rows the journal has lost are trained again.
     most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
@@ -188,8 +197,8 @@ def _continuation(
         run_dir / "checkpoints", most, lambda checkpoint: _has_rows(past, checkpoint)
     )
     if required and latest is None:
-        raise _no_checkpoint(run_dir, past, most)
-    return Continuation(run_dir, spec, past, latest, lines)
+        raise _no_checkpoint(run_dir, key, past, most)
+    return Continuation(run_dir, key, spec, past, latest, lines)
 
 
 def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
@@ -214,12 +223,12 @@ def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
     return any(before.get(unit) != now[unit] for unit in HORIZONS)
 
 
-def _no_checkpoint(run_dir: Path, past: Past, most: int) -> ConfigError:
+def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigError:
     """Return the error for a run without an intact checkpoint of `most` updates."""
     existing = files.saved_updates(run_dir / "checkpoints")
     if not existing:
         rule = "must have a checkpoint: see training.checkpoint_every"
-        return ConfigError("RUN", rule, str(run_dir))
+        return ConfigError(key, rule, str(run_dir))
     rule = (
         f"must have an intact checkpoint after at most {most} updates, of which "
         f"{JOURNAL_NAME} has the rows"
@@ -227,7 +236,7 @@ def _no_checkpoint(run_dir: Path, past: Past, most: int) -> ConfigError:
     if past.damage:
         rule += f" ({past.damage})"
     rule += ": training.resume=auto trains it from the start"
-    return ConfigError("RUN", rule, str(run_dir), existing)
+    return ConfigError(key, rule, str(run_dir), existing)
 
 
 def with_own_store(spec: RunSpec, past: Past) -> RunSpec:

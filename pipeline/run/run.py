@@ -145,7 +145,7 @@ def _prepare(
             undo.callback(before.past.close)
             spec = before.spec
             check_dataset = before.check_dataset
-            tag = before.past.start["tags"].get(fork.UPDATE)
+            tag = before.past.start["tags"].get(fork.UPDATE_TAG)
             if tag is not None:
                 fork_updates_done = int(tag)
 

@@ -413,10 +413,13 @@ def test_a_damaged_config_is_rejected_by_its_line(tmp_path):
 def test_a_damaged_record_of_the_data_is_rejected_by_its_line(tmp_path, text, reason):
     (tmp_path / journal_file.DESCRIBED).write_text(text)
     past = SimpleNamespace(described=True, run={})
-    continuation = Continuation(tmp_path, None, past, None)
-    rule = f"must have a dataset.json that can be read (dataset.json, {reason}"
-    with pytest.raises(ConfigError, match=re.escape(rule)):
-        continuation.check_dataset({})
+    for key in ("RUN", "hydra.run.dir"):
+        continuation = Continuation(tmp_path, key, None, past, None)
+        rule = (
+            f"{key} must have a dataset.json that can be read (dataset.json, {reason}"
+        )
+        with pytest.raises(ConfigError, match=re.escape(rule)):
+            continuation.check_dataset({})
 
 
 @pytest.mark.parametrize("text", ["a b", "it's", "a\\b", "a\\", "a\\'b"])
