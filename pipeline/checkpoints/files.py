@@ -67,6 +67,8 @@ _META = {  # see `Meta`
     "journal?": {"offset": int, "crc": int},
 }
 
+# How many of the latest checkpoints are kept: one is a spare, should the other be damaged.
+KEPT = 2
 BEST = "best"  # the subfolder for the checkpoint of the best evaluation
 AUTO_SECONDS = 300.0  # the least time between two checkpoints with `auto`
 # The least ratio of that time to the time for which a checkpoint stalls the training,
@@ -198,8 +200,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             `epoch`, or `auto`: every five minutes, and less often if that would stall
             the training for more than 1% of the time.
         plan: the plan of the run.
-        keep: how many of the latest checkpoints are kept. The best ones that these
-            refer to are kept, too.
+        keep: how many of the latest checkpoints are kept; tests keep more. The best
+            ones that these refer to are kept, too.
         writes: False for a process that only reads what the chief writes.
         journal: Of the run. It is synced before each checkpoint.
     """
@@ -209,7 +211,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         folder: Path,
         every: int | str | None,
         plan: Plan,
-        keep: int = 2,
+        keep: int = KEPT,
         writes: bool = True,
         journal: Journal | None = None,
     ):
@@ -306,6 +308,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             _remove(incomplete)
             incomplete.mkdir(parents=True)
             self._write_files(incomplete, update, snapshot, position)
+            # The arrays have been compared with the ones in memory. This finds what a
+            # resumed run would reject, such as a meta.json in another form, before an
+            # older checkpoint is removed for it.
             _verified(incomplete, update)
             # A folder of that name is damaged, or is from a run that resumed from
             # before it.

@@ -212,7 +212,7 @@ def named(
         raise ConfigError(key, rule, text)
 
     if updates_done is None:
-        checkpoint = files.newest(checkpoints, max(folder_by_update))
+        checkpoint = files.newest(checkpoints)
         if checkpoint is None:
             raise ConfigError(key, "must have a whole checkpoint", text)
         return source, checkpoint

@@ -191,7 +191,9 @@ def _continuation(
                 raise ConfigError(key, rule, str(run_dir))
             return Continuation(run_dir, key, spec, past, None, finished=True)
 
-    # The updates whose rows the journal has lost are trained again.
+    # The updates whose rows the journal has lost are trained again. Only each update
+    # that `log_every` divides has a row, so the ones before the next such update have
+    # lost none.
     most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
     latest = files.newest(
         run_dir / "checkpoints", most, lambda checkpoint: _has_rows(past, checkpoint)
