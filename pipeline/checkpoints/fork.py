@@ -181,14 +181,14 @@ def find_fork(
 
 
 def named(
-    text: str, key: str, but: Path | None = None, updates_done: int | None = None
+    text: str, key: str, excluding: Path | None = None, updates_done: int | None = None
 ) -> tuple[Path, Checkpoint]:
     """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names.
 
     Args:
         text: the name.
         key: the argument that an error names.
-        but: a run directory that is passed over.
+        excluding: a run directory that is passed over.
         updates_done: the update of the checkpoint, in place of the one in `text`. If
             neither has one, the newest checkpoint is meant.
 
@@ -200,7 +200,7 @@ def named(
         name = text
     elif updates_done is None:
         updates_done = int(digits)
-    source = find(name, key, but)
+    source = find(name, key, excluding)
 
     checkpoints = source / "checkpoints"
     folder_by_update: dict[int, Path] = {}

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 from pipeline.checkpoints import fork
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import quoted, recorded_config
+from pipeline.checkpoints.run_dirs import recorded_config
 from pipeline.cli.resume import complete, overridden_keys
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, say
 from pipeline.config import compose, key_kinds
+from pipeline.config.overrides import hydra_quoted
 from pipeline.launch import recorded_job
 from pipeline.sweep import again
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
@@ -84,7 +85,7 @@ def critical(arguments: Sequence[str]) -> int:
     last = len(stages) - 1
     swept = ",".join(str(size) for size in sizes)
     branch_overrides = [
-        f"start.run={quoted(f'{run_dir}@{start.updates_done}')}",
+        f"start.run={hydra_quoted(f'{run_dir}@{start.updates_done}')}",
         f"training.examples={examples_before + examples}",
         f"accumulation.batch_schedule.{last}.effective_batch_size={swept}",
     ]

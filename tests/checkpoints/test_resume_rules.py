@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pipeline.checkpoints import files, resume_rules, run_dirs, snapshot
 from pipeline.checkpoints.resume_rules import Continuation
@@ -420,12 +419,6 @@ def test_a_damaged_record_of_the_data_is_rejected_by_its_line(tmp_path, text, re
         )
         with pytest.raises(ConfigError, match=re.escape(rule)):
             continuation.check_dataset({})
-
-
-@pytest.mark.parametrize("text", ["a b", "it's", "a\\b", "a\\", "a\\'b"])
-def test_a_quoted_value_is_read_as_it_was(text):
-    override = f"key={run_dirs.quoted(text)}"
-    assert OverridesParser.create().parse_override(override).value() == text
 
 
 @pytest.mark.parametrize("precision", ["float64", "mixed_bfloat16"])
