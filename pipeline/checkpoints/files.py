@@ -13,6 +13,10 @@ The rows of a checkpoint's updates are in the journal, which is synced before th
 checkpoint. The checkpoint holds its position in the journal: how many bytes there were,
 and their checksum. So a run never resumes from updates whose rows it has lost.
 
+When a checkpoint is written is decided here, by `Checkpoints.due`: by updates, epochs
+or minutes, as `training.checkpoint_every` says. The training loop asks it after each
+update.
+
 This module does not import TensorFlow.
 """
 
@@ -231,9 +235,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.wait()
 
     def due(self, update: int, *, last: bool = False) -> bool:
-        """Return whether to write a checkpoint after `update` updates.
+        """Return whether to write a checkpoint after `update` updates, as `every` says.
 
-        After the `last` update, one is always due.
+        After the `last` update, one is always due, unless none is ever written.
         """
         if self.every is None or not self.writes:
             return False

@@ -256,7 +256,7 @@ class Trainer:
         """Write a checkpoint if one is due.
 
         It is due after the `last` update, and while an evaluation or callbacks are
-        pending.
+        pending. Otherwise `Checkpoints.due` decides, by updates, epochs or minutes.
         """
         if self.checkpoints is None:
             return
