@@ -71,7 +71,7 @@ _META = {  # see `Meta`
     "journal?": {"offset": int, "crc": int},
 }
 
-# How many of the latest checkpoints are kept: one is a spare, should the other be damaged.
+# How many of the latest checkpoints are kept. The one before the latest is a spare.
 KEPT = 2
 BEST = "best"  # the subfolder for the checkpoint of the best evaluation
 AUTO_SECONDS = 300.0  # the least time between two checkpoints with `auto`
