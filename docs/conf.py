@@ -1,7 +1,7 @@
-"""The documentation site: `make docs` builds it into docs/_build, with warnings as errors.
+"""The documentation site: `make docs` builds it into docs/_build.
 
-Links between pages and to headings are checked, those of the README included. Links to other sites are not checked,
-because that needs a network.
+Warnings are errors. Links between pages and to headings are checked, those of the
+README included. Links to other sites are not checked, because that needs a network.
 """
 
 import sys
@@ -24,28 +24,27 @@ html_title = project
 html_show_copyright = False
 myst_heading_anchors = 3
 default_role = "code"
-autodoc_mock_imports = [
-    "keras",
-    "tensorflow",
-    "tensorflow_datasets",
-]  # they take seconds to import
+# They take seconds to import.
+autodoc_mock_imports = ["keras", "tensorflow", "tensorflow_datasets"]
 autodoc_typehints = "none"
 napoleon_use_ivar = True
-nitpick_ignore_regex = [
-    ("py:class", ".*")
-]  # the types in docstrings are Keras' and TensorFlow's
+# The types in docstrings are Keras' and TensorFlow's.
+nitpick_ignore_regex = [("py:class", ".*")]
+
+# How links begin in the repository's root, and how they begin on the site.
+SITE_LINKS = {
+    "docs/": "",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 
 
-def _links_of_the_site(app: Sphinx, path: Path, page: str, content: list[str]) -> None:
-    """Make the links of files in the repository's root, such as the README, point to the pages of the site."""
-    for there, here in (
-        ("docs/", ""),
-        ("CONTRIBUTING.md", "contributing.md"),
-        ("CHANGELOG.md", "changelog.md"),
-    ):
-        content[0] = content[0].replace(f"]({there}", f"]({here}")
+def _point_to_site(app: Sphinx, path: Path, page: str, content: list[str]) -> None:
+    """Make the links of an included file, such as the README, point to the site."""
+    for in_repository, on_site in SITE_LINKS.items():
+        content[0] = content[0].replace(f"]({in_repository}", f"]({on_site}")
 
 
 def setup(app: Sphinx) -> None:
-    """Called by Sphinx."""
-    app.connect("include-read", _links_of_the_site)
+    """Register what this file adds; Sphinx calls it."""
+    app.connect("include-read", _point_to_site)

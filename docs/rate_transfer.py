@@ -1,7 +1,8 @@
-"""python -m docs.rate_transfer [STORE SWEEP] — writes docs/rate_transfer.png: the loss by rate for each scaling rule.
+"""python -m docs.rate_transfer [STORE SWEEP]: draw the loss by rate for each rule.
 
-It draws the plots of a report again, side by side. Without arguments it first runs `pipeline sweep rate_transfer`:
-this takes about eleven minutes on two CPU cores.
+It draws the plots of a report again, side by side, and writes docs/rate_transfer.png.
+Without arguments it first runs `pipeline sweep rate_transfer`: this takes about eleven
+minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 from pipeline.report import comparison, html_page, plots
+from pipeline.report.html_page import Plot, Trace
 
 
 def main(store: str = "", sweep: str = "rate_transfer") -> None:
@@ -32,42 +35,53 @@ def draw(store: str, sweep: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = [
-        plot
-        for plot in plots.draw(comparison.read(store, sweep))
-        if plot.key.startswith("loss_by_rate")
-    ]
-    size = (3.6 * len(drawn), 3.8)
+    loss_plots = []
+    for plot in plots.draw(comparison.read(store, sweep)):
+        if plot.key.startswith("loss_by_rate"):
+            loss_plots.append(plot)
+
     figure, [row] = pyplot.subplots(
-        1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(loss_plots),
+        figsize=(3.6 * len(loss_plots), 3.8),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
-    for axes, plot in zip(row, drawn, strict=True):
-        for trace in plot.data:
-            name, bars = trace["name"], trace.get("error_y", {}).get("array")
-            style = {
-                "color": html_page.LIGHT[trace["meta"]["colour"]],
-                "marker": "o",
-                "markersize": 4,
-                "label": name.split()[-1],
-            }
-            if name == "best rate":
-                style |= {
-                    "linestyle": ":",
-                    "marker": "*",
-                    "markersize": 11,
-                    "label": name,
-                }
-            axes.errorbar(
-                trace["x"], trace["y"], bars, capsize=2, linewidth=1.2, **style
-            )
-        axes.set_xscale("log", base=2)
-        ticks = plot.layout["xaxis"]["tickvals"]
-        axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks], fontsize=8)
-        axes.set(title=plot.title, xlabel="learning rate in the config")
-        axes.grid(alpha=0.25)
-    row[0].set_ylabel(drawn[0].layout["yaxis"]["title"]["text"])
+    for axes, plot in zip(row, loss_plots, strict=True):
+        draw_plot(axes, plot)
+    row[0].set_ylabel(loss_plots[0].layout["yaxis"]["title"]["text"])
     row[0].legend(fontsize=8)
     figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+
+
+def draw_plot(axes: Any, plot: Plot) -> None:
+    """Draw one plot of the report on the axes of Matplotlib."""
+    for trace in plot.data:
+        bars = trace.get("error_y", {}).get("array")
+        axes.errorbar(
+            trace["x"], trace["y"], bars, capsize=2, linewidth=1.2, **style_of(trace)
+        )
+    axes.set_xscale("log", base=2)
+    rates = plot.layout["xaxis"]["tickvals"]
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates], fontsize=8)
+    axes.set(title=plot.title, xlabel="learning rate in the config")
+    axes.grid(alpha=0.25)
+
+
+def style_of(trace: Trace) -> dict[str, Any]:
+    """Return the style of a curve of one batch size, or of the line of best rates."""
+    name = trace["name"]
+    color = html_page.LIGHT[trace["meta"]["colour"]]
+    if name == "best rate":
+        return {
+            "color": color,
+            "linestyle": ":",
+            "marker": "*",
+            "markersize": 11,
+            "label": name,
+        }
+    return {"color": color, "marker": "o", "markersize": 4, "label": name.split()[-1]}
 
 
 if __name__ == "__main__":

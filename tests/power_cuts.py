@@ -1,8 +1,9 @@
 """Records what a run brings to the disk, and rebuilds the disks that power cuts may leave.
 
-A run calls `os.fsync` for each file and folder that has to survive. At each call the recording notes the content of the
-file, or the names in the folder. What was never synced is not there after the cut. A cut amid a sync leaves any number
-of the bytes that the sync would have brought.
+A run calls `os.fsync` for each file and folder that has to survive. At each call the
+recording notes the content of the file, or the names in the folder. What was never
+synced is not there after the cut. A cut amid a sync leaves any number of the bytes that
+the sync would have brought.
 """
 
 from __future__ import annotations

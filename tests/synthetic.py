@@ -14,7 +14,7 @@ import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
 from pipeline.config.plain import without_seed
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.sweep.parent_run import ParentRun
 from pipeline.tracking.store import Store
@@ -199,14 +199,14 @@ def job(
         "FINISHED",
         curves={key: Curve(steps, values) for key, values in values_by_metric.items()},
         factor=factor,
-        batch=batch,
-        micro=batch // factor,
+        effective_batch_size=batch,
+        micro_batch_size=batch // factor,
     )
 
 
-def swept(jobs: list[JobResult]) -> Comparison:
+def swept(jobs: list[JobResult]) -> SweepResult:
     """Return a finished sweep of `jobs`, without a store."""
-    return Comparison("sqlite:///none.db", "0" * 32, "made", "FINISHED", [], jobs)
+    return SweepResult("sqlite:///none.db", "0" * 32, "made", "FINISHED", [], jobs)
 
 
 def store(folder: Path) -> Store:

@@ -1,8 +1,10 @@
-"""Two views of each item → two towers, trained by InfoNCE: each pair against all other pairs of the effective batch.
+"""Two views of each item → two towers, trained by InfoNCE.
 
 Command:   cd examples/contrastive && pipeline train --config-dir conf experiment=towers
 Run time:  about 20 seconds on two CPU cores
 Expect:    val/loss below 1.0; a guess among the 64 pairs of a batch has log 64 = 4.2
+
+InfoNCE compares each pair with all other pairs of the effective batch.
 """
 
 import keras
@@ -11,7 +13,9 @@ import tensorflow as tf
 
 from pipeline.dataset import Data
 
-LEFT, RIGHT = 24, 16
+# How many numbers each view has.
+LEFT = 24
+RIGHT = 16
 
 
 def pairs(count, seed):
@@ -21,16 +25,15 @@ def pairs(count, seed):
         "left": items @ random.normal(size=(8, LEFT)),
         "right": np.tanh(items @ random.normal(size=(8, RIGHT))),
     }
-    x = {
-        name: (view + 0.1 * random.normal(size=view.shape)).astype("float32")
-        for name, view in views.items()
-    }
-    examples = tf.data.Dataset.from_tensor_slices(
-        (x, np.zeros(count, "float32"))
-    )  # a pair needs no label
-    return Data(
-        examples.take(count * 4 // 5), examples.skip(count * 4 // 5), name="pairs"
-    )
+    x = {}
+    for name, view in views.items():
+        noise = 0.1 * random.normal(size=view.shape)
+        x[name] = (view + noise).astype("float32")
+
+    no_labels = np.zeros(count, "float32")  # a pair needs none
+    examples = tf.data.Dataset.from_tensor_slices((x, no_labels))
+    training = count * 4 // 5
+    return Data(examples.take(training), examples.skip(training), name="pairs")
 
 
 def towers(units, dropout):
@@ -40,15 +43,15 @@ def towers(units, dropout):
     }
     embedded = []
     for view in views.values():
-        hidden = keras.layers.Dropout(dropout)(keras.layers.Dense(units, "relu")(view))
-        embedded.append(
-            keras.layers.UnitNormalization()(keras.layers.Dense(16)(hidden))
-        )
+        drop = keras.layers.Dropout(dropout)
+        hidden = drop(keras.layers.Dense(units, "relu")(view))
+        direction = keras.layers.Dense(16)(hidden)
+        embedded.append(keras.layers.UnitNormalization()(direction))
     return keras.Model(views, keras.ops.stack(embedded, axis=1))  # (batch, 2, 16)
 
 
 class InfoNCE(keras.losses.Loss):
-    couples_examples = True  # refused without loss_over=effective_batch
+    couples_examples = True  # rejected without loss_over=effective_batch
 
     def __init__(self, temperature=0.1, **options):
         super().__init__(**options)
@@ -56,8 +59,8 @@ class InfoNCE(keras.losses.Loss):
 
     def call(self, y_true, y_pred):
         left, right = keras.ops.unstack(y_pred, 2, axis=1)
-        # (batch, batch), of which the diagonal is right
+        # (batch, batch); the pairs are on the diagonal.
         scores = left @ keras.ops.transpose(right) / self.temperature
-        of_left = keras.ops.diagonal(keras.ops.log_softmax(scores, axis=1))
-        of_right = keras.ops.diagonal(keras.ops.log_softmax(scores, axis=0))
-        return -(of_left + of_right) / 2
+        right_given_left = keras.ops.diagonal(keras.ops.log_softmax(scores, axis=1))
+        left_given_right = keras.ops.diagonal(keras.ops.log_softmax(scores, axis=0))
+        return -(right_given_left + left_given_right) / 2

@@ -1,4 +1,7 @@
-"""Batches as loaders of your own make them. Run and expected result: conf/experiment/photos.yaml."""
+"""Batches as loaders of your own make them.
+
+The command and its result are in conf/experiment/photos.yaml.
+"""
 
 import keras
 import numpy as np
@@ -7,12 +10,17 @@ import numpy as np
 def folder(path, batch_size=4, seed=0):
     """Return the images below a folder, one folder a class; no validation split."""
     size = {"image_size": (8, 8), "batch_size": batch_size}
-    of_folder = keras.utils.image_dataset_from_directory
-    return of_folder(path, seed=seed, verbose=False, **size), None
+    images = keras.utils.image_dataset_from_directory(
+        path, seed=seed, verbose=False, **size
+    )
+    return images, None
 
 
 def generator(seed=0):
-    """Return a generator function: each call is an epoch, whose number of batches is not known before."""
+    """Return a generator function, each call of which is an epoch.
+
+    How many batches an epoch has is not known before.
+    """
 
     def batches():
         numbers = np.random.default_rng(seed)

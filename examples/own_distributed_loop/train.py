@@ -1,8 +1,10 @@
-"""A training loop of your own on several devices, under MirroredStrategy by hand: no config, no tracker.
+"""A training loop of your own on several devices: no config, no tracker.
 
 Command:   python examples/own_distributed_loop/train.py
 Run time:  about 15 seconds on two CPU cores, which are two devices here
 Expect:    six lines; the loss falls below 0.5, and the second three are as the first
+
+It uses MirroredStrategy by hand.
 """
 
 import keras
@@ -15,9 +17,7 @@ from pipeline.accumulation import GradientAccumulator, Update
 tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration()] * 2
 )
-strategy = tf.distribute.MirroredStrategy(
-    ["CPU:0", "CPU:1"]
-)  # on GPUs: without an argument
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])  # on GPUs: no argument
 x, y = load_digits(return_X_y=True)
 examples = tf.data.Dataset.from_tensor_slices((x.astype("float32") / 16, y))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -30,7 +30,8 @@ def network():
     return keras.Model(inputs, keras.layers.Dense(10)(hidden))
 
 
-# The kernel: an effective batch of 128 in, of which each replica computes its half in micro-batches of 16.
+# The kernel: of an effective batch of 128 each replica computes its half, in
+# micro-batches of 16.
 with strategy.scope():
     by_kernel = network()
     optimizer = keras.optimizers.AdamW(0.01)
@@ -45,24 +46,23 @@ for epoch in range(3):
         mean.update_state(update(batch)["loss"], sample_weight=len(batch[0]))
     print(f"epoch {epoch + 1}  loss {mean.result():.4f}")
 
-# The accumulator: batches of 32 that the strategy has cut, four of which are an update.
+# The accumulator: the strategy cuts each batch of 32 into shares; four batches are an
+# update.
 with strategy.scope():
     by_parts = network()
     optimizer = keras.optimizers.AdamW(0.01)
     optimizer.build(by_parts.trainable_variables)
-    accumulator = GradientAccumulator(
-        by_parts.trainable_variables
-    )  # a sum on each replica
+    # It keeps a sum on each replica.
+    accumulator = GradientAccumulator(by_parts.trainable_variables)
 
 
-def add(x, y):  # on each replica, of its share
+def add(x, y):  # on each replica, for its share
     with tf.GradientTape() as tape:
-        # Inside of strategy.run Keras' losses divide by the number of replicas.
+        # Inside strategy.run Keras' losses divide by the number of replicas.
         value = loss(y, by_parts(x, training=True)) * strategy.num_replicas_in_sync
     gradients = tape.gradient(value, by_parts.trainable_variables)
-    accumulator.add(
-        gradients, weight=len(x)
-    )  # shares may differ: 5 examples are 3 and 2
+    # Shares may differ: 5 examples are 3 and 2.
+    accumulator.add(gradients, weight=len(x))
     return value * tf.cast(len(x), value.dtype)
 
 
@@ -72,7 +72,7 @@ def part(batch):
 
 
 @tf.function
-def apply():  # not in strategy.run, where Keras would add up the averages of all replicas
+def apply():  # outside strategy.run, where Keras would add up the replicas' averages
     optimizer.apply(accumulator.average(), by_parts.trainable_variables)
     accumulator.reset()
 

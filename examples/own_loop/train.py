@@ -2,7 +2,7 @@
 
 Command:   python examples/own_loop/train.py
 Run time:  about 10 seconds on two CPU cores, most of it to start TensorFlow
-Expect:    five lines; the loss falls below 0.3. And again, by a loader's own small batches, with the same losses
+Expect:    ten lines; the loss falls below 0.3, and the second five are as the first
 """
 
 import keras
@@ -65,8 +65,7 @@ for epoch in range(5):
     mean = keras.metrics.Mean()
     for number, (x, y) in enumerate(loader, start=1):
         mean.update_state(add(x, y), sample_weight=len(x))
-        if number % 4 == 0 or number == len(
-            loader
-        ):  # the last update is of the 5 that are left
+        # The last update has the 5 examples that remain.
+        if number % 4 == 0 or number == len(loader):
             apply()
     print(f"epoch {epoch + 1}  loss {mean.result():.4f}")

@@ -1,4 +1,4 @@
-"""A dataset, a model, a loss and a metric of your own, trained by `pipeline` from a folder of your own.
+"""A dataset, a model, a loss and a metric of your own, in a folder of your own.
 
 Command:   cd examples/own_project && pipeline train --config-dir conf experiment=moons
 Run time:  about 15 seconds on two CPU cores

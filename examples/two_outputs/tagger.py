@@ -1,8 +1,10 @@
-"""Texts of unequal length → the kind of each token and one number per text, with losses, weights and metrics by output.
+"""Texts of unequal length → the kind of each token and one number per text.
 
 Command:   cd examples/two_outputs && pipeline train --config-dir conf experiment=tagger
 Run time:  about 20 seconds on two CPU cores
 Expect:    val/kind_accuracy above 0.9, and a metric val/length_error
+
+Each output has its loss, weights and metrics.
 """
 
 import keras
@@ -11,24 +13,24 @@ import tensorflow as tf
 
 from pipeline.dataset import Data
 
-TIME, TOKENS, KINDS = 12, 20, 4
+TIME = 12  # the longest text, in tokens
+TOKENS = 20  # how many there are, with that of the padding
+KINDS = 4
 
 
 def texts(count, seed):
     random = np.random.default_rng(seed)
     tokens = random.integers(1, TOKENS, (count, TIME))
-    tokens[np.arange(TIME) >= random.integers(3, TIME + 1, count)[:, None]] = (
-        0  # padding
-    )
+    lengths = random.integers(3, TIME + 1, count)
+    tokens[np.arange(TIME) >= lengths[:, None]] = 0  # padding
     labels = {"kind": tokens % KINDS, "length": (tokens > 0).mean(1, keepdims=True)}
     weights = {
         "kind": np.where(tokens % KINDS == 0, 2.0, 1.0),
         "length": np.linspace(0.5, 1.5, count),
     }
     examples = tf.data.Dataset.from_tensor_slices((tokens, labels, weights))
-    return Data(
-        examples.take(count * 4 // 5), examples.skip(count * 4 // 5), name="texts"
-    )
+    training = count * 4 // 5
+    return Data(examples.take(training), examples.skip(training), name="texts")
 
 
 def tagger(units):
@@ -36,7 +38,6 @@ def tagger(units):
     hidden = keras.layers.Embedding(TOKENS, units, mask_zero=True)(tokens)
     hidden = keras.layers.GRU(units, return_sequences=True)(hidden)
     kind = keras.layers.Dense(KINDS, name="kind")(hidden)  # has the mask of its tokens
-    length = keras.layers.Dense(1, name="length")(
-        keras.layers.GlobalAveragePooling1D()(hidden)
-    )
+    average = keras.layers.GlobalAveragePooling1D()(hidden)
+    length = keras.layers.Dense(1, name="length")(average)
     return keras.Model(tokens, {"kind": kind, "length": length})

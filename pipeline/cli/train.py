@@ -44,6 +44,8 @@ def sweep(arguments: Sequence[str]) -> int:
     """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package."""
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
+    # The record of a sweep has its overrides as Hydra reads them.
+    rest = compose.as_text(rest)
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
 

@@ -106,10 +106,10 @@ def _pages(uri: str, root: str) -> list[str]:
     """
     from pipeline.sweep import mlflow_view
     from pipeline.tracking.foreign_store import RUN_ID
-    from pipeline.tracking.store import Store
+    from pipeline.tracking.store import Store, all_experiments
 
     client = Store(uri).client()
-    experiments = client.search_experiments()
+    experiments = all_experiments(client)
     runs = client.search_runs(
         [experiment.experiment_id for experiment in experiments],
         order_by=["start_time DESC"],

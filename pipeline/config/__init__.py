@@ -21,5 +21,6 @@ __all__ = [
     "session",
     "sizes",
     "stages",
+    "text_keys",
     "trust_entries",
 ]

@@ -19,15 +19,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import yaml_size
 from pipeline.common.errors import ConfigError, say
-from pipeline.config import former_names, hydra_errors, schema
+from pipeline.config import former_names, hydra_errors, schema, text_keys
 from pipeline.config.hydra_internals import get_args_parser
 from pipeline.config.session import Session, entered, session
 
 # A shell leaves `KEY=~/…` as it is, and Hydra has no `~` in a value.
 _HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")
-# The value of `start.run` is text, even if Hydra would read it as a number. A value
-# with more of Hydra's grammar than words is left to Hydra.
-_START = re.compile(r"\A(\+{0,2}start\.run=)([^'\"$\\()\[\]{}]+)\Z")
 # The options of Hydra that also make sense where one config is read and nothing runs.
 _READING = ("overrides", "config_name", "config_path", "config_dir", "run")
 
@@ -91,7 +88,12 @@ def composed(arguments: Sequence[str]) -> DictConfig:
 
 
 def prepare(config: DictConfig) -> None:
-    """Expand `~` in a composed config, and replace former names, in place."""
+    """Expand `~` in a composed config, and replace former names, in place.
+
+    Raises:
+        ConfigError: a key of text has another value.
+    """
+    text_keys.check(config)
     _expand_home(config)
     former_names.rename(config)
 
@@ -118,14 +120,13 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
 def as_text(overrides: Sequence[str]) -> list[str]:
     """Return the overrides as Hydra reads them.
 
-    `~/` is expanded, the start of a run such as 12e4 is quoted, and keys have their
-    current names.
+    `~/` is expanded, text such as 12e4 is quoted, and keys have their current names.
     """
     texts = []
     for text in overrides:
         text = _HOME.sub(rf"\1{Path.home()}", text)
-        text = _START.sub(_quoted_runs, text)
-        texts.append(former_names.current_override(text))
+        text = former_names.current_override(text)
+        texts.append(text_keys.kept(text))
     return texts
 
 
@@ -201,17 +202,6 @@ def _expand_home(config: DictConfig) -> None:
             if isinstance(value, str) and value.startswith(f"{prefix}~"):
                 path = os.path.expanduser(value.removeprefix(prefix))
                 OmegaConf.update(config, key, prefix + path)
-
-
-def _quoted_runs(match: re.Match[str]) -> str:
-    """Return an override of `start.run` with quotes around each of its values."""
-    values = []
-    for value in match[2].split(","):
-        value = value.strip()
-        if value.lower() not in ("null", ""):
-            value = f"'{value}'"
-        values.append(value)
-    return match[1] + ",".join(values)
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:

@@ -227,7 +227,7 @@ def _without_removed(config: dict[str, Any]) -> dict[str, Any]:
         ConfigError: a removed key has an effect, or a value was removed.
     """
     for key, _ in REMOVED_VALUES:
-        error = removal(key, _value_at(config, key))
+        error = removal(key, plain.value_at(config, key))
         if error is not None:
             raise error
 
@@ -244,12 +244,3 @@ def _without_removed(config: dict[str, Any]) -> dict[str, Any]:
             other: value for other, value in section.items() if other != name
         }
     return kept
-
-
-def _value_at(config: Any, key: str) -> Any:
-    """Return the value of a plain config at a dotted key; None without one."""
-    for name in key.split("."):
-        if not isinstance(config, dict):
-            return None
-        config = config.get(name)
-    return config

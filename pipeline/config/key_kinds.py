@@ -6,10 +6,17 @@ belongs to the training, as do the arguments of a `_target_` and keys that were 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from dataclasses import fields
+from typing import Any, get_type_hints
 
-from pipeline.config.schema import Config, KeyFacts, Kind, TrackingConfig, facts
+from pipeline.config.schema import (
+    Config,
+    KeyFacts,
+    Kind,
+    TrackingConfig,
+    facts,
+    group_in,
+)
 
 # Two runs that agree in the keys of these kinds are the same run.
 WHAT_RUNS = frozenset([Kind.TRAINING, Kind.CUT, Kind.NUMERICS])
@@ -112,7 +119,7 @@ def _facts_by_key(schema: type, prefix: str = "") -> dict[str, KeyFacts]:
     by_key: dict[str, KeyFacts] = {}
     for field in fields(schema):
         key = f"{prefix}{field.name}"
-        group = _dataclass_in(hints[field.name])
+        group = group_in(hints[field.name])
         if group is not None:
             by_key |= _facts_by_key(group, f"{key}.")
             continue
@@ -122,14 +129,6 @@ def _facts_by_key(schema: type, prefix: str = "") -> dict[str, KeyFacts]:
         for name, key_facts in field.metadata["exceptions"].items():
             by_key[f"{key}.{name}"] = key_facts
     return by_key
-
-
-def _dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass of a group, even of a group that may be null."""
-    for part in (hint, *get_args(hint)):
-        if is_dataclass(part) and isinstance(part, type):
-            return part
-    return None
 
 
 _FACTS = _facts_by_key(Config)

@@ -50,6 +50,15 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def value_at(config: Any, key: str) -> Any:
+    """Return the value of a plain config at a dotted key; None without one."""
+    for name in key.split("."):
+        if not isinstance(config, dict):
+            return None
+        config = config.get(name)
+    return config
+
+
 def links(config: DictConfig) -> dict[str, str]:
     """Return the links between keys, such as `${another.key}`.
 

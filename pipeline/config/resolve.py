@@ -22,7 +22,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import cluster, key_kinds, plain, sizes, stages, validate
+from pipeline.config import (
+    cluster,
+    key_kinds,
+    plain,
+    sizes,
+    stages,
+    text_keys,
+    validate,
+)
 from pipeline.config.cluster import Cluster
 from pipeline.config.hydra_errors import as_config_error
 from pipeline.config.schema import Config, Device, LossOver, Rule
@@ -185,8 +193,7 @@ class RunSpec:
                 own_values[key] = value
         composed = OmegaConf.create(plain.escaped(shared))
         _update(composed, own_values)
-        composed = OmegaConf.merge(OmegaConf.structured(Config), composed)
-        spec = _spec(composed, self.workers, self.overrides)
+        spec = _spec(_typed(composed), self.workers, self.overrides)
         return replace(spec, original=self.original)
 
 
@@ -209,8 +216,10 @@ def resolve(
     Raises:
         ConfigError: a value is wrong, or does not fit another one.
     """
-    composed = deepcopy(composed)
+    text_keys.check(composed)
     validate.check_form(composed)
+    # Hydra composes by a schema in which text may be anything.
+    composed = _typed(OmegaConf.to_container(composed))
     micro_batch_size = composed.accumulation.micro_batch_size
     if isinstance(micro_batch_size, str) and micro_batch_size.isdecimal():
         # Values from the environment are text.
@@ -239,8 +248,7 @@ def resolve(
 def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
     """Return the spec of a `RunSpec.to_text`."""
     configs = yaml.safe_load(text)
-    resolved = OmegaConf.create(plain.escaped(configs["resolved"]))
-    composed = OmegaConf.merge(OmegaConf.structured(Config), resolved)
+    composed = _typed(plain.escaped(configs["resolved"]))
     return replace(_spec(composed, workers), original=configs["original"])
 
 
@@ -251,6 +259,11 @@ def comparable(spec: RunSpec) -> dict[str, Any]:
         if not _is_own(key):
             values[key] = value
     return values
+
+
+def _typed(config: Any) -> Any:
+    """Return a config, plain or of nodes, as nodes of the types of the schema."""
+    return OmegaConf.merge(OmegaConf.structured(Config), config)
 
 
 def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:

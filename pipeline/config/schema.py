@@ -6,9 +6,17 @@ record lacks it. The defaults of new runs stand in `conf/`, and may differ. The 
 above a field is its line in the config reference (docs/reference.py).
 """
 
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import (
+    FrozenInstanceError,
+    dataclass,
+    field,
+    fields,
+    is_dataclass,
+    make_dataclass,
+)
 from enum import Enum
-from typing import Any
+from functools import cache
+from typing import Any, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -30,6 +38,14 @@ LossOver = Enum("LossOver", ["example", "effective_batch"])
 # The version of the config. `former_names.migrated` and `pipeline.rerun.recorded_run`
 # handle older records.
 SCHEMA = 3
+# The types of keys of text, and the type of each that takes any value in its place.
+TEXTS: dict[Any, Any] = {
+    str: Any,
+    str | None: Any,
+    list[str]: list[Any],
+    list[str] | None: list[Any] | None,
+    dict[str, str]: dict[str, Any],
+}
 
 
 class Kind(Enum):
@@ -400,9 +416,43 @@ def register(*, shown: bool = False) -> None:
     Args:
         shown: whether Hydra only shows the config, without the keys that a sweep sets.
     """
-    node = ShownConfig if shown else Config
-    ConfigStore.instance().store(name="schema", node=node)
+    config = ShownConfig if shown else Config
+    ConfigStore.instance().store(name="schema", node=as_written(config))
     OmegaConf.register_new_resolver("times", _times, replace=True)
+
+
+@cache
+def as_written(config: type) -> type:
+    """Return the schema in which a key of text takes any value.
+
+    OmegaConf makes text of a number, but not always the one that was written:
+    `2024_01_02` becomes `20240102`. So Hydra composes a config by this schema, and
+    `text_keys.check` rejects what is no text.
+
+    Args:
+        config: a dataclass of the schema.
+    """
+    hints = get_type_hints(config)
+    loose_fields = []
+    for key in fields(config):
+        hint = hints[key.name]
+        group = group_in(hint)
+        if group is not None:
+            loose = as_written(group)
+            hint = loose if hint is group else loose | None
+            loose_fields.append((key.name, hint, field(default_factory=loose)))
+        elif hint in TEXTS:
+            default = field(default=key.default, default_factory=key.default_factory)
+            loose_fields.append((key.name, TEXTS[hint], default))
+    return make_dataclass(config.__name__, loose_fields, bases=(config,))
+
+
+def group_in(hint: Any) -> type | None:
+    """Return the dataclass that a type hint names, also if it may be null."""
+    for part in (hint, *get_args(hint)):
+        if is_dataclass(part) and isinstance(part, type):
+            return part
+    return None
 
 
 def _times(left: Any, right: Any) -> int | float:

@@ -169,6 +169,7 @@ def _batches_in_epoch(source: Any) -> int | None:
 
 
 def _batches_of(source: keras.utils.PyDataset) -> Iterator[Any]:
+    source.on_epoch_begin()
     indices: Iterable[int] = itertools.count()
     if source.num_batches is not None:
         indices = range(len(source))

@@ -102,6 +102,12 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
     if parent is not None and settings.mode == RunMode.RUN:
         rule = "must be left out of a single run: it is of a multirun"
         raise ConfigError("tracking.sweep", rule, parent)
+    if settings.job.chdir:
+        rule = (
+            "must be false: the store, the data and the code are looked for from the "
+            "folder in which the command was given"
+        )
+        raise ConfigError("hydra.job.chdir", rule, True)
     # An override may hold an interpolation, which the config resolves.
     overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
     return task(config, overrides, Path(settings.runtime.output_dir))
@@ -177,14 +183,15 @@ def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
         os.environ["HYDRA_FULL_ERROR"] = full_error_before
 
 
-def _told_to_the_launcher(error: Exception) -> RuntimeError:
+def _told_to_the_launcher(error: Exception) -> Exception:
     """Print the traceback of a job; return its error for the launcher.
 
-    The error holds only text, which the launcher reads without importing TensorFlow.
+    Except for a `ConfigError`, the error holds only text, which the launcher reads
+    without importing TensorFlow.
     """
     say(*mask(traceback.format_exc()).splitlines())
     if isinstance(error, ConfigError):
-        return RuntimeError(mask(str(error)))
+        return error
     return RuntimeError(mask(described(error)))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.config import compose
+from pipeline.config import compose, text_keys
 from pipeline.launch import hydra_job
 
 
@@ -49,7 +49,8 @@ def recorded_file(
     record = OmegaConf.create(
         {
             "defaults": ["schema", "_self_", *of_hydra],
-            **config,
+            # A record of an earlier version may hold a number for text.
+            **text_keys.converted(config),
             "hydra": {**ours.hydra, "searchpath": search_path},
         }
     )

@@ -260,7 +260,7 @@ class SweepResult:
 
     @cached_property
     def largest_batch(self) -> int:
-        return max((job.batch or 1 for job in self.jobs), default=1)
+        return max((job.effective_batch_size or 1 for job in self.jobs), default=1)
 
     @cached_property
     def window(self) -> int:
@@ -449,8 +449,8 @@ def _with_last_stage(branch: JobResult) -> JobResult:
 
     The recorded sizes are those of the first stage.
     """
-    batch = dict(branch.settings).get("batch", branch.batch or 0)
-    return replace(branch, factor=None, batch=int(batch))
+    batch = dict(branch.settings).get("batch", branch.effective_batch_size or 0)
+    return replace(branch, factor=None, effective_batch_size=int(batch))
 
 
 def _best_settings(tags: Mapping[str, str]) -> str:

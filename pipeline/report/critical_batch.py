@@ -230,13 +230,13 @@ def measured(sweep: SweepResult) -> CriticalBatch | None:
             if LOSS in job.curves and (job.finished or diverged):
                 sizes = job.curves[_SIZE].values
                 losses = job.curves[LOSS].values
-                branches[job.batch or 0] = Branch(sizes, losses)
+                branches[job.effective_batch_size or 0] = Branch(sizes, losses)
         seeds.append(branches)
 
     # A batch cannot be judged without all of the smaller ones.
     smallest_missing = math.inf
     for job in sweep.jobs:
-        batch = job.batch or 0
+        batch = job.effective_batch_size or 0
         if any(batch not in branches for branches in seeds):
             smallest_missing = min(smallest_missing, batch)
     judged = []
@@ -312,7 +312,7 @@ def _schedule(sweep: SweepResult, critical: int) -> str | None:
 
     Return None if the store does not have the stages as they were written.
     """
-    job = next(job for job in sweep.jobs if job.batch == critical)
+    job = next(job for job in sweep.jobs if job.effective_batch_size == critical)
     try:
         stages = []
         for after, size in json.loads(job.tags[STAGES]):

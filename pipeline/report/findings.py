@@ -170,13 +170,13 @@ def _difference(first: Curve, second: Curve) -> Curve:
 
 def _trajectory(job: JobResult) -> tuple | None:
     """Return what jobs of one trajectory have in common; None without a loss."""
-    if job.batch is None or LOSS not in job.curves:
+    if job.effective_batch_size is None or LOSS not in job.curves:
         return None
     settings = {}
     for key, value in job.params.items():
         if _decides_the_updates(key):
             settings[key] = value
-    settings["derived.effective_batch_size"] = str(job.batch)
+    settings["derived.effective_batch_size"] = str(job.effective_batch_size)
     settings[PRECISION] = job.params.get(PRECISION, "float32")
     return tuple(sorted(settings.items()))
 

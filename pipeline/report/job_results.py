@@ -55,8 +55,8 @@ class JobResult:
     started: int | None = None  # milliseconds since the epoch
     ended: int | None = None
     factor: int | None = None
-    batch: int | None = None  # the effective batch, in examples
-    micro: int | None = None  # the micro-batch, in examples
+    effective_batch_size: int | None = None  # in examples
+    micro_batch_size: int | None = None  # in examples
 
     @property
     def finished(self) -> bool:
@@ -105,8 +105,12 @@ class JobResult:
 
     def setting(self, key: str) -> Any:
         """Return the value of a swept key: a number if it is one; None without it."""
-        if key in ("factor", "batch", "group"):
-            return getattr(self, key)
+        if key == "factor":
+            return self.factor
+        if key == "batch":
+            return self.effective_batch_size
+        if key == "group":
+            return self.group
         text = dict(self.settings).get(key)
         if text is None:
             return None
@@ -296,8 +300,8 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
         started=run.info.start_time,
         ended=run.info.end_time,
         factor=_size(params, "factor"),
-        batch=_size(params, "effective_batch_size"),
-        micro=_size(params, "micro_batch_size"),
+        effective_batch_size=_size(params, "effective_batch_size"),
+        micro_batch_size=_size(params, "micro_batch_size"),
     )
 
 

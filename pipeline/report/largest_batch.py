@@ -84,7 +84,7 @@ class BatchCosts:
 
 def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> BatchCosts:
     """Return what each effective batch of a family costs."""
-    jobs_by_batch = grouped(jobs, lambda job: job.batch)
+    jobs_by_batch = grouped(jobs, lambda job: job.effective_batch_size)
     batches = sorted(jobs_by_batch)
     examples = {}
     by_seed: dict[int, Values] = {}

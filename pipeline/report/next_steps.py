@@ -93,7 +93,7 @@ def _take_fastest(
     recommended = fastest
     for verdict in _figures(earlier, "verdict"):
         same_recipe = verdict["recipe"] == fastest_job.recipe
-        if same_recipe and verdict["micro"] == fastest_job.micro:
+        if same_recipe and verdict["micro"] == fastest_job.micro_batch_size:
             recommended = verdict["take"] or fastest
 
     if recommended != fastest:
@@ -113,7 +113,7 @@ def _take_fastest(
     for figures in _figures(earlier, "largest_batch"):
         if figures["family"] == recommended_job.family:
             largest = figures["largest"]
-    if largest and largest > (recommended_job.batch or 0):
+    if largest and largest > (recommended_job.effective_batch_size or 0):
         text += f" With more devices, an effective batch of up to {largest} still pays."
     return SweepFinding("next", text, {"recommended": recommended, "batch": largest})
 

@@ -160,9 +160,11 @@ def _losses_by_recipe(sweep: SweepResult) -> dict[str, list[BatchLosses]]:
     metric = loss_metric(sweep)
     tried = []
     for job in sweep.jobs:
-        if job.batch and isinstance(job.setting("rate"), float):
+        if job.effective_batch_size and isinstance(job.setting("rate"), float):
             tried.append(job)
-    settings = grouped(tried, lambda job: (job.batch, job.setting("rate"), job.recipe))
+    settings = grouped(
+        tried, lambda job: (job.effective_batch_size, job.setting("rate"), job.recipe)
+    )
 
     by_recipe: dict[str, dict[int, BatchLosses]] = {}
     for (batch, rate, recipe), jobs in sorted(settings.items()):

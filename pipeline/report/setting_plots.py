@@ -163,7 +163,7 @@ def _loss_by_rate_plot(sweep: SweepResult, drift: Drift, key: str) -> Plot:
     """Plot the final loss by rate, a curve for each batch, and the best rates."""
     loss = rate_drift.loss_metric(sweep)
     jobs = [job for job in sweep.jobs if job.recipe == drift.recipe]
-    jobs.sort(key=lambda job: job.batch or 0)
+    jobs.sort(key=lambda job: job.effective_batch_size or 0)
     quantity = _Quantity(
         measure=lambda job: sweep.final(job, loss),
         key=key,

@@ -69,8 +69,8 @@ def columns(sweep: SweepResult) -> list[Column]:
         metrics.append(Column(metric, partial(sweep.final, metric=metric)))
     return [
         Column("factor", lambda job: job.factor or math.nan),
-        Column("effective batch", lambda job: job.batch or math.nan),
-        Column("micro-batch", lambda job: job.micro or math.nan),
+        Column("effective batch", lambda job: job.effective_batch_size or math.nan),
+        Column("micro-batch", lambda job: job.micro_batch_size or math.nan),
         Column("updates", _updates),
         Column("examples", lambda job: job.last(EXAMPLES_SEEN)),
         *metrics,

@@ -82,8 +82,10 @@ def _jobs_of_equal_memory(
     sweep: SweepResult, left_out: list[str]
 ) -> Iterable[list[JobResult]]:
     """Yield the jobs of each recipe and micro-batch that has factor 1 and another."""
-    jobs = [job for job in sweep.jobs if job.group not in left_out and job.micro]
-    for alike in grouped(jobs, lambda job: (job.recipe, job.micro)).values():
+    jobs = [
+        job for job in sweep.jobs if job.group not in left_out and job.micro_batch_size
+    ]
+    for alike in grouped(jobs, lambda job: (job.recipe, job.micro_batch_size)).values():
         factors = _factors(alike)
         if 1 in factors and len(factors) > 1:
             yield alike
@@ -137,7 +139,7 @@ def _verdict(
     )
     figures |= {
         "recipe": recipe,
-        "micro": jobs[0].micro,
+        "micro": jobs[0].micro_batch_size,
         "state": state,
         "headline": f"{_prefix(jobs)}{headline}",
         "seeds": chosen.seeds,
@@ -213,7 +215,7 @@ def _equal_memory(jobs: list[JobResult], memory_ratio: float) -> str:
     peak = ""
     if not math.isnan(memory_ratio):
         peak = f", peak ×{memory_ratio:.2f}"
-    micro = jobs[0].micro
+    micro = jobs[0].micro_batch_size
     return f"compared with factor 1 at equal memory (micro-batches of {micro}{peak})"
 
 

@@ -13,18 +13,19 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from pipeline.common import imports, secrets
-from pipeline.common.errors import first_line
+from pipeline.common.errors import ConfigError, first_line
 
 WORST = math.inf  # loss of a job that returned none, for a sweeper that searches
 FINISHED = "finished"
 FAILED = "failed"
+REJECTED = "rejected"  # for its config, before it trained
 
 
 @dataclass(frozen=True)
 class Ending:
     """How a job ended."""
 
-    how: str  # `finished`, `failed`, or what ended it, such as `killed by SIGKILL`
+    how: str  # one of these, or what ended it, such as `killed by SIGKILL`
     loss: float = WORST
     reason: str = ""  # one line; empty if it finished
 
@@ -62,6 +63,8 @@ class JobCall:
             # The ending has what Hydra prints when the result of a failed job is read.
             with contextlib.redirect_stderr(io.StringIO()):
                 loss = float(returned.return_value)
+        except ConfigError as error:
+            return Ending(REJECTED, reason=secrets.mask(str(error)))
         except Exception as error:
             return Ending(FAILED, reason=first_line(error))
         return Ending(FINISHED, loss)

@@ -21,7 +21,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.checkpoints.run_dirs import by_id
-from pipeline.common.errors import ConfigError, first_line, say
+from pipeline.common.errors import ConfigError, RunError, first_line, say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
 from pipeline.config.overrides import hydra_quoted
@@ -29,7 +29,14 @@ from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import mlflow_view, parent_run, sweep_size
-from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
+from pipeline.sweep.job_call import (
+    FAILED,
+    FINISHED,
+    REJECTED,
+    WORST,
+    Ending,
+    JobCall,
+)
 
 # Hydra's sweeper that runs all combinations of the swept values.
 _GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -66,6 +73,7 @@ class SweepLauncher(Launcher):
     task_function: TaskFunction
     sweep: parent_run.ParentRun  # from the first batch on
     interval = 0.1  # seconds between two polls of the jobs
+    _trained_before = False  # whether an earlier call or batch has trained a job
 
     def setup(
         self,
@@ -105,6 +113,7 @@ class SweepLauncher(Launcher):
             self.sweep = parent_run.begin(self.config, plan.jobs, plan.varied)
             mlflow_view.announce(self.sweep)
         losses = self.sweep.finished()
+        self._trained_before = bool(self.sweep.children())
         run_dirs = {}
         if self.config.tracking.sweep is not None:  # --again
             run_dirs = self._interrupted_run_dirs()
@@ -208,7 +217,7 @@ class SweepLauncher(Launcher):
         """Return the call of a job, which resumes from the checkpoint in `run_dir`."""
         overrides = [
             *overrides,
-            f"tracking.sweep={self.sweep.run_id}",
+            f"tracking.sweep={hydra_quoted(self.sweep.run_id)}",
             f"tracking.job={hydra_quoted(name)}",
             f"tracking.run_name={hydra_quoted(name)}",
         ]
@@ -242,6 +251,7 @@ class SweepLauncher(Launcher):
                         self._start(slot, name, call)
                 self._wait()
                 losses |= self._collect(slots)
+                self._check_first_ending()
         except BaseException:
             self._stop(slots)
             raise
@@ -271,12 +281,27 @@ class SweepLauncher(Launcher):
         return losses
 
     def _note(self, slot: Slot, ending: Ending) -> None:
+        is_first = not self.sweep.ended and not self._trained_before
+        if is_first and ending.how == REJECTED:
+            self.sweep.ended_by = slot.name
         self.sweep.ended[slot.name] = time.monotonic()
         if ending.how != FINISHED:
             self.sweep.lost[slot.name] = ending.reason or ending.how
         seconds = time.monotonic() - slot.started_at
         say(f"  {slot.name}: {ending.how} after {seconds:.0f} s")
         slot.job = None
+
+    def _check_first_ending(self) -> None:
+        """Raise a `RunError` if the first job to end was rejected for its config.
+
+        The other jobs are likely to have the same fault.
+        """
+        name = self.sweep.ended_by
+        if name:
+            raise RunError(
+                f"{self.sweep.lost[name]} The sweep was ended for it, as {name} was "
+                "its first job to end."
+            )
 
     def _stop(self, slots: Sequence[Slot]) -> None:
         """Interrupt all running jobs, so that each closes its run; kill late ones."""

@@ -32,6 +32,7 @@ from pipeline.tracking.foreign_store import (
     listed,
 )
 from pipeline.tracking.journal_file import WRITER, absolute, lock
+from pipeline.tracking.params import param_text
 
 NOTE = "sweep.json"  # in the sweep's folder; locked while a process works on the sweep
 ALIVE = "sweep.alive"  # tag of the parent: the last heartbeat, in ms since the epoch
@@ -47,7 +48,6 @@ CLAIM_LASTS = 30.0  # seconds: somebody who claimed it then is gone, or shows he
 # Seconds that a job's shipper has to close the run after the job ended, besides its
 # patience.
 GRACE = 15.0
-_LONGEST_PARAM = 6000  # MLflow takes no longer value
 
 
 @dataclass
@@ -65,6 +65,8 @@ class ParentRun(SweepRecord):
     lost: dict[str, str] = field(default_factory=dict)
     # Name of the experiment of a sweep that is reopened; empty for a new sweep.
     experiment: str = ""
+    # The job whose rejected config ended the sweep; empty if none did.
+    ended_by: str = ""
     # When a job's process ended, by its name, in seconds of a monotonic clock.
     ended: dict[str, float] = field(default_factory=dict)
     folder: str = ""  # the folder of the sweep
@@ -130,7 +132,8 @@ class ParentRun(SweepRecord):
         self.closed.set()
         try:
             children = self._closed_children()
-            rows = list(self._rows(children, interrupted=status == "KILLED"))
+            interrupted = status == "KILLED" or bool(self.ended_by)
+            rows = list(self._rows(children, interrupted))
             self.tag("sweep.lost", json.dumps(self.lost))
         except BaseException:
             with suppress(Exception):  # the store may be away
@@ -158,6 +161,8 @@ class ParentRun(SweepRecord):
     ) -> Iterator["_JobRow"]:
         for name in self.names:
             lost = self.lost.get(name, "")
+            if name == self.ended_by:
+                lost = "rejected, which ended the sweep"  # the error says why
             run = children.get(name)
             if run is None:
                 status = "NOT RUN" if interrupted else "NO RUN"
@@ -324,7 +329,7 @@ def _create(
     from pipeline.tracking.store import Store
 
     store = Store(config.tracking.uri)
-    experiment_id = store.experiment(config.tracking.experiment)
+    experiment_id = store.experiment(str(config.tracking.experiment))
 
     # Without the store: `--again` gets it again, and its URI may hold a password.
     # Unresolved, since resolved they may hold secrets.
@@ -344,14 +349,14 @@ def _create(
         "sweep": name,
         "jobs": config.hydra.sweeper.get("trials") or jobs,
         "varied": " ".join(varied),
-        "overrides": " ".join(overrides)[:_LONGEST_PARAM],
+        "overrides": " ".join(overrides),
         "dataset._target_": config.dataset.get("_target_"),
     }
 
     client = store.client()
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
     run_id = run.info.run_id
-    entries = [Param(key, str(value)) for key, value in params.items()]
+    entries = [Param(key, param_text(value)) for key, value in params.items()]
     client.log_batch(run_id, params=entries)
     say(f"sweep {run_id} ({name}): {params['jobs']} jobs")
 

@@ -81,13 +81,14 @@ class SearchSweeper(Sweeper):
                 raise ConfigError(f"hydra.sweeper.{key}", "must be at least 1", value)
 
         space = self._space(arguments)
+        choices = _choices(space)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
         results: list[_Result] = []
         while len(results) < self.trials:
             count = min(self.at_once, self.trials - len(results))
             trials = [study.ask() for _ in range(count)]
-            jobs = [_choose(trial, space) for trial in trials]
+            jobs = [_choose(trial, space, choices) for trial in trials]
             returned = self._launcher.launch(jobs, len(results))
             for trial, job, job_return in zip(trials, jobs, returned, strict=True):
                 loss = float(job_return.return_value)
@@ -116,23 +117,57 @@ class SearchSweeper(Sweeper):
             parent.tag("sweep.best", json.dumps(record))
 
 
-def _choose(trial: Any, space: Mapping[str, Override]) -> list[str]:
-    return [_choose_value(trial, override) for override in space.values()]
+def _choices(space: Mapping[str, Override]) -> dict[str, list[str]]:
+    """Return the values among which is chosen, by key: the same ones for each trial.
+
+    Raises:
+        ConfigError: an interval has no values, or none on its scale.
+    """
+    choices: dict[str, list[str]] = {}
+    for key, override in space.items():
+        swept: Any = override.value()
+        if isinstance(swept, IntervalSweep):
+            _check_interval(override, swept)
+        elif override.is_sweep_override():
+            # `shuffle` draws an order each time.
+            values = override.sweep_iterator(transformer=Transformer.encode)
+            choices[key] = [str(value) for value in values]
+    return choices
 
 
-def _choose_value(trial: Any, override: Override) -> str:
-    """Return an override with the value that Optuna suggests for the trial."""
-    key = override.get_key_element()
-    value = override.value()
-    if isinstance(value, IntervalSweep):
-        number = trial.suggest_float(
-            key,
-            float(value.start),  # type: ignore
-            float(value.end),  # type: ignore
-            log="log" in value.tags,
-        )
-        return f"{key}={number:.{DIGITS}g}"
-    if override.is_sweep_override():
-        choices = list(override.sweep_iterator(transformer=Transformer.encode))
-        return f"{key}={trial.suggest_categorical(key, choices)}"
-    return str(override.input_line)
+def _check_interval(override: Override, interval: Any) -> None:
+    rule = ""
+    if interval.start > interval.end:
+        rule = "must be an interval whose start is not above its end"
+    elif "log" in interval.tags and interval.start <= 0:
+        rule = "must be an interval that starts above 0 on a logarithmic scale"
+    if rule:
+        key = override.get_key_element().lstrip("+~")
+        raise ConfigError(key, rule, str(override.input_line).partition("=")[2])
+
+
+def _choose(
+    trial: Any, space: Mapping[str, Override], choices: Mapping[str, list[str]]
+) -> list[str]:
+    """Return the overrides of a trial, with the values that Optuna suggests for it."""
+    overrides = []
+    for key, override in space.items():
+        swept: Any = override.value()
+        if isinstance(swept, IntervalSweep):
+            overrides.append(f"{key}={_suggested_number(trial, key, swept)}")
+        elif key in choices:
+            overrides.append(f"{key}={trial.suggest_categorical(key, choices[key])}")
+        else:
+            overrides.append(str(override.input_line))
+    return overrides
+
+
+def _suggested_number(trial: Any, key: str, interval: Any) -> str:
+    """Return a number in an interval; a whole one for `int(interval(…))`."""
+    log = "log" in interval.tags
+    if isinstance(interval.start, int) and isinstance(interval.end, int):
+        return str(trial.suggest_int(key, interval.start, interval.end, log=log))
+    number = trial.suggest_float(
+        key, float(interval.start), float(interval.end), log=log
+    )
+    return f"{number:.{DIGITS}g}"

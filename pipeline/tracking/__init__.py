@@ -15,6 +15,7 @@ __all__ = [
     "journal",
     "journal_file",
     "logged_model",
+    "params",
     "provenance",
     "store",
     "sync_run",

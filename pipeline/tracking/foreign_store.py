@@ -109,9 +109,12 @@ class ForeignStore:
             artifact_locations.check(location, self.uri, self.places)
 
     def _search(self, condition: str) -> list[Any]:
+        # It imports MLflow, which takes seconds.
+        from pipeline.tracking.store import all_experiments
+
         client = self.client()
-        experiments = [found.experiment_id for found in client.search_experiments()]
-        return list(client.search_runs(experiments, condition, max_results=_MOST_RUNS))
+        ids = [experiment.experiment_id for experiment in all_experiments(client)]
+        return list(client.search_runs(ids, condition, max_results=_MOST_RUNS))
 
     def _only(
         self,

@@ -13,7 +13,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 import requests
 from filelock import FileLock
-from mlflow.entities import Run, ViewType
+from mlflow.entities import Experiment, Run, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -160,7 +160,7 @@ class Store:
                 run = client.get_run(run_id)
                 if run.data.tags.get("journal") == journal:
                     return run
-        experiments = client.search_experiments(ViewType.ALL)
+        experiments = all_experiments(client, ViewType.ALL)
         runs = client.search_runs(
             [experiment.experiment_id for experiment in experiments],
             f"tags.journal = '{journal}'",
@@ -202,6 +202,20 @@ class Store:
                 "the scheme is not one of sqlite, http, https, postgresql, mysql, mssql"
             )
         MlflowClient(self.uri).search_experiments(max_results=1)
+
+
+def all_experiments(
+    client: MlflowClient, view_type: int = ViewType.ACTIVE_ONLY
+) -> list[Experiment]:
+    """Return all experiments of a store: MLflow returns at most 1,000 at a time."""
+    experiments: list[Experiment] = []
+    token = None
+    while True:
+        page = client.search_experiments(view_type, page_token=token)
+        experiments += page
+        token = page.token
+        if not token:
+            return experiments
 
 
 def check_id(new_id: str, kind: str) -> None:

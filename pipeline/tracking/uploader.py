@@ -33,6 +33,7 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.recorded import FormError
 from pipeline.tracking.confirmed import Confirmed, stored_steps
 from pipeline.tracking.journal_file import SHIPPER, LineReader, lock
+from pipeline.tracking.params import param_text
 from pipeline.tracking.store import Store, check_id
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.tracking.system_metrics import system_sampler
@@ -42,7 +43,6 @@ POINTS_PER_REQUEST = 1000  # MLflow's limit
 # Servers before 3.17 look up each point of a request that is repeated.
 POINTS_AFTER_FAILURE = 50
 PARAMS_PER_REQUEST = 100  # MLflow's limit
-PARAM_LENGTH = 6000  # characters of a param's value
 TRIES = 5  # of a request that the store rejects because of its content
 RETRY = 1.0  # seconds between two tries
 # MLflow's error codes of such requests.
@@ -325,7 +325,7 @@ class Uploader:
         params = []
         for name, value in start["params"].items():
             if name not in self._run.data.params:
-                params.append(Param(name, str(value)[:PARAM_LENGTH]))
+                params.append(Param(name, param_text(value)))
         for first in range(0, len(params), PARAMS_PER_REQUEST):
             batch = params[first : first + PARAMS_PER_REQUEST]
             self.client.log_batch(self.run_id, params=batch)

@@ -27,6 +27,7 @@ from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.run.run import resolve_for_all
+from pipeline.tracking.params import param_text
 
 if TYPE_CHECKING:
     from pipeline.accumulation import Update
@@ -41,7 +42,6 @@ _DESCRIPTION = (
     "Check, for a config, that accumulation equals the large batch; "
     "the arguments are those of `pipeline train`."
 )
-_LONGEST_PARAM = 6000  # MLflow accepts no longer value
 _LARGEST_METRIC = 1e300  # a store may not accept infinity
 
 
@@ -451,8 +451,8 @@ def _log(certificate: Certificate) -> None:
     status = "FAILED"
     try:
         for key, value in plain.leaves(spec.resolved).items():
-            text = secrets.mask(str(value))[:_LONGEST_PARAM]
-            client.log_param(run_id, key, text)
+            text = secrets.mask(str(value))
+            client.log_param(run_id, key, param_text(text))
         apart = _largest_error_in_float64(certificate.comparisons)
         client.log_metric(run_id, "verify/apart", min(apart, _LARGEST_METRIC))
         client.log_text(run_id, _as_json(certificate.comparisons), "certificate.json")

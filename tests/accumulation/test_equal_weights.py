@@ -1,4 +1,7 @@
-"""`AccumulatingOptimizer` in `fit` counts all batches alike, and says so where their weights may differ."""
+"""`AccumulatingOptimizer` in `fit` counts all batches alike.
+
+It says so where their weights may differ.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def test_weights_that_may_differ_are_named_once(float64, reason):
 
 @pytest.mark.parametrize("options", [{}, {"weighted": True}], ids=str)
 def test_equal_weights_are_exact_without_a_word(float64, options):
-    """A loss that divides by the number of examples has equal batches, whatever the sample weights."""
+    """A loss that divides by the number of examples has equal batches."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = fitted(accumulating(), BATCH, **options)

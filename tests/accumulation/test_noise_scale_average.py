@@ -17,7 +17,10 @@ RATE = 0.01
 
 
 def quadratic(noise_every: int, updates: int, seed: int) -> tuple[list, list]:
-    """Return the average and the exact noise scale after each update of SGD on |w|²/2 with noisy gradients."""
+    """Return the average and the exact noise scale after each update.
+
+    The updates are those of SGD on |w|²/2 with noisy gradients.
+    """
     numbers = np.random.default_rng(seed)
     weights = np.full(DIMENSIONS, 0.3)
     scale = NoiseScale()
@@ -43,7 +46,10 @@ def quadratic(noise_every: int, updates: int, seed: int) -> tuple[list, list]:
 
 @pytest.mark.parametrize("noise_every", [1, 10])
 def test_it_follows_the_exact_value(noise_every):
-    """The former average, 0.9 a measurement, was 6.5 times too small at update 200, where one of ten is measured."""
+    """The former average, of 0.9 a measurement, was 6.5 times too small at update 200.
+
+    That was with a measurement at one update of ten.
+    """
     ratios = []
     for seed in range(16):
         averages, exact = quadratic(noise_every, 200, seed)

@@ -1,4 +1,7 @@
-"""Gradients that are accumulated over streams, windows and restarts: weights and `iterations` of plain Keras."""
+"""Gradients that are accumulated over streams, windows and restarts.
+
+Weights and `iterations` are those of plain Keras.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,10 @@ def trained(
 @pytest.mark.parametrize("inner", [sgd, decaying])
 @pytest.mark.parametrize("examples", [44, 48])
 def test_data_of_unknown_length_in_fit(float64, inner, examples):
-    """Plain Keras itself counts and decays once more at the end of such data, so its length is known there."""
+    """Plain Keras itself counts and decays once more at the end of such data.
+
+    So its data have a known length.
+    """
     expected, updates = trained(network(), inner(), examples, 16, True)
     assert updates == 6
     optimizer = AccumulatingOptimizer(inner(), 4)

@@ -1,4 +1,7 @@
-"""`AccumulatingOptimizer` in `fit`, in all ways crossed in pairs: weights and `iterations` of plain Keras."""
+"""`AccumulatingOptimizer` in `fit`, in all ways crossed in pairs.
+
+Weights and `iterations` are those of plain Keras.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows that cross the ways to accumulate in pairs, and their weights by plain Keras on whole windows."""
+"""Rows that cross the ways to accumulate in pairs.
+
+Their weights by plain Keras are those of whole windows.
+"""
 
 from __future__ import annotations
 

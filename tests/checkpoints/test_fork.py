@@ -180,7 +180,7 @@ TEXTS = (
 def test_a_run_is_text_as_it_is_written(run):
     values = run.split(",")
     if len(values) > 1:
-        assert compose.as_text([f"start.run={run}"]) == ["start.run='a','b'"]
+        assert compose.as_text([f"start.run={run}"]) == ["start.run=a,b"]
         return
     assert compose.composed([f"start.run='{run}'"]).start.run == run
     expected = None if run == "null" else run

@@ -1,7 +1,9 @@
-"""The machine of a run loses its power at any moment: it resumes with all rows, or is refused with a way on.
+"""The machine of a run loses its power at any moment.
 
-A run of 12 updates is recorded once, see tests/power_cuts.py. For each disk that a power cut may leave, what would be
-resumed is decided in this process, without TensorFlow. `make soak` trains each distinct decision to its end.
+The run resumes with all rows, or is rejected with a way on. A run of 12 updates is
+recorded once, see tests/power_cuts.py. For each disk that a power cut may leave, what
+would be resumed is decided in this process, without TensorFlow. `make soak` trains each
+distinct decision to its end.
 """
 
 from __future__ import annotations

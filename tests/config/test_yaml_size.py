@@ -1,4 +1,7 @@
-"""A YAML file of the user's own is refused where its aliases make it huge; no memory is spent on it."""
+"""A YAML file of the user's own is rejected where its aliases make it huge.
+
+No memory is spent on it.
+"""
 
 from __future__ import annotations
 

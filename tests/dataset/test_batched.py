@@ -60,6 +60,7 @@ class Bricks(keras.utils.PyDataset):
     def __init__(self):
         super().__init__()
         self.epochs = 0
+        self.begun = 0
 
     def __len__(self):
         return len(BATCH_SIZES)
@@ -67,6 +68,9 @@ class Bricks(keras.utils.PyDataset):
     def __getitem__(self, index):
         x, y = list(generator())[index]
         return x + self.epochs, y, np.linspace(1, 2, len(y))
+
+    def on_epoch_begin(self):
+        self.begun += 1
 
     def on_epoch_end(self):
         self.epochs += 1
@@ -256,6 +260,14 @@ def test_what_a_loader_raises_in_the_middle_is_shown():
     line = f"^the data cannot be read: {place}: RuntimeError: page 7 is missing$"
     with pytest.raises(DataError, match=line), located(data, DataFiles()):
         step(batches)
+
+
+def test_a_py_dataset_is_called_at_the_begin_and_the_end_of_each_epoch():
+    source = Bricks()
+    loader = Loader(source, "train")
+    for _ in range(3):
+        list(loader.epoch())
+    assert (source.begun, source.epochs) == (3, 3)
 
 
 def test_a_broken_image_of_a_folder_is_named_with_its_batch(tmp_path):

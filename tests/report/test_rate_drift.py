@@ -105,7 +105,7 @@ def test_a_best_rate_at_an_edge_claims_no_drift():
 def test_a_rate_that_diverged_is_no_neighbor():
     sweep = sweep_of({"": 0.0})
     for job in sweep.jobs:
-        if job.batch == 256 and job.setting("rate") > 2**-6.5:
+        if job.effective_batch_size == 256 and job.setting("rate") > 2**-6.5:
             job.curves["val/loss"].values[-1] = math.inf
     assert drift_of(sweep)["edges"] == {256: "largest"}
 
@@ -130,7 +130,7 @@ def test_one_seed_has_no_interval():
 
 def test_two_batches_with_three_rates_are_needed():
     jobs = sweep_of({"": 0.5}).jobs
-    one_batch = [job for job in jobs if job.batch == 16]
+    one_batch = [job for job in jobs if job.effective_batch_size == 16]
     assert not list(rate_drift.findings(synthetic.swept(one_batch)))
     two_rates = [job for job in jobs if job.setting("rate") < 2**-7.5]
     assert not list(rate_drift.findings(synthetic.swept(two_rates)))

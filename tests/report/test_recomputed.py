@@ -312,7 +312,10 @@ def check_ranking(
         return
     width = half_width(differences, 0.025)
     differ = "they differ" if lead > width else "the data do not tell them apart"
-    pattern = rf"The next is {second}, {SPREAD}{unit} behind \(95%, over {seeds} pairs of one seed\), so {differ}\."
+    pattern = (
+        rf"The next is {second}, {SPREAD}{unit} behind "
+        rf"\(95%, over {seeds} pairs of one seed\), so {differ}\."
+    )
     match = re.search(pattern, text)
     assert match, (pattern, text)
     assert float(match[1]) == pytest.approx(lead, abs=0.06 * width + 1e-9)
@@ -447,7 +450,10 @@ def check_contrast(text: str, word: str, differences: dict[int, list[float]]) ->
         ) in text
         return "open"
     direction = "lower" if means[best] < 0 else "higher"
-    pattern = rf"at equal {word} val/loss with factor {best}, the best above 1, is {direction} by {NUMBER} \((.*?)\)"
+    pattern = (
+        rf"at equal {word} val/loss with factor {best}, the best above 1, "
+        rf"is {direction} by {NUMBER} \((.*?)\)"
+    )
     match = re.search(pattern, text)
     assert match, (pattern, text)
     assert float(match[1]) == pytest.approx(abs(means[best]), rel=1e-3, abs=1e-12)

@@ -216,7 +216,7 @@ def test_a_batch_that_ended_early_may_pay():
     sweep = sweep_with_costs(rng, critical=400.0, noise=0.01)
     jobs = []
     for job in sweep.jobs:
-        if job.batch == 512:
+        if job.effective_batch_size == 512:
             curves = {}
             for key, curve in job.curves.items():
                 curves[key] = Curve(curve.steps[:8], curve.values[:8])
@@ -232,7 +232,12 @@ def test_a_batch_that_ended_early_may_pay():
 
 
 def test_a_noise_scale_without_a_recorded_batch():
-    job = replace(synthetic.job("job", 1.0), batch=None, factor=None, micro=None)
+    job = replace(
+        synthetic.job("job", 1.0),
+        effective_batch_size=None,
+        factor=None,
+        micro_batch_size=None,
+    )
     steps = job.curves["train/loss"].steps
     job.curves["train/gradient_noise_scale"] = Curve(steps, np.full(len(steps), 40.0))
     finding = first_on(synthetic.swept([job]), "noise_scale")

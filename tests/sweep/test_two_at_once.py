@@ -1,4 +1,7 @@
-"""Two commands that run the rest of one sweep at once: one of them is refused, and each job trains once."""
+"""Two commands that run the rest of one sweep at once.
+
+One of them is rejected, and each job trains once.
+"""
 
 from __future__ import annotations
 

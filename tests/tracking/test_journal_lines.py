@@ -1,4 +1,7 @@
-"""Journals that somebody has written, with valid checksums: each is refused alone, and the others are shipped."""
+"""Journals that somebody has written, with valid checksums.
+
+Each is rejected alone, and the others are shipped.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_run_is_resumed_in_the_renamed_experiment(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
     journal = Journal(uri, "old")
     journal.ready()
-    ids = journal.go_on(Past.read(tmp_path / "run"), {"after": 1})
+    ids = journal.resume(Past.read(tmp_path / "run"), {"after": 1})
     assert ids["run_id"] == run_id
     assert journal.close("FINISHED") is None
     assert client.get_experiment_by_name("old") is None

@@ -1,0 +1,157 @@
+"""Keys of text, which hold what was typed.
+
+Hydra and YAML read `1e5`, `2024_01_02` and `no` as numbers and truth values, and their
+text is another one: `100000.0`. On the command line such a value is put into quotes.
+Elsewhere, what was typed is lost, and a value that is no text is rejected.
+"""
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import fields
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline.common.errors import ConfigError
+from pipeline.config import plain
+from pipeline.config.schema import TEXTS, Config, group_in
+
+# Values without quotes, escapes, links, functions, lists and mappings: scalars, or
+# several of them for a sweep.
+_OVERRIDE = re.compile(r"(\+{0,2})([\w./-]+)=([^'\"$\\()\[\]{}]+)")
+# Keys of folders that are not in the schema: Hydra's own, and one of every dataset.
+_FOLDERS = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "dataset.data_dir",
+)
+
+
+def kept(override: str) -> str:
+    """Return an override with quotes around text that Hydra would change.
+
+    Each of several values is taken by itself. What Hydra knows as more than words is
+    left to it.
+    """
+    match = _OVERRIDE.fullmatch(override)
+    if match is None or not _is_scalar_text(match[2]):
+        return override
+    values = [_kept_value(value) for value in match[3].split(",")]
+    return f"{match[1]}{match[2]}={','.join(values)}"
+
+
+def check(config: DictConfig) -> None:
+    """Reject a value that is no text in a key of text of a composed config.
+
+    A link to a number is taken: it becomes the text of that number.
+    """
+    # A link that is not resolved is text.
+    written = OmegaConf.to_container(config)
+    for key, hint in TYPES.items():
+        section, name = _place(written, key)
+        if name not in section:
+            continue
+        value = section[name]
+        if value is None and NoneType in get_args(hint):
+            continue
+        for entry_key, entry in _entries(key, value):
+            if not isinstance(entry, str):
+                raise ConfigError(entry_key, _rule(entry_key, entry), entry)
+
+
+def converted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded config in which the value of a key of text is its text."""
+    texts = deepcopy(dict(config))
+    for key in TYPES:
+        section, name = _place(texts, key)
+        if name in section:
+            section[name] = _as_text(section[name])
+    return texts
+
+
+def _place(config: Any, key: str) -> tuple[dict[Any, Any], str]:
+    """Return the group of a key in a plain config, empty without one, and its name."""
+    group, _, name = key.rpartition(".")
+    section = plain.value_at(config, group)
+    if not isinstance(section, dict):
+        section = {}
+    return section, name
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_text(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_as_text(entry) for entry in value]
+    if value is None:
+        return None
+    return str(value)
+
+
+def _is_scalar_text(key: str) -> bool:
+    """Return whether a key holds one text, or is a name below a mapping of texts."""
+    if key in _FOLDERS:
+        return True
+    parent = key.rpartition(".")[0]
+    return TYPES.get(key) in (str, str | None) or TYPES.get(parent) == dict[str, str]
+
+
+def _kept_value(value: str) -> str:
+    """Return a value in quotes, unless Hydra reads it as it is, or as null."""
+    value = value.strip()
+    try:
+        read = OverridesParser.create().parse_override(f"key={value}").value()
+    except (HydraException, ValueError):  # such as more digits than Python reads
+        return f"'{value}'"
+    if read is None or read == value:
+        return value
+    return f"'{value}'"
+
+
+def _entries(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the texts of a value with the keys that an error names."""
+    if isinstance(value, dict) and TYPES[key] == dict[str, str]:
+        return [(f"{key}.{name}", entry) for name, entry in value.items()]
+    if isinstance(value, list) and list[str] in (TYPES[key], *get_args(TYPES[key])):
+        return [(key, entry) for entry in value]
+    return [(key, value)]
+
+
+def _rule(key: str, value: Any) -> str:
+    """Return what a value must be, with the quoting of one that looks like another."""
+    rule = "must be text"
+    if TYPES.get(key) == str | None:
+        rule += ", or null"
+    if not isinstance(value, bool | int | float):
+        return rule
+
+    quoted = '"…"'
+    if not _is_scalar_text(key):
+        quoted = '["…"]'
+    name = key.rpartition(".")[2]
+    return (
+        f"{rule}, in quotes where it looks like something else: {name}: {quoted} "
+        f"in YAML and in {{…}}, '{key}={quoted}' on the command line"
+    )
+
+
+def _types(config: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type hints of all keys of text by dotted name."""
+    hints = get_type_hints(config)
+    types: dict[str, Any] = {}
+    for field in fields(config):
+        key = f"{prefix}{field.name}"
+        group = group_in(hints[field.name])
+        if group is not None:
+            types |= _types(group, f"{key}.")
+        elif hints[field.name] in TEXTS:
+            types[key] = hints[field.name]
+    return types
+
+
+TYPES = _types(Config)
