@@ -19,7 +19,7 @@ from benchmarks.figures import Figure
 from benchmarks.turns import Coroutine, alternate
 from benchmarks.workloads import Workload
 from pipeline.checkpoints.files import AUTO_SECONDS, Checkpoints
-from pipeline.checkpoints.snapshot import State
+from pipeline.checkpoints.snapshot import Snapshot
 from pipeline.config.plan import Plan
 
 
@@ -84,7 +84,7 @@ class TimedCheckpoints(Checkpoints):
         self.stalls: list[float] = []
 
     def save(
-        self, update: int, capture: Callable[[], State], *, best: bool = False
+        self, update: int, capture: Callable[[], Snapshot], *, best: bool = False
     ) -> None:
         begun = time.perf_counter()
         super().save(update, capture, best=best)

@@ -13,6 +13,10 @@ The rows of a checkpoint's updates are in the journal, which is synced before th
 checkpoint. The checkpoint holds its position in the journal: how many bytes there were,
 and their checksum. So a run never resumes from updates whose rows it has lost.
 
+When a checkpoint is written is decided here, by `Checkpoints.due`: by updates, epochs
+or minutes, as `training.checkpoint_every` says. The training loop asks it after each
+update.
+
 This module does not import TensorFlow.
 """
 
@@ -24,9 +28,9 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,36 +38,41 @@ from pipeline.common.durable import sync
 from pipeline.common.errors import ConfigError, described, first_line, say
 from pipeline.common.recorded import FormError, read
 from pipeline.config.plan import Plan
+from pipeline.tracking.journal_file import Position
 
 if TYPE_CHECKING:
-    from pipeline.checkpoints.snapshot import State
+    from pipeline.checkpoints.snapshot import Snapshot
     from pipeline.tracking.journal import Journal
-    from pipeline.tracking.journal_file import Position
 
 FORMAT = 1
-_LOOP = {
+_LOOP = {  # see `LoopState`
     "open": bool,
     "validation": dict,
     "stopped_by": (str, type(None)),
     "best": (dict, type(None)),
+    # "batch" is an integer or null. It is not checked, as only its equality matters.
 }
 _VALUES = {
     "loop": _LOOP,
-    "stop_training": bool,
-    "recorder": dict,
-    "random": list,
-    "numpy": list,
-    "callbacks": dict,
-    "kinds": dict,
+    "stop_training": bool,  # whether a callback has ended the training
+    "recorder": dict,  # the state of the recorder
+    "random": list,  # the state of Python's random generator
+    "numpy": list,  # the state of NumPy's random generator
+    "callbacks": dict,  # the states of the callbacks, by name
+    "kinds": dict,  # the classes of the callbacks, by name
 }
-META = {
+_META = {  # see `Meta`
     "format": int,
     "update": int,
+    "examples": int,
+    "effective_batch_size": int,
     "arrays": [list],
     "values": _VALUES,
-    "journal?": {"offset": int, "crc": int},  # records of before have none
+    "journal?": {"offset": int, "crc": int},
 }
 
+# How many of the latest checkpoints are kept. The one before the latest is a spare.
+KEPT = 2
 BEST = "best"  # the subfolder for the checkpoint of the best evaluation
 AUTO_SECONDS = 300.0  # the least time between two checkpoints with `auto`
 # The least ratio of that time to the time for which a checkpoint stalls the training,
@@ -72,18 +81,117 @@ STALLS = 100
 
 
 @dataclass(frozen=True)
+class LoopState:
+    """The state of the training loop after an update.
+
+    Attributes:
+        pending: whether the evaluation and the callbacks after the update are still to
+            come. Its key in `meta.json` is `open`.
+        validation: the results of the evaluation after the update; empty if there was
+            none.
+        stopped_by: the name of the callback that has ended the training.
+        best: the state of the best evaluation; None if the run keeps none.
+        batch_digest: identifies the batch of the update, so that a resumed run can
+            check that it reads the same data. None if the config alone decides what is
+            read. Its key in `meta.json` is `batch`.
+    """
+
+    pending: bool = False
+    validation: Mapping[str, float] = field(default_factory=dict)
+    stopped_by: str | None = None
+    best: dict[str, Any] | None = None
+    batch_digest: int | None = None
+
+    @classmethod
+    def from_json(cls, loop: Mapping[str, Any]) -> LoopState:
+        return cls(
+            loop["open"],
+            loop["validation"],
+            loop["stopped_by"],
+            loop["best"],
+            loop.get("batch"),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "open": self.pending,
+            "validation": self.validation,
+            "stopped_by": self.stopped_by,
+            "best": self.best,
+            "batch": self.batch_digest,
+        }
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The content of `meta.json`.
+
+    Attributes:
+        updates_done: the number of completed updates. Its key is `update`.
+        examples: the number of examples in an epoch.
+        effective_batch_size: that of the run's first stage, in examples.
+        arrays: name, shape and dtype of each array, in the order of the arrays.
+        values: the JSON values of the snapshot; `_VALUES` lists them.
+        journal: the end of the rows of these updates; None without a journal, and in
+            old checkpoints.
+    """
+
+    updates_done: int
+    examples: int
+    effective_batch_size: int
+    arrays: list[Any]
+    values: dict[str, Any]
+    journal: Position | None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Meta:
+        journal = None
+        if content.get("journal") is not None:
+            journal = Position(**content["journal"])
+        return cls(
+            content["update"],
+            content["examples"],
+            content["effective_batch_size"],
+            content["arrays"],
+            content["values"],
+            journal,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        content = {
+            "format": FORMAT,
+            "update": self.updates_done,
+            "examples": self.examples,
+            "effective_batch_size": self.effective_batch_size,
+            "arrays": self.arrays,
+            "values": self.values,
+        }
+        if self.journal is not None:
+            content["journal"] = asdict(self.journal)
+        return content
+
+    @property
+    def loop(self) -> LoopState:
+        """The state of the training loop."""
+        return LoopState.from_json(self.values["loop"])
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A verified checkpoint; `pipeline.checkpoints.snapshot.read` loads it.
 
     Attributes:
         folder: the folder of its files.
-        update: the number of completed updates.
-        meta: the content of `meta.json`, in the form of `META`.
+        meta: the content of its `meta.json`.
     """
 
     folder: Path
-    update: int
-    meta: dict[str, Any]
+    meta: Meta
+
+    @property
+    def updates_done(self) -> int:
+        """The number of completed updates."""
+        return self.meta.updates_done
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
@@ -96,8 +204,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             `epoch`, or `auto`: every five minutes, and less often if that would stall
             the training for more than 1% of the time.
         plan: the plan of the run.
-        keep: how many of the latest checkpoints are kept. The best ones that these
-            refer to are kept, too.
+        keep: how many of the latest checkpoints are kept; tests keep more. The best
+            ones that these refer to are kept, too.
         writes: False for a process that only reads what the chief writes.
         journal: Of the run. It is synced before each checkpoint.
     """
@@ -107,7 +215,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         folder: Path,
         every: int | str | None,
         plan: Plan,
-        keep: int = 2,
+        keep: int = KEPT,
         writes: bool = True,
         journal: Journal | None = None,
     ):
@@ -127,9 +235,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.wait()
 
     def due(self, update: int, *, last: bool = False) -> bool:
-        """Return whether to write a checkpoint after `update` updates.
+        """Return whether to write a checkpoint after `update` updates, as `every` says.
 
-        After the `last` update, one is always due.
+        After the `last` update, one is always due, unless none is ever written.
         """
         if self.every is None or not self.writes:
             return False
@@ -143,18 +251,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return update % self.every == 0
 
     def save(
-        self, update: int, capture: Callable[[], State], *, best: bool = False
+        self, update: int, capture: Callable[[], Snapshot], *, best: bool = False
     ) -> None:
         """Write what `capture` returns as the checkpoint of `update`, in a thread.
 
-        One line reports a failure.
+        If there is no memory for it, or it cannot be written, one line says so, and the
+        training goes on. Other errors of `capture` are raised here.
         """
         if not self.writes:
             return
         started = time.monotonic()
         self.wait()
         try:
-            state = capture()
+            snapshot = capture()
         except MemoryError as error:
             reason = first_line(error)
             say(f"the checkpoint after update {update} was left out: {reason}")
@@ -165,7 +274,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         # The thread is not a daemon: the interpreter waits until it has written
         # everything.
         self._writer = threading.Thread(
-            target=self._write, args=(update, state, position, best), name="checkpoint"
+            target=self._write,
+            args=(update, snapshot, position, best),
+            name="checkpoint",
         )
         self._writer.start()
         if not best:
@@ -190,7 +301,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._writer.join()
 
     def _write(
-        self, update: int, state: State, position: Position | None, best: bool
+        self, update: int, snapshot: Snapshot, position: Position | None, best: bool
     ) -> None:
         folder = self.folder / BEST if best else self.folder
         incomplete = folder / f".{update}"
@@ -200,7 +311,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 self.journal.sync()
             _remove(incomplete)
             incomplete.mkdir(parents=True)
-            self._write_files(incomplete, update, state, position)
+            self._write_files(incomplete, update, snapshot, position)
+            # The arrays have been compared with the ones in memory. This finds what a
+            # resumed run would reject, such as a meta.json in another form, before an
+            # older checkpoint is removed for it.
             _verified(incomplete, update)
             # A folder of that name is damaged, or is from a run that resumed from
             # before it.
@@ -221,19 +335,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._remove_old_best(just_written=None)
 
     def _write_files(
-        self, folder: Path, update: int, state: State, position: Position | None
+        self, folder: Path, update: int, snapshot: Snapshot, position: Position | None
     ) -> None:
         """Write the files of a checkpoint, and sync them to the disk."""
-        meta = {
-            "format": FORMAT,
-            "update": update,
-            "examples": self.plan.examples,
-            "effective_batch_size": self.plan.batching.effective_batch_size,
-            **state.write(folder),
-        }
-        if position is not None:
-            meta["journal"] = asdict(position)
-        _write_json(folder / "meta.json", meta)
+        snapshot.write_arrays(folder)
+        meta = Meta(
+            update,
+            self.plan.examples,
+            self.plan.batching.effective_batch_size,
+            snapshot.specs(),
+            snapshot.values,
+            position,
+        )
+        _write_json(folder / "meta.json", meta.as_json())
         hashes = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
         _write_json(folder / "manifest.json", {"sha256": hashes})
         for path in [*folder.iterdir(), folder]:
@@ -244,7 +358,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
         Later ones are from a run that resumed from before them.
         """
-        existing = updates(self.folder)
+        existing = saved_updates(self.folder)
         later = [update for update in existing if update > latest]
         earlier = [update for update in existing if update <= latest]
         for update in [*later, *earlier[: -self.keep]]:
@@ -256,9 +370,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         A run may resume from each of the latest ones.
         """
         referred = {just_written}
-        for update in updates(self.folder):
+        for update in saved_updates(self.folder):
             referred.add(_best_update(self.folder / str(update)))
-        for update in updates(self.folder / BEST):
+        for update in saved_updates(self.folder / BEST):
             if update not in referred:
                 _remove(self.folder / BEST / str(update))
 
@@ -272,7 +386,7 @@ def newest(
 
     One line reports each damaged one. One that is not usable is passed over.
     """
-    for update in reversed(updates(folder)):
+    for update in reversed(saved_updates(folder)):
         if update > most:
             continue
         path = folder / str(update)
@@ -295,7 +409,7 @@ def at(folder: Path, update: int) -> Checkpoint:
     path = folder / str(update)
     if not path.is_dir():
         raise ConfigError(
-            f"the checkpoint {path}", "must be there", update, updates(folder)
+            f"the checkpoint {path}", "must be there", update, saved_updates(folder)
         )
     try:
         return _verified(path, update)
@@ -304,7 +418,7 @@ def at(folder: Path, update: int) -> Checkpoint:
         raise ConfigError(f"the checkpoint {path}", rule) from damage
 
 
-def updates(folder: Path) -> list[int]:
+def saved_updates(folder: Path) -> list[int]:
     """Return the updates of the checkpoints in `folder`, in ascending order."""
     if not folder.is_dir():
         return []
@@ -326,15 +440,15 @@ def _verified(folder: Path, update: int) -> Checkpoint:
     """
     try:
         _verify_files(folder)
-        meta = read(folder / "meta.json", META)
+        content = read(folder / "meta.json", _META)
     except OSError as error:
         raise FormError(described(error)) from error
-    if meta["format"] != FORMAT:
+    if content["format"] != FORMAT:
         rule = f"must be of format {FORMAT}"
-        raise ConfigError(f"the checkpoint {folder}", rule, meta["format"])
-    if meta["update"] != update:
-        raise FormError(f"it is of update {meta['update']}")
-    return Checkpoint(folder, update, meta)
+        raise ConfigError(f"the checkpoint {folder}", rule, content["format"])
+    if content["update"] != update:
+        raise FormError(f"it is of update {content['update']}")
+    return Checkpoint(folder, Meta.from_json(content))
 
 
 def _verify_files(folder: Path) -> None:

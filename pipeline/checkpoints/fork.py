@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoints import files
-from pipeline.checkpoints.files import BEST, Checkpoint
+from pipeline.checkpoints.files import BEST, Checkpoint, LoopState
 from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError
 from pipeline.config import key_kinds
@@ -20,12 +20,13 @@ from pipeline.tracking.journal_file import Past
 
 if TYPE_CHECKING:  # importing these takes seconds
     from pipeline.accumulation import Update
-    from pipeline.checkpoints.snapshot import Callbacks, State
+    from pipeline.checkpoints.snapshot import Callbacks, Snapshot
     from pipeline.training.recorder import Recorder
 
+_KEY = "start.run"  # of the config
 # Tags: the run and the update whose checkpoint a run began with.
-RUN = "start.run"
-UPDATE = "start.update"
+RUN_TAG = "start.run"
+UPDATE_TAG = "start.update"
 
 
 @dataclass
@@ -39,8 +40,7 @@ class Fork:
         weights_only: whether only the weights of the model are restored.
         own_rate: whether the learning rate of this config differs from that of the
             other run.
-        states: the state that `check` has read. The training removes it, as it is
-            large.
+        snapshot: what `load` has read, until the training takes it.
     """
 
     run_id: str
@@ -48,19 +48,19 @@ class Fork:
     checkpoint: Checkpoint
     weights_only: bool
     own_rate: bool
-    states: list[State] = field(default_factory=list)
+    snapshot: Snapshot | None = None
 
     @property
-    def update(self) -> int:
-        """The update from which this run counts on."""
-        return 0 if self.weights_only else self.checkpoint.update
+    def updates_done(self) -> int:
+        """The number of updates from which this run counts on."""
+        return 0 if self.weights_only else self.checkpoint.updates_done
 
     @property
     def tags(self) -> dict[str, str]:
         """The tags that name the other run and its checkpoint."""
         return {
-            RUN: self.run_id or str(self.run_dir),
-            UPDATE: str(self.checkpoint.update),
+            RUN_TAG: self.run_id or str(self.run_dir),
+            UPDATE_TAG: str(self.checkpoint.updates_done),
         }
 
     def messages(self, callbacks: Callbacks) -> list[str]:
@@ -69,7 +69,7 @@ class Fork:
 
         source = (
             f"of run {self.run_id or self.run_dir} "
-            f"after update {self.checkpoint.update}"
+            f"after update {self.checkpoint.updates_done}"
         )
         if self.weights_only:
             return [f"begins with the weights {source}"]
@@ -78,45 +78,65 @@ class Fork:
             line += ", with a learning rate of its own"
         return [line, *snapshot.starting_anew(callbacks)]
 
-    def check(self, update: Update, plan: Plan) -> None:
-        """Check that the checkpoint fits the model and the horizon, and read it.
-
-        It is read now, as the other run may delete it.
+    def check(self, updater: Update, plan: Plan) -> None:
+        """Check that the checkpoint fits the model and the horizon.
 
         Raises:
-            ConfigError: it does not fit, or is gone.
+            ConfigError: it does not fit.
         """
         from pipeline.checkpoints import snapshot
 
-        if self.update >= plan.updates:
-            rule = f"must have a horizon beyond the {self.update} updates of {RUN}"
+        if self.updates_done >= plan.updates:
+            rule = (
+                f"must have a horizon beyond the {self.updates_done} updates of {_KEY}"
+            )
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check(self.checkpoint.meta, update, self._takes)
+        snapshot.check_variables_fit(
+            self.checkpoint.meta.arrays, updater, self._is_restored
+        )
+
+    def load(self) -> None:
+        """Read the checkpoint into memory, before the other run deletes it.
+
+        Raises:
+            ConfigError: it is gone.
+        """
+        from pipeline.checkpoints import snapshot
+
         try:
-            self.states = [snapshot.read(self.checkpoint.folder, self.checkpoint.meta)]
+            self.snapshot = snapshot.read(self.checkpoint)
         except Exception as error:
             key = f"the checkpoint {self.checkpoint.folder}"
             rule = "must be there until it is read: the run that it is of has gone on"
             raise ConfigError(key, rule) from error
 
+    def take(self) -> Snapshot:
+        """Return the snapshot that `load` has read, and drop it here: it is large."""
+        assert self.snapshot is not None
+        snapshot = self.snapshot
+        self.snapshot = None
+        return snapshot
+
     def restore(
-        self, state: State, update: Update, recorder: Recorder, callbacks: Callbacks
-    ) -> dict[str, Any]:
-        """Restore the state into the run; return the state of its loop."""
+        self, saved: Snapshot, updater: Update, recorder: Recorder, callbacks: Callbacks
+    ) -> LoopState:
+        """Restore `saved` into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot
 
-        loop: dict[str, Any] = {"open": False, "validation": {}}
+        loop = LoopState()
         if self.weights_only:
-            snapshot.restore_variables(state, update, self._takes)
+            snapshot.restore_variables(saved, updater, self._is_restored)
         else:
-            loop |= snapshot.restore(state, update, recorder, callbacks, self._takes)
+            loop = snapshot.restore(
+                saved, updater, recorder, callbacks, self._is_restored
+            )
             # A callback may have stopped the other run.
-            update.model.stop_training = False
+            updater.model.stop_training = False
         # The best evaluation of the other run does not count here: its checkpoint is in
         # the other directory.
-        return loop | {"stopped_by": None, "best": None}
+        return replace(loop, stopped_by=None, best=None)
 
-    def _takes(self, name: str) -> bool:
+    def _is_restored(self, name: str) -> bool:
         """Return whether a variable is restored.
 
         Either side may lack a learning rate that is not restored.
@@ -130,14 +150,16 @@ class Fork:
         return not is_rate
 
 
-def find_fork(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
+def find_fork(
+    spec: RunSpec, run_dir: Path, updates_done: int | None = None
+) -> Fork | None:
     """Return the checkpoint of another run that this one begins with.
 
     Args:
         spec: the spec of this run.
         run_dir: this run's directory.
-        update: the update of the checkpoint that this run began with before, if it is
-            resumed.
+        updates_done: the update of the checkpoint that this run began with before, if
+            it is resumed.
 
     Returns:
         None if the run begins with no checkpoint.
@@ -145,10 +167,10 @@ def find_fork(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork |
     text = spec.config.start.run
     if text is None:
         return None
-    source, checkpoint = named(text, RUN, run_dir, update)
-    past = Past.read(source, RUN, running=True)
+    source, checkpoint = named(text, _KEY, run_dir, updates_done)
+    past = Past.read(source, _KEY, running=True)
     past.close()
-    own_rate = _has_own_rate(spec, recorded_config(source, RUN), past)
+    own_rate = _has_own_rate(spec, recorded_config(source, _KEY), past)
     return Fork(
         past.run.get("run_id", ""),
         source.absolute(),
@@ -159,46 +181,45 @@ def find_fork(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork |
 
 
 def named(
-    text: str, key: str, but: Path | None = None, update: str | None = None
+    text: str, key: str, excluding: Path | None = None, updates_done: int | None = None
 ) -> tuple[Path, Checkpoint]:
     """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names.
 
     Args:
         text: the name.
         key: the argument that an error names.
-        but: a run directory that is passed over.
-        update: the update of the checkpoint, in place of the one in `text`. If neither
-            has one, the newest checkpoint is meant.
+        excluding: a run directory that is passed over.
+        updates_done: the update of the checkpoint, in place of the one in `text`. If
+            neither has one, the newest checkpoint is meant.
 
     Raises:
         ConfigError: there is no such run or checkpoint.
     """
-    name, _, at_update = text.rpartition("@")
-    if not (name and at_update.isascii() and at_update.isdecimal()):
+    name, _, digits = text.rpartition("@")
+    if not (name and digits.isascii() and digits.isdecimal()):
         name = text
-        at_update = ""
-    source = find(name, key, but)
-    at_update = update or at_update
+    elif updates_done is None:
+        updates_done = int(digits)
+    source = find(name, key, excluding)
 
     checkpoints = source / "checkpoints"
     folder_by_update: dict[int, Path] = {}
     for folder in (checkpoints / BEST, checkpoints):
-        for number in files.updates(folder):
+        for number in files.saved_updates(folder):
             folder_by_update[number] = folder
     if not folder_by_update:
         rule = "must be a run with a checkpoint: see training.checkpoint_every"
         raise ConfigError(key, rule, text)
 
-    if not at_update:
-        checkpoint = files.newest(checkpoints, max(folder_by_update))
+    if updates_done is None:
+        checkpoint = files.newest(checkpoints)
         if checkpoint is None:
             raise ConfigError(key, "must have a whole checkpoint", text)
         return source, checkpoint
-    number = int(at_update)
-    if number not in folder_by_update:
+    if updates_done not in folder_by_update:
         rule = "must name an update whose checkpoint is there"
         raise ConfigError(key, rule, text, sorted(folder_by_update))
-    return source, files.at(folder_by_update[number], number)
+    return source, files.at(folder_by_update[updates_done], updates_done)
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:

@@ -31,7 +31,6 @@ from pipeline.tracking.journal_file import (
     DESCRIBED,
     JOURNAL_NAME,
     Past,
-    Position,
     absolute,
     has_begun,
 )
@@ -48,6 +47,8 @@ class Continuation:
 
     Attributes:
         run_dir: the run's directory.
+        key: the argument or config key that names the run, for errors: RUN of
+            `pipeline resume`, else `hydra.run.dir` or `hydra.sweep.dir`.
         spec: the spec. Keys that the config leaves open, such as `auto`, have the
             values of the run.
         past: the run's past, whose journal is locked.
@@ -58,6 +59,7 @@ class Continuation:
     """
 
     run_dir: Path
+    key: str
     spec: RunSpec
     past: Past
     checkpoint: Checkpoint | None
@@ -65,9 +67,9 @@ class Continuation:
     finished: bool = False
 
     @property
-    def update(self) -> int:
-        """The number of completed updates."""
-        return 0 if self.checkpoint is None else self.checkpoint.update
+    def updates_done(self) -> int:
+        """The updates of `checkpoint`; 0 without one, as in a finished run."""
+        return 0 if self.checkpoint is None else self.checkpoint.updates_done
 
     @property
     def run_id(self) -> str:
@@ -84,11 +86,11 @@ class Continuation:
         if not self.past.described or not file.exists():
             return
         rule = f"must have a {DESCRIBED} that can be read"
-        with as_config_error("RUN", rule, str(self.run_dir), COPY):
+        with as_config_error(self.key, rule, str(self.run_dir), COPY):
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
 
-    def check(self, update: Update, plan: Plan) -> None:
+    def check(self, updater: Update, plan: Plan) -> None:
         """Check that the checkpoint fits the model, and that there is more to train.
 
         Raises:
@@ -98,24 +100,25 @@ class Continuation:
 
         if self.checkpoint is None:
             return
-        values = self.checkpoint.meta["values"]
+        meta = self.checkpoint.meta
         has_finished = self.past.status == "FINISHED"
-        if has_finished and values["stop_training"]:
-            callback = values["loop"]["stopped_by"]
+        if has_finished and meta.values["stop_training"]:
             rule = (
-                f"was ended by training.callbacks.{callback} after update "
-                f"{self.update}: begin another one there, with "
-                f"start.run=RUN@{self.update}"
+                f"was ended by training.callbacks.{meta.loop.stopped_by} after update "
+                f"{self.updates_done}: begin another one there, with "
+                f"start.run=RUN@{self.updates_done}"
             )
-            raise ConfigError("RUN", rule, str(self.run_dir))
-        if self.update > plan.updates or (self.update == plan.updates and has_finished):
-            rule = f"must have a horizon beyond the {self.update} updates done"
+            raise ConfigError(self.key, rule, str(self.run_dir))
+        if self.updates_done > plan.updates or (
+            self.updates_done == plan.updates and has_finished
+        ):
+            rule = f"must have a horizon beyond the {self.updates_done} updates done"
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check(self.checkpoint.meta, update)
-        if values["loop"].get("batch") != plan.digest(self.update):
+        snapshot.check_variables_fit(meta.arrays, updater)
+        if meta.loop.batch_digest != plan.digest(self.updates_done):
             rule = (
                 "must give the batches of the run again: that of update "
-                f"{self.update} is another one"
+                f"{self.updates_done} is another one"
             )
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
@@ -123,12 +126,12 @@ class Continuation:
         """Return the lines that a run prints when it is resumed."""
         from pipeline.checkpoints import snapshot
 
-        lines = [f"goes on after update {self.update}", *self.changes]
+        lines = [f"goes on after update {self.updates_done}", *self.changes]
         if self.past.damage:
             lines.append(
                 f"{JOURNAL_NAME}: {self.past.damage}; what follows is trained again"
             )
-        if self.update:
+        if self.updates_done:
             lines += snapshot.starting_anew(callbacks)
         return lines
 
@@ -151,26 +154,32 @@ def find_continuation(
     """
     if not required and not has_begun(run_dir / JOURNAL_NAME):
         return None
+
+    # Errors name what the user has typed.
+    if required:
+        key = "RUN"
+    elif spec.config.tracking.sweep is not None:
+        key = "hydra.sweep.dir"
+    else:
+        key = "hydra.run.dir"
     if not required and spec.config.training.resume is None:
         # A second run in one journal would never be shipped.
-        is_job = spec.config.tracking.sweep is not None
-        key = "hydra.sweep.dir" if is_job else "hydra.run.dir"
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
-    key = "RUN" if required else "hydra.run.dir"
+
     past = Past.read(run_dir, key)
     try:
-        return _continuation(run_dir, with_own_store(spec, past), past, required)
+        return _continuation(run_dir, key, with_own_store(spec, past), past, required)
     except BaseException:
         past.close()
         raise
 
 
 def _continuation(
-    run_dir: Path, spec: RunSpec, past: Past, required: bool
+    run_dir: Path, key: str, spec: RunSpec, past: Past, required: bool
 ) -> Continuation:
     lines: list[str] = []
     if past.described:
-        recorded = recorded_config(run_dir, "RUN")
+        recorded = recorded_config(run_dir, key)
         spec = _with_recorded_choices(spec, recorded, past)
         lines = changes(recorded, spec, past)
         if past.status == "FINISHED" and not _has_other_horizon(recorded, spec):
@@ -179,17 +188,19 @@ def _continuation(
                     "has finished: a longer horizon goes on with it, and "
                     "pipeline sync ships what its store lacks"
                 )
-                raise ConfigError("RUN", rule, str(run_dir))
-            return Continuation(run_dir, spec, past, None, finished=True)
+                raise ConfigError(key, rule, str(run_dir))
+            return Continuation(run_dir, key, spec, past, None, finished=True)
 
-    # The updates whose rows the journal has lost are trained again.
+    # The updates whose rows the journal has lost are trained again. Only each update
+    # that `log_every` divides has a row, so the ones before the next such update have
+    # lost none.
     most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
     latest = files.newest(
         run_dir / "checkpoints", most, lambda checkpoint: _has_rows(past, checkpoint)
     )
     if required and latest is None:
-        raise _no_checkpoint(run_dir, past, most)
-    return Continuation(run_dir, spec, past, latest, lines)
+        raise _no_checkpoint(run_dir, key, past, most)
+    return Continuation(run_dir, key, spec, past, latest, lines)
 
 
 def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
@@ -197,9 +208,9 @@ def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
 
     If it has not, one line says so.
     """
-    recorded = checkpoint.meta.get("journal")
-    # A checkpoint of before has no position.
-    if recorded is None or Position(**recorded) in past.positions:
+    position = checkpoint.meta.journal
+    # An old checkpoint has no position.
+    if position is None or position in past.positions:
         return True
     say(
         f"the checkpoint {checkpoint.folder} is not used: "
@@ -209,16 +220,17 @@ def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
 
 
 def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
-    horizon = spec.resolved["training"]
-    return any(recorded["training"].get(unit) != horizon[unit] for unit in HORIZONS)
+    before = recorded["training"]
+    now = spec.resolved["training"]
+    return any(before.get(unit) != now[unit] for unit in HORIZONS)
 
 
-def _no_checkpoint(run_dir: Path, past: Past, most: int) -> ConfigError:
+def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigError:
     """Return the error for a run without an intact checkpoint of `most` updates."""
-    existing = files.updates(run_dir / "checkpoints")
+    existing = files.saved_updates(run_dir / "checkpoints")
     if not existing:
         rule = "must have a checkpoint: see training.checkpoint_every"
-        return ConfigError("RUN", rule, str(run_dir))
+        return ConfigError(key, rule, str(run_dir))
     rule = (
         f"must have an intact checkpoint after at most {most} updates, of which "
         f"{JOURNAL_NAME} has the rows"
@@ -226,7 +238,7 @@ def _no_checkpoint(run_dir: Path, past: Past, most: int) -> ConfigError:
     if past.damage:
         rule += f" ({past.damage})"
     rule += ": training.resume=auto trains it from the start"
-    return ConfigError("RUN", rule, str(run_dir), existing)
+    return ConfigError(key, rule, str(run_dir), existing)
 
 
 def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
@@ -246,36 +258,46 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
 def _with_recorded_choices(
     spec: RunSpec, recorded: dict[str, Any], past: Past
 ) -> RunSpec:
-    """Return the spec with the run's own choices for what the config leaves open.
-
-    Keys that the record does not know are removed.
-    """
-    spec = _with_order(spec, recorded["dataset"])
-    knows_clock = CLOCK in leaves(recorded)
-    if not knows_clock and spec.resolved["schedule"].get("clock") == "updates":
-        spec = spec.changed({}, without=[CLOCK])
+    """Return the spec with the run's own choices for what the config leaves open."""
+    spec = _with_recorded_order(spec, recorded["dataset"])
+    spec = _without_new_keys(spec, recorded)
     if spec.searches:
-        # On more replicas, each gets fewer examples.
+        # The run's size may exceed the share of a replica in the effective batch, as
+        # each replica has a smaller share if there are more of them now.
         size = past.start["segment"]["cut"]["micro_batch_size"]
         spec = spec.with_micro_batch(min(size, spec.largest.share))
     return spec
 
 
-def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
-    """Return the spec with the order of the examples in the `recorded` dataset."""
+def _with_recorded_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
+    """Return the spec with the order of the examples in the `recorded` dataset.
+
+    The order depends on whether the dataset is shuffled in memory or by a buffer.
+    """
     node = spec.dataset
-    values: dict[str, Any] = {}
-    if node.get("in_memory") == "auto":
-        values["dataset.in_memory"] = recorded.get("in_memory", True)
-        if node.get("shuffle_buffer") is None and "shuffle_buffer" in recorded:
-            values["dataset.shuffle_buffer"] = recorded["shuffle_buffer"]
-    unknown = []
-    for key in ("shuffle_files", "checksum", "batched"):
-        if key not in recorded:
-            unknown.append(f"dataset.{key}")
-    if not values and not unknown:
+    if node.get("in_memory") != "auto":
         return spec
-    return spec.changed(values, without=unknown)
+    values = {"dataset.in_memory": recorded.get("in_memory", True)}
+    if node.get("shuffle_buffer") is None and "shuffle_buffer" in recorded:
+        values["dataset.shuffle_buffer"] = recorded["shuffle_buffer"]
+    return spec.changed(values)
+
+
+def _without_new_keys(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
+    """Return the spec without keys that are newer than the `recorded` config.
+
+    `changes` would list or reject them, as the schema has no default for them.
+    """
+    new_keys = []
+    for key in ("shuffle_files", "checksum", "batched"):
+        if key not in recorded["dataset"]:
+            new_keys.append(f"dataset.{key}")
+    is_default_clock = spec.resolved["schedule"].get("clock") == "updates"
+    if is_default_clock and CLOCK not in leaves(recorded):
+        new_keys.append(CLOCK)
+    if not new_keys:
+        return spec
+    return spec.changed({}, without=new_keys)
 
 
 def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:

@@ -1,7 +1,6 @@
 """Run directories: how they are found, and what their runs began with."""
 
 import os
-import re
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,23 +28,23 @@ COPY = "MLflow has a copy among the artifacts of the run"
 SHORTEST_ID = 4  # characters of a run ID that are enough to look for its run
 
 
-def find(start: str, key: str, but: Path | None = None) -> Path:
+def find(start: str, key: str, excluding: Path | None = None) -> Path:
     """Return the only run directory that `start` names.
 
     Args:
         start: a run directory, or the start of the ID of its run in MLflow.
         key: the argument that an error names.
-        but: a run directory to pass over. Its journal is not opened, as closing it
+        excluding: a run directory to pass over. Its journal is not opened, as closing it
             would release its lock.
 
     Raises:
         ConfigError: None or several match.
     """
     folder = Path(start)
-    if (folder / JOURNAL_NAME).exists() and not _is_same(folder, but):
+    if (folder / JOURNAL_NAME).exists() and not _is_same(folder, excluding):
         return folder
     matching = []
-    for run_id, run_dir in by_id(key, but).items():
+    for run_id, run_dir in by_id(key, excluding).items():
         if len(start) >= SHORTEST_ID and run_id.startswith(start):
             matching.append(run_dir)
     if len(matching) != 1:
@@ -53,20 +52,21 @@ def find(start: str, key: str, but: Path | None = None) -> Path:
             "must be one run directory, or the start of the ID of one run whose "
             "directory lies below this one"
         )
+        if len(start) < SHORTEST_ID:
+            rule += f" (at least {SHORTEST_ID} characters)"
         choices = [str(run_dir) for run_dir in matching] or None
         raise ConfigError(key, rule, start, choices)
     return matching[0]
 
 
-def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
+def by_id(key: str, excluding: Path | None = None) -> dict[str, Path]:
     """Return the run directories below the working directory by the ID of their run.
 
-    The IDs are those in their journals. `key` and `but` are as for `find`.
+    The IDs are those in their journals. `key` and `excluding` are as for `find`.
     """
     run_dirs_by_id = {}
-    for name in run_dirs([]):
-        run_dir = Path(name)
-        if _is_same(run_dir, but):
+    for run_dir in run_dirs([]):
+        if _is_same(run_dir, excluding):
             continue
         # The journal of another version raises a ConfigError, and is passed over.
         with (
@@ -78,7 +78,7 @@ def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
     return run_dirs_by_id
 
 
-def run_dirs(folders: Sequence[str]) -> list[str]:
+def run_dirs(folders: Sequence[str]) -> list[Path]:
     """Return the run directories among `folders` and below them.
 
     Without `folders`, return those below the working directory.
@@ -86,31 +86,17 @@ def run_dirs(folders: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a folder has no run directory in it.
     """
-    found: dict[str, None] = {}  # an ordered set
+    found: dict[Path, None] = {}  # an ordered set
     for folder in folders or ["."]:
         inside = []
         for path, _, files in os.walk(folder):
             if JOURNAL_NAME in files:
-                inside.append(os.path.normpath(path))
+                inside.append(Path(os.path.normpath(path)))
         if folders and not inside:
             rule = f"must be a folder with a {JOURNAL_NAME} in it"
             raise ConfigError("RUN_DIR", rule, folder)
         found |= dict.fromkeys(sorted(inside))
     return list(found)
-
-
-def quoted(text: object) -> str:
-    """Return `text` as a quoted value in Hydra's grammar.
-
-    A backslash escapes only before a quote, so those before one are doubled.
-    """
-
-    def escape(match: re.Match[str]) -> str:
-        backslashes, quote = match.groups()
-        return 2 * backslashes + quote.replace("'", "\\'")
-
-    escaped = re.sub(r"(\\*)('|\Z)", escape, str(text))
-    return f"'{escaped}'"
 
 
 def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:

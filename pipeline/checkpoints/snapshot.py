@@ -30,6 +30,7 @@ from pipeline.accumulation.internals import (
     layers_of,
     untracked_variables,
 )
+from pipeline.checkpoints.files import Checkpoint, LoopState
 from pipeline.common.errors import ConfigError
 
 if TYPE_CHECKING:  # of a package above this one
@@ -39,8 +40,8 @@ Callbacks = Mapping[str, keras.callbacks.Callback]
 # Variables by unique name. Each is a list of its copies on the replicas, or of one copy
 # if all are equal.
 Variables = dict[str, Sequence[Any]]
-# Takes the name of a variable, and returns whether it is selected.
-Takes = Callable[[str], bool]
+# Takes the name of a variable, and returns whether the snapshot's value replaces it.
+IsRestored = Callable[[str], bool]
 
 _SEED = "keras' global seed"
 _SAME_PATH = " #"  # `PATH #2` is the second variable with that path.
@@ -66,8 +67,8 @@ _KEPT_ATTRIBUTES: dict[type, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class State:
-    """A snapshot in host memory.
+class Snapshot:
+    """What a run is between two updates, in host memory.
 
     Attributes:
         arrays: the arrays, by name.
@@ -84,11 +85,8 @@ class State:
             specs.append([name, list(array.shape), array.dtype.name])
         return specs
 
-    def write(self, folder: Path) -> dict[str, Any]:
+    def write_arrays(self, folder: Path) -> None:
         """Write the arrays into `folder`, and read them back.
-
-        Returns:
-            What else `read` needs, as JSON.
 
         Raises:
             OSError: an array was read back other than it was written.
@@ -98,158 +96,177 @@ class State:
             for array in self.arrays.values():
                 variables.append(tf.Variable(array, trainable=False))
             tf.train.Checkpoint(arrays=variables).write(str(folder / "arrays"))
-        meta = {"arrays": self.specs(), "values": self.values}
-        for name, array in read(folder, meta).arrays.items():
+        for name, array in read_arrays(folder, self.specs()).items():
             if array.tobytes() != self.arrays[name].tobytes():
                 raise OSError(f"{name} was read back other than it was written")
-        return meta
 
 
-def _take_all(name: str) -> bool:
+def _restore_all(name: str) -> bool:
     return True
 
 
-def read(folder: Path, meta: Mapping[str, Any]) -> State:
-    """Return the snapshot in `folder`; `meta` is what `State.write` returned."""
+def read(checkpoint: Checkpoint) -> Snapshot:
+    """Return the snapshot in a checkpoint."""
+    meta = checkpoint.meta
+    arrays = read_arrays(checkpoint.folder, meta.arrays)
+    return Snapshot(arrays, dict(meta.values))
+
+
+def read_arrays(folder: Path, specs: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Return the arrays in `folder` by name; `specs` is that of their snapshot."""
     variables = []
     with tf.device("CPU:0"):
-        for _, shape, dtype in meta["arrays"]:
+        for _, shape, dtype in specs:
             variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
-        checkpoint = tf.train.Checkpoint(arrays=variables)
-        checkpoint.read(str(folder / "arrays")).assert_consumed()
+        saved = tf.train.Checkpoint(arrays=variables)
+        saved.read(str(folder / "arrays")).assert_consumed()
     arrays = {}
-    for (name, _, _), variable in zip(meta["arrays"], variables, strict=True):
+    for (name, _, _), variable in zip(specs, variables, strict=True):
         arrays[name] = variable.numpy()
-    return State(arrays, dict(meta["values"]))
+    return arrays
 
 
 def capture(
-    update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]
-) -> State:
+    updater: Update, recorder: Recorder, callbacks: Callbacks, loop: LoopState
+) -> Snapshot:
     """Copy everything that an update changes.
 
     Args:
-        update: the update whose model and optimizer are copied.
+        updater: the object that trains the model by the optimizer; both are copied.
         recorder: the recorder, which must have fetched all of its rows.
         callbacks: the callbacks, whose `get_state` may return only JSON values and
             arrays.
-        loop: the state of the training loop, as JSON.
+        loop: the state of the training loop.
 
     Raises:
         TypeError: the state of a callback is something else.
     """
-    arrays = _copied(_variables(update))
+    arrays = _copied(_variables(updater))
+
+    # The random states are copied after this loop, as `get_state` may draw numbers.
     callback_states: dict[str, Any] = {}
+    callback_classes: dict[str, str] = {}
     for name, callback in callbacks.items():
+        callback_classes[name] = _class_name(callback)
         state = _state_of(callback)
         if state is not None:
-            callback_states[name] = state
+            plain_state = _without_arrays(state, f"callback/{name}", arrays)
+            callback_states[name] = plain_state
 
-    values: dict[str, Any] = {
-        "loop": dict(loop),
-        "stop_training": bool(update.model.stop_training),
-        "recorder": recorder.get_state(),
-    }
     python_state = random.getstate()
-    values["random"] = _without_arrays(python_state, "Python's random state", {})
     numpy_state = np.random.get_state()
-    values["numpy"] = _without_arrays(numpy_state, "NumPy's random state", arrays)
-    values["callbacks"] = {}
-    for name, state in callback_states.items():
-        plain_state = _without_arrays(state, f"callback/{name}", arrays)
-        values["callbacks"][name] = plain_state
-    values["kinds"] = {name: _kind(each) for name, each in callbacks.items()}
-    return State(arrays, values)
+    values = {
+        "loop": loop.as_json(),
+        "stop_training": bool(updater.model.stop_training),
+        "recorder": recorder.get_state(),
+        "random": _without_arrays(python_state, "Python's random state", {}),
+        "numpy": _without_arrays(numpy_state, "NumPy's random state", arrays),
+        "callbacks": callback_states,
+        "kinds": callback_classes,
+    }
+    return Snapshot(arrays, values)
 
 
-def restore_variables(state: State, update: Update, takes: Takes = _take_all) -> None:
-    """Restore the variables whose names `takes` accepts.
+def restore_variables(
+    snapshot: Snapshot, updater: Update, is_restored: IsRestored = _restore_all
+) -> None:
+    """Restore the variables whose names `is_restored` accepts.
 
     Raises:
         ConfigError: one of them does not fit. No variable was changed.
     """
-    if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
-        with update.strategy.scope():
+    if _SEED in snapshot.arrays and is_restored(_SEED) and global_seed() is None:
+        with updater.strategy.scope():
             global_seed(make=True)
-    check({"arrays": state.specs()}, update, takes)
-    variables = _variables(update)
-    taken = {name: copies for name, copies in variables.items() if takes(name)}
-    _assign(taken, state.arrays)
+    check_variables_fit(snapshot.specs(), updater, is_restored)
+    restored: Variables = {}
+    for name, copies in _variables(updater).items():
+        if is_restored(name):
+            restored[name] = copies
+    _assign(restored, snapshot.arrays)
 
 
 def restore(
-    state: State,
-    update: Update,
+    snapshot: Snapshot,
+    updater: Update,
     recorder: Recorder,
     callbacks: Callbacks,
-    takes: Takes = _take_all,
-) -> dict[str, Any]:
-    """Restore all but the variables that `takes` leaves out.
+    is_restored: IsRestored = _restore_all,
+) -> LoopState:
+    """Restore all but the variables that `is_restored` leaves out.
 
     Returns:
         The state of the training loop.
     """
-    restore_variables(state, update, takes)
-    values = state.values
-    update.model.stop_training = values["stop_training"]
+    restore_variables(snapshot, updater, is_restored)
+    values = snapshot.values
+    updater.model.stop_training = values["stop_training"]
     recorder.set_state(values["recorder"])
     for name, callback in callbacks.items():
-        if name in values["callbacks"] and values["kinds"][name] == _kind(callback):
-            _restore_callback(callback, values["callbacks"][name], state.arrays)
-    np.random.set_state(tuple(_with_arrays(values["numpy"], state.arrays)))
+        if name in values["callbacks"] and values["kinds"][name] == _class_name(
+            callback
+        ):
+            _restore_callback(callback, values["callbacks"][name], snapshot.arrays)
+    np.random.set_state(tuple(_with_arrays(values["numpy"], snapshot.arrays)))
     version, numbers, gauss = values["random"]
     random.setstate((version, tuple(numbers), gauss))
-    return dict(values["loop"])
+    return LoopState.from_json(values["loop"])
 
 
-def adapt(update: Update, state: State) -> None:
-    """Give `Normalization` layers the statistics of the snapshot.
+def restore_normalization(snapshot: Snapshot, updater: Update) -> None:
+    """Assign the statistics of the snapshot to the model's `Normalization` layers.
 
     Call it before a trace captures their statistics as constants.
     """
     layers = []
     names: set[str] = set()
-    for layer in layers_of(update.model):
+    for layer in layers_of(updater.model):
         if isinstance(layer, keras.layers.Normalization):
             layers.append(layer)
             names.update(f"model/{variable.path}" for variable in layer.variables)
 
     variables: Variables = {}
-    for name, copies in _variables(update).items():
+    for name, copies in _variables(updater).items():
         if name.partition(_SAME_PATH)[0] in names:
             variables[name] = copies
-    _assign(variables, state.arrays)
+    _assign(variables, snapshot.arrays)
     for layer in layers:
         layer.finalize_state()
 
 
 @contextmanager
-def lent(state: State, update: Update) -> Iterator[None]:
-    """Within the block, give model and optimizer the variables of the snapshot."""
-    variables = _variables(update)
+def weights_replaced(snapshot: Snapshot, updater: Update) -> Iterator[None]:
+    """Within the block, model and optimizer have the variables of the snapshot.
+
+    After it, they have their own again.
+    """
+    variables = _variables(updater)
     before = _copied(variables)
     try:
-        _assign(variables, state.arrays)
+        _assign(variables, snapshot.arrays)
         yield
     finally:
         _assign(variables, before)
 
 
-def check(meta: Mapping[str, Any], update: Update, takes: Takes = _take_all) -> None:
+def check_variables_fit(
+    specs: Sequence[Any], updater: Update, is_restored: IsRestored = _restore_all
+) -> None:
     """Check that a snapshot and the model have the same variables, by shape and dtype.
 
-    Variables whose names `takes` leaves out are not checked.
+    `specs` is that of the snapshot, whose arrays need not be read for this. Variables
+    whose names `is_restored` leaves out are not checked.
 
     Raises:
         ConfigError: they differ.
     """
     saved_specs: dict[str, str] = {}
-    for name, shape, dtype in meta["arrays"]:
+    for name, shape, dtype in specs:
         saved_specs[name] = f"{tuple(shape)} {dtype}"
 
-    variables = _variables(update)
+    variables = _variables(updater)
     for name, copies in variables.items():
-        if not takes(name):
+        if not is_restored(name):
             continue
         if name == _SEED and name not in saved_specs:
             continue
@@ -263,12 +280,12 @@ def check(meta: Mapping[str, Any], update: Update, takes: Takes = _take_all) -> 
         if not saved_name.startswith(("model/", "optimizer/")):
             continue
         name = saved_name.partition(_REPLICA)[0]
-        if takes(name) and name not in variables:
+        if is_restored(name) and name not in variables:
             rule = "must fit the model, which has no such variable"
             raise ConfigError("the checkpoint", rule, name)
 
 
-def check_state(name: str, callback: keras.callbacks.Callback) -> None:
+def check_callback_can_be_saved(name: str, callback: keras.callbacks.Callback) -> None:
     """Check, before the training, that a checkpoint can hold a callback's state.
 
     Raises:
@@ -284,15 +301,15 @@ def starting_anew(callbacks: Callbacks) -> list[str]:
     """Return a line for each callback whose state cannot be saved."""
     lines = []
     for name, callback in callbacks.items():
-        if type(callback) not in _KEPT_ATTRIBUTES and not _offers_state(callback):
+        if not _offers_state(callback) and _kept_attributes(callback) is None:
             lines.append(f"training.callbacks.{name} starts anew: it offers no state")
     return lines
 
 
-def _variables(update: Update) -> Variables:
+def _variables(updater: Update) -> Variables:
     """Return all variables of the model and the optimizer, and Keras' global seed."""
-    model = update.model
-    copies_of = update.strategy.experimental_local_results
+    model = updater.model
+    copies_of = updater.strategy.experimental_local_results
     trainable_ids = {id(variable) for variable in model.trainable_variables}
 
     named: list[tuple[str, Sequence[Any]]] = []
@@ -304,7 +321,7 @@ def _variables(update: Update) -> Variables:
             named.append((f"model/{variable.path}", copies_of(variable.value)))
     for name, variable in untracked_variables(model):
         named.append((f"model/{name}", copies_of(variable)))
-    for variable in update.optimizer.variables:
+    for variable in updater.optimizer.variables:
         named.append((f"optimizer/{variable.path}", [variable.value]))
     seed = global_seed()
     if seed is not None:
@@ -346,7 +363,7 @@ def _assign(variables: Variables, arrays: Mapping[str, np.ndarray]) -> None:
             copy.assign(arrays.get(f"{name}{_REPLICA}{replica}", arrays[name]))
 
 
-def _kind(callback: keras.callbacks.Callback) -> str:
+def _class_name(callback: keras.callbacks.Callback) -> str:
     return f"{type(callback).__module__}.{type(callback).__qualname__}"
 
 
@@ -354,18 +371,29 @@ def _offers_state(callback: keras.callbacks.Callback) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
+def _kept_attributes(callback: keras.callbacks.Callback) -> tuple[str, ...] | None:
+    """Return the attributes that are the state of one of Keras' own callbacks.
+
+    A subclass has those of its superclass. Return None for any other callback.
+    """
+    for keras_class, attributes in _KEPT_ATTRIBUTES.items():
+        if isinstance(callback, keras_class):
+            return attributes
+    return None
+
+
 def _state_of(callback: Any) -> Any:
     """Return a callback's `get_state()`, or what Keras' own ones keep, or None."""
     if _offers_state(callback):
         return callback.get_state()
-    for kind, attributes in _KEPT_ATTRIBUTES.items():
-        if isinstance(callback, kind):
-            state = {}
-            for name in attributes:
-                if hasattr(callback, name):
-                    state[name] = getattr(callback, name)
-            return state
-    return None
+    attributes = _kept_attributes(callback)
+    if attributes is None:
+        return None
+    state = {}
+    for name in attributes:
+        if hasattr(callback, name):
+            state[name] = getattr(callback, name)
+    return state
 
 
 def _restore_callback(

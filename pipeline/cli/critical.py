@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 from pipeline.checkpoints import fork
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import quoted, recorded_config
+from pipeline.checkpoints.run_dirs import recorded_config
 from pipeline.cli.resume import complete, overridden_keys
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, say
 from pipeline.config import compose, key_kinds
+from pipeline.config.overrides import hydra_quoted
 from pipeline.launch import recorded_job
 from pipeline.sweep import again
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
@@ -78,13 +79,13 @@ def critical(arguments: Sequence[str]) -> int:
     examples_before = _examples_before(stages, start)
     sizes, examples = _branches(
         batch=stages[-1].effective_batch_size,
-        training_examples=start.meta["examples"],
+        training_examples=start.meta.examples,
         examples=options.examples,
     )
     last = len(stages) - 1
     swept = ",".join(str(size) for size in sizes)
     branch_overrides = [
-        f"start.run={quoted(f'{run_dir}@{start.update}')}",
+        f"start.run={hydra_quoted(f'{run_dir}@{start.updates_done}')}",
         f"training.examples={examples_before + examples}",
         f"accumulation.batch_schedule.{last}.effective_batch_size={swept}",
     ]
@@ -103,7 +104,7 @@ def critical(arguments: Sequence[str]) -> int:
             sweep_id = _interrupted_sweep(options, file, overrides, branch_overrides)
             branch_overrides.append(f"tracking.sweep={sweep_id}")
         say(
-            f"branches after update {start.update}: {examples} examples each, "
+            f"branches after update {start.updates_done}: {examples} examples each, "
             f"at effective batches {sizes}"
         )
         line = ["-m", *file, *branch_overrides, *overrides]
@@ -168,16 +169,16 @@ def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
     recorded = past.start["tags"].get("accumulation.stages", f"[[0, {first}]]")
     stages = []
     for after, size in json.loads(recorded):
-        if after < start.update:
+        if after < start.updates_done:
             stages.append(_Stage(after, size))
-    return [*stages, _Stage(start.update, stages[-1].effective_batch_size)]
+    return [*stages, _Stage(start.updates_done, stages[-1].effective_batch_size)]
 
 
 def _examples_before(stages: list[_Stage], start: Checkpoint) -> int:
     """Return the examples that the run had seen at the checkpoint."""
-    training_examples = start.meta["examples"]
+    training_examples = start.meta.examples
     seen = 0
-    for update in range(start.update):
+    for update in range(start.updates_done):
         sizes = [
             stage.effective_batch_size for stage in stages if stage.after <= update
         ]
@@ -254,7 +255,7 @@ def _branch_config(
         "batch_schedule": schedule,
     }
     branch["training"]["evaluate_every"] = _NEVER
-    rate = start.meta["values"]["recorder"]["last"]["learning_rate"]
+    rate = start.meta.values["recorder"]["last"]["learning_rate"]
     branch["schedule"] = {
         "_target_": "pipeline.components.optimizer.constant",
         "learning_rate": rate / math.sqrt(batch / reference),

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pipeline.checkpoints.run_dirs import find, quoted, recorded_config
+from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.cli.train import run_one
 from pipeline.common import secrets
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config import plain
+from pipeline.config.overrides import hydra_quoted
 from pipeline.launch import recorded_job
 from pipeline.tracking.journal_file import Past
 
@@ -40,7 +41,7 @@ def resume(arguments: Sequence[str]) -> int:
         raise ConfigError("arguments", rule, sorted(keys))
     recorded_job.run_recorded(
         config,
-        [*overrides, f"hydra.run.dir={quoted(run_dir)}"],
+        [*overrides, f"hydra.run.dir={hydra_quoted(run_dir)}"],
         partial(run_one, resume=True),
     )
     return 0

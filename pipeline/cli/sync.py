@@ -49,13 +49,13 @@ def sync(arguments: Sequence[str]) -> int:
     if not folders:
         say("no run directory with a journal was found")
         return 0
-    named = {os.path.normpath(folder) for folder in options.folders}
+    named = {Path(os.path.normpath(folder)) for folder in options.folders}
     statuses = []
     for folder in folders:
         is_named = folder in named
-        status = sync_run(folder, store, config.tracking.patience, named=is_named)
+        status = sync_run(str(folder), store, config.tracking.patience, named=is_named)
         statuses.append(status)
-    for sweep_folder in {Path(folder).parent for folder in folders}:
+    for sweep_folder in {folder.parent for folder in folders}:
         statuses.append(_close_sweep(sweep_folder, store))
     return max(statuses)
 

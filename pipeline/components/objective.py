@@ -120,7 +120,7 @@ def compile(
         kind = type(callback).__name__
         with as_config_error(key, "must be able to do its work", kind):
             _check_callback(callback, model)
-            snapshot.check_state(name, callback)
+            snapshot.check_callback_can_be_saved(name, callback)
 
 
 def _with_rank_of_outputs(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:

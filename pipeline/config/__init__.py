@@ -13,6 +13,7 @@ __all__ = [
     "key_kinds",
     "metric_names",
     "objective_nodes",
+    "overrides",
     "plain",
     "plan",
     "resolve",

@@ -281,6 +281,6 @@ def _start_as_json(start: Checkpoint | Fork | None) -> dict[str, Any] | None:
         fork = None
     return {
         "folder": str(checkpoint.folder.absolute().parent),
-        "update": checkpoint.update,
+        "update": checkpoint.updates_done,
         "fork": fork,
     }

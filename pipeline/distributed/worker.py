@@ -79,7 +79,7 @@ def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bo
     start = _start_from_json(answer["start"])
     first_update = 0
     if start is not None:
-        first_update = start.update
+        first_update = start.updates_done
     parts = assembly.assemble(spec, None, first_update)
     reductions_ready.append(parts.devices.reductions_ready)
     resolve_name(task)(parts, Path(answer["run_dir"]), start)
@@ -118,6 +118,7 @@ def train(
     update = parts.update()
     if isinstance(start, fork.Fork):
         start.check(update, parts.plan)
+        start.load()
     recorder = fitting.recorder(parts)
     checkpoints = fitting.checkpoints(parts, run_dir)
     fitting.fit(parts, update, recorder, checkpoints, start)

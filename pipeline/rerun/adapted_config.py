@@ -84,7 +84,7 @@ def placed(
     if start.get("run") is not None:
         # It was recorded as the user wrote it, which may be ambiguous by now.
         tags = recorded.run.data.tags
-        start["run"] = f"{tags.get(fork.RUN)}@{tags.get(fork.UPDATE)}"
+        start["run"] = f"{tags.get(fork.RUN_TAG)}@{tags.get(fork.UPDATE_TAG)}"
     dataset = config.get("dataset") or {}
     if "data_dir" in dataset:
         dataset["data_dir"] = data_dir(recorded, gate)

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.checkpoints import fork, run_dirs
+from pipeline.checkpoints import fork
 from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.config import (
@@ -22,6 +22,7 @@ from pipeline.config import (
     sizes,
     trust_entries,
 )
+from pipeline.config.overrides import hydra_quoted
 from pipeline.config.plain import plain
 from pipeline.config.resolve import resolve
 from pipeline.launch import recorded_job
@@ -323,7 +324,7 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     statuses = []
     for number, (name, run) in enumerate(children.items()):
         say(f"{name}:")
-        run_dir = run_dirs.quoted(folder / str(number))
+        run_dir = hydra_quoted(folder / str(number))
         command = [*verb, run.info.run_id, *options, f"hydra.run.dir={run_dir}"]
         statuses.append(subprocess.call(command, env=environment))
 

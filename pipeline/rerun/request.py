@@ -10,9 +10,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from pipeline.checkpoints.run_dirs import quoted
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config import compose, hydra_errors, key_kinds
+from pipeline.config.overrides import hydra_quoted
 
 # These overrides are applied before Hydra composes the recorded config.
 _APPLIED_BEFORE = ("hydra.run.dir", "tracking", "dataset.data_dir")
@@ -135,7 +135,7 @@ class Request:
             ):
                 text = f"++{text}"
             overrides.append(text)
-        return [*overrides, f"hydra.run.dir={quoted(self.run_dir)}"]
+        return [*overrides, f"hydra.run.dir={hydra_quoted(self.run_dir)}"]
 
     @property
     def _folders(self) -> list[str]:

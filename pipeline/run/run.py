@@ -140,18 +140,20 @@ def _prepare(
 ) -> _Job:
     """Do everything that may reject a run before it is created; open its store."""
     with ExitStack() as undo:
-        fork_update = None
+        fork_updates_done = None
         if before is not None:
             undo.callback(before.past.close)
             spec = before.spec
             check_dataset = before.check_dataset
-            fork_update = before.past.start["tags"].get(fork.UPDATE)
+            tag = before.past.start["tags"].get(fork.UPDATE_TAG)
+            if tag is not None:
+                fork_updates_done = int(tag)
 
         start: Checkpoint | Fork | None = None
         if before is not None:
             start = before.checkpoint
         if start is None:
-            start = fork.find_fork(spec, run_dir, fork_update)
+            start = fork.find_fork(spec, run_dir, fork_updates_done)
 
         # The store opens in a thread, while TensorFlow is imported.
         tracking = spec.config.tracking
@@ -174,6 +176,7 @@ def _prepare(
             before.check(update, parts.plan)
         if isinstance(start, Fork):
             start.check(update, parts.plan)
+            start.load()
         if found is None:
             journal.ready()
         undo.pop_all()
@@ -201,7 +204,7 @@ def _gather(
 
 
 def _updates_before(start: Checkpoint | Fork | None) -> int:
-    return 0 if start is None else start.update
+    return 0 if start is None else start.updates_done
 
 
 def _finished(before: Continuation, workers: Chief) -> float:
@@ -322,7 +325,7 @@ def _continue_counting(job: _Job, recorder: Recorder) -> None:
         return
     cuts = recorded_cuts(before.past.tags)
     if cuts:
-        last = max([before.update, *before.past.updates])
+        last = max([before.updates_done, *before.past.updates])
         recorder.cut(job.parts.plan.after(cuts, last))
 
 

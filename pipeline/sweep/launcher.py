@@ -20,10 +20,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pipeline.checkpoints.run_dirs import by_id, quoted
+from pipeline.checkpoints.run_dirs import by_id
 from pipeline.common.errors import ConfigError, RunError, first_line, say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
+from pipeline.config.overrides import hydra_quoted
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
@@ -216,17 +217,17 @@ class SweepLauncher(Launcher):
         """Return the call of a job, which resumes from the checkpoint in `run_dir`."""
         overrides = [
             *overrides,
-            f"tracking.sweep={quoted(self.sweep.run_id)}",
-            f"tracking.job={quoted(name)}",
-            f"tracking.run_name={quoted(name)}",
+            f"tracking.sweep={hydra_quoted(self.sweep.run_id)}",
+            f"tracking.job={hydra_quoted(name)}",
+            f"tracking.run_name={hydra_quoted(name)}",
         ]
         if self.sweep.experiment:
-            experiment = quoted(self.sweep.experiment)
+            experiment = hydra_quoted(self.sweep.experiment)
             overrides.append(f"tracking.experiment={experiment}")
         if run_dir is not None:
             overrides += [
                 "training.resume=auto",
-                f"hydra.sweep.dir={quoted(run_dir.absolute())}",
+                f"hydra.sweep.dir={hydra_quoted(run_dir.absolute())}",
                 "hydra.sweep.subdir=.",
             ]
         return JobCall(

@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipeline.accumulation import Update
 from pipeline.accumulation.internals import shapes_compiled
 from pipeline.checkpoints import snapshot
-from pipeline.checkpoints.files import Checkpoint, Checkpoints
+from pipeline.checkpoints.files import Checkpoint, Checkpoints, LoopState
 from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
 from pipeline.training.evaluator import Evaluations, averaged_weights
@@ -148,25 +148,25 @@ class Trainer:
     def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
         """Restore a checkpoint. `iterator` is the one that `update_once` reads."""
         if isinstance(start, Checkpoint):
-            state = snapshot.read(start.folder, start.meta)
+            saved = snapshot.read(start)
             restore: Any = snapshot.restore
         else:
-            state = start.states.pop()
+            saved = start.take()
             restore = start.restore
-        snapshot.adapt(self.update, state)
+        snapshot.restore_normalization(saved, self.update)
 
         # The update is traced before its state is restored, as a layer may draw a seed
         # while it is traced.
         self._next_update.get_concrete_function(iterator)
-        self.update.begun.assign(start.update)
-        loop = restore(state, self.update, self.recorder, self.callbacks)
+        self.update.begun.assign(start.updates_done)
+        loop = restore(saved, self.update, self.recorder, self.callbacks)
 
-        self.done = start.update
-        self.pending = loop["open"]
-        self.validation = loop["validation"]
-        self.stopped_by = loop["stopped_by"]
-        if self.evaluations.best is not None and loop["best"] is not None:
-            self.evaluations.best.set_state(loop["best"])
+        self.done = start.updates_done
+        self.pending = loop.pending
+        self.validation = dict(loop.validation)
+        self.stopped_by = loop.stopped_by
+        if self.evaluations.best is not None and loop.best is not None:
+            self.evaluations.best.set_state(loop.best)
         self.recorder.progress.done = self.done
 
     def update_once(self, iterator: Any) -> tf.Tensor:
@@ -256,7 +256,7 @@ class Trainer:
         """Write a checkpoint if one is due.
 
         It is due after the `last` update, and while an evaluation or callbacks are
-        pending.
+        pending. Otherwise `Checkpoints.due` decides, by updates, epochs or minutes.
         """
         if self.checkpoints is None:
             return
@@ -290,8 +290,9 @@ class Trainer:
             update = self.done
             weights: Any = nullcontext()
         else:
-            update = best.update
-            weights = snapshot.lent(snapshot.read(best.folder, best.meta), self.update)
+            update = best.updates_done
+            saved = snapshot.read(best)
+            weights = snapshot.weights_replaced(saved, self.update)
         with weights, averaged_weights(self.update.optimizer, self.model):
             results = self.evaluations.test(self.raise_if_stopped)
         self.recorder.evaluated("test", update, results)
@@ -355,15 +356,16 @@ class Trainer:
         *,
         best: bool = False,
     ) -> None:
-        loop: dict[str, Any] = {
-            "open": pending,
-            "validation": validation,
-            "stopped_by": self.stopped_by,
-            "best": None,
-            "batch": self.recorder.plan.digest(self.done),
-        }
+        best_state = None
         if self.evaluations.best is not None:
-            loop["best"] = asdict(self.evaluations.best)
+            best_state = asdict(self.evaluations.best)
+        loop = LoopState(
+            pending,
+            validation,
+            self.stopped_by,
+            best_state,
+            self.recorder.plan.digest(self.done),
+        )
 
         def capture() -> Any:
             return snapshot.capture(self.update, self.recorder, self.callbacks, loop)

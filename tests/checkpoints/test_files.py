@@ -26,10 +26,9 @@ from omegaconf import OmegaConf
 
 from pipeline.accumulation import Evaluation, Update
 from pipeline.accumulation.internals import Objective
-from pipeline.checkpoints import files as checkpoint
-from pipeline.checkpoints import snapshot as state
+from pipeline.checkpoints import files, snapshot
 from pipeline.checkpoints.files import Checkpoints
-from pipeline.checkpoints.snapshot import State
+from pipeline.checkpoints.snapshot import Snapshot
 from pipeline.common.errors import ConfigError
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
@@ -242,7 +241,7 @@ class Run:
         factor = -(-SIZE // (micro * case.replicas))
         cut = Batching(SIZE, micro, factor, case.replicas)
         self.plan = Plan(cut, EXAMPLES, updates)
-        done = 0 if start is None else start.update
+        done = 0 if start is None else start.updates_done
         effective_batches = batches.effective_batches(
             OmegaConf.create(case.node), data, self.plan.slices(done), seed=3
         )
@@ -295,10 +294,10 @@ class Run:
                 stop=stop,
             ).fit(start)
 
-    def state(self, update: int) -> State:
+    def state(self, update: int) -> Snapshot:
         """Return the state in the checkpoint of an update."""
-        saved = checkpoint.at(self.folder / "checkpoints", update)
-        return state.read(saved.folder, saved.meta)
+        saved = files.at(self.folder / "checkpoints", update)
+        return snapshot.read(saved)
 
 
 def begin(precision: str) -> None:
@@ -369,11 +368,11 @@ def straight(tmp_path_factory):
 
 def goes_on(run: Run, update: int, folder: Path, case: Case, **arguments) -> Run:
     """Return a run in `folder` that goes on from a checkpoint of `run`."""
-    start = checkpoint.at(run.folder / "checkpoints", update)
+    start = files.at(run.folder / "checkpoints", update)
     return Run(folder, case, start=start, **arguments)
 
 
-def differences(actual: State, expected: State) -> list[str]:
+def differences(actual: Snapshot, expected: Snapshot) -> list[str]:
     """Return the names of the arrays and values that are not bit-identical."""
     bits = bits_of_arrays(actual)
     expected_bits = bits_of_arrays(expected)
@@ -387,7 +386,7 @@ def differences(actual: State, expected: State) -> list[str]:
     return different
 
 
-def bits_of_arrays(one: State) -> dict[str, tuple]:
+def bits_of_arrays(one: Snapshot) -> dict[str, tuple]:
     bits = {}
     for name, array in one.arrays.items():
         bits[name] = (array.dtype, array.shape, array.tobytes())
@@ -481,7 +480,7 @@ VALUES = {
 QUICK = ("the seeds", "the noise scale")
 
 
-def without_arrays(saved: State, fresh: State, text: str) -> State:
+def without_arrays(saved: Snapshot, fresh: Snapshot, text: str) -> Snapshot:
     """Return a saved state whose arrays with a text in their name are fresh."""
     arrays = dict(saved.arrays)
     replaced = [name for name in arrays if text in name]
@@ -489,10 +488,10 @@ def without_arrays(saved: State, fresh: State, text: str) -> State:
     for name in replaced:
         name_of_all = name.partition(" on replica")[0]
         arrays[name] = fresh.arrays.get(name, arrays[name_of_all])
-    return State(arrays, saved.values)
+    return Snapshot(arrays, saved.values)
 
 
-def without_value(saved: State, fresh: State, path: list[str]) -> State:
+def without_value(saved: Snapshot, fresh: Snapshot, path: list[str]) -> Snapshot:
     """Return a saved state in which the value at `path` is fresh."""
     arrays = {**fresh.arrays, **saved.arrays}
     values = json.loads(json.dumps(saved.values))
@@ -510,7 +509,7 @@ def without_value(saved: State, fresh: State, path: list[str]) -> State:
     else:
         assert parent[last] != fresh_parent[last]
     parent[last] = fresh_parent[last]
-    return State(arrays, values)
+    return Snapshot(arrays, values)
 
 
 @pytest.mark.parametrize("part", mostly_slow(ARRAYS | VALUES, QUICK, []))
@@ -519,17 +518,17 @@ def test_without_one_part_of_the_state_another_run_follows(
 ):
     name, *path = (ARRAYS | VALUES)[part]
     run = straight(name)
-    restore = state.restore
+    restore = snapshot.restore
 
     def restore_without(saved, update, recorder, callbacks):
-        fresh = state.capture(update, recorder, callbacks, {})
+        fresh = snapshot.capture(update, recorder, callbacks, files.LoopState())
         if part in ARRAYS:
             changed = without_arrays(saved, fresh, *path)
         else:
             changed = without_value(saved, fresh, path)
         return restore(changed, update, recorder, callbacks)
 
-    monkeypatch.setattr(state, "restore", restore_without)
+    monkeypatch.setattr(snapshot, "restore", restore_without)
     update = 13 if name == "callbacks" else 7
     try:
         again = goes_on(run, update, tmp_path, CASES[name], every=UPDATES)
@@ -591,8 +590,8 @@ def test_a_stop_leaves_the_rows_and_a_checkpoint(stop_at, looks, straight, tmp_p
     rows = Rows()
     with pytest.raises(Stopped):
         Run(tmp_path / "one", case, every=100, stop_at=stop_at, looks=looks, rows=rows)
-    start = checkpoint.newest(tmp_path / "one" / "checkpoints")
-    assert start.update == stop_at
+    start = files.newest(tmp_path / "one" / "checkpoints")
+    assert start.updates_done == stop_at
     again = Run(tmp_path / "two", case, start=start, every=UPDATES)
     assert rows.updates == [row for row in run.rows.updates if row[0] <= stop_at]
     assert rows.updates + again.rows.updates == run.rows.updates
@@ -627,10 +626,27 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
     assert again.rows.validations == []
     assert again.loss == stopped.loss
     assert not (tmp_path / "two" / "checkpoints").exists()
-    assert state.starting_anew(stopped.callbacks) == [
+    assert snapshot.starting_anew(stopped.callbacks) == [
         "training.callbacks.stop starts anew: it offers no state"
     ]
-    assert state.starting_anew(early_callbacks(tmp_path)) == []
+    assert snapshot.starting_anew(early_callbacks(tmp_path)) == []
+
+
+class Patient(keras.callbacks.EarlyStopping):
+    """A user's own kind of EarlyStopping."""
+
+
+def test_the_state_of_a_subclass_of_keras_own_callback_is_kept(tmp_path, capsys):
+    def patient(folder):
+        return {"stop": Patient("val_loss", mode="max", patience=5)}
+
+    case = replace(CASES["plain"], callbacks=patient)
+    run = Run(tmp_path / "one", case)
+    kept = run.state(12).values["callbacks"]["stop"]
+    assert kept["best"] is not None
+    again = goes_on(run, 12, tmp_path / "two", case)
+    assert differences(again.state(UPDATES), run.state(UPDATES)) == []
+    assert snapshot.starting_anew(run.callbacks) == []
 
 
 @pytest.mark.parametrize(
@@ -681,13 +697,13 @@ LEAST: dict[str, Any] = {
 }
 
 
-def small(update: int) -> State:
+def small(update: int) -> Snapshot:
     arrays = {
         "a": np.full((40, 3), update, np.float32),
         "b": np.array(update),
         "c": tf.cast([1.5], tf.bfloat16).numpy(),
     }
-    return State(arrays, {**LEAST, "of": update, "nothing": None, "third": 1 / 3})
+    return Snapshot(arrays, {**LEAST, "of": update, "nothing": None, "third": 1 / 3})
 
 
 def saved(folder: Path, *updates: int, keep=2) -> Checkpoints:
@@ -700,20 +716,39 @@ def saved(folder: Path, *updates: int, keep=2) -> Checkpoints:
 
 def test_what_is_written_is_read(tmp_path):
     saved(tmp_path, 3)
-    found = checkpoint.at(tmp_path, 3)
-    assert differences(state.read(found.folder, found.meta), small(3)) == []
-    assert found.meta["examples"] == EXAMPLES
-    assert found.meta["effective_batch_size"] == SIZE
+    found = files.at(tmp_path, 3)
+    assert differences(snapshot.read(found), small(3)) == []
+    assert found.meta.examples == EXAMPLES
+    assert found.meta.effective_batch_size == SIZE
+    content = json.loads((tmp_path / "3" / "meta.json").read_text())
+    assert list(content) == [
+        "format",
+        "update",
+        "examples",
+        "effective_batch_size",
+        "arrays",
+        "values",
+    ]
+
+
+def test_the_state_of_the_loop_is_written_by_its_old_keys():
+    loop = files.LoopState(True, {"loss": 1.0}, "stop", {"update": 3}, 7)
+    content = loop.as_json()
+    assert list(content) == ["open", "validation", "stopped_by", "best", "batch"]
+    assert files.LoopState.from_json(content) == loop
+    # The first checkpoints had no digest of the batch.
+    del content["batch"]
+    assert files.LoopState.from_json(content).batch_digest is None
 
 
 def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
-    assert checkpoint.newest(tmp_path / "none") is None
+    assert files.newest(tmp_path / "none") is None
     saved(tmp_path, 1, 2, 3)
     assert names(tmp_path) == ["2", "3"]
     (tmp_path / ".4").mkdir()
     (tmp_path / ".4" / "arrays.index").write_text("half of it")
     # Reading removes nothing: the run may be writing.
-    assert checkpoint.newest(tmp_path).update == 3
+    assert files.newest(tmp_path).updates_done == 3
     assert names(tmp_path) == [".4", "2", "3"]
 
     # Folders that a person has made stay.
@@ -725,7 +760,7 @@ def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
     saved(tmp_path, 5)
     assert names(tmp_path) == ["07", "3", "5", "notes"]
     saved(tmp_path, 5)
-    assert checkpoint.newest(tmp_path).update == 5
+    assert files.newest(tmp_path).updates_done == 5
 
 
 def names(folder: Path) -> list[str]:
@@ -752,8 +787,8 @@ def damages(content: bytes) -> Iterator[tuple[str, bytes]]:
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsys):
     saved(tmp_path, 1, 2)
-    files = [file for file in sorted((tmp_path / "2").iterdir()) if file.is_file()]
-    assert [file.name for file in files] == [
+    paths = [file for file in sorted((tmp_path / "2").iterdir()) if file.is_file()]
+    assert [file.name for file in paths] == [
         "arrays.data-00000-of-00001",
         "arrays.index",
         "manifest.json",
@@ -761,51 +796,51 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
     ]
     damaged_line = f"the checkpoint {tmp_path / '2'} is damaged, and not used: "
     times_used = {1: 0, 2: 0}
-    for file in files:
+    for file in paths:
         content = file.read_bytes()
         for damage, damaged in damages(content):
             file.write_bytes(damaged)
             capsys.readouterr()
-            found = checkpoint.newest(tmp_path)
+            found = files.newest(tmp_path)
             err = capsys.readouterr().err
-            times_used[found.update] += 1
-            if found.update == 2:  # a space in the manifest
+            times_used[found.updates_done] += 1
+            if found.updates_done == 2:  # a space in the manifest
                 assert file.name == "manifest.json", damage
                 assert json.loads(damaged) == json.loads(content), damage
-                assert differences(state.read(found.folder, found.meta), small(2)) == []
+                assert differences(snapshot.read(found), small(2)) == []
             else:
                 assert err.startswith(damaged_line), damage
                 assert err.count("\n") == 1
                 with pytest.raises(ConfigError, match="must not be damaged"):
-                    checkpoint.at(tmp_path, 2)
+                    files.at(tmp_path, 2)
 
         # The file is not there, or has the content of another one.
-        other = files[0] if file is not files[0] else files[1]
+        other = paths[0] if file is not paths[0] else paths[1]
         file.unlink()
-        assert checkpoint.newest(tmp_path).update == 1, file
+        assert files.newest(tmp_path).updates_done == 1, file
         shutil.copyfile(other, file)
-        assert checkpoint.newest(tmp_path).update == 1, file
+        assert files.newest(tmp_path).updates_done == 1, file
         file.write_bytes(content)
     assert times_used[2] < 20
     assert times_used[1] > 300
 
     (tmp_path / "2" / "more").touch()
-    assert checkpoint.newest(tmp_path).update == 1
+    assert files.newest(tmp_path).updates_done == 1
     (tmp_path / "2").rename(tmp_path / "3")
     (tmp_path / "3" / "more").unlink()
-    assert checkpoint.newest(tmp_path).update == 1
+    assert files.newest(tmp_path).updates_done == 1
     assert "it is of update 2" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "1")
-    assert checkpoint.newest(tmp_path) is None
+    assert files.newest(tmp_path) is None
 
 
 def edit_meta(folder: Path, old: str, new: str) -> None:
     """Replace a text in a checkpoint's meta.json, and correct its hash."""
     meta = folder / "meta.json"
     manifest = folder / "manifest.json"
-    old_hash = checkpoint._sha256(meta)
+    old_hash = files._sha256(meta)
     meta.write_text(meta.read_text().replace(old, new))
-    new_hash = checkpoint._sha256(meta)
+    new_hash = files._sha256(meta)
     manifest.write_text(manifest.read_text().replace(old_hash, new_hash))
 
 
@@ -813,13 +848,13 @@ def test_one_of_another_format_or_that_is_not_there_is_rejected(tmp_path):
     saved(tmp_path, 1, 2)
     line = r"3 must be there\. Received: 3\. Choices: 1, 2\."
     with pytest.raises(ConfigError, match=line):
-        checkpoint.at(tmp_path, 3)
+        files.at(tmp_path, 3)
     edit_meta(tmp_path / "2", '"format": 1', '"format": 2')
     line = r"must be of format 1\. Received: 2\."
     with pytest.raises(ConfigError, match=line):
-        checkpoint.newest(tmp_path)
+        files.newest(tmp_path)
     with pytest.raises(ConfigError, match=line):
-        checkpoint.at(tmp_path, 2)
+        files.at(tmp_path, 2)
 
 
 @pytest.mark.parametrize("lost", ["values", "arrays", "loop", "stopped_by"])
@@ -827,7 +862,7 @@ def test_one_that_lacks_something_is_said_and_not_used(tmp_path, capsys, lost):
     """Its hashes are right."""
     saved(tmp_path, 1, 2)
     edit_meta(tmp_path / "2", f'"{lost}"', '"found"')
-    assert checkpoint.newest(tmp_path).update == 1
+    assert files.newest(tmp_path).updates_done == 1
     line = rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n"
     assert re.search(line, capsys.readouterr().err)
 
@@ -849,7 +884,9 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(
         elif call == "write":
             patch.setattr(tf.train.Checkpoint, "write", full)
         else:
-            patch.setattr(state, "read", lambda folder, meta: small(7))
+            patch.setattr(
+                snapshot, "read_arrays", lambda folder, specs: small(7).arrays
+            )
         saved(tmp_path, 2)
     assert names(tmp_path) == ["1"]
     err = capsys.readouterr().err
@@ -876,16 +913,16 @@ def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
     """It is written while training goes on; the next one waits for it."""
     may_write = threading.Event()
     variable = tf.Variable([1.0])
-    write = State.write
+    write = Snapshot.write_arrays
 
-    def write_later(state, folder):
+    def write_later(snapshot, folder):
         assert may_write.wait(60)
-        return write(state, folder)
+        write(snapshot, folder)
 
     def captured():
-        return State({"v": variable.numpy()}, LEAST)
+        return Snapshot({"v": variable.numpy()}, LEAST)
 
-    monkeypatch.setattr(State, "write", write_later)
+    monkeypatch.setattr(Snapshot, "write_arrays", write_later)
     with Checkpoints(tmp_path, "auto", PLAN) as checkpoints:
         checkpoints.save(1, captured)
         variable.assign([2.0])
@@ -899,8 +936,8 @@ def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
         checkpoints._next_auto = 0
         assert checkpoints.due(2)
     for update in (1, 2):
-        found = checkpoint.at(tmp_path, update)
-        assert state.read(found.folder, found.meta).arrays["v"].tolist() == [update]
+        found = files.at(tmp_path, update)
+        assert snapshot.read(found).arrays["v"].tolist() == [update]
 
 
 def test_when_one_is_due(tmp_path):
@@ -922,7 +959,7 @@ def test_when_one_is_due(tmp_path):
 
 def test_auto_waits_longer_after_a_slow_one(tmp_path, monkeypatch):
     now = 1000.0  # seconds
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
+    monkeypatch.setattr(files.time, "monotonic", lambda: now)
     checkpoints = Checkpoints(tmp_path, "auto", PLAN)
     times = []
 
@@ -956,4 +993,4 @@ def test_auto_waits_longer_after_a_slow_one(tmp_path, monkeypatch):
 def test_what_a_callback_may_not_keep_is_said(value):
     line = "the state of callback/own/kept/0 must be JSON values and NumPy arrays"
     with pytest.raises(TypeError, match=line):
-        state._without_arrays({"kept": [value]}, "callback/own", {})
+        snapshot._without_arrays({"kept": [value]}, "callback/own", {})

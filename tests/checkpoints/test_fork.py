@@ -85,7 +85,7 @@ def bits(arrays):
 
 def last_weights(folder, name, update=UPDATES):
     last = files.at(folder / name / "checkpoints", update)
-    return snapshot.read(last.folder, last.meta).arrays
+    return snapshot.read(last).arrays
 
 
 @pytest.mark.slow
@@ -360,7 +360,7 @@ def test_which_callback_stopped_a_run_and_what_was_best(stopping):
     assert run.data.tags["updates"] == str(done)
     assert run.data.params["derived.updates"] == "200"
     best = files.at(stopping / "run" / "checkpoints" / BEST, best_of(stopping))
-    loss = best.meta["values"]["loop"]["validation"]["loss"]
+    loss = best.meta.loop.validation["loss"]
     assert loss == run.data.metrics["best/val/loss"]
 
 

@@ -195,7 +195,7 @@ def left_in(folder: Path, checkpoint_of: int = UPDATES) -> Left:
         if not key.startswith("perf/"):
             metrics[key] = store.history(run, key)
     last = checkpoint.at(folder / "run" / "checkpoints", checkpoint_of)
-    arrays = snapshot.read(last.folder, last.meta).arrays
+    arrays = snapshot.read(last).arrays
     params = {}
     for key, value in run.data.params.items():
         if not key.startswith("hydra"):

@@ -137,7 +137,7 @@ class Recorded:
         rows = []
         for kind, steps in sorted(run.past.steps.items()):
             rows.append((kind, frozenset(steps)))
-        return Decision(True, run.update, tuple(rows), run.past.described)
+        return Decision(True, run.updates_done, tuple(rows), run.past.described)
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ def _left_in(folder: Path) -> tuple:
             metrics[key] = store.history(run, key)
     last = files.at(folder / "run" / "checkpoints", UPDATES)
     weights = {}
-    for name, array in snapshot.read(last.folder, last.meta).arrays.items():
+    for name, array in snapshot.read(last).arrays.items():
         weights[name] = array.tobytes()
     return run.info.status, metrics, weights
 

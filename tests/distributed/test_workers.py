@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.checkpoints.files import updates
+from pipeline.checkpoints.files import saved_updates
 from pipeline.config import metric_names
 from pipeline.distributed import straggler
 from tests.parameters import mostly_slow
@@ -398,7 +398,7 @@ def test_without_a_worker_the_run_fails_and_goes_on_on_one(tmp_path, number):
     run = store.run()
     assert run.info.status == "FAILED"
     assert lost in run.data.tags["failure"]
-    (last,) = updates(tmp_path / "run" / "checkpoints")
+    (last,) = saved_updates(tmp_path / "run" / "checkpoints")
     assert last == max(store.history(run, "train/loss"))
     assert not worker.is_running()
     if number == signal.SIGKILL:  # the other one goes on
@@ -452,7 +452,7 @@ def test_an_interrupted_chief_takes_the_others_with_it(tmp_path):
     store = Store(tmp_path)
     assert store.run().info.status == "KILLED"
     last = max(store.history(store.run(), "train/loss"))
-    assert updates(tmp_path / "run" / "checkpoints") == [last]
+    assert saved_updates(tmp_path / "run" / "checkpoints") == [last]
     wait(lambda: workers_in(tmp_path) == [], 30)
 
 

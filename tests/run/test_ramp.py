@@ -168,7 +168,7 @@ def by_keras(sizes, rates):
 
 def weights_in(run_dir: Path, update: int) -> list[np.ndarray]:
     checkpoint = files.at(run_dir / "checkpoints", update)
-    arrays = snapshot.read(checkpoint.folder, checkpoint.meta).arrays
+    arrays = snapshot.read(checkpoint).arrays
     weights = []
     for name, array in arrays.items():
         if name.startswith("model/") and "seed" not in name:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,9 @@ def test_a_run_is_found_beside_bad_journals(tmp_path, monkeypatch):
     crafted(tmp_path / "good", {"start": START}, run)
     monkeypatch.chdir(tmp_path)
     assert [str(found) for found in run_dirs.by_id("RUN").values()] == ["good"]
+    assert run_dirs.find("aaaa", "RUN") == Path("good")
+    with pytest.raises(ConfigError, match=r"\(at least 4 characters\)\. Received"):
+        run_dirs.find("aaa", "RUN")
 
 
 def test_a_second_start_in_a_folder_that_is_in_use_says_so(tmp_path):
