@@ -208,6 +208,8 @@ def _key_error(
         return ConfigError(key, rule, error.value, choices)
     if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(error):
         return _merge_error(error, key, origin, overrides)
+    if "does not support deletion" in str(error):
+        return ConfigError(key, "must be given")
     if isinstance(error, errors.KeyValidationError):
         # Without quotes, YAML does not read `off`, `on`, `yes` and `no` as text.
         parent = key.rpartition(".")[0] or key

@@ -444,7 +444,12 @@ def as_written(config: type) -> type:
         elif hint in TEXTS:
             default = field(default=key.default, default_factory=key.default_factory)
             loose_fields.append((key.name, TEXTS[hint], default))
-    return make_dataclass(config.__name__, loose_fields, bases=(config,))
+    loose_config = make_dataclass(config.__name__, loose_fields, bases=(config,))
+    # Other processes find the class under this name, so that pickles refer to it.
+    loose_config.__module__ = __name__
+    loose_config.__qualname__ = f"{config.__name__}AsWritten"
+    globals()[loose_config.__qualname__] = loose_config
+    return loose_config
 
 
 def group_in(hint: Any) -> type | None:
@@ -466,3 +471,7 @@ def _times(left: Any, right: Any) -> int | float:
         if not (isinstance(factor, float) or (integer and abs(factor) < 2**63)):
             raise ConfigError("${times:…}", "must be given numbers", factor)
     return left * right
+
+
+for _config in (Config, ShownConfig):
+    as_written(_config)
