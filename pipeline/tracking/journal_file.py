@@ -61,6 +61,7 @@ _FORM = {
     "dataset?": dict,
     "context?": str,
     "metrics?": dict,
+    "logged?": bool,  # by the user's own code
     "tags?": {str: str},
     "fork_of?": str,
     "resume?": dict,
@@ -313,6 +314,7 @@ class Past:
         start: what the run was created with.
         run: its `run_id` and `experiment_id`; empty if it was never in a store.
         steps: the steps that have a row, by the kind of the row, such as `val`.
+        logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
         tags: the tags that were set while the run was running.
         resumed: what each segment after the first one began with.
@@ -327,6 +329,7 @@ class Past:
     start: dict[str, Any] = field(default_factory=dict)
     run: dict[str, str] = field(default_factory=dict)
     steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    logged: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     last: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     resumed: list[dict[str, Any]] = field(default_factory=list)
@@ -406,8 +409,11 @@ class Past:
     def _add(self, line: dict[str, Any]) -> None:
         if "metrics" in line:
             for name in line["metrics"]:
-                kind = name.partition("/")[0]
-                self.steps[kind].add(line["step"])
+                if line.get("logged"):
+                    self.logged[name].add(line["step"])
+                else:
+                    kind = name.partition("/")[0]
+                    self.steps[kind].add(line["step"])
             self.last |= line["metrics"]
         elif "resume" in line:
             self.resumed.append(line["resume"])
