@@ -30,6 +30,7 @@ from pipeline.accumulation.internals import (
     layers_of,
     untracked_variables,
 )
+from pipeline.common import link_path
 from pipeline.common.errors import ConfigError
 
 if TYPE_CHECKING:  # of a package above this one
@@ -97,7 +98,8 @@ class State:
             variables = []
             for array in self.arrays.values():
                 variables.append(tf.Variable(array, trainable=False))
-            tf.train.Checkpoint(arrays=variables).write(str(folder / "arrays"))
+            with link_path.without_pattern(folder) as path:
+                tf.train.Checkpoint(arrays=variables).write(str(path / "arrays"))
         meta = {"arrays": self.specs(), "values": self.values}
         for name, array in read(folder, meta).arrays.items():
             if array.tobytes() != self.arrays[name].tobytes():
@@ -116,7 +118,8 @@ def read(folder: Path, meta: Mapping[str, Any]) -> State:
         for _, shape, dtype in meta["arrays"]:
             variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
         checkpoint = tf.train.Checkpoint(arrays=variables)
-        checkpoint.read(str(folder / "arrays")).assert_consumed()
+        with link_path.without_pattern(folder) as path:
+            checkpoint.read(str(path / "arrays")).assert_consumed()
     arrays = {}
     for (name, _, _), variable in zip(meta["arrays"], variables, strict=True):
         arrays[name] = variable.numpy()

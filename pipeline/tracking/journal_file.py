@@ -124,14 +124,6 @@ def has_begun(path: Path) -> bool:
     return path.exists() and b"\n" in path.read_bytes()
 
 
-def absolute(uri: str) -> str:
-    """Return the URI of a store, with the absolute path of a SQLite file."""
-    prefix = "sqlite:///"
-    if not uri.startswith(prefix):
-        return uri
-    return prefix + os.path.abspath(uri.removeprefix(prefix))
-
-
 @dataclass(frozen=True)
 class Position:
     """The end of a complete line: the lines up to it, and no others, end there.
