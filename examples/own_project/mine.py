@@ -1,4 +1,4 @@
-"""A dataset, a model, a loss and a metric of your own, in a folder of your own.
+"""A dataset, model, loss, metric and callback of your own, in a folder of your own.
 
 Command:   cd examples/own_project && pipeline train --config-dir conf experiment=moons
 Run time:  about 15 seconds on two CPU cores
@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from sklearn.datasets import make_moons
 
+import pipeline
 from pipeline.dataset import Data
 
 
@@ -34,3 +35,15 @@ class Confidence(keras.metrics.Mean):
     def update_state(self, y_true, y_pred, sample_weight=None):
         confidence = keras.ops.max(keras.ops.softmax(y_pred), axis=-1)
         return super().update_state(confidence, sample_weight)
+
+
+class WeightNorm(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pipeline.log("weight_norm", self.norm())
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["weight_norm_of_epoch"] = self.norm()
+
+    def norm(self):
+        weights = self.model.trainable_weights
+        return sum(keras.ops.sum(weight**2) for weight in weights) ** 0.5

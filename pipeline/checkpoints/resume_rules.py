@@ -19,6 +19,7 @@ from pipeline.checkpoints.run_dirs import COPY, recorded_config
 from pipeline.common.errors import ConfigError, as_config_error, say
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
+from pipeline.common.sqlite_uri import absolute
 from pipeline.config import key_kinds
 from pipeline.config.plain import leaves, plain
 from pipeline.config.plan import Plan
@@ -31,7 +32,6 @@ from pipeline.tracking.journal_file import (
     DESCRIBED,
     JOURNAL_NAME,
     Past,
-    absolute,
     has_begun,
 )
 

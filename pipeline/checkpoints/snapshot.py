@@ -31,6 +31,7 @@ from pipeline.accumulation.internals import (
     untracked_variables,
 )
 from pipeline.checkpoints.files import Checkpoint, LoopState
+from pipeline.common import link_path
 from pipeline.common.errors import ConfigError
 
 if TYPE_CHECKING:  # of a package above this one
@@ -95,7 +96,8 @@ class Snapshot:
             variables = []
             for array in self.arrays.values():
                 variables.append(tf.Variable(array, trainable=False))
-            tf.train.Checkpoint(arrays=variables).write(str(folder / "arrays"))
+            with link_path.without_pattern(folder) as path:
+                tf.train.Checkpoint(arrays=variables).write(str(path / "arrays"))
         for name, array in read_arrays(folder, self.specs()).items():
             if array.tobytes() != self.arrays[name].tobytes():
                 raise OSError(f"{name} was read back other than it was written")
@@ -119,7 +121,8 @@ def read_arrays(folder: Path, specs: Sequence[Any]) -> dict[str, np.ndarray]:
         for _, shape, dtype in specs:
             variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
         saved = tf.train.Checkpoint(arrays=variables)
-        saved.read(str(folder / "arrays")).assert_consumed()
+        with link_path.without_pattern(folder) as path:
+            saved.read(str(path / "arrays")).assert_consumed()
     arrays = {}
     for (name, _, _), variable in zip(specs, variables, strict=True):
         arrays[name] = variable.numpy()

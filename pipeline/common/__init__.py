@@ -9,11 +9,13 @@ __all__ = [
     "durable",
     "errors",
     "imports",
+    "link_path",
     "memory_budget",
     "nvidia",
     "recorded",
     "rounding",
     "secrets",
     "signals",
+    "sqlite_uri",
     "yaml_size",
 ]

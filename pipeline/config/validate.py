@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-from pipeline.common import memory_budget, secrets
+from pipeline.common import memory_budget, secrets, sqlite_uri
 from pipeline.common.errors import ConfigError
 from pipeline.config import metric_names, schema, sizes, trust_entries
 from pipeline.config.objective_nodes import (
@@ -119,10 +119,17 @@ def _check_store(uri: str) -> None:
     if not uri.startswith("sqlite"):
         return
 
-    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    path = sqlite_uri.path_in(uri)
     names_no_file = path.startswith(("sqlite", ":", "file:")) or path.endswith("/")
     if names_no_file or not path:
         raise ConfigError("tracking.uri", "must name a file: sqlite:///PATH", uri)
+    rule = sqlite_uri.misread(uri)
+    if rule:
+        raise ConfigError("tracking.uri", rule, uri)
+    options = uri.partition("?")[2]
+    if options and not re.fullmatch(r"\w+=[^&/]*(&\w+=[^&/]*)*", options):
+        rule = "must have no ? in its path, and options after it as in ?timeout=30"
+        raise ConfigError("tracking.uri", rule, uri)
 
 
 def _check_keep_best(keep_best: Any) -> None:

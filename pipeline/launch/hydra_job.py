@@ -50,6 +50,7 @@ def run(
         RunError: a single run failed after it was created. Its traceback is in its run
             directory.
     """
+    _check_working_folder()
     command_line = compose.read_command_line(arguments)
     options = command_line.options
     schema.register(shown=_shows_user_keys(options))
@@ -138,6 +139,14 @@ class _Job:
                 raise _told_to_the_launcher(error) from None
             self.error = _with_traceback_kept(error)
         return None
+
+
+def _check_working_folder() -> None:
+    """Reject a folder whose path Hydra would read as more than text."""
+    folder = os.getcwd()
+    if "${" in folder:
+        rule = "must have no ${ in its path: Hydra reads it as a reference to a key"
+        raise ConfigError("the working folder", rule, folder)
 
 
 def _shows_user_keys(options: Any) -> bool:

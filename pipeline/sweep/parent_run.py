@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, say, say_id
 from pipeline.common.secrets import mask
+from pipeline.common.sqlite_uri import absolute
 from pipeline.config import plain, session, trust_entries
 from pipeline.sweep import again, files
 from pipeline.tracking.foreign_store import (
@@ -31,7 +32,7 @@ from pipeline.tracking.foreign_store import (
     SweepRecord,
     listed,
 )
-from pipeline.tracking.journal_file import WRITER, absolute, lock
+from pipeline.tracking.journal_file import WRITER, lock
 from pipeline.tracking.params import param_text
 
 NOTE = "sweep.json"  # in the sweep's folder; locked while a process works on the sweep

@@ -20,6 +20,7 @@ __all__ = [
     "store",
     "sync_run",
     "tracker",
+    "user_metrics",
 ]
 
 # MLflow reads these when it is imported. Migrations are quiet, and a lost server causes

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask, remember
+from pipeline.common.sqlite_uri import absolute
 from pipeline.config.trust_entries import allowed_places, check_allowed
-from pipeline.tracking.journal_file import absolute
 from pipeline.trust import artifact_locations
 
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
@@ -246,7 +246,7 @@ class OwnStore:
         """
         # Only the user's URI shows which parts of the recorded one are secrets.
         remember(self.uri)
-        is_same = mask(absolute(self.uri)) == mask(recorded)
+        is_same = mask(absolute(self.uri)) == mask(absolute(recorded))
         if is_same or (self.on_command_line and moves):
             return self.uri
         is_readable = HIDDEN not in recorded

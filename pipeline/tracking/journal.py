@@ -52,7 +52,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import durable, imports, secrets
+from pipeline.common import durable, imports, secrets, sqlite_uri
 from pipeline.common.errors import ConfigError, say
 from pipeline.tracking import foreign_store, journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Position
@@ -193,7 +193,7 @@ class Journal:
             Its `run_id` and `experiment_id`; an empty dict if the run is kept offline.
         """
         tags = {**run["tags"], "journal": uuid.uuid4().hex}
-        store = secrets.mask(journal_file.absolute(self.uri))
+        store = secrets.mask(sqlite_uri.absolute(self.uri))
         start = {"format": FORMAT, "store": store, **run, "tags": tags}
         try:
             self._writer = journal_file.create(path)

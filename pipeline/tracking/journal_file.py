@@ -61,6 +61,7 @@ _FORM = {
     "dataset?": dict,
     "context?": str,
     "metrics?": dict,
+    "logged?": bool,  # by the user's own code
     "tags?": {str: str},
     "fork_of?": str,
     "resume?": dict,
@@ -121,14 +122,6 @@ def has_begun(path: Path) -> bool:
     A trainer that was killed before it wrote the first line has no run.
     """
     return path.exists() and b"\n" in path.read_bytes()
-
-
-def absolute(uri: str) -> str:
-    """Return the URI of a store, with the absolute path of a SQLite file."""
-    prefix = "sqlite:///"
-    if not uri.startswith(prefix):
-        return uri
-    return prefix + os.path.abspath(uri.removeprefix(prefix))
 
 
 @dataclass(frozen=True)
@@ -313,6 +306,7 @@ class Past:
         start: what the run was created with.
         run: its `run_id` and `experiment_id`; empty if it was never in a store.
         steps: the steps that have a row, by the kind of the row, such as `val`.
+        logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
         tags: the tags that were set while the run was running.
         resumed: what each segment after the first one began with.
@@ -327,6 +321,7 @@ class Past:
     start: dict[str, Any] = field(default_factory=dict)
     run: dict[str, str] = field(default_factory=dict)
     steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    logged: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     last: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     resumed: list[dict[str, Any]] = field(default_factory=list)
@@ -406,8 +401,11 @@ class Past:
     def _add(self, line: dict[str, Any]) -> None:
         if "metrics" in line:
             for name in line["metrics"]:
-                kind = name.partition("/")[0]
-                self.steps[kind].add(line["step"])
+                if line.get("logged"):
+                    self.logged[name].add(line["step"])
+                else:
+                    kind = name.partition("/")[0]
+                    self.steps[kind].add(line["step"])
             self.last |= line["metrics"]
         elif "resume" in line:
             self.resumed.append(line["resume"])

@@ -15,13 +15,14 @@ import requests
 from filelock import FileLock
 from mlflow.entities import Experiment, Run, ViewType
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 
-from pipeline.common import durable
+from pipeline.common import durable, sqlite_uri
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import mask, remember
+from pipeline.common.sqlite_uri import SQLITE
 
-SQLITE = "sqlite:///"
 # The port of a server whose URI names none, by the scheme.
 PORTS = {
     "http": 80,
@@ -51,8 +52,7 @@ class Store:
         self.uri = uri
         self.database: Path | None = None
         if uri.startswith(SQLITE):
-            path = uri.removeprefix(SQLITE).split("?")[0]
-            self.database = Path(path).absolute()
+            self.database = Path(sqlite_uri.path_in(uri)).absolute()
         self._new_database = b""  # the content of a new SQLite store
         try:
             self._check()
@@ -84,7 +84,9 @@ class Store:
         if self.is_new():
             with tempfile.TemporaryDirectory() as folder:
                 new = Path(folder) / "new.db"
-                MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+                # MLflow writes the folder of its default experiment into SQL as it is.
+                # In a URI, a colon is no parameter, and a quote no end of the text.
+                SqlAlchemyStore(f"{SQLITE}{new}", self._artifacts())
                 self._new_database = new.read_bytes()
 
     def client(self) -> MlflowClient:
@@ -132,9 +134,7 @@ class Store:
         known = self.check(name)
         if known is not None:
             return known
-        location = None
-        if self.database is not None:
-            location = (self.database.parent / "artifacts").as_uri()
+        location = self._artifacts()
         try:
             new = str(client.create_experiment(mask(name), location, TAGS))
         except MlflowException:
@@ -144,6 +144,12 @@ class Store:
             return known  # another run created it in between
         check_id(new, "an experiment")
         return new
+
+    def _artifacts(self) -> str | None:
+        """Return where a SQLite store has its artifacts: beside it."""
+        if self.database is None:
+            return None
+        return (self.database.parent / "artifacts").as_uri()
 
     def find_run(self, journal: str, run_id: str = "") -> Run | None:
         """Return the run whose tag `journal` has this value; None if there is none.
@@ -186,6 +192,9 @@ class Store:
         """Raise an error if the store cannot be read and written."""
         scheme = self.uri.partition(":")[0].lower().split("+")[0]
         if self.database is not None:
+            rule = sqlite_uri.misread(self.uri)
+            if rule:
+                raise ValueError(f"it {rule}")
             _check_folder(self.database)
             if self.is_new():
                 return

@@ -72,6 +72,9 @@ class Tracker:
         self._files = files or DataFiles()
         # The steps of rows from before the run was resumed, by the kind of the row.
         self._written: Mapping[str, Container[int]] = {}
+        # The steps of the user's own metrics: from before, and of this process.
+        self._logged_before: Mapping[str, Container[int]] = {}
+        self._logged: dict[str, set[int]] = {}
         self._computes_checksums = False
 
     def start(
@@ -123,6 +126,7 @@ class Tracker:
         """
         segment = provenance.segment(after, spec)
         self._written = past.steps
+        self._logged_before = past.logged
         self._begin(self.journal.resume(past, segment))
         if not past.described:
             self._describe(spec, data, dataset)
@@ -197,6 +201,22 @@ class Tracker:
         """Write the row of the test split, for the weights after `update` updates."""
         row = _prefixed("test", results)
         self._row("test", {"step": update, "metrics": row})
+
+    def user_metric(self, update: int, name: str, value: float) -> bool:
+        """Write a metric that the user's own code logs as `train/…`.
+
+        Returns:
+            False if there is a value of this update already, which stays.
+        """
+        key = f"train/{name}"
+        steps = self._logged.setdefault(key, set())
+        if update in steps:
+            return False
+        steps.add(update)
+        if update not in self._logged_before.get(key, ()):
+            line = {"step": update, "metrics": {key: value}, "logged": True}
+            self.journal.write(line)
+        return True
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
         """Write the summary of a run that has trained.

@@ -95,7 +95,7 @@ class Trainer:
         hooks: list[keras.callbacks.Callback] = []
         for name, callback in self.callbacks.items():
             hooks.append(callback)
-            hooks.append(_StopWatch(self, name))
+            hooks.append(_Watch(self, name))
         plan = self.recorder.plan
         self._hooks = keras.callbacks.CallbackList(
             hooks,
@@ -104,6 +104,7 @@ class Trainer:
             epochs=plan.epochs,
             steps=plan.updates_per_epoch,
         )
+        self._known_logs: set[str] = set()
         self._has_batch_hooks = any(map(_has_batch_hooks, self.callbacks.values()))
         self._next_update = tf.function(self._next_step, autograph=False)
 
@@ -119,8 +120,12 @@ class Trainer:
                 changed.
         """
         self.model.stop_training = False
-        self._hooks.on_train_begin()
-        with self.profiler, self._checkpoint_on_interruption():
+        with (
+            self.recorder.user_metrics.open(),
+            self.profiler,
+            self._checkpoint_on_interruption(),
+        ):
+            self._hooks.on_train_begin()
             iterator = iter(self.batches)
             if start is not None:
                 self.restore(start, iterator)
@@ -168,6 +173,7 @@ class Trainer:
         if self.evaluations.best is not None and loop.best is not None:
             self.evaluations.best.set_state(loop.best)
         self.recorder.progress.done = self.done
+        self.recorder.user_metrics.update = self.done
 
     def update_once(self, iterator: Any) -> tf.Tensor:
         """Apply the next effective batch; return its results for `Recorder.add`.
@@ -175,6 +181,7 @@ class Trainer:
         With `oom_retry`, a batch that does not fit into memory is repeated in smaller
         micro-batches. `iterator` yields effective batches.
         """
+        self.recorder.user_metrics.update = self.done + 1
         epoch, index = self.recorder.plan.place(self.done)
         if index == 0:
             self._hooks.on_epoch_begin(epoch)
@@ -243,7 +250,8 @@ class Trainer:
         check = self.raise_if_stopped if pending else _do_nothing
         with averaged_weights(self.update.optimizer, self.model):
             self._hooks.on_test_begin()
-            results = evaluate(check)
+            with self.recorder.user_metrics.closed():
+                results = evaluate(check)
             self._hooks.on_test_end(results)
 
         best = self.evaluations.best
@@ -276,6 +284,7 @@ class Trainer:
         # With `use_ema`, the averaged weights become the model's.
         self.update.optimizer.finalize_variable_values(self.model.trainable_variables)
         self._hooks.on_train_end()
+        self.recorder.user_metrics.report_other_run("", ended=True)
         self.recorder.trained(self.done, self.stopped_by, self.evaluations.best)
 
     def test(self) -> None:
@@ -293,7 +302,11 @@ class Trainer:
             update = best.updates_done
             saved = snapshot.read(best)
             weights = snapshot.weights_replaced(saved, self.update)
-        with weights, averaged_weights(self.update.optimizer, self.model):
+        with (
+            weights,
+            averaged_weights(self.update.optimizer, self.model),
+            self.recorder.user_metrics.closed(),
+        ):
             results = self.evaluations.test(self.raise_if_stopped)
         self.recorder.evaluated("test", update, results)
 
@@ -309,6 +322,7 @@ class Trainer:
         if count_tokens is not None:
             results = results | {TOKENS: count_tokens(batch)}
         self.recorder.names = tuple(results)
+        self.recorder.user_metrics.taken = frozenset(results)
         compiled = shapes_compiled(batch) if self.update.compiled else 0
         self.recorder.traced.set()
         values = [*results.values(), compiled]
@@ -321,7 +335,17 @@ class Trainer:
         for name, value in validation.items():
             logs[f"val_{name}"] = value
         epoch, _ = self.recorder.plan.place(self.done - 1)
+        self._known_logs = set(logs)
         self._hooks.on_epoch_end(epoch, logs)
+
+    def _log_additions(self, callback: str, logs: Mapping[str, Any]) -> None:
+        """Log what a callback has added to the logs of `on_epoch_end`."""
+        added = {}
+        for name, value in logs.items():
+            if name not in self._known_logs:
+                added[name] = value
+        self._known_logs.update(added)
+        self.recorder.user_metrics.add_logs(callback, added)
 
     @contextmanager
     def _checkpoint_on_interruption(self) -> Iterator[None]:
@@ -391,8 +415,8 @@ class Trainer:
         return None
 
 
-class _StopWatch(keras.callbacks.Callback):
-    """Runs after a callback, and tells the trainer whether that one stopped the run."""
+class _Watch(keras.callbacks.Callback):
+    """Runs after a callback: did it stop the run, add to the logs, use MLflow?"""
 
     # With this, Keras calls the other callbacks as it would without this one.
     async_safe = True
@@ -408,8 +432,13 @@ class _StopWatch(keras.callbacks.Callback):
             self._trainer.stopped_by = None
         elif self._trainer.stopped_by is None:
             self._trainer.stopped_by = self._name
+        self._trainer.recorder.user_metrics.report_other_run(self._name)
 
-    on_train_begin = on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = _look
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._trainer._log_additions(self._name, logs or {})
+        self._look()
+
+    on_train_begin = on_epoch_begin = on_test_begin = on_test_end = _look
     on_train_batch_begin = on_train_batch_end = _look
 
 

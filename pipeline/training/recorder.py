@@ -15,6 +15,7 @@ import tensorflow as tf
 from pipeline.accumulation import NoiseScale
 from pipeline.config.plan import Plan
 from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 
@@ -76,6 +77,7 @@ class Recorder:
         traced: set once the update has been traced for the first time.
         last: results of the latest update that was fetched.
         compile_seconds: the time of all updates that were traced or compiled.
+        user_metrics: takes what the user's own code logs.
     """
 
     tracker: Tracker | None
@@ -101,6 +103,9 @@ class Recorder:
     _epoch_examples: int = 0
     _unfetched: list[_UnfetchedUpdate] = field(default_factory=list)
     _last_fetch: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.user_metrics = UserMetrics(self.tracker)
 
     def add(self, update: int, results: tf.Tensor, traces: int) -> None:
         """Keep the results of an update, and fetch when enough are waiting.

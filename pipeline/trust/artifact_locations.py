@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from pipeline.common import sqlite_uri
 from pipeline.common.errors import ConfigError
 
 # Folders beside a SQLite database: ours, and those that MLflow's server makes.
@@ -99,7 +100,9 @@ def lies_in(store: str, places: Sequence[str]) -> bool:
     # A query may name another host.
     if not store.isprintable() or re.search(r"[?#\\@]", store):
         return False
-    path = store.removeprefix("sqlite:///")
+    path = store
+    if store.startswith(sqlite_uri.SQLITE):
+        path = sqlite_uri.path_in(store)
     return store in places or any(_lies_in(path, place) for place in places)
 
 
@@ -147,8 +150,8 @@ def _folders_of_store(tracking_uri: str) -> list[str]:
     if urlsplit(tracking_uri).scheme in _DEFAULT_PORTS:
         return []  # a server
     folders = [Path("mlruns")]
-    if tracking_uri.startswith("sqlite:///"):
-        database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0])
+    if tracking_uri.startswith(sqlite_uri.SQLITE):
+        database = Path(sqlite_uri.path_in(tracking_uri))
         folders += [database.parent / name for name in _BESIDE]
     return [folder.absolute().as_uri() for folder in folders]
 

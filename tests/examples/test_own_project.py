@@ -21,7 +21,8 @@ def test_it_trains_what_it_brings(tmp_path):
     folder = tmp_path / "own_project"
     shutil.copytree(PROJECT, folder)
     command = command_on_top_of(PROJECT / "mine.py")
-    pipeline(*command, "tracking.system_metrics=false", cwd=folder)
+    callback = "+training.callbacks.norm._target_=mine.WeightNorm"
+    pipeline(*command, "tracking.system_metrics=false", callback, cwd=folder)
     store = Store(folder)
     run = store.run()
     assert run.data.params["dataset._target_"] == "mine.moons"
@@ -29,6 +30,10 @@ def test_it_trains_what_it_brings(tmp_path):
     assert run.data.params["training.loss._target_"] == "mine.focal"
     assert run.data.params["derived.parameters"] == str(3 * 64 + 65 * 2)
     assert set(store.history(run, "train/confidence")) == set(range(1, 161))
+    norms = store.history(run, "train/weight_norm")
+    assert set(norms) == set(range(1, 161))
+    for update, norm in store.history(run, "train/weight_norm_of_epoch").items():
+        assert norm == norms[update]
     assert run.data.metrics["val/accuracy"] > 0.9
     assert 0.5 <= run.data.metrics["val/confidence"] <= 1
 
@@ -37,7 +42,7 @@ def test_each_piece_of_it_is_under_ten_lines():
     tree = ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))
     definitions = (ast.FunctionDef, ast.ClassDef)
     pieces = [node for node in tree.body if isinstance(node, definitions)]
-    assert len(pieces) == 4
+    assert len(pieces) == 5
     for piece in pieces:
         lines = piece.end_lineno - piece.lineno + 1
         assert lines < 10, piece.name

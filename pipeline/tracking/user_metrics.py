@@ -1,0 +1,187 @@
+"""Metrics that the user's own code logs to the run: `pipeline.log`.
+
+A callback calls it, or the host code of a layer. The loop says which update a value
+belongs to. This module does not import TensorFlow or MLflow.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from pipeline.common.errors import say
+from pipeline.config.metric_names import NAME_RULE, UPDATE_METRICS, is_name
+
+if TYPE_CHECKING:
+    from pipeline.tracking.tracker import Tracker
+
+
+class UserMetrics:
+    """Takes the metrics of the user's code while a run trains.
+
+    Args:
+        tracker: takes the values. Without it, as on a worker other than the chief,
+            nothing is logged.
+
+    Attributes:
+        update: the update that a value belongs to.
+        taken: names of further metrics that the run itself logs.
+    """
+
+    def __init__(self, tracker: Tracker | None):
+        self.update = 0
+        self.taken: frozenset[str] = frozenset()
+        self._tracker = tracker
+        self._reported: set[str] = set()  # lines that were printed
+        # Host code of layers runs in threads of TensorFlow.
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Let `log` write to this run within the block."""
+        global _current
+        before = _current
+        _current = self
+        try:
+            yield
+        finally:
+            _current = before
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Let `log` do nothing within the block, such as an evaluation."""
+        global _current
+        before = _current
+        _current = None
+        try:
+            yield
+        finally:
+            _current = before
+
+    def add(self, name: str, value: float) -> None:
+        """Log a value for the current update.
+
+        Only the first one of a name counts: there is one point per update.
+
+        Raises:
+            ValueError: the run itself logs a metric of this name.
+        """
+        if name in self.taken:
+            raise ValueError(_name_error(name))
+        if self._tracker is None:
+            return
+        with self._lock:
+            is_first = self._tracker.user_metric(self.update, name, value)
+        if not is_first:
+            self._report_once(
+                f"train/{name} was logged more than once for update {self.update}: "
+                "the first value of an update counts",
+                key=name,
+            )
+
+    def add_logs(self, callback: str, added: dict[str, Any]) -> None:
+        """Log what a callback has added to the logs of its `on_epoch_end`.
+
+        A line reports what cannot be logged. Metrics that the run logs itself, as
+        Keras' callbacks add the learning rate, are left out.
+
+        Args:
+            callback: its name in the config.
+            added: values by name.
+        """
+        for name, value in added.items():
+            if name in UPDATE_METRICS or name in self.taken:
+                continue
+            try:
+                self.add(checked_name(name), checked_value(name, value))
+            except ValueError as error:
+                line = f"training.callbacks.{callback}: logs[{name!r}] is not logged"
+                self._report_once(f"{line}: {error}", key=line)
+
+    def report_other_run(self, callback: str, *, ended: bool = False) -> None:
+        """Report once that MLflow's own functions were used to log to another run.
+
+        Args:
+            callback: the name of the callback that ran last; empty if it is unknown.
+            ended: whether to look for a run that has ended, too, which asks its store.
+        """
+        if self._tracker is None:
+            return
+        run_id = _run_of_mlflow(ended)
+        if not run_id or run_id == self._tracker.run_id:
+            return
+        who = "a callback logged"
+        if callback:
+            who = f"training.callbacks.{callback} logs"
+        self._report_once(
+            f"{who} to another MLflow run ({run_id}): pipeline.log(name, value) logs "
+            "to this one",
+            key="another run",
+        )
+
+    def _report_once(self, line: str, key: str) -> None:
+        if key not in self._reported:
+            self._reported.add(key)
+            say(line)
+
+
+# The run that trains in this process. A context variable would leave TensorFlow's
+# threads without one.
+_current: UserMetrics | None = None
+
+
+def log(name: str, value: float) -> None:
+    """Log a value to the run that trains; see `pipeline.log`."""
+    number = checked_value(name, value)
+    checked_name(name)
+    if _current is not None:
+        _current.add(name, number)
+
+
+def checked_name(name: str) -> str:
+    """Return a name; raise a ValueError if no metric of the user's can have it."""
+    if not isinstance(name, str) or name in UPDATE_METRICS:
+        raise ValueError(_name_error(name))
+    if not is_name(f"train/{name}"):
+        raise ValueError(_name_error(name))
+    return name
+
+
+def checked_value(name: str, value: Any) -> float:
+    """Return a value as a float; raise a ValueError if it is not one number."""
+    number: Any = None
+    # A tensor of a graph is no number yet: `float` raises, or AutoGraph casts it.
+    with suppress(TypeError, ValueError):
+        number = float(value)
+    if isinstance(value, str) or not isinstance(number, float):
+        raise ValueError(
+            f"the value of {name!r} must be one number; in the graph of a layer it is "
+            f"known within tf.py_function only. Received: {value!r}"
+        )
+    return number
+
+
+def _name_error(name: object) -> str:
+    ours = ", ".join(sorted(UPDATE_METRICS))
+    return (
+        f"a metric must have a name that MLflow takes ({NAME_RULE}) other than {ours} "
+        f"and those of other metrics. Received: {name!r}"
+    )
+
+
+def _run_of_mlflow(ended: bool) -> str:
+    """Return the ID of the run that MLflow's own functions log to; empty for none."""
+    mlflow = sys.modules.get("mlflow")
+    name = "last_active_run" if ended else "active_run"
+    # Another thread may be importing it.
+    function = getattr(mlflow, name, None)
+    if function is None:
+        return ""
+    with suppress(Exception):  # its store may be away
+        run = function()
+        if run is not None:
+            return str(run.info.run_id)
+    return ""
