@@ -1,9 +1,10 @@
-"""The typed schema of a run: every key with its type, its kind and its legacy default.
+"""The typed schema of the config: the type, kind and legacy default of every key.
 
-Hydra composes a config by these classes, and `RunSpec.config` is made of instances of
-them. The default of a field is what a run did before the key existed, since an old
-record lacks it. The defaults of new runs stand in `conf/`, and may differ. The comment
-above a field is its line in the config reference (docs/reference.py).
+Hydra composes a config with these classes, and `RunSpec.config` consists of their
+instances. The default of a field reproduces the behavior before the key existed, for
+old records that lack the key. The defaults for new runs are in `conf/`, and may differ.
+The comment above a field is its description in the config reference, which
+docs/reference.py writes.
 """
 
 from dataclasses import (
@@ -35,10 +36,11 @@ Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_fl
 Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
 LossOver = Enum("LossOver", ["example", "effective_batch"])
-# The version of the config. `former_names.migrated` and `pipeline.rerun.recorded_run`
+# The version of this schema. `former_names.migrated` and `pipeline.rerun.recorded_run`
 # handle older records.
 SCHEMA = 3
-# The types of keys of text, and the type of each that takes any value in its place.
+# Type of a key that holds text → the same type with any value instead of text; see
+# `as_written`.
 TEXTS: dict[Any, Any] = {
     str: Any,
     str | None: Any,
@@ -49,34 +51,37 @@ TEXTS: dict[Any, Any] = {
 
 
 class Kind(Enum):
-    """What a key decides. Runs are the same if they agree in the first three kinds."""
+    """The kind of a config key: the part of a run that the key affects.
 
-    TRAINING = "training"  # what is computed: another value gives other results
+    Two runs count as the same run if they agree in all keys of the first three kinds.
+    """
+
+    TRAINING = "training"  # the computation: another value gives other results
     CUT = "cut"  # how an effective batch is cut into micro-batches and over replicas
-    NUMERICS = "numerics"  # the precision and the kernels it is computed in
+    NUMERICS = "numerics"  # the precision and the kernels of the computation
     PLACE = "place"  # how and when the run is carried out
-    LOG = "log"  # what is logged, under which names
-    MACHINE = "machine"  # what belongs to one machine, or is a secret
+    LOG = "log"  # the logged values and their names
+    MACHINE = "machine"  # settings of one machine, and secrets
 
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """What the program knows about a key; `pipeline.config.key_kinds` looks it up.
+    """The properties of a config key; `pipeline.config.key_kinds` looks them up.
 
     Attributes:
-        kind: what the key decides.
-        fixed: whether a resumed run must have the value that the run began with. This
-            is the default for keys of the training.
-        each_workers_own: whether each of several workers keeps its own value, and does
-            not get the chief's. This is the default for keys of the log and of a
-            machine.
-        of_one_call: whether it says where one call of the command reads and writes, or
-            what it opens. It is then never taken from the record of a sweep.
-        set_by_a_sweep: whether only a sweep sets it, for its jobs; no help text shows
-            it.
-        same_data: whether another value changes where the data are or how they are
-            read, but not which data they are.
-        sets_rate: whether the learning rate depends on it.
+        kind: the part of a run that the key affects.
+        fixed: whether a resumed run must keep the value that the run began with. True
+            by default for the kind `TRAINING`.
+        each_workers_own: whether each worker keeps its own value instead of getting the
+            chief's. True by default for the kinds `LOG` and `MACHINE`.
+        of_one_call: whether the value applies to one call of the command only: places
+            that it reads and writes, or ports that it opens. Such a value is never
+            taken from the record of a sweep.
+        set_by_a_sweep: whether only a sweep sets the key, for its jobs. Help texts do
+            not show such a key.
+        same_data: whether another value changes only the place of the data or the way
+            of reading it, and not the data itself.
+        sets_rate: whether the learning rate depends on the key.
     """
 
     kind: Kind
@@ -95,7 +100,7 @@ def facts(
     each_workers_own: bool | None = None,
     **others: bool,
 ) -> KeyFacts:
-    """Return the facts of a key: those of its kind, unless they are named."""
+    """Return the facts of a key; those that are not given follow from its kind."""
     if fixed is None:
         fixed = kind == Kind.TRAINING
     if each_workers_own is None:
@@ -106,22 +111,21 @@ def facts(
 def about(
     kind: Kind, *, exceptions: dict[str, KeyFacts] | None = None, **named: bool
 ) -> dict[str, Any]:
-    """Return the metadata of the field of a key.
+    """Return the metadata for the dataclass field of a key.
 
     Args:
-        kind: what the key decides.
-        exceptions: the facts of keys below it that are of another kind, by name. The
-            other keys of a free group, which are arguments of its `_target_`, are of
-            one kind.
-        named: the facts of the key that differ from those of its kind.
+        kind: the kind of the key.
+        exceptions: facts of single names below the key, by name. All other names below
+            it, such as the arguments of a `_target_`, have the facts of the key.
+        named: the facts of the key that differ from the defaults of its kind.
     """
     return {"facts": facts(kind, **named), "exceptions": exceptions or {}}
 
 
 class _SetOnce:
-    """An object whose attributes are set once.
+    """A base class whose attributes can be set only once.
 
-    A frozen dataclass would not do, as OmegaConf makes read-only nodes of one.
+    Frozen dataclasses are not used, as OmegaConf converts them to read-only nodes.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -157,11 +161,12 @@ class ScalingConfig(_SetOnce):
 
 @dataclass
 class AccumulationConfig(_SetOnce):
-    """The effective batch, and how it is cut.
+    """The effective batch size, and how the effective batch is cut.
 
-    `effective_batch_size` is not fixed, as a resumed run is checked by the size that
-    follows from all of the keys. A record without `same_noise` or `moving_statistics`
-    means another default than that of a new run, and its run can still be resumed.
+    Three keys of the training are not `fixed`. `effective_batch_size`: a resumed run
+    compares the size that is derived from all keys instead. `same_noise` and
+    `moving_statistics`: their defaults for new runs differ from those for old records,
+    whose runs must remain resumable.
     """
 
     # examples per optimizer update, over all replicas
@@ -242,7 +247,11 @@ class TrainingConfig(_SetOnce):
 
 @dataclass
 class StartConfig(_SetOnce):
-    """The checkpoint that a run begins with; its directory is a path of one machine."""
+    """The checkpoint that a run starts from.
+
+    Each worker keeps its own values, as a run directory may have another path on
+    another machine.
+    """
 
     # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a
     # run ID
@@ -338,7 +347,7 @@ class ShownTrackingConfig(_SetOnce):
 
 @dataclass
 class TrackingConfig(ShownTrackingConfig):
-    """The keys of `tracking`, with those that only a sweep sets for its jobs."""
+    """All keys of `tracking`, including those that only a sweep sets, for its jobs."""
 
     # the run ID of the parent run
     sweep: str | None = field(
@@ -361,8 +370,9 @@ class TrustConfig(_SetOnce):
     allow: list[str] = field(default_factory=list, metadata=about(Kind.MACHINE))
 
 
-# Keys of `dataset` that every dataset has; the others are arguments of its `_target_`.
-# What is kept in memory, and how it is streamed, decides the order of the examples.
+# Keys of `dataset` that do not depend on its `_target_`; all others are arguments of
+# the target. `in_memory` and the keys for shuffling are of the kind `TRAINING`, as they
+# affect the order of the examples.
 _DATASET_KEYS = {
     "data_dir": facts(Kind.MACHINE, same_data=True),
     "download": facts(Kind.MACHINE, same_data=True),
@@ -411,10 +421,13 @@ class ShownConfig(Config):
 
 
 def register(*, shown: bool = False) -> None:
-    """Make the schema and the resolvers known to Hydra. It is safe to call it again.
+    """Register the schema and the resolver `times` with Hydra.
+
+    The function may be called repeatedly.
 
     Args:
-        shown: whether Hydra only shows the config, without the keys that a sweep sets.
+        shown: whether to leave out the keys that only a sweep sets, for help texts and
+            `--cfg`.
     """
     config = ShownConfig if shown else Config
     ConfigStore.instance().store(name="schema", node=as_written(config))
@@ -423,11 +436,11 @@ def register(*, shown: bool = False) -> None:
 
 @cache
 def as_written(config: type) -> type:
-    """Return the schema in which a key of text takes any value.
+    """Return a variant of the schema in which a key that holds text accepts any value.
 
-    OmegaConf makes text of a number, but not always the one that was written:
-    `2024_01_02` becomes `20240102`. So Hydra composes a config by this schema, and
-    `text_keys.check` rejects what is no text.
+    OmegaConf would convert a number to text, but not always to the text that was
+    written: `2024_01_02` becomes `20240102`. So Hydra composes a config with this
+    variant, and `text_keys.check` rejects a value that is not text.
 
     Args:
         config: a dataclass of the schema.
@@ -448,7 +461,7 @@ def as_written(config: type) -> type:
 
 
 def group_in(hint: Any) -> type | None:
-    """Return the dataclass that a type hint names, also if it may be null."""
+    """Return the dataclass in a type hint, such as `X` or `X | None`, or None."""
     for part in (hint, *get_args(hint)):
         if is_dataclass(part) and isinstance(part, type):
             return part
@@ -458,8 +471,8 @@ def group_in(hint: Any) -> type | None:
 def _times(left: Any, right: Any) -> int | float:
     """Return the product of two numbers.
 
-    Other operands are rejected: text times a number, or an integer of any length, would
-    fill the memory.
+    Other operands are rejected: text times a number, or huge integers, could fill the
+    memory.
     """
     for factor in (left, right):
         integer = isinstance(factor, int) and not isinstance(factor, bool)
