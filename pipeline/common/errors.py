@@ -28,8 +28,8 @@ _PREAMBLE = (
 _IN_A_LAYER = re.compile(r"Exception encountered when calling (\w+)\.")
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # Texts that TensorFlow writes around the cause on the same line, each with its
-# replacement: positions in the graph, the iterator, the list of all labels, and the text
-# around the message of an assertion.
+# replacement: positions in the graph, the iterator, the list of all labels, and the
+# text around the message of an assertion.
 _AROUND_THE_CAUSE = (
     (r"\{\{.*?\}\} | \[Op:.*$", ""),
     (r"^Error in user-defined function .* iterator: Iterator::\S+ ", ""),
@@ -197,8 +197,8 @@ def first_line(error: BaseException) -> str:
 def _line_of_cause(lines: list[str]) -> str:
     """Return the line of a message that names the cause."""
     if "[[{{node PyFunc}}]]" in lines:
-        # Python code in the graph raised the error: the message has the exception first,
-        # then its traceback, then the exception's message again.
+        # Python code in the graph raised the error: the message has the exception
+        # first, then its traceback, then the exception's message again.
         return _first_without_preamble(lines)
 
     # TensorFlow prints the position in the graph on the line after the cause.

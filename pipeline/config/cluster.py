@@ -215,7 +215,7 @@ def _tf_config_workers(text: str) -> Cluster:
 
 
 def _read_tf_config(content: Any) -> Cluster | None:
-    """Return the cluster that TF_CONFIG describes, or None for a wrong index or port."""
+    """Return the cluster in TF_CONFIG, or None if its index or a port is invalid."""
     jobs = content["cluster"]
     task = content["task"]
     addresses: list[str] = []

@@ -136,7 +136,7 @@ class Plan:
         return self.batching.micro_batch_size
 
     def digest(self, update: int) -> int | None:
-        """Return a number that a resumed run compares to check that it has the same data.
+        """Return a number by which a resumed run checks that its data is the same.
 
         With a batch-size schedule, this is the number of examples seen. Otherwise the
         config alone determines the data, and the result is None.
@@ -210,7 +210,7 @@ class Plan:
         return steps
 
     def _micro_steps(self, update: int, cut: Batching) -> int:
-        """Return the micro-steps per replica in `update` updates with the same `cut`."""
+        """Return the micro-steps per replica in `update` updates, all cut by `cut`."""
 
         def steps_of_batch(examples: int) -> int:
             return ceil_div(ceil_div(examples, cut.replicas), cut.micro_batch_size)

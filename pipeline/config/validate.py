@@ -24,8 +24,8 @@ from pipeline.config.plain import leaves, plain
 # Upper limit of all counts, as TensorFlow counts the examples in a batch with 32 bits.
 LARGEST = 2**31 - 1
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
-# Maximum number of replicas. On a CPU, each replica is a logical device with one thread,
-# and more threads than cores would only wait for each other.
+# Maximum number of replicas. On a CPU, each replica is a logical device with one
+# thread, and more threads than cores would only wait for each other.
 _MOST_REPLICAS = max(16, os.cpu_count() or 1)
 # Matches keys whose value is a count if it is an integer. Memory sizes are not counts.
 _COUNTED = re.compile(
@@ -128,7 +128,7 @@ def _check_store(uri: str) -> None:
 
 
 def _check_keep_best(keep_best: Any) -> None:
-    """Reject a metric without a mode or of a split other than `val`, and a lone mode."""
+    """Check that the metric is one of the split `val`, and that the mode is given."""
     if keep_best is None:
         return
     metric = keep_best.metric
@@ -259,8 +259,8 @@ _SIZE = Check(
 _SWITCH = Check("true, false or auto", lambda value: _is_bool(value) or value == "auto")
 _FLAG = Check("true or false", _is_bool)
 
-# Other values are rejected, as Keras mostly accepts them without a warning and then does
-# not clip, or diverges.
+# Other values are rejected, as Keras mostly accepts them without a warning, and then
+# does not clip, or diverges.
 _KERAS_OPTIMIZER_CHECKS = {
     "optimizer.clipnorm": _POSITIVE.or_null(),
     "optimizer.global_clipnorm": _POSITIVE.or_null(),
