@@ -23,7 +23,7 @@ _PATIENCE = 10.0  # seconds for the server's processes to end
 
 
 def ui(arguments: Sequence[str]) -> int:
-    """Serve MLflow's UI on the store of the composed config, until Ctrl-C or SIGTERM."""
+    """Serve MLflow's UI for the configured store, until Ctrl-C or SIGTERM."""
     parser = Parser(
         prog="pipeline ui",
         description=ui.__doc__,

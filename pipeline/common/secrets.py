@@ -86,7 +86,7 @@ def mask(text: str) -> str:
     """Mask the secrets in `text`.
 
     These are credentials and secret parameters in URIs, paths of secret files,
-    remembered secrets, and the values of environment variables with the name of a
+    remembered secrets, and the values of environment variables whose names suggest a
     secret.
     """
     text = _CREDENTIALS_OF_LINE.sub(rf"\g<1>{HIDDEN}@", text)

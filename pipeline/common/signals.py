@@ -34,7 +34,7 @@ class Interruption:
     def between_updates(self) -> Iterator[None]:
         """Within this context, defer the first signal until `asked` is checked.
 
-        If the context has not ended `GRACE` seconds later, the run is ended.
+        If the context has not ended `GRACE` seconds after the signal, end the run.
         """
         self._defers = True
         try:

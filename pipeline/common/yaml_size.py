@@ -30,7 +30,10 @@ def check_size(file: Path) -> None:
 
 
 def _count(node: yaml.Node | None, counts: dict[yaml.Node, float]) -> float:
-    """Return the number of values in an expanded node; infinity for an endless node."""
+    """Return the number of values in a node with its aliases expanded.
+
+    The number is infinite for a node that contains itself.
+    """
     if node is None:
         return 0
     if node in counts:

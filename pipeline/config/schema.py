@@ -149,12 +149,12 @@ class ScalingConfig(_SetOnce):
     # (sqrt | null) for `half_life` and `timescale`: sqrt also scales the rate by √κ;
     # null keeps it
     rate: Any = field(default=None, metadata=about(Kind.TRAINING, sets_rate=True))
-    # for `surge`: the batch with the largest rate, which is not the gradient noise
-    # scale
+    # for `surge`: the effective batch size with the largest learning rate, which is not
+    # the gradient noise scale
     peak_batch_size: int | None = field(
         default=None, metadata=about(Kind.TRAINING, sets_rate=True)
     )
-    # (true | false) whether the optimizer's weight averaging follows, too: its momentum
+    # (true | false) whether the momentum of the optimizer's weight averaging is raised
     # to the power of κ
     ema: Any = field(default=False, metadata=about(Kind.TRAINING, sets_rate=True))
 
@@ -175,11 +175,11 @@ class AccumulationConfig(_SetOnce):
     )
     # micro-batches per update on each replica
     factor: int | None = field(default=None, metadata=about(Kind.CUT))
-    # (int | auto | auto_fastest | null) examples per forward and backward on one
+    # (int | auto | auto_fastest | null) examples per forward and backward pass on one
     # replica
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
-    # (true | false | auto) whether noise does not depend on the cut; auto: in layers
-    # that can do so
+    # (true | false | auto) whether noise is the same for every cut; auto: in layers
+    # that support it
     same_noise: Any = field(default=False, metadata=about(Kind.TRAINING, fixed=False))
     # (stages | null) other effective batches later in the run; see docs/accumulation.md
     batch_schedule: Any = field(default=None, metadata=about(Kind.TRAINING))
@@ -218,25 +218,27 @@ class TrainingConfig(_SetOnce):
     )
     # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
     checkpoint_every: Any = field(default=None, metadata=about(Kind.PLACE))
-    # (node | mapping | list | null) minimized; one, or one per output; set by
+    # (node | mapping | list | null) the loss to minimize, or one per output; set by
     # `objective`
     loss: Any = field(default=MISSING, metadata=about(Kind.TRAINING))
-    # (mapping | list | null) a number for each output
+    # (mapping | list | null) the weight of each output's loss
     loss_weights: Any = field(default=None, metadata=about(Kind.TRAINING))
     # whether a scalar that a layer adds to the loss is a mean or a sum over its
     # examples
     added_losses: Added = field(default=Added.mean, metadata=about(Kind.TRAINING))
-    # what the loss needs at once; effective_batch takes a second forward pass
+    # whether the loss needs one example at a time or the whole effective batch, which
+    # takes a second forward pass
     loss_over: LossOver = field(default=LossOver.example, metadata=about(Kind.TRAINING))
-    # (mapping | null) class: weight of its examples; 1 for a class that is not listed
+    # (mapping | null) the weight of the examples in each class; 1 for a class that is
+    # not listed
     class_weight: Any = field(default=None, metadata=about(Kind.TRAINING))
-    # name: node, or output: {name: node}; set by `objective`
+    # metrics, as name: node or as output: {name: node}; set by `objective`
     metrics: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.TRAINING))
-    # the same, with the sample weights applied
+    # metrics to which the sample weights are applied, in the form of `metrics`
     weighted_metrics: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING)
     )
-    # name: node of a Keras callback; a batch is an update
+    # Keras callbacks, as name: node; for a callback, a batch is an update
     callbacks: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING, fixed=False)
     )
@@ -295,19 +297,19 @@ class HardwareConfig(_SetOnce):
     # (int | list | null) the GPUs of a run outside a sweep, counted from 0; null: the
     # first ones
     gpu: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (bytes | text | null) the memory that TensorFlow takes of each GPU, such as
-    # `8GiB`; null: as it needs it
+    # (bytes | text | null) the memory that TensorFlow reserves on each GPU, such as
+    # `8GiB`; null: as needed
     gpu_memory: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (bytes | text | null) the memory that `auto` may fill on a CPU, such as `8GiB`;
-    # null: all that is available
+    # (bytes | text | null) the memory that a search for the micro-batch size may fill
+    # on a CPU, such as `8GiB`; null: all available memory
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
     # Keras' `fit` does
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
-    # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see
-    # docs/exact.md
+    # (true | false) whether GPUs since Ampere multiply float32 with 10 bits of
+    # mantissa; see docs/exact.md
     tf32: Any = field(default=True, metadata=about(Kind.NUMERICS))
-    # (true | false) two runs on the same machine are bit-identical
+    # (true | false) whether two runs on the same machine are bit-identical
     deterministic: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the
     # 10th on
@@ -337,7 +339,7 @@ class ShownTrackingConfig(_SetOnce):
     code: list[str] | None = field(default_factory=list, metadata=about(Kind.LOG))
     # (true | false) log MLflow's system metrics
     system_metrics: Any = field(default=True, metadata=about(Kind.LOG))
-    # seconds to wait for an answer of the store, at the start and at the end of a run
+    # seconds to wait for an answer from the store, at the start and at the end of a run
     patience: float = field(default=60.0, metadata=about(Kind.LOG))
     # what to do if the store does not answer at the start
     when_unreachable: Unreachable = field(

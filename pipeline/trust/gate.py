@@ -156,7 +156,7 @@ def check_config(
     if gate.start:  # the user named the run to begin with
         checked.pop("start", None)
 
-    targets: dict[tuple[str, str], None] = {}  # in order, each pair once
+    targets: dict[tuple[str, str], None] = {}  # an ordered set of pairs
     for node in _nodes(checked):
         if isinstance(node.value, dict):
             _check_mapping(node.value, node.key)
