@@ -59,9 +59,9 @@ class _Stage(NamedTuple):
 
 
 def critical(arguments: Sequence[str]) -> int:
-    """Measure the critical batch by branches of a checkpoint.
+    """Measure the critical batch size with branches of a checkpoint.
 
-    The branches are trained at 1, 2, 4, … times the batch of its run.
+    The branches are trained at 1, 2, 4, … times the effective batch of the run.
 
     The run directory is trusted like your own files: what its config names is imported.
     """

@@ -181,7 +181,8 @@ def _publish_report(parent: ParentRun) -> None:
 def _repeatable(arguments: Sequence[str]) -> list[str]:
     """Return the arguments to repeat in the command that runs the rest of a sweep.
 
-    The sweep's folder is left out, as it already contains jobs.
+    The overrides for the sweep's folder, which already contains jobs, and for
+    `tracking.sweep` are left out.
     """
     of_first_call = ("hydra.sweep.dir=", "tracking.sweep=")
     return [text for text in arguments if not text.startswith(of_first_call)]

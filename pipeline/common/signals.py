@@ -74,7 +74,7 @@ class Interruption:
         if not self._defers or self._reason is not None:
             raise reason
         self._reason = reason
-        # Do not call `print`, as the signal may have interrupted another call of it.
+        # Do not call `print`, as the signal may have interrupted another call to it.
         # Ignore an error, as the terminal may be gone.
         with suppress(OSError):
             os.write(2, b"finishing this update; once more ends it at once\n")

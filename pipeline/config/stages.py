@@ -58,9 +58,9 @@ class Stage(NamedTuple):
         return self.epoch + epochs, self.first + rest * self.size, self.number + rest
 
     def updates_at(self, epoch: int, first: int) -> int:
-        """Return the minimum number of updates that reach a place.
+        """Return the minimum number of updates after which a place is reached.
 
-        The place is that in `epoch`, after `first` examples.
+        The place lies in `epoch`, after the first `first` examples of that epoch.
         """
         whole_epochs = (epoch - self.epoch) * self.in_epoch
         return self.after + whole_epochs - (self.first - first) // self.size

@@ -105,7 +105,7 @@ def _is_scalar_text(key: str) -> bool:
 
 
 def _kept_value(value: str) -> str:
-    """Return a value in quotes, unless Hydra reads the same text from it, or null."""
+    """Quote a value, unless Hydra reads it as the same text or as null."""
     value = value.strip()
     try:
         read = OverridesParser.create().parse_override(f"key={value}").value()
