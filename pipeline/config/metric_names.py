@@ -54,8 +54,8 @@ UPDATE_METRICS = {
     "loss": UpdateMetric(),
     "learning_rate": UpdateMetric(),
     "gradient_norm": UpdateMetric(rounding=_OF_THE_GRADIENT),
-    # The estimate of the squared gradient norm from one update. Only an average of these
-    # estimates is logged.
+    # The estimate of the squared gradient norm from one update. Only an average of
+    # these estimates is logged.
     "gradient_square": UpdateMetric(of_the_cut=True),
     **dict.fromkeys(
         ("gradient_variance", "gradient_squared_norm", NOISE_SCALE),
