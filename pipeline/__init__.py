@@ -1,4 +1,4 @@
-"""Gradient accumulation that gives exactly what one large batch would have given.
+"""Gradient accumulation with exactly the same result as one large batch.
 
 Every update is tracked in MLflow.
 """
@@ -32,7 +32,8 @@ def log(name: str, value: float) -> None:
 def __getattr__(name: str) -> Any:
     """Return the module that had this name in earlier versions.
 
-    Hydra looks some names up before this package has renamed them in a config.
+    This is needed because Hydra looks up some names in a config before this package has
+    replaced former names there.
     """
     from importlib import import_module
 

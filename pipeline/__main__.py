@@ -56,21 +56,21 @@ VERBS = {  # name → function in this package, and help text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return the exit status.
+    """Run one verb, and return the exit status.
 
-    The status is 0 when done, 1 when failed, 2 for wrong input, 3 for results that
-    differ, 4 for a run that trained but is not all in the store, 130 or 143 when
-    interrupted.
+    The status is 0 on success, 1 on failure, 2 for wrong input, 3 for results that
+    differ, 4 for a run that has trained but is not completely in the store, and 130 or
+    143 if interrupted.
     """
     if arguments is None:
         arguments = sys.argv[1:]
     arguments = list(arguments)
-    # A user's own modules are found by the installed command, too.
+    # Let the installed command import the user's modules from the working directory.
     sys.path.append(os.getcwd())
     if "--quiet" in arguments:
         arguments.remove("--quiet")
         os.environ[QUIET] = "1"
-    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # MLflow counts it as unset, too.
+    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # MLflow also ignores it.
         del os.environ["MLFLOW_TRACKING_URI"]
     try:
         if arguments[:1] == ["-sc"]:
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _complete(arguments: list[str]) -> int:
-    """Print shell completions: verbs, names of sweeps, and what Hydra completes."""
+    """Print shell completions: verbs, names of sweeps, and Hydra's completions."""
     words = os.environ.get("COMP_LINE", "").split(" ")
     is_query = arguments[1:2] == ["query=bash"]
     if is_query and len(words) <= 2:
@@ -154,7 +154,7 @@ def _complete(arguments: list[str]) -> int:
         print(" ".join(names))
         return 0
 
-    # Hydra completes the words after the verb and its name, as for `train`.
+    # Let Hydra complete the words after the verb and its NAME or RUN, as for `train`.
     rest = words[3:] if takes_name else words[2:]
     os.environ["COMP_LINE"] = " ".join([words[0], *rest])
     folders = []
@@ -169,7 +169,7 @@ def _complete(arguments: list[str]) -> int:
 def command() -> None:
     """Run one verb and end the process.
 
-    The destructors of TensorFlow and MLflow, which take seconds, are left out.
+    The destructors of TensorFlow and MLflow, which take seconds, are skipped.
     """
     _open_closed_streams()
     status: list[int] = []
@@ -178,16 +178,16 @@ def command() -> None:
         if status:
             _leave(status[0])
 
-    # Registered first, so that it runs after all others.
+    # Register this handler first, so that it runs after all others.
     atexit.register(leave_with_status)
     status.append(main())
     sys.exit(status[0])
 
 
 def _open_closed_streams() -> None:
-    """Open the standard streams that are closed.
+    """Open the standard streams that are closed, on the null device.
 
-    Otherwise the next file that is opened would become one of them.
+    Otherwise the next file to be opened would become a standard stream.
     """
     for number in range(3):
         try:

@@ -1,6 +1,6 @@
 """Registers the launchers and the sweeper of `pipeline.sweep` with Hydra.
 
-Hydra takes only classes that are defined here.
+Hydra accepts only plugin classes that are defined in `hydra_plugins`.
 """
 
 from functools import partial
@@ -19,26 +19,27 @@ _MINUTES_OF_A_YEAR = 365 * _MINUTES_OF_A_DAY
 
 
 class LocalLauncher(local.LocalLauncher):
-    """The launcher of `hydra/launcher=local`."""
+    """The launcher for `hydra/launcher=local`."""
 
 
 class SlurmLauncher(slurm.SlurmLauncher):
-    """The launcher of `hydra/launcher=submitit_slurm`."""
+    """The launcher for `hydra/launcher=submitit_slurm`."""
 
 
 class BasicLauncher(launcher.BasicLauncher):
-    """The launcher of `hydra/launcher=basic`."""
+    """The launcher for `hydra/launcher=basic`."""
 
 
 class SearchSweeper(search.SearchSweeper):
-    """The sweeper of `hydra/sweeper=search`."""
+    """The sweeper for `hydra/sweeper=search`."""
 
 
 class Names(SearchPathPlugin):
-    """Stores the configs of these plugins.
+    """Stores the configs of these plugins, and adds the user's config folder.
 
-    Hydra calls it after it has loaded all plugins, so these replace the published ones.
-    For Hydra's Compose API, which has no --config-dir, it also adds the user's folder.
+    Hydra calls `manipulate_search_path` after all plugins are loaded, so these configs
+    replace those that other installed plugins have stored under the same names. The
+    user's folder is added for Hydra's Compose API, which has no `--config-dir`.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
@@ -64,7 +65,7 @@ class Names(SearchPathPlugin):
 
         store = partial(ConfigStore.instance().store, provider="pipeline")
         store("local", local_launcher, "hydra/launcher")
-        store("submitit_local", local_launcher, "hydra/launcher")  # of recorded sweeps
+        store("submitit_local", local_launcher, "hydra/launcher")  # in old records
         store("submitit_slurm", slurm_launcher, "hydra/launcher")
         store("basic", basic_launcher, "hydra/launcher")
         store("search", search_sweeper, "hydra/sweeper")

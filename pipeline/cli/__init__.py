@@ -1,6 +1,7 @@
 """The verbs `train`, `sweep`, `resume`, `critical`, `sync` and `ui`.
 
-In: the arguments after the verb. Out: the exit status.
+Each verb is a function that takes the arguments after the verb, and returns the exit
+status.
 """
 
 __all__ = ["critical", "resume", "sync", "train", "ui"]

@@ -1,6 +1,6 @@
 """`pipeline critical RUN@UPDATE`: measure the critical batch from a checkpoint.
 
-the run's config ─► one stage more, from UPDATE on
+the run's config ─► one more stage, which begins after UPDATE
     ─► a sweep over its effective batch ─► report/critical_batch.py
 """
 
@@ -27,11 +27,11 @@ from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
 from pipeline.tracking.journal_file import Past
 
 RUN = "RUN@UPDATE"
-LARGEST = 64  # the largest batch, in batches of the run
-LEAST_UPDATES = 3  # the fewest updates with the largest batch
-UPDATES = 200  # default length of a branch, in updates of the run's batch
-_NEVER = 2**31 - 1  # Only the last update is evaluated.
-# The values in which all branches differ from their run.
+LARGEST = 64  # maximum effective batch of a branch, as a multiple of the run's
+LEAST_UPDATES = 3  # minimum number of updates at the largest effective batch
+UPDATES = 200  # default length of a branch, in updates at the run's effective batch
+_NEVER = 2**31 - 1  # `evaluate_every` for an evaluation after the last update only
+# The config values that all branches have in place of those of their run.
 _BRANCH: dict[str, dict[str, Any]] = {
     "accumulation": {"factor": None},
     "training": {
@@ -53,23 +53,23 @@ _BRANCH: dict[str, dict[str, Any]] = {
 
 
 class _Stage(NamedTuple):
-    """An effective batch size, and the updates before it; a list in a run's tags."""
+    """An effective batch size, and the number of updates before it."""
 
     after: int
     effective_batch_size: int
 
 
 def critical(arguments: Sequence[str]) -> int:
-    """Measure the critical batch by branches of a checkpoint.
+    """Measure the critical batch size with branches of a checkpoint.
 
-    The branches are trained at 1, 2, 4, … times the batch of its run.
+    The branches are trained at 1, 2, 4, … times the effective batch of the run.
 
     The run directory is trusted like your own files: what its config names is imported.
     """
     options, overrides = _parser().parse_known_args(list(arguments))
     run_dir, start = fork.named(options.run, RUN)
     run_dir = run_dir.absolute()
-    # The run must have ended: one that goes on would remove the checkpoint.
+    # Require that the run has ended, as a running one could remove the checkpoint.
     past = Past.read(run_dir, RUN)
     past.close()
     config = recorded_config(run_dir, RUN)
@@ -94,8 +94,8 @@ def critical(arguments: Sequence[str]) -> int:
         command = ["critical", options.run, f"--examples={examples}"]
         return [*command, "--again", run_id, *overrides]
 
-    # Jobs on other machines find the folder in the run directory. A
-    # `TemporaryDirectory` would be removed by a forked process that ends.
+    # Create the folder in the run directory, where jobs on other machines can read it.
+    # A `TemporaryDirectory` is not used, as any forked process removes it at its end.
     folder = tempfile.mkdtemp(dir=run_dir, prefix=".critical-")
     try:
         branch = _branch_config(config, past, start, stages)
@@ -145,7 +145,7 @@ def _interrupted_sweep(
     """Return the run ID of the sweep `options.again`.
 
     Raises:
-        ConfigError: it is not a sweep of the same branches.
+        ConfigError: the sweep does not have the same branches.
     """
     place = [text for text in overrides if text.startswith(("tracking.", "trust."))]
     config = compose.composed([*file, *place])
@@ -162,8 +162,8 @@ def _interrupted_sweep(
 def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
     """Return the stages of a branch.
 
-    The last one is the branch's own, with the effective batch size of the run at the
-    checkpoint.
+    The last stage is the branch's own and begins at the checkpoint. Its size, which the
+    sweep replaces, is the run's effective batch size at the checkpoint.
     """
     first = past.start["segment"]["cut"]["effective_batch_size"]
     recorded = past.start["tags"].get("accumulation.stages", f"[[0, {first}]]")
@@ -175,14 +175,14 @@ def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
 
 
 def _examples_before(stages: list[_Stage], start: Checkpoint) -> int:
-    """Return the examples that the run had seen at the checkpoint."""
+    """Return the number of examples that the run had seen at the checkpoint."""
     training_examples = start.meta.examples
     seen = 0
     for update in range(start.updates_done):
         sizes = [
             stage.effective_batch_size for stage in stages if stage.after <= update
         ]
-        # A smaller batch, the tail, ends each epoch.
+        # The last batch of an epoch, the tail, may be smaller.
         seen += min(sizes[-1], training_examples - seen % training_examples)
     return seen
 
@@ -190,14 +190,14 @@ def _examples_before(stages: list[_Stage], start: Checkpoint) -> int:
 def _branches(
     batch: int, training_examples: int, examples: int | None
 ) -> tuple[list[int], int]:
-    """Return the effective batches of the branches, and the examples of each branch.
+    """Return the effective batch sizes of the branches, and the examples per branch.
 
-    The examples are a multiple of all effective batches.
+    The number of examples is a multiple of each size.
 
     Args:
         batch: the effective batch of the run.
         training_examples: number of examples in the training split.
-        examples: least number of examples of each branch; None for the default.
+        examples: minimum number of examples per branch; None for the default.
     """
     if examples is None:
         examples = UPDATES * batch
@@ -219,9 +219,9 @@ def _branch_config(
 ) -> dict[str, Any]:
     """Return the config of a branch.
 
-    It is the config of the run with the `stages`, a constant learning rate, and no
-    callbacks. The rate at k times the batch of the run is √k times the rate at the
-    checkpoint.
+    This is the run's config with the `stages`, a constant learning rate, and no
+    callbacks. At k times the run's effective batch, the learning rate is √k times that
+    at the checkpoint.
     """
     batch = stages[-1].effective_batch_size
     scaling = config.get("scaling") or {}

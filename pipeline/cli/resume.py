@@ -29,7 +29,8 @@ def resume(arguments: Sequence[str]) -> int:
     )
     options, overrides = parser.parse_known_args(list(arguments))
     run_dir = find(options.run, "RUN").absolute()
-    # The run may be running: this may be a worker whose chief has resumed it already.
+    # Accept a run that is running: this process may be a worker, whose chief has
+    # already resumed the run.
     past = Past.read(run_dir, running=True)
     past.close()
 
@@ -53,12 +54,13 @@ def overridden_keys(overrides: Sequence[str]) -> set[str]:
 
 
 def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
-    """Set the run's store in its config.
+    """Set the store of a recorded config to the store of the run, in place.
 
     Raises:
-        ConfigError: a secret is neither in the config nor among the overridden `keys`.
+        ConfigError: the config has a masked secret at a key that is not in `keys`, the
+            keys that overrides set.
     """
-    # The journal has the absolute path of a local store.
+    # Use the store in the journal, which has the absolute path of a local store.
     if secrets.HIDDEN not in past.start["store"]:
         config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
     for key, value in plain.leaves(config).items():

@@ -1,6 +1,6 @@
-"""`pipeline sync`: ship to MLflow what a run could not.
+"""`pipeline sync`: upload to MLflow the parts of runs that are missing there.
 
-It is safe to repeat, and to call on several machines at once.
+The command may be repeated, and may run on several machines at once.
 """
 
 import os

@@ -24,14 +24,15 @@ from pipeline.trust import artifact_locations
 if TYPE_CHECKING:  # importing it takes a second
     from pipeline.sweep.parent_run import ParentRun
 
-# Takes the run ID of a sweep, and returns the command that runs its missing jobs.
+# A function that takes the run ID of a sweep, and returns the arguments of the command
+# that runs the missing jobs.
 CommandAgain = Callable[[str], list[str]]
 
 
 def train(arguments: Sequence[str]) -> int:
     """Compose a config and train it; with -m, train every job of a sweep.
 
-    Return 0 if all of them have finished, else 1.
+    Return the exit status: for a sweep, 0 only if all jobs have finished.
     """
 
     def command_again(run_id: str) -> list[str]:
@@ -44,7 +45,7 @@ def sweep(arguments: Sequence[str]) -> int:
     """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package."""
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
-    # The record of a sweep has its overrides as Hydra reads them.
+    # Convert the overrides to the form in which the record of a sweep has them.
     rest = compose.as_text(rest)
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
@@ -126,7 +127,8 @@ def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int
     """
     arguments = list(arguments)
     if any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments):
-        # A reopened sweep reads from its store, which is not trusted.
+        # Restrict the places of artifacts: a reopened sweep reads from its store, which
+        # is not trusted.
         arguments.append("tracking.confined=true")
     current = session.Session()
     try:
@@ -177,9 +179,10 @@ def _publish_report(parent: ParentRun) -> None:
 
 
 def _repeatable(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that also apply to the rest of a sweep.
+    """Return the arguments to repeat in the command that runs the rest of a sweep.
 
-    The sweep's folder does not, as it has jobs by then.
+    The overrides for the sweep's folder, which already contains jobs, and for
+    `tracking.sweep` are left out.
     """
     of_first_call = ("hydra.sweep.dir=", "tracking.sweep=")
     return [text for text in arguments if not text.startswith(of_first_call)]
@@ -189,7 +192,8 @@ def _recorded_overrides(
     options: argparse.Namespace, file: list[str], rest: list[str]
 ) -> list[str]:
     """Return the recorded overrides of the sweep `options.again`, then `rest`."""
-    # Swept values are left out, as they compose to several configs.
+    # Compose only with the overrides for the store and the data, as swept values would
+    # give several configs.
     keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")
     place = [text for text in rest if text.startswith(keys_of_place)]
     config = compose.composed([*file, *place])
@@ -202,7 +206,7 @@ def _recorded_overrides(
         rule = f"must be the name of sweep {options.again}"
         raise ConfigError("NAME", rule, options.name)
 
-    # The arguments follow the record, so that they override it.
+    # Put the arguments after the recorded overrides, so that they take precedence.
     overrides = [*trusted_overrides(parent.data.tags, rest, config), *rest]
     if options.allow:
         overrides.append(f"trust.allow={list(config.trust.allow)}")
@@ -213,9 +217,9 @@ def _recorded_overrides(
 def run_one(
     config: DictConfig, overrides: list[str], run_dir: Path, resume: bool = False
 ) -> float:
-    """Train the run of a composed config, or resume it; return its last loss."""
+    """Train or resume the run of a composed config, and return its last loss."""
     if config.hardware.device.name == "gpu" and not nvidia.visible():
-        # This fails at once; TensorFlow would take seconds.
+        # Fail now, as the import of TensorFlow below takes seconds.
         nvidia.why_no_gpu(required=True)
     from pipeline.run import run
 

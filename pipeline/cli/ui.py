@@ -1,6 +1,7 @@
 """`pipeline ui`: serve MLflow's UI on the configured store.
 
-It prints the address of the newest run, or of the sweep of which it is a job.
+The command prints the addresses of the newest run, of its sweep if it belongs to one,
+and of all runs.
 """
 
 import os
@@ -22,7 +23,7 @@ _PATIENCE = 10.0  # seconds for the server's processes to end
 
 
 def ui(arguments: Sequence[str]) -> int:
-    """Serve MLflow's UI on the store of the composed config, until Ctrl-C or SIGTERM."""
+    """Serve MLflow's UI for the configured store, until Ctrl-C or SIGTERM."""
     parser = Parser(
         prog="pipeline ui",
         description=ui.__doc__,
@@ -51,24 +52,25 @@ def _serve(uri: str, port: int) -> int:
     if uri.startswith(("http://", "https://")):
         say(f"The store is a server with a UI of its own: {uri}", to=sys.stdout)
         return 0
-    # Before the server starts, so that a store that cannot be read starts none.
+    # Read the store before the server starts, so that it does not start if that fails.
     pages = _pages(uri, f"http://{HOST}:{port}")
 
     command = [sys.executable, "-m", "mlflow", "server"]
     command += ["--host", HOST, "--port", str(port)]
     environment = {
-        # Executing jobs, such as evaluations of language models, takes eight more
-        # processes.
+        # Disable the execution of jobs, such as evaluations of language models, which
+        # would start eight more processes.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **os.environ,
-        # On the command line, a password would show in the list of processes.
+        # Pass the URI in the environment: on the command line, a password in it would
+        # be visible in the list of processes.
         "MLFLOW_BACKEND_STORE_URI": uri,
-        "PYTHONSAFEPATH": "1",  # It imports nothing from the working directory.
+        "PYTHONSAFEPATH": "1",  # Import nothing from the working directory.
     }
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
-    # MLflow leaves some of its processes behind. In a session of their own, they can be
-    # killed as a whole.
+    # Start a new session, so that all processes of the server can be killed together:
+    # MLflow leaves some of them behind.
     server = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -86,7 +88,7 @@ def _serve(uri: str, port: int) -> int:
 
 
 def _listens(server: subprocess.Popen, port: int) -> bool:
-    """Wait until the server takes connections; return whether it does."""
+    """Wait until the server accepts connections; return False if it exits first."""
     while server.poll() is None:
         with suppress(OSError):
             socket.create_connection((HOST, port), timeout=1).close()
@@ -100,9 +102,10 @@ def _exit(number: int, _frame: object) -> NoReturn:
 
 
 def _pages(uri: str, root: str) -> list[str]:
-    """Return lines with the address of the newest run and of all runs beside it.
+    """Return lines with the addresses of the newest run and its experiment's runs.
 
-    If it is of a sweep, the comparison of that sweep stands first.
+    If the newest run belongs to a sweep, the page that compares the sweep's runs comes
+    first.
     """
     from pipeline.sweep import mlflow_view
     from pipeline.tracking.foreign_store import RUN_ID
@@ -130,7 +133,7 @@ def _pages(uri: str, root: str) -> list[str]:
     if "sweep.name" in tags:
         sweep = newest.run_id
     experiment = client.get_experiment(newest.experiment_id)
-    is_run_id = RUN_ID.fullmatch(sweep)  # the store may be somebody else's
+    is_run_id = RUN_ID.fullmatch(sweep)  # The store is not trusted.
     if is_run_id and f"{mlflow_view.TAG}{sweep}" in experiment.tags:
         view = mlflow_view.view_page(newest.experiment_id, sweep)
         lines.insert(0, f"its sweep:  {root}/{view}")

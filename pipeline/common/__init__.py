@@ -1,7 +1,7 @@
-"""Utilities for all packages.
+"""Utilities that all other packages use.
 
-They cover errors, secrets, signals, processes, files that are read back, a cache,
-memory and GPUs. This package imports no other package.
+They cover errors, secrets, signals, processes, files, a cache, memory, rounding and
+GPUs. This package imports no other package of `pipeline`.
 """
 
 __all__ = [

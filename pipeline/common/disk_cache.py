@@ -1,6 +1,6 @@
-"""A cache that is kept between runs, with one file per entry.
+"""A cache on disk that is kept between runs, with one file per entry.
 
-It is in the user's cache folder, and may be deleted at any time.
+The files are in the user's cache folder, and may be deleted at any time.
 """
 
 import hashlib
@@ -16,17 +16,16 @@ from pipeline.common import recorded
 
 
 def place(kind: str, key: str) -> Path:
-    """Return the file of the entry of this `kind` with this `key`."""
+    """Return the path of the file for the entry with the given `kind` and `key`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.sha256(key.encode()).hexdigest()
     return Path(home) / "pipeline" / kind / name
 
 
 def recall(file: Path, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry in `file`, or an empty dict.
+    """Return the entry in `file`, or an empty dict if there is no valid entry.
 
-    The dict is empty if the file cannot be read or does not have the `form`.
-    `pipeline.common.recorded` describes forms.
+    An entry is valid if it has the `form`; `pipeline.common.recorded` describes forms.
     """
     with suppress(OSError, recorded.FormError):
         return dict(recorded.read(file, form))
@@ -36,7 +35,7 @@ def recall(file: Path, form: Mapping[str, Any]) -> dict[str, Any]:
 def remember(file: Path, entry: Mapping[str, object]) -> None:
     """Write `entry` to `file`.
 
-    Without a home directory, or on a full disk, nothing is cached.
+    If the file cannot be written, for example on a full disk, nothing is cached.
     """
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Files that survive a power cut.
+"""Writes files so that they survive a power cut.
 
-The operating system writes files to the disk in any order, and after a power cut a
-file may be empty or end anywhere. `sync` waits until the disk has what was written.
+The operating system writes files to the disk in any order, so after a power cut a file
+may be empty or incomplete. `sync` waits until the written data is on the disk.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until the content of a file, or the list of a folder's files, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -26,7 +26,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file; after a power cut it is as before or as written, and never cut."""
+    """Write a file; after a power cut it has its old content or the whole `text`."""
     new = file.with_name(f".{file.name}")
     with new.open("w", encoding="utf-8") as stream:
         stream.write(text)

@@ -1,4 +1,4 @@
-"""Errors that are shown in one line: wrong input, and a run that failed."""
+"""Exceptions with one-line messages, and functions that print messages."""
 
 import argparse
 import difflib
@@ -14,10 +14,11 @@ from typing import Any, NoReturn, TextIO
 
 from pipeline.common.secrets import mask
 
-# Environment variable that `--quiet` sets, also for jobs and workers.
+# Environment variable that `--quiet` sets; jobs and workers inherit it.
 QUIET = "PIPELINE_QUIET"
-NOT_SHIPPED = 4  # exit status
-# Lines of Keras and TensorFlow that say where an error occurred, before its cause.
+NOT_SHIPPED = 4  # exit status if a run's record is not yet complete in the store
+# Beginnings of lines in which Keras and TensorFlow state the location of an error. The
+# line with the cause follows them.
 _PREAMBLE = (
     "Exception encountered when calling ",
     "Graph execution error:",
@@ -26,8 +27,9 @@ _PREAMBLE = (
 )
 _IN_A_LAYER = re.compile(r"Exception encountered when calling (\w+)\.")
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
-# What TensorFlow writes around the cause on its line, and what replaces it: positions
-# in the graph, the iterator, the list of all labels, and the frame of an assertion.
+# Texts that TensorFlow writes around the cause on the same line, each with its
+# replacement: positions in the graph, the iterator, the list of all labels, and the
+# text around the message of an assertion.
 _AROUND_THE_CAUSE = (
     (r"\{\{.*?\}\} | \[Op:.*$", ""),
     (r"^Error in user-defined function .* iterator: Iterator::\S+ ", ""),
@@ -35,12 +37,12 @@ _AROUND_THE_CAUSE = (
     (r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1"),
 )
 _NOT_GIVEN: Any = object()
-_LONGEST_VALUE = 300  # characters
+_LONGEST_VALUE = 300  # characters; a longer value is cut in messages
 _MOST_CHOICES = 40
 
 
 class ConfigError(Exception):
-    """The config or the arguments are wrong, and nothing was created. Exit status 2.
+    """The config or an argument is wrong, and no run was created. Exit status 2.
 
     Args:
         key: the key of the config, or the name of an argument.
@@ -60,7 +62,7 @@ class ConfigError(Exception):
         choices: Iterable[object] | None = None,
         similar: Iterable[object] | None = (),
     ):
-        # Everything is kept as text, so that the error can be sent to another process.
+        # Keep all values as text, so that the error can be sent to another process.
         self.key = key
         self.rule = rule
         self.received = None if received is _NOT_GIVEN else _shown(received)
@@ -91,7 +93,7 @@ class ConfigError(Exception):
 
 
 class DataError(ValueError):
-    """The data cannot be read, or have changed; the message is one line."""
+    """The data cannot be read, or has changed; the message is one line."""
 
 
 class OutOfMemoryError(Exception):
@@ -101,14 +103,14 @@ class OutOfMemoryError(Exception):
 class RunError(Exception):
     """A run failed. Exit status 1.
 
-    The message is one line, and names the file with the traceback.
+    The message is one line. It names the file with the traceback, if there is one.
     """
 
 
 class NotShippedError(Exception):
-    """A run has trained, but part of it is not in the store. Exit status 4.
+    """A run has finished training, but its record in the store is incomplete.
 
-    `pipeline sync` ships the rest.
+    `pipeline sync` uploads the missing parts. Exit status 4.
 
     Args:
         message: the message, in one line.
@@ -121,7 +123,7 @@ class NotShippedError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as a `ConfigError`."""
+    """An argument parser that raises a `ConfigError` for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
         rule = f"must be as {self.prog} --help says ({message})"
@@ -129,10 +131,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
-    """Print lines without secrets and control characters.
+    """Print lines, with secrets masked and unprintable characters replaced.
 
     Args:
-        lines: what to print.
+        lines: the lines to print.
         to: the stream; standard error by default.
         always: whether to print even with `--quiet`.
     """
@@ -143,23 +145,26 @@ def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
         for line in lines:
             print(printable(mask(line)), file=stream, flush=True)
     except OSError as error:
-        # The run goes on, and is closed, even if its terminal or the reader of its pipe
-        # is gone. From then on, nothing that prints there fails, not even at exit.
+        # Ignore the error, so that a run continues even if its terminal, or the reader
+        # of its pipe, is gone. Redirect the stream to the null device, so that no later
+        # output fails, not even at exit; keep it if only the disk is full.
         with suppress(OSError):
             if error.errno != errno.ENOSPC:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def say_id(run_id: str) -> None:
-    """With `--quiet`, print a run's ID alone to standard output."""
+    """With `--quiet`, print a run's ID to standard output; otherwise print nothing."""
     if QUIET in os.environ and run_id:
         say(run_id, to=sys.stdout, always=True)
 
 
 def printable(text: str) -> str:
-    """Return `text` with `?` for each control character.
+    """Return `text` with `?` in place of each character that is not printable.
 
-    Names and messages that come from a store are not trusted.
+    Control characters, line breaks and all blanks except the space are not printable;
+    see `str.isprintable`. Names and messages from a store are not trusted, and could
+    otherwise control the terminal.
     """
     return "".join(_printable_character(character) for character in text)
 
@@ -171,9 +176,9 @@ def _printable_character(character: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the line of an exception's message that names the cause.
 
-    It is the first line, unless Keras, AutoGraph or TensorFlow put lines before it that
-    say where the error occurred. The class of a layer that failed is added. An
-    exception without a message is named by its type.
+    This is the first line, unless Keras, AutoGraph or TensorFlow put lines about the
+    location of the error before it. If a layer failed, its class is appended. For an
+    exception without a message, the name of its type is returned.
     """
     text = _TERMINAL_COLOR.sub("", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -192,20 +197,20 @@ def first_line(error: BaseException) -> str:
 def _line_of_cause(lines: list[str]) -> str:
     """Return the line of a message that names the cause."""
     if "[[{{node PyFunc}}]]" in lines:
-        # Python code raised it: the exception comes first, then its traceback, then its
-        # message once more.
+        # Python code in the graph raised the error: the message has the exception
+        # first, then its traceback, then the exception's message again.
         return _first_without_preamble(lines)
 
-    # TensorFlow prints the position in the graph on the next line.
+    # TensorFlow prints the position in the graph on the line after the cause.
     for i, line in enumerate(lines):
         if i > 0 and "[[{{node" in line:
             return lines[i - 1]
 
-    # AutoGraph puts its trace first.
+    # AutoGraph prints its trace first, and the cause on the last line.
     if lines[0] == "in user code:":
         return lines[-1]
 
-    # Keras ran a layer's `call` to infer the shape of its output.
+    # Keras failed to infer the shape of a layer's output; the cause follows this line.
     for i, line in enumerate(lines[:-1]):
         if line.endswith("Error encountered:"):
             return lines[i + 1]
@@ -226,9 +231,9 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def exits_as_failures() -> Iterator[None]:
-    """Turn an exit of the user's code into a failure.
+    """Raise a `RunError` if the user's code in the block calls `exit`.
 
-    Its exit status, which may be 0, must not become that of the command.
+    The exit status of that call, which may be 0, must not become that of the command.
     """
     try:
         yield
@@ -240,10 +245,10 @@ def exits_as_failures() -> Iterator[None]:
 def as_config_error(
     key: str, rule: str, received: object, way: str = ""
 ) -> Iterator[None]:
-    """Turn any error into a `ConfigError` about `key`.
+    """Convert any exception in the block to a `ConfigError` about `key`.
 
-    In the message, the error follows the `rule` in parentheses, and a `way` out of it,
-    if there is one, follows the error.
+    The message has the `rule`, then the exception's message in parentheses, then `way`,
+    advice on how to avoid the error, if given.
     """
     try:
         yield
@@ -260,7 +265,7 @@ def as_config_error(
 
 
 def _shown(value: object) -> str:
-    # The text is masked before it is cut: half a secret would not be recognized.
+    # Mask secrets before cutting the text, as half a secret would not be recognized.
     text = mask(_yaml(value))
     if len(text) <= _LONGEST_VALUE:
         return text

@@ -1,6 +1,6 @@
-"""How processes start, and what they import.
+"""Starts processes, and suppresses notices while TensorFlow is imported.
 
-They import this package, wherever it is, and TensorFlow without its notices.
+A new process imports this package from the same place as this process.
 """
 
 import faulthandler
@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.common.errors import say
 
-# Notices of TensorFlow's libraries, which they print before they read any log level.
+# Matches the notices that TensorFlow's libraries print before they read a log level.
 _NOTICE = re.compile(
     r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |"
     r"WARNING: All log messages before absl"
@@ -29,15 +29,16 @@ _PATIENCE = 30.0  # seconds to wait for the output of a program
 def without_chatter() -> Iterator[None]:
     """Within the block, suppress the notices that TensorFlow's libraries print.
 
-    Other lines are printed when the block ends. If TensorFlow is first imported in the
-    block, its objects are never searched for garbage: each search takes 0.2 s.
+    Other lines on standard error are printed when the block ends. If TensorFlow is
+    first imported in the block, its objects are excluded from garbage collection, as
+    each collection would take 0.2 s longer.
     """
     is_first_import = "tensorflow" not in sys.modules
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
     stderr = os.dup(2)
     was_enabled = faulthandler.is_enabled()
-    faulthandler.enable(stderr)  # The trace of a crash is not held back.
+    faulthandler.enable(stderr)  # Print the trace of a crash at once.
     with tempfile.TemporaryFile() as captured:
         os.dup2(captured.fileno(), 2)
         try:
@@ -63,7 +64,7 @@ def without_chatter() -> Iterator[None]:
 def without_collections() -> Iterator[None]:
     """Disable garbage collection in the block.
 
-    It takes a quarter of the time of large imports.
+    Garbage collection would take a quarter of the time of large imports.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -75,7 +76,7 @@ def without_collections() -> Iterator[None]:
 
 
 def output_of(*command: str) -> str | None:
-    """Return what a program prints.
+    """Run a program, and return its standard output without surrounding blanks.
 
     Return None if the program is missing, fails, or takes more than 30 s.
     """
@@ -89,9 +90,9 @@ def output_of(*command: str) -> str | None:
 
 
 def path_of_processes() -> str:
-    """Return the PYTHONPATH for a new process.
+    """Return a PYTHONPATH for a new process.
 
-    The process then imports this package from the same place.
+    With it, the process imports this package from the same place as this process.
     """
     folders = [str(Path(__file__).resolve().parents[2])]
     inherited = os.environ.get("PYTHONPATH")
@@ -103,7 +104,7 @@ def path_of_processes() -> str:
 def started(
     module: str, variables: dict[str, str] | None = None, **options: Any
 ) -> Any:
-    """Start `python -m module`, and return the process, with a pipe to it.
+    """Start `python -m module`, and return the process; its standard input is a pipe.
 
     The process imports nothing from the working directory.
 
@@ -115,8 +116,8 @@ def started(
     environment = {**os.environ, "PYTHONPATH": path_of_processes()}
     if variables:
         environment.update(variables)
-    # The new process has a session of its own, so that Ctrl-C reaches only this
-    # process, which then ends the other one.
+    # Start a new session, so that Ctrl-C reaches only this process, which then ends the
+    # new one.
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
@@ -129,7 +130,7 @@ def started(
 
 @contextmanager
 def variables_set(**variables: str) -> Iterator[None]:
-    """Set environment variables within the block."""
+    """Set environment variables within the block, and restore them afterwards."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:

@@ -1,6 +1,6 @@
-"""How much memory this process may use.
+"""The amount of memory that this process may use.
 
-The limits are those of the machine, of its control groups, and of the address space.
+It is limited by the machine, by control groups, and by the limit of the address space.
 """
 
 import math
@@ -11,13 +11,17 @@ from pathlib import Path
 
 import psutil
 
-# The share of the memory that a trial may fill: a run needs more than its updates.
+# The fraction of the memory that a trial of a micro-batch size may fill. The rest is
+# for the parts of a run other than its updates.
 MARGIN = 0.9
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.ASCII)
 
 
 def limit() -> int:
-    """Return how many bytes may be resident, by the lowest of all limits."""
+    """Return the limit of the resident memory in bytes.
+
+    This is the lowest of the limits set by the machine and by control groups.
+    """
     limits = [psutil.virtual_memory().total]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -29,7 +33,8 @@ def limit() -> int:
 def _limits_of_group(controllers: str, group: Path) -> list[int]:
     """Return the limits of a control group and of its parents, in bytes.
 
-    `controllers` is empty in version 2 of control groups.
+    `controllers` is the field of that name in /proc/self/cgroup. It is empty in version
+    2 of control groups.
     """
     if "memory" in controllers.split(","):
         root = Path("/sys/fs/cgroup/memory")
@@ -48,15 +53,15 @@ def _limits_of_group(controllers: str, group: Path) -> list[int]:
 
 
 def address_space() -> int | None:
-    """Return the limit of the address space in bytes; None if there is none."""
+    """Return the limit of the address space in bytes, or None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def parsed(size: object) -> int | None:
-    """Return the number of bytes of a size such as `8GiB`, `500MB` or `1048576`.
+    """Return the number of bytes in a size such as "8GiB", "500MB" or 1048576.
 
-    Return None for anything else.
+    The size is text with a unit, or a positive integer. Return None for anything else.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         return size if size > 0 else None

@@ -1,7 +1,7 @@
-"""The NVIDIA GPUs of this machine.
+"""Counts and locks the NVIDIA GPUs on this machine.
 
-Three parties count them: the driver lists them, this process may be allowed to use some
-of them, and TensorFlow may fail to use those.
+Three numbers may differ: the GPUs that the driver lists, those that this process may
+use, and those that TensorFlow can use.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from urllib.parse import quote
 from pipeline.common import imports, rounding
 from pipeline.common.errors import ConfigError, say
 
-# Environment variable: the GPUs that this process, or the one that started it, locked.
+# Environment variable with the GPUs that this process or its parent has locked.
 LOCKED = "PIPELINE_GPUS"
 _COUNT_GPUS = (
     "from pipeline import accumulation; import tensorflow as tf; "
@@ -35,8 +35,8 @@ class TensorFlowGpus(NamedTuple):
     """The GPUs that TensorFlow finds in a new process.
 
     Attributes:
-        listed: the number of GPUs that it lists.
-        missing_libraries: names of the libraries that it could not open, sorted.
+        listed: the number of GPUs that TensorFlow lists.
+        missing_libraries: sorted names of the libraries that TensorFlow could not open.
     """
 
     listed: int
@@ -44,7 +44,7 @@ class TensorFlowGpus(NamedTuple):
 
 
 def gpus_of_driver() -> int:
-    """Return how many GPUs the driver lists."""
+    """Return the number of GPUs that the driver lists."""
     listing = imports.output_of("nvidia-smi", "-L")
     if listing is None:
         return len(glob.glob("/dev/nvidia[0-9]*"))
@@ -54,7 +54,7 @@ def gpus_of_driver() -> int:
 def visible() -> list[str]:
     """Return the GPUs that this process may use.
 
-    They are numbers or UUIDs, as in CUDA_VISIBLE_DEVICES.
+    Each GPU is given by its number or UUID, as in CUDA_VISIBLE_DEVICES.
     """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
@@ -63,14 +63,18 @@ def visible() -> list[str]:
     for name in listed.split(","):
         gpu = name.strip()
         if not gpu or gpu.startswith("-"):
-            break  # CUDA ignores what follows.
+            break  # CUDA ignores the rest of the list.
         gpus.append(gpu)
     return gpus
 
 
 @functools.cache
 def gpus_of_tensorflow() -> TensorFlowGpus:
-    """Return what TensorFlow finds in a new process, whose messages are read."""
+    """Return the GPUs that TensorFlow finds in a new process.
+
+    The missing libraries are read from the process's messages. If the process fails,
+    the number of GPUs is 0.
+    """
     variables = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "0",
@@ -92,11 +96,11 @@ def gpus_of_tensorflow() -> TensorFlowGpus:
 
 
 def why_no_gpu(required: bool) -> str:
-    """Return why TensorFlow lists no GPU in this process.
+    """Return the reason why TensorFlow lists no GPU in this process.
 
     Raises:
-        ConfigError: a GPU is `required`, or TensorFlow should have listed one: hours on
-            a CPU are not what the user wanted.
+        ConfigError: a GPU is `required`, or TensorFlow should have listed one. The run
+            would otherwise take hours on the CPU, unnoticed.
     """
     count = gpus_of_driver()
     if count == 0:
@@ -137,13 +141,13 @@ def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> Non
     Args:
         gpus: the GPUs, in the form that `visible` returns.
         shared: whether processes that also pass `shared` may lock the same GPUs.
-        wait: whether to wait for another run that has locked one. Otherwise a line
-            reports that run.
+        wait: whether to wait until another run unlocks a GPU. Otherwise, print that
+            another run has locked the GPU, and do not lock it.
     """
     locked_before = os.environ.get(LOCKED, "").split(",")
-    # The order is sorted, so that no two processes wait for each other.
+    # Lock in sorted order, so that two processes cannot wait for each other.
     for gpu in sorted(set(gpus) - set(locked_before)):
-        with contextlib.suppress(OSError):  # No file may be writable.
+        with contextlib.suppress(OSError):  # The lock file may not be writable.
             _lock_one(gpu, shared=shared, wait=wait)
     os.environ[LOCKED] = ",".join(gpus)
 
@@ -151,7 +155,7 @@ def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> Non
 def _lock_one(gpu: str, *, shared: bool, wait: bool) -> None:
     name = f"pipeline-{os.getuid()}-gpu-{quote(gpu, safe='')}.lock"
     path = Path(tempfile.gettempdir()) / name
-    # The descriptor stays open: closing it would release the lock.
+    # Keep the descriptor open, as closing it would release the lock.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
@@ -165,7 +169,10 @@ def _lock_one(gpu: str, *, shared: bool, wait: bool) -> None:
 
 
 def computes_in_tf32() -> bool:
-    """Return whether TensorFlow multiplies float32 in TF32 on a GPU of this process."""
+    """Return whether TensorFlow multiplies float32 matrices in TF32 in this process.
+
+    This requires that TF32 is enabled and a visible GPU supports it.
+    """
     import tensorflow as tf  # takes seconds
 
     if not tf.config.experimental.tensor_float_32_execution_enabled():
@@ -179,9 +186,10 @@ def computes_in_tf32() -> bool:
 
 
 def unit_roundoff(dtypes: Iterable[str]) -> float:
-    """Return the largest unit roundoff among the floating-point dtypes of `dtypes`.
+    """Return the largest unit roundoff among the floating-point types in `dtypes`.
 
-    It is 2⁻ᵖ for p bits of the significand, as this process computes in that dtype.
+    The unit roundoff is 2⁻ᵖ for a significand of p bits. For float32, it is that of
+    TF32 if this process computes in TF32. Without a floating-point type, return 0.
     """
     in_tf32 = computes_in_tf32()
     largest = 0.0

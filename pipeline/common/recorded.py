@@ -1,6 +1,6 @@
-"""JSON and YAML files that this package writes and reads back.
+"""Reads JSON and YAML files that this package wrote, and checks their content.
 
-A user, or a faulty disk, may have changed them in between.
+A user or a faulty disk may have changed a file in the meantime.
 
 A form describes what a file must contain:
 
@@ -35,7 +35,7 @@ class FormError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML, and rejects aliases: with one, a node could contain itself."""
+    """Loads YAML, and rejects aliases, as an alias could make a node contain itself."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -73,7 +73,7 @@ def read(file: Path, form: Any) -> Any:
         line = _line(text, path)
         problem = str(error)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        # A byte or a character that is not text, or nesting that is too deep.
+        # The file has bytes or characters that are not text, or is nested too deeply.
         position = vars(error).get("position", getattr(error, "start", 0))
         line = 1 + data.count(b"\n", 0, position)
         problem = first_line(error)
@@ -84,7 +84,8 @@ def check(value: Any, form: Any, path: list[str]) -> None:
     """Check that `value` has the `form`.
 
     Raises:
-        FormError: it does not. The keys in `path` then lead to the fault.
+        FormError: `value` does not have the `form`. The keys that lead to the fault are
+            then in `path`.
     """
     if isinstance(form, dict):
         _check_type(value, dict, path)
@@ -109,7 +110,7 @@ def _check_type(value: Any, types: Any, path: list[str]) -> None:
 
 
 def _check_entries(mapping: Any, key: Any, form: Any, path: list[str]) -> None:
-    """Check the entry of a mapping that `key` names; all entries if `key` is `str`."""
+    """Check the entry at `key`, or all entries if `key` is the type `str`."""
     names = list(mapping) if key is str else [key.rstrip("?")]
     is_optional = key is not str and key.endswith("?")
     for name in names:
@@ -123,7 +124,7 @@ def _check_entries(mapping: Any, key: Any, form: Any, path: list[str]) -> None:
 
 
 def _line(text: str, path: list[str]) -> int:
-    """Return the line of `text` at which the keys of `path` end."""
+    """Return the number of the line in `text` with the last key in `path`."""
     position = 0
     for key in path:
         pattern = rf'^[\s{{\[,-]*"?{re.escape(key)}"?\s*:'

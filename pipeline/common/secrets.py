@@ -1,6 +1,6 @@
-"""Keeps secrets out of everything that is written.
+"""Masks secrets in all text that is printed, logged or written to a file.
 
-Only this module knows what a secret looks like.
+Only this module has rules that recognize a secret.
 """
 
 import json
@@ -10,60 +10,63 @@ from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 HIDDEN = "***"
 
-# The credentials of a URI within a text. With a password, they reach up to the last @
-# in the word, since a password may contain any character, even a slash or a quote.
-# Without a colon, and so without a password, they end at the last @ before a slash,
-# where the path starts.
+# Matches the credentials of a URI within a text. With a password, they extend to the
+# last @ in the word, as a password may contain any character, even a slash or a quote.
+# Without a colon there is no password, and they end at the last @ before a slash, where
+# the path starts.
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s:@]*:\S*|[^/\s\"']+)@")
-# In a text that is a URI, or an override with one, the credentials reach up to the last
-# @ of the line, as a blank is part of the password.
+# If the whole text is a URI, or an override with a URI, the credentials extend to the
+# last @ in the line, as the password may contain blanks.
 _CREDENTIALS_OF_LINE = re.compile(
     r"\A([+~]*(?:[\w.\-]+=)?[\"']?[\w+\-]+://)[^/:@\n]*:.*@"
 )
-# The name of a secret in a query. `viewStateShareKey` of MLflow's pages names a saved
-# view, and is not a secret.
+# Matches the name of a secret parameter in the query of a URI. `viewStateShareKey` in
+# MLflow's pages names a saved view, and is not a secret.
 _NAME = (
     r"((?:[?&;]|%3B)(?!viewStateShareKey=)"
     r"[\w\-]*(?:token|secret|passw|pwd|key|sig|odbc_connect)[\w\-]*(?:=|%3D))"
 )
-# A quote or full stop after the value belongs to the sentence around it.
+# Does not match punctuation after the value, as it is part of the sentence around it.
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
-# The path of a file with a secret, in an override or in YAML.
+# Matches the key and the path of a file with a secret, in an override or in YAML.
 _SECRET_FILE = re.compile(
     r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)"""
     r"""((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)"""
 )
-# Environment variables with secrets, by a part of their name.
+# Matches a part of the name of an environment variable that holds a secret.
 _SECRET_PARTS = re.compile(
     r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY", re.IGNORECASE
 )
-# The same by a word of their name, such as MY_KEY_PROD, unless they only say something
-# about a secret, such as SSH_AUTH_SOCK and KEY_TYPE. PWD alone is a folder.
+# Matches a whole word in such a name, such as MY_KEY_PROD. Names that match
+# `_ABOUT_SECRETS`, such as SSH_AUTH_SOCK and KEY_TYPE, are excluded, as they only
+# describe a secret. PWD alone does not match: it is the working directory.
 _WORDS = r"(KEY|PASS|PWD|PAT|AUTH|COOKIE|JWT|BEARER|SAS|DSN)S?[0-9]*"
 _SECRET_WORDS = re.compile(rf"_{_WORDS}(_|$)|^{_WORDS}_", re.IGNORECASE)
 _ABOUT_SECRETS = re.compile(
     r"_(SOCK|FILE|PATH|DIR|NAME|TYPE|KIND|MODE|METHOD|ALGORITHM|SIZE|LENGTH|VERSION)$",
     re.IGNORECASE,
 )
-# Masking shorter values would hide half of every text.
+# Shorter values are not masked, as they occur in ordinary text.
 _SHORTEST_SECRET = 6  # characters
 
-# The secrets of this process. Errors quote pieces of URIs that no pattern recognizes.
+# Secrets that are masked wherever they occur. They are needed because errors quote
+# pieces of URIs that no pattern recognizes.
 _remembered: set[str] = set()
 
 
 def remember(uri: str) -> None:
-    """Mask the secrets of this URI, and pieces of them, from now on.
+    """From now on, mask the secrets in `uri`, and pieces of them, in any text.
 
-    An error may quote a piece: for `http://me:Hunter7#x@host`, a parser reports the
-    port 'Hunter7', which is not a number.
+    An error may quote a piece: for `http://me:Hunter7#x@host`, a parser reports that
+    the port 'Hunter7' is not a number.
     """
     rest = uri.partition("://")[2]
     secrets = _credentials(rest)
     for text in (rest, unquote_plus(rest)):
         for match in _QUERY_VALUE.finditer(text):
-            # An ODBC string is a query of its own. Not all of its values are secrets.
+            # Skip a whole ODBC string: its parameters are matched separately, and not
+            # all of them are secrets.
             if "odbc_connect" not in match[1].lower():
                 secrets.add(match[2])
     for secret in secrets:
@@ -72,18 +75,19 @@ def remember(uri: str) -> None:
 
 
 def _credentials(rest: str) -> set[str]:
-    """Return the password of a URI without its scheme, or its user if it has none."""
+    """Return the password in a URI without its scheme, or the user if it has none."""
     user, colon, password = rest.rpartition("@")[0].partition(":")
     if "/" in user:
-        return set()  # After a slash it is a path.
+        return set()  # The @ is part of a path.
     return {password} if colon else {user}
 
 
 def mask(text: str) -> str:
     """Mask the secrets in `text`.
 
-    They are credentials of URIs, remembered secrets, and the values of environment
-    variables whose names are those of secrets.
+    These are credentials and secret parameters in URIs, paths of secret files,
+    remembered secrets, and the values of environment variables whose names suggest a
+    secret.
     """
     text = _CREDENTIALS_OF_LINE.sub(rf"\g<1>{HIDDEN}@", text)
     text = _CREDENTIALS.sub(f"{HIDDEN}@", text)
@@ -97,14 +101,14 @@ def mask(text: str) -> str:
     secrets: set[str] = set()
     for value in values:
         secrets.update(_forms(value))
-    # The longest first, as one secret may contain another.
+    # Replace the longest first, as one secret may contain another.
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def _names_secret(variable: str) -> bool:
-    """Return whether an environment variable of this name holds a secret."""
+    """Return whether an environment variable holds a secret, judging by its name."""
     if _SECRET_PARTS.search(variable):
         return True
     if _ABOUT_SECRETS.search(variable):
@@ -115,7 +119,8 @@ def _names_secret(variable: str) -> bool:
 def _forms(value: str) -> set[str]:
     """Return the forms in which Python, JSON and URLs write `value`.
 
-    Each of its lines is a form, too: a private key has many lines.
+    Each line of `value` is also a form, as a private key has many lines. Forms that are
+    too short to be masked are left out.
     """
     backslashes_doubled = value.replace("\\", "\\\\")
     forms = {

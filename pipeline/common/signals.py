@@ -1,6 +1,6 @@
-"""Signals that end a run.
+"""Handles the signals that end a run.
 
-The first one lets the current update finish; the second one ends the run at once.
+The first signal lets the current update finish; a second one ends the run at once.
 """
 
 import os
@@ -32,7 +32,10 @@ class Interruption:
 
     @contextmanager
     def between_updates(self) -> Iterator[None]:
-        """Defer the first signal within this context until `asked` is checked."""
+        """Within this context, defer the first signal until `asked` is checked.
+
+        If the context has not ended `GRACE` seconds after the signal, end the run.
+        """
         self._defers = True
         try:
             yield
@@ -43,11 +46,11 @@ class Interruption:
     def listening(self) -> Iterator["Interruption"]:
         """Handle the signals within this context.
 
-        They are Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR2, which Slurm
-        sends before a time limit.
+        The signals are SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and
+        SIGUSR2, which Slurm sends before a time limit.
         """
         previous = {}
-        # Only the main thread may handle signals.
+        # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in _handled_signals():
                 previous[number] = signal.signal(number, self._receive)
@@ -59,7 +62,7 @@ class Interruption:
 
     def _receive(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP:
-            # A shell whose terminal is closed repeats the signal.
+            # Ignore repetitions: a shell whose terminal is closed repeats the signal.
             signal.signal(number, signal.SIG_IGN)
             number = signal.SIGTERM
         reason: BaseException
@@ -71,7 +74,8 @@ class Interruption:
         if not self._defers or self._reason is not None:
             raise reason
         self._reason = reason
-        # The terminal may be gone, and `print` may be what was interrupted.
+        # Do not call `print`, as the signal may have interrupted another call to it.
+        # Ignore an error, as the terminal may be gone.
         with suppress(OSError):
             os.write(2, b"finishing this update; once more ends it at once\n")
         timer = threading.Timer(GRACE, self._end_update, args=(number,))
@@ -86,7 +90,8 @@ class Interruption:
 def _handled_signals() -> list[signal.Signals]:
     numbers = [signal.SIGTERM, signal.SIGUSR2]
     for number in (signal.SIGINT, signal.SIGHUP):
-        # `nohup` and background shells make a process ignore these signals.
+        # Do not handle a signal that `nohup` or a background shell has made the process
+        # ignore.
         if signal.getsignal(number) != signal.SIG_IGN:
             numbers.append(number)
     return numbers

@@ -1,4 +1,4 @@
-"""A bound for the user's own YAML files, whose aliases may multiply a few lines."""
+"""Limits the size of the user's YAML files, counted with their aliases expanded."""
 
 import math
 from contextlib import suppress
@@ -14,13 +14,14 @@ MOST_VALUES = 100_000
 def check_size(file: Path) -> None:
     """Reject a YAML file that holds too many values once its aliases are expanded.
 
-    Ten lines of ten aliases each are a billion values, and Hydra would make them all.
+    Ten lines of ten aliases each can expand to a billion values, and Hydra would create
+    them all.
     """
     content = file.read_bytes()
     if b"&" not in content or b"*" not in content:
         return
     values = 0.0
-    # Hydra says what is wrong with a file that cannot be read.
+    # Ignore a file that cannot be parsed: Hydra reports the error.
     with suppress(yaml.YAMLError, UnicodeDecodeError, RecursionError):
         values = _count(yaml.compose(content, yaml.SafeLoader), {})
     if values > MOST_VALUES:
@@ -29,12 +30,15 @@ def check_size(file: Path) -> None:
 
 
 def _count(node: yaml.Node | None, counts: dict[yaml.Node, float]) -> float:
-    """Return how many values a node expands to; infinity for one that holds itself."""
+    """Return the number of values in a node with its aliases expanded.
+
+    The number is infinite for a node that contains itself.
+    """
     if node is None:
         return 0
     if node in counts:
         return counts[node]
-    counts[node] = math.inf  # until it is known: an alias inside leads back here
+    counts[node] = math.inf  # replaced below, unless the node contains itself
     count = 1.0
     if isinstance(node, yaml.SequenceNode):
         for entry in node.value:

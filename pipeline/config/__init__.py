@@ -1,8 +1,7 @@
 """The config of a run: its schema, its composition, its checks, and its `RunSpec`.
 
-In: the command line and YAML files, in whose paths `compose` expands `~`. Out: a
-`RunSpec`. This package imports neither TensorFlow nor MLflow, so a wrong config is
-rejected in under a second.
+The input is the command line and YAML files; the result is a `RunSpec`. This package
+imports neither TensorFlow nor MLflow, so a wrong config is rejected in under a second.
 """
 
 __all__ = [

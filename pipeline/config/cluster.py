@@ -1,10 +1,11 @@
-"""The workers of a run: how many, where each listens, and which one this process is.
+"""The workers of a run: their number, their addresses, and the index of this worker.
 
 TF_CONFIG ──────────────┐
-the step of a Slurm job ┼─► Cluster: an address for each worker, and this one's index
+the step of a Slurm job ┼─► Cluster: the workers' addresses, and this worker's index
 hardware.workers=N ─────┘
 
-Worker 0 is the chief. With `hardware.workers=N` it starts the others, on its machine.
+Worker 0 is the chief. With `hardware.workers=N`, the chief starts the other workers on
+its own machine.
 """
 
 import ipaddress
@@ -25,29 +26,30 @@ from pipeline.common.errors import ConfigError, as_config_error
 
 KEY = "hardware.workers"
 SECRET_FILE = "hardware.secret_file"
-# Environment variable with the secret that all workers of a run have to know.
+# Environment variable with the secret that all workers of a run share.
 SECRET = "PIPELINE_SECRET"
-SHORTEST_SECRET = 16  # bytes
+SHORTEST_SECRET = 16  # characters of the variable, or bytes of the file
 _TF_CONFIG = (
     'JSON such as {"cluster": {"worker": ["host:port", "host:port"]}, '
     '"task": {"type": "worker", "index": 0}}'
 )
-# Ports of chiefs under Slurm, below those that Linux gives to any process.
+# Ports of chiefs under Slurm. They lie below the ephemeral ports, which Linux may
+# assign to any process.
 _PORTS = range(20000, 32000)
-_MOST_HERE = 256  # workers on this machine
+_MOST_HERE = 256  # maximum number of workers on one machine
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """All workers of a run, and which one this process is.
+    """The workers of a run, and the index of the worker in this process.
 
     Attributes:
-        addresses: `host:port` of each worker's TensorFlow; for port 0 it takes a free
-            one, and reports it.
+        addresses: `host:port` of each worker's TensorFlow server. For port 0, the
+            worker chooses a free port and reports it to the chief.
         index: index of this worker; 0 is the chief, which logs and writes checkpoints.
         started: whether the chief starts the other workers itself, on its machine.
-        rendezvous: `host:port` where the chief waits for the others; if empty, its own
-            address.
+        rendezvous: `host:port` at which the chief waits for the other workers; if
+            empty, the chief's entry in `addresses`.
     """
 
     addresses: tuple[str, ...]
@@ -77,13 +79,15 @@ class Cluster:
 def workers_of_run(
     workers: int | None, environment: Mapping[str, str]
 ) -> Cluster | None:
-    """Return the workers of a run; None for a single one.
-
-    Raise a `ConfigError` if the environment names a different number of workers.
+    """Return the workers of a run, or None for a run with a single worker.
 
     Args:
         workers: the value of `hardware.workers`; None reads the environment.
-        environment: the variables of this process.
+        environment: the environment variables of this process.
+
+    Raises:
+        ConfigError: the number of workers is out of range, differs from that in the
+            environment, or is given neither by `workers` nor by the environment.
     """
     if workers is not None and workers < 1:
         rule = "must be at least 1, or null for what TF_CONFIG or Slurm says"
@@ -117,17 +121,24 @@ def workers_of_run(
 
 
 def is_named(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment names the workers; then no chief starts them."""
+    """Return whether the environment names the workers.
+
+    If it does, the chief does not start the other workers.
+    """
     if environment.get("TF_CONFIG"):
         return True
     return int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
 
 
 def check_open_ports(allowed: bool) -> None:
-    """Reject several workers on a machine that other machines can reach.
+    """Reject several workers if other machines can reach this machine.
 
     Args:
         allowed: whether the user has allowed TensorFlow's open ports.
+
+    Raises:
+        ConfigError: open ports are not allowed, and this machine has an address that
+            is not a loopback address.
     """
     if allowed:
         return
@@ -143,9 +154,9 @@ def check_open_ports(allowed: bool) -> None:
 
 
 def reachable() -> list[str]:
-    """Return the addresses of this machine that are not loopback addresses.
+    """Return the IP addresses of this machine, except loopback addresses.
 
-    In a network namespace they are those of the namespace.
+    In a network namespace, only the addresses of the namespace are returned.
     """
     addresses = []
     for interface in psutil.net_if_addrs().values():
@@ -159,9 +170,15 @@ def reachable() -> list[str]:
 
 
 def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
-    """Return the secret of the workers of a run; empty if none is configured.
+    """Return the secret that the workers share; empty if none is configured.
 
-    It comes from the environment, else from a file.
+    Args:
+        file: the file with the secret, or None.
+        environment: the environment variables; `PIPELINE_SECRET` outranks the file.
+
+    Raises:
+        ConfigError: the secret is too short, or the file cannot be read or is
+            accessible to other users.
     """
     text = environment.get(SECRET)
     if text is not None:
@@ -198,7 +215,7 @@ def _tf_config_workers(text: str) -> Cluster:
 
 
 def _read_tf_config(content: Any) -> Cluster | None:
-    """Return the cluster that TF_CONFIG describes; None if a number is out of range."""
+    """Return the cluster in TF_CONFIG, or None if its index or a port is invalid."""
     jobs = content["cluster"]
     task = content["task"]
     addresses: list[str] = []
@@ -219,14 +236,14 @@ def _read_tf_config(content: Any) -> Cluster | None:
 
 
 def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
-    """Return the tasks of a Slurm step in the order of their ranks."""
+    """Return the cluster of the tasks in a Slurm step, in the order of their ranks."""
     nodes = environment["SLURM_STEP_NODELIST"]
     names = imports.output_of("scontrol", "show", "hostnames", nodes)
     if names is None:
         rule = "must be read by `scontrol show hostnames`, which has failed here"
         raise ConfigError("SLURM_STEP_NODELIST", rule, nodes)
 
-    # `2(x3),1` are two tasks on each of three nodes, and one on the next.
+    # `2(x3),1` means two tasks on each of three nodes, and one task on a fourth node.
     tasks = environment["SLURM_STEP_TASKS_PER_NODE"]
     counts: list[int] = []
     for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
@@ -244,8 +261,8 @@ def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
         )
         raise ConfigError("SLURMD_NODENAME", rule, node)
 
-    # The chief's port follows from job and step, as jobs with other numbers may share a
-    # node. TensorFlow's ports are chosen on each node.
+    # Derive the chief's port from the job and the step, as other jobs may share the
+    # node. Each worker chooses the port of its TensorFlow server itself.
     job = int(environment["SLURM_JOB_ID"])
     step = int(environment.get("SLURM_STEP_ID") or 0)
     port = _PORTS[(job + 1009 * step) % len(_PORTS)]

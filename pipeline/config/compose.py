@@ -1,4 +1,4 @@
-"""Command line → composed config, through Hydra."""
+"""Composes a config from a command line with Hydra."""
 
 import argparse
 import logging
@@ -23,20 +23,21 @@ from pipeline.config import former_names, hydra_errors, schema, text_keys
 from pipeline.config.hydra_internals import get_args_parser
 from pipeline.config.session import Session, entered, session
 
-# A shell leaves `KEY=~/…` as it is, and Hydra has no `~` in a value.
+# Matches an override up to the `~` in `KEY=~/…`. The shell does not expand this `~`,
+# and Hydra's grammar does not allow it.
 _HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")
-# The options of Hydra that also make sense where one config is read and nothing runs.
+# The options of Hydra that `composed` accepts, as they do not run or print anything.
 _READING = ("overrides", "config_name", "config_path", "config_dir", "run")
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line as Hydra reads it.
+    """A command line, parsed by Hydra.
 
     Attributes:
         options: the result of Hydra's own parser, including the overrides.
         flags: the arguments that are not overrides.
-        folders: the folders with configs, the package's first.
+        folders: the config folders, beginning with the package's own.
     """
 
     options: argparse.Namespace
@@ -47,7 +48,8 @@ class CommandLine:
 def directory(name: str = "conf") -> str:
     """Return the packaged folder `conf` or `sweeps`.
 
-    It lies inside an installed wheel, and beside the package in a checkout.
+    The folder lies inside the package if a wheel is installed, and beside the package
+    in a checkout.
     """
     package = Path(__file__).resolve().parents[1]
     if (package / name).is_dir():
@@ -56,9 +58,13 @@ def directory(name: str = "conf") -> str:
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:
-    """Return the config that `arguments` compose to.
+    """Compose the config for `arguments` and return it.
 
-    It uses Hydra's Compose API, which runs, prints and creates nothing.
+    Hydra's Compose API is used, so no job runs and no folder is created.
+
+    Raises:
+        ConfigError: the config is wrong, or an option of Hydra is given that does more
+            than select configs.
     """
     schema.register()
     command_line = read_command_line(arguments)
@@ -71,7 +77,7 @@ def composed(arguments: Sequence[str]) -> DictConfig:
             )
             raise ConfigError(f"--{name.replace('_', '-')}", rule)
 
-    # TensorFlow adds a handler of its own to a root logger that has none.
+    # Add a handler to the root logger, as otherwise TensorFlow adds its own.
     logging.basicConfig(format="%(message)s")
     with (
         entered(Session(config_dir=options.config_dir)),
@@ -91,7 +97,8 @@ def prepare(config: DictConfig) -> None:
     """Expand `~` in a composed config, and replace former names, in place.
 
     Raises:
-        ConfigError: a key of text has another value.
+        ConfigError: a key that holds text has a value of another type, or a key or
+            value was removed in an earlier version.
     """
     text_keys.check(config)
     _expand_home(config)
@@ -99,7 +106,10 @@ def prepare(config: DictConfig) -> None:
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Return the command line as Hydra reads it, with the user's folder of configs."""
+    """Parse a command line with Hydra's parser.
+
+    Without `--config-dir`, the user's own folder `conf` is added, if there is one.
+    """
     arguments = as_text(arguments)
     options = _parsed(arguments)
     flags = [argument for argument in arguments if argument not in options.overrides]
@@ -118,9 +128,10 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def as_text(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides as Hydra reads them.
+    """Return the overrides in the form that is passed to Hydra.
 
-    `~/` is expanded, text such as 12e4 is quoted, and keys have their current names.
+    A leading `~/` in a value is expanded, a value such as 12e4 is quoted if its key
+    holds text, and former names of keys are replaced.
     """
     texts = []
     for text in overrides:
@@ -131,9 +142,9 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 
 
 def own_folder() -> str | None:
-    """Return the folder `conf` of the working directory, if it is the user's own.
+    """Return the user's own folder `conf` in the working directory, or None.
 
-    It is the user's own if it holds config groups and is not the package's folder.
+    The folder is the user's own if it holds config groups and is not the package's.
     """
     folder = Path("conf").absolute()
     if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()):
@@ -143,9 +154,10 @@ def own_folder() -> str | None:
 
 @cache
 def check_config_dir(folder: str) -> None:
-    """Reject a folder of configs that does not exist, and a file that is too large.
+    """Reject a config folder that does not exist or has a file that is too large.
 
-    Print once that the user's own folder is used, and which of its files are not.
+    Once per process, print that the user's own folder is used, and which of its files
+    are not used because a built-in config has the same name.
     """
     if not Path(folder).is_dir():
         raise ConfigError("--config-dir", "must be a folder that exists", folder)
@@ -165,23 +177,23 @@ def check_config_dir(folder: str) -> None:
 
 
 class RunFolders(Callback):
-    """Expand `~` in the run directory, and note which folders Hydra will make."""
+    """Expands `~` in the run directory, and records which folders Hydra will create."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         key = "hydra.sweep.dir"
         if config.hydra.mode == RunMode.RUN:
             key = "hydra.run.dir"
 
-        # Hydra reads the config next, and then a wrong value is rejected.
+        # Ignore a wrong value: Hydra reads the config next and rejects it.
         with suppress(OmegaConfBaseException):
             written = OmegaConf.select(config, key)
             folder = Path(written).expanduser().absolute()
             if str(written).startswith("~"):
                 with read_write(config):
                     OmegaConf.update(config, key, str(folder))
-                    # The jobs of a sweep compose it again.
+                    # The jobs of a sweep compose their configs from these overrides.
                     config.hydra.overrides.hydra.append(f"{key}='{folder}'")
-            # A launcher opens the store before a job prepares its config.
+            # Expand now, as a launcher opens the store before a job calls `prepare`.
             _expand_home(config)
             current = session()
             current.key = key
@@ -194,9 +206,9 @@ class RunFolders(Callback):
 
 
 def _expand_home(config: DictConfig) -> None:
-    """Expand `~` in the path of the store and of the data, in place."""
+    """Expand `~` in `tracking.uri` and `dataset.data_dir`, in place."""
     for key, prefix in (("tracking.uri", "sqlite:///"), ("dataset.data_dir", "")):
-        # A key without a value is rejected later.
+        # Skip a key without a value: it is rejected later.
         with suppress(OmegaConfBaseException):
             value = OmegaConf.select(config, key)
             if isinstance(value, str) and value.startswith(f"{prefix}~"):
@@ -205,9 +217,10 @@ def _expand_home(config: DictConfig) -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command line as Hydra's own parser reads it.
+    """Parse a command line with Hydra's own parser.
 
-    A wrong command line is rejected in one line.
+    Raises:
+        ConfigError: the parser rejects the command line.
     """
 
     def reject(message: str) -> NoReturn:

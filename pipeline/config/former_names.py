@@ -1,9 +1,10 @@
-"""Names of earlier versions in configs and records: what is renamed or removed.
+"""Replaces or rejects the names of earlier versions in configs and records.
 
-Two tables list what is renamed: dotted names of code, such as `pipeline.model.mlp`, and
-keys of the config, such as `tracking.noise_every`. Two more list what is removed. A
-removed key, or a removed value of a key, is rejected in one line that says what to use
-instead. In a record, a removed key with its default, which had no effect, is left out.
+`MODULES` and `KEYS` map former names to current names: of code, such as
+`pipeline.model.mlp`, and of config keys, such as `tracking.noise_every`. `REMOVED_KEYS`
+and `REMOVED_VALUES` list the keys and values that were removed. Each is rejected in one
+line that says what to use instead. Only a removed key with its default, which had no
+effect, is dropped.
 """
 
 import re
@@ -16,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.common.errors import ConfigError
 from pipeline.config import plain, schema
 
-# Former modules of `pipeline`. The package `pipeline.dataset` still has its former
-# names.
+# Former module of `pipeline` → current module. The names in `pipeline.dataset` did not
+# change.
 MODULES = {
     "augmentation": "dataset.augmentation",
     "compose": "config.compose",
@@ -30,9 +31,9 @@ KEYS = {
     "accumulation.schedule": "accumulation.batch_schedule",
     "tracking.noise_every": "accumulation.noise_scale_every",
 }
-# The last schema with the former keys. Records of it need no other change.
+# The last schema version with the former keys. Its records need no other change.
 _LAST_WITH_FORMER_KEYS = 2
-# Groups whose texts are free: a run may have any name, such as `pipeline.model.v2`.
+# Groups in which values are not renamed: a run may be called `pipeline.model.v2`.
 _FREE_TEXT = ("tracking", "start")
 _FORMER_MODULE = re.compile(rf"pipeline\.({'|'.join(MODULES)})((?:\.\w+)*)", re.ASCII)
 _FORMER_KEY = "|".join(re.escape(key) for key in KEYS)
@@ -46,10 +47,10 @@ class RemovedKey:
     """A key of the config that earlier versions had.
 
     Attributes:
-        version: the first one without the key.
-        default: the value that had no effect.
-        default_text: the same in an override.
-        instead: what to use.
+        version: the first version without the key.
+        default: the former default, which had no effect.
+        default_text: the former default, as written in an override.
+        instead: advice on what to use instead.
     """
 
     version: str
@@ -63,8 +64,8 @@ class RemovedValue:
     """A value of a key, or an option of a group, that earlier versions had.
 
     Attributes:
-        version: the first one without the value.
-        instead: what to use.
+        version: the first version without the value.
+        instead: advice on what to use instead.
     """
 
     version: str
@@ -84,7 +85,7 @@ REMOVED_KEYS = {
         "0.2.0", None, "null", "give each stage of the effective batch its size"
     ),
 }
-# By the current name of the key.
+# Keyed by the current name of the key, and the removed value.
 REMOVED_VALUES = {
     ("accumulation.batch_schedule", "seesaw"): RemovedValue(
         "0.2.0", "use a list of stages, with schedule.clock=examples"
@@ -95,7 +96,7 @@ REMOVED_VALUES = {
 
 
 def current(name: str) -> str:
-    """Return a dotted name of code as it is now; any other text as it is."""
+    """Return the current form of a dotted name of code; return other text unchanged."""
     match = _FORMER_MODULE.fullmatch(name)
     if match is None:
         return name
@@ -103,17 +104,17 @@ def current(name: str) -> str:
 
 
 def current_key(key: str) -> str:
-    """Return a key of the config, or a name below one, as it is called now."""
+    """Return the current name of a config key, or of a name below a key."""
     return current_override(key)
 
 
 def current_override(text: str) -> str:
-    """Return an override of Hydra's grammar with the current name of its key."""
+    """Return an override in Hydra's grammar with the current name of its key."""
     return _OVERRIDE.sub(lambda match: match[1] + KEYS[match[2]], text)
 
 
 def current_links(links: Mapping[str, str]) -> dict[str, str]:
-    """Return the recorded links between keys with the current names of the keys."""
+    """Return recorded links between config keys, with current names on both sides."""
     return {current_key(key): _current_link(link) for key, link in links.items()}
 
 
@@ -121,8 +122,8 @@ def renamed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config with current names, and without removed keys.
 
     Raises:
-        ConfigError: a removed key has another value than its default, or a value was
-            removed.
+        ConfigError: a removed key has a value other than its default, or a key has a
+            removed value.
     """
     config = _without_removed(_with_current_keys(config))
     by_group = {}
@@ -135,9 +136,11 @@ def renamed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def migrated(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded config as one of this version, if nothing but names changed.
+    """Return a recorded config with current names.
 
-    A record of an older schema keeps its version, and its reader decides what to do.
+    If only names have changed since the record's schema version, the version is also
+    updated. A record of an older schema keeps its version, and the caller decides how
+    to handle it.
     """
     config = renamed(record)
     if config.get("schema") == _LAST_WITH_FORMER_KEYS:
@@ -148,7 +151,7 @@ def migrated(record: dict[str, Any]) -> dict[str, Any]:
 def removal(key: str, value: Any = None) -> ConfigError | None:
     """Return the error for a removed key, or for a removed value of a key.
 
-    Return None if this version has both.
+    Return None if neither was removed.
     """
     removed: RemovedKey | RemovedValue
     if key in REMOVED_KEYS:
@@ -167,8 +170,8 @@ def without_removed(overrides: Sequence[str]) -> list[str]:
     """Return recorded overrides without those that set a removed key to its default.
 
     Raises:
-        ConfigError: a removed key has another value, or a value was removed, which may
-            be one of several in a sweep.
+        ConfigError: a removed key has another value, or a value was removed. Of a sweep
+            over several values, each is checked.
     """
     kept = []
     for override in overrides:
@@ -201,7 +204,7 @@ def _current_link(link: str) -> str:
 def _with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config with each value under its current key.
 
-    A value that is already under the current key is kept.
+    If both the former and the current key have a value, the current key's is kept.
     """
     config = dict(config)
     for former, key in KEYS.items():
@@ -212,7 +215,7 @@ def _with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
         value = config[group].pop(name)
         new_group, _, new_name = key.partition(".")
         section = config.get(new_group) or {}
-        # A group that is not a mapping is rejected later in any case.
+        # Skip a group that is not a mapping: it is rejected later.
         if isinstance(section, dict):
             section = dict(section)
             section.setdefault(new_name, value)
@@ -224,7 +227,8 @@ def _without_removed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config without removed keys.
 
     Raises:
-        ConfigError: a removed key has an effect, or a value was removed.
+        ConfigError: a removed key has a value other than its default, or a key has a
+            removed value.
     """
     for key, _ in REMOVED_VALUES:
         error = removal(key, plain.value_at(config, key))

@@ -1,4 +1,4 @@
-"""Errors of Hydra and OmegaConf → `ConfigError`, in one line."""
+"""Converts errors of Hydra and OmegaConf to a `ConfigError` with a one-line message."""
 
 import linecache
 import re
@@ -18,7 +18,8 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.config import former_names
 from pipeline.config.objective_nodes import NAMED
 
-# Keys whose values Keras takes as lists in `compile` and `fit`.
+# Key → the rule for its value, a mapping. Keras takes lists for these in `compile` and
+# `fit`, so users may write lists.
 _NAMED = {
     f"training.{name}": NAMED for name in ("metrics", "weighted_metrics", "callbacks")
 }
@@ -30,8 +31,8 @@ _KINDS = {
     dict: "a mapping",
 }
 
-# Errors that Hydra distinguishes only by their text: the pattern, whose group is the
-# subject, and the rule.
+# Errors of Hydra that can be recognized only by their text: a pattern, whose named
+# group matches the override or the key, and the rule for the `ConfigError`.
 _TEXTS = (
     (
         r"Ambiguous value for argument '(?P<override>.+)'",
@@ -90,9 +91,9 @@ def as_config_error(
     """Raise a `ConfigError` in place of errors of Hydra and OmegaConf.
 
     Args:
-        overrides: overrides of the command line; the error names the wrong one.
-        folders: folders with configs; the error names the wrong file in one of them.
-        kinds: the types of the errors.
+        overrides: overrides on the command line, so that the error can quote one.
+        folders: config folders, so that the error can name a file.
+        kinds: the types of errors to convert.
     """
     try:
         yield
@@ -122,7 +123,7 @@ def groups(folders: Sequence[str]) -> dict[str, list[str]]:
 def _config_error(
     error: Exception, overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError:
-    """Return what an error of Hydra or OmegaConf means, in one line."""
+    """Convert an error of Hydra or OmegaConf to a `ConfigError`."""
     if isinstance(error, OverrideParseException):
         return _grammar_error(error)
     if isinstance(error, MissingConfigException):
@@ -135,7 +136,8 @@ def _config_error(
             f"{mark.name}:{line}", f"must be YAML ({error.problem})", received
         )
 
-    # Hydra raises its own errors from those of OmegaConf, which name the key.
+    # Search the chain of causes: Hydra's errors are raised from those of OmegaConf,
+    # which name the key.
     origin = _origin(error)
     cause: BaseException | None = error
     while cause is not None:
@@ -151,7 +153,7 @@ def _config_error(
 
 
 def _grammar_error(error: OverrideParseException) -> ConfigError:
-    """Return the error of an override that does not follow Hydra's grammar."""
+    """Return the error for an override that does not follow Hydra's grammar."""
     override = error.override
     key = re.split("[=@]", override.lstrip("+~"))[0]
     if "=" not in override:
@@ -164,7 +166,7 @@ def _grammar_error(error: OverrideParseException) -> ConfigError:
 
 
 def _missing_config_error(error: MissingConfigException) -> ConfigError:
-    """Return the error of a config, or an option of a group, that does not exist."""
+    """Return the error for a config, or an option of a group, that does not exist."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if error.options is not None:
         rule = "must be an option of its group"
@@ -174,7 +176,7 @@ def _missing_config_error(error: MissingConfigException) -> ConfigError:
 
 
 def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
-    """Return the error of a list in place of a mapping, in the file of `origin`.
+    """Return the error for a list where a mapping is required, in the file `origin`.
 
     Return None if the file has no such list.
     """
@@ -198,7 +200,7 @@ def _key_error(
     overrides: Sequence[str],
     folders: Sequence[str],
 ) -> ConfigError:
-    """Return the error in which OmegaConf names the key and its node."""
+    """Convert an error of OmegaConf that names the key."""
     key = str(error.full_key)
     if isinstance(error, errors.ConfigKeyError | errors.ConfigAttributeError):
         return _unknown_key_error(error, key, origin, folders)
@@ -211,7 +213,8 @@ def _key_error(
     if "does not support deletion" in str(error):
         return ConfigError(key, "must be given")
     if isinstance(error, errors.KeyValidationError):
-        # Without quotes, YAML does not read `off`, `on`, `yes` and `no` as text.
+        # The key may be `off`, `on`, `yes` or `no`, which are Booleans in YAML unless
+        # they are quoted.
         parent = key.rpartition(".")[0] or key
         return ConfigError(parent, f"must have text for its keys{origin}", error.key)
 
@@ -221,7 +224,7 @@ def _key_error(
     rule = _LINKS.get(type(error), rule)
     value = error.value
     if isinstance(error.parent_node, DictConfig):
-        # The value as it was written, with its interpolation.
+        # Show the value as it was written, with its interpolation.
         written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
         for name in str(error.key).split("."):
             written = written[name]
@@ -235,14 +238,14 @@ def _unknown_key_error(
     origin: str,
     folders: Sequence[str],
 ) -> ConfigError:
-    """Return the error of a key that the config does not have."""
+    """Return the error for a key that the config does not have."""
     if key in former_names.KEYS:
         now = former_names.KEYS[key]
         return ConfigError(key, f"must be written as {now}, its name now{origin}")
 
     parent, _, name = key.rpartition(".")
     node = error.parent_node
-    # The schema's own nodes take no other keys.
+    # Suggest `+` only for an untyped node: the nodes of the schema accept no new keys.
     if isinstance(node, DictConfig) and OmegaConf.get_type(node) is dict:
         origin += f"; a new one is added with +{key}=VALUE"
     siblings = [str(sibling) for sibling in node]
@@ -259,8 +262,8 @@ def _merge_error(
     origin: str,
     overrides: Sequence[str],
 ) -> ConfigError:
-    """Return the error of a value that should be a mapping or a list."""
-    # OmegaConf does not say which value it is.
+    """Return the error for a value that should be a mapping or a list."""
+    # OmegaConf's error does not contain the value, so look for it in the overrides.
     if key in _NAMED:
         for override in overrides:
             name, _, value = override.lstrip("+").partition("=")
@@ -273,7 +276,7 @@ def _merge_error(
 
 
 def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
-    """Return what the schema expects at the key, and the choices of an enumeration."""
+    """Return the expected type in words, and the choices if the type is an enum."""
     hint = None
     if hasattr(error.object_type, "__annotations__"):
         hint = get_type_hints(error.object_type).get(error.key)
@@ -296,7 +299,7 @@ def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
 def _text_error(
     error: Exception, overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError:
-    """Return the `ConfigError` for an error that only its text identifies."""
+    """Convert an error that can be recognized only by its text."""
     text = str(error)
     for pattern, rule in _TEXTS:
         match = re.match(pattern, text)
@@ -317,7 +320,7 @@ def _text_error(
 def _pattern_error(
     match: re.Match[str], rule: str, error: Exception, overrides: Sequence[str]
 ) -> ConfigError:
-    """Return the error whose text names an override or a key."""
+    """Return the error for a text that matches a pattern of `_TEXTS`."""
     subjects = match.groupdict()
     subject = subjects.get("override", subjects.get("key", ""))
     key, _, received = subject.partition("=")
@@ -334,7 +337,7 @@ def _pattern_error(
 def _group_error(
     overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError | None:
-    """Return the error of a group whose value is not a name; None if there is none."""
+    """Return the error for a config group whose value is not a name, or None."""
     known = groups(folders)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
@@ -346,9 +349,9 @@ def _group_error(
 
 
 def _file(error: Exception, folders: Sequence[str]) -> str | None:
-    """Return the config file that raises `error` when it is read; None if none does.
+    """Return the config file that raises `error` when it is read, or None.
 
-    Hydra's error does not name the file.
+    Hydra's error does not name the file, so all files in `folders` are read again.
     """
     for folder in folders:
         for file in sorted(Path(folder).resolve().rglob("*.yaml")):
@@ -361,7 +364,7 @@ def _file(error: Exception, folders: Sequence[str]) -> str | None:
 
 
 def _origin(error: Exception) -> str:
-    """Return ` (in FILE)` where Hydra names a file besides `config.yaml`, else ``."""
+    """Return ` (in FILE)` if Hydra names a file other than `config.yaml`, else ''."""
     match = re.match(r"In '(.+?)'", str(error))
     if match is None or match[1] in ("config", "hydra/config"):
         return ""
@@ -369,6 +372,6 @@ def _origin(error: Exception) -> str:
 
 
 def _cause(error: errors.OmegaConfBaseException) -> str:
-    """Return the first line of an error without the words around it."""
+    """Return the first line of an error, without OmegaConf's prefix and quotes."""
     around = r"^\w+ raised while resolving interpolation: "
     return re.sub(around, "", first_line(error)).strip("\"'")

@@ -1,8 +1,9 @@
-"""Hydra's private interface that this package uses, in the one place that touches it.
+"""The only module of this package that imports from Hydra's private interface.
 
-It was read in Hydra 1.3.2 to 1.3.8. `get_args_parser` is the parser of Hydra's own
-command line. It tells overrides from options, and lets a wrong option be rejected in
-one line instead of by Hydra's usage. No public function does that.
+`get_args_parser` returns the parser for Hydra's own command line. With it, overrides
+are separated from options, and a wrong option is rejected in one line instead of with
+Hydra's usage text. No public function offers this. The source was checked in Hydra
+1.3.2 to 1.3.8.
 """
 
 from hydra._internal.utils import get_args_parser as get_args_parser

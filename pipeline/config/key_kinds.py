@@ -1,8 +1,8 @@
-"""What the keys of a config are, read from the metadata of the schema's fields.
+"""The facts about each config key, read from the metadata of the schema's fields.
 
-A key is named by its dotted name, such as `hardware.precision`. A name below a key,
-such as `training.metrics.bits`, has the facts of the key. A name that the schema lacks
-belongs to the training, as do the arguments of a `_target_` and keys that were removed.
+A key is given as a dotted name, such as `hardware.precision`. A name below a key, such
+as `training.metrics.bits`, has the facts of that key. A name that the schema lacks,
+such as a removed key, is of the kind `TRAINING`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,25 +18,25 @@ from pipeline.config.schema import (
     group_in,
 )
 
-# Two runs that agree in the keys of these kinds are the same run.
+# Two runs count as the same run if they agree in all keys of these kinds.
 WHAT_RUNS = frozenset([Kind.TRAINING, Kind.CUT, Kind.NUMERICS])
-# The other kinds only say where a run takes place, and how it is logged.
+# Keys of the other kinds decide only where a run takes place and how it is logged.
 WHERE_AND_HOW = frozenset(Kind) - WHAT_RUNS
-# Params of a run that follow from the keys of the cut.
+# Logged params that are derived from the keys of the kind `CUT`.
 DERIVED_CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
 
 _UNKNOWN = facts(Kind.TRAINING)
 
 
 def facts_of(key: str) -> KeyFacts:
-    """Return the facts of a key, or of the key that a name lies below."""
+    """Return the facts of a key; a name below a key has the facts of that key."""
     name = key
     while name:
         if name in _FACTS:
             return _FACTS[name]
         name = name.rpartition(".")[0]
 
-    # A group that may be null, such as `training.keep_best`, has the facts of its keys.
+    # A group, such as `training.keep_best`, has the facts of its keys if they agree.
     below = set(_facts_below(key))
     if len(below) == 1:
         return below.pop()
@@ -49,7 +49,7 @@ def kind_of(key: str) -> Kind:
 
 
 def decides_what_runs(key: str) -> bool:
-    """Return whether another value of a key or a group makes it another run."""
+    """Return whether a run with another value of a key or group is a different run."""
     kinds = {key_facts.kind for key_facts in _facts_below(key)}
     if not kinds or key in _FACTS:
         kinds.add(kind_of(key))
@@ -57,7 +57,7 @@ def decides_what_runs(key: str) -> bool:
 
 
 def keys_of(*kinds: Kind) -> list[str]:
-    """Return the keys of these kinds, in the order of the schema."""
+    """Return the keys of the given kinds, in the order of the schema."""
     return keys_where(lambda key_facts: key_facts.kind in kinds)
 
 
@@ -67,7 +67,7 @@ def keys_where(holds: Callable[[KeyFacts], bool]) -> list[str]:
 
 
 def groups_apart() -> list[str]:
-    """Return the groups that only say where a run takes place and how it is logged.
+    """Return the groups that decide only where a run takes place and how it is logged.
 
     Their values come from the user's own config, never from a record.
     """
@@ -76,7 +76,7 @@ def groups_apart() -> list[str]:
 
 
 def outside_a_sweep() -> dict[str, Any]:
-    """Return the keys of `tracking` that a sweep sets, with their values elsewhere."""
+    """Return the defaults of the `tracking` keys that only a sweep sets, by name."""
     values = {}
     for key in keys_where(lambda key_facts: key_facts.set_by_a_sweep):
         name = key.removeprefix("tracking.")
@@ -87,7 +87,7 @@ def outside_a_sweep() -> dict[str, Any]:
 def restricted(
     config: Mapping[Any, Any], kinds: Collection[Kind], prefix: str = ""
 ) -> dict[Any, Any]:
-    """Return a plain config with only the keys of these kinds."""
+    """Return a copy of a plain config with only the keys of the given kinds."""
     kept: dict[Any, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
@@ -111,9 +111,10 @@ def _has_keys_below(key: str) -> bool:
 
 
 def _facts_by_key(schema: type, prefix: str = "") -> dict[str, KeyFacts]:
-    """Return the facts of all keys of a dataclass by dotted name.
+    """Return the facts of all keys in a dataclass, by dotted name.
 
-    Raise a TypeError for a field without a kind.
+    Raises:
+        TypeError: a field has no kind.
     """
     hints = get_type_hints(schema)
     by_key: dict[str, KeyFacts] = {}

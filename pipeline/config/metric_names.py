@@ -1,6 +1,6 @@
-"""The metrics that an update returns or that are derived from it, one entry for each.
+"""A table of the metrics that an update returns, and of those derived from them.
 
-A new metric of an update is computed in `pipeline.accumulation` and has its entry here.
+To add a metric, compute it in `pipeline.accumulation` and add an entry here.
 """
 
 import posixpath
@@ -15,7 +15,10 @@ NAME_RULE = (
 
 
 def is_name(name: str) -> bool:
-    """Return whether MLflow accepts a name of a metric or a param, which is a path."""
+    """Return whether MLflow accepts `name` for a metric or a param.
+
+    MLflow treats such a name as a path.
+    """
     return (
         bool(_NAME.fullmatch(name))
         and posixpath.normpath(name) == name
@@ -24,16 +27,16 @@ def is_name(name: str) -> bool:
 
 
 class UpdateMetric(NamedTuple):
-    """How a metric of an update is treated.
+    """The properties of an update's metric that matter when two runs are compared.
 
     Attributes:
-        counted: whether it counts examples, steps or epochs, so that two runs agree on
-            it exactly.
-        of_the_cut: whether its value depends on how a batch is cut into micro-batches.
-        rounding: by how many times the rounding of a loss it may differ between two
-            runs.
-        share: whether it may be a share of the examples, which changes by whole
-            examples.
+        counted: whether the metric counts examples, steps or epochs. Two runs must then
+            agree on it exactly.
+        of_the_cut: whether the value depends on how a batch is cut into micro-batches.
+        rounding: the allowed difference between two runs, as a multiple of that of a
+            loss.
+        share: whether the value may be a fraction of the examples, such as an accuracy,
+            which changes in steps of one example.
     """
 
     counted: bool = False
@@ -42,15 +45,17 @@ class UpdateMetric(NamedTuple):
     share: bool = False
 
 
-# Rounding may switch a ReLU or a pooling to another input: the gradient's norm then
-# changed by 2e-5 within one update, while the loss did not change.
+# `UpdateMetric.rounding` for metrics of the gradient. Rounding may turn a ReLU on or
+# off, or make max-pooling select another input. In one measurement, this changed the
+# gradient norm by 2e-5 within one update, while the loss did not change.
 _OF_THE_GRADIENT = 30.0
 NOISE_SCALE = "gradient_noise_scale"
 UPDATE_METRICS = {
     "loss": UpdateMetric(),
     "learning_rate": UpdateMetric(),
     "gradient_norm": UpdateMetric(rounding=_OF_THE_GRADIENT),
-    # An update's own estimate of the squared norm, which no run logs as it is.
+    # The estimate of the squared gradient norm from one update. Only an average of
+    # these estimates is logged.
     "gradient_square": UpdateMetric(of_the_cut=True),
     **dict.fromkeys(
         ("gradient_variance", "gradient_squared_norm", NOISE_SCALE),
@@ -69,7 +74,7 @@ USERS = UpdateMetric(share=True)  # for a metric with any other name
 
 
 def treatment_of(metric: str) -> UpdateMetric:
-    """Return how `metric`, with or without its split as in `train/loss`, is treated."""
+    """Return the properties of a metric, named with or without its split."""
     name = metric.split("/")[-1]
     if name in UPDATE_METRICS:
         return UPDATE_METRICS[name]
@@ -79,6 +84,7 @@ def treatment_of(metric: str) -> UpdateMetric:
 
 
 def changed_since(schema: int) -> list[str]:
-    """Return the metrics that later code computes otherwise than records of a schema."""
-    # Its average reached back over about 95 updates, also where |G|² fell faster.
+    """Return the metrics whose computation has changed since this schema version."""
+    # Before schema 3, the gradient noise scale was averaged over about 95 updates, even
+    # where |G|² fell faster than that.
     return [f"train/{NOISE_SCALE}"] if schema < 3 else []

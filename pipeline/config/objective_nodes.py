@@ -1,4 +1,4 @@
-"""Losses and metrics as the group `training` has them: of one output, or by output."""
+"""Reads the losses and metrics in the group `training`, for one output or several."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ METRIC_GROUPS = ("metrics", "weighted_metrics")
 
 
 class MetricNode(NamedTuple):
-    """A metric of an output; `output` is None if there is only one output."""
+    """The config node of a metric; `output` is None if the config names no output."""
 
     key: str
     output: str | None
@@ -28,11 +28,14 @@ class MetricNode(NamedTuple):
 
 
 def metrics_of(training: Any, group: str) -> list[MetricNode]:
-    """Return the metrics of one of `METRIC_GROUPS`.
+    """Return the metrics in one of `METRIC_GROUPS`.
 
     Args:
-        training: the group of that name, as nodes or typed.
+        training: the config group `training`, as an OmegaConf node or a dataclass.
         group: one of `METRIC_GROUPS`.
+
+    Raises:
+        ConfigError: the value of a metric is a list.
     """
     metrics = []
     for name, node in getattr(training, group).items():
@@ -52,7 +55,7 @@ def metrics_of(training: Any, group: str) -> list[MetricNode]:
 
 
 def check_names(metrics: Sequence[MetricNode]) -> None:
-    """Reject a metric whose name MLflow does not accept, or that another metric has."""
+    """Reject a metric whose name is reserved, not unique, or not accepted by MLflow."""
     names = [metric.full_name for metric in metrics]
     ours = ", ".join(sorted(UPDATE_METRICS))
     for metric in metrics:
@@ -71,9 +74,10 @@ def check_names(metrics: Sequence[MetricNode]) -> None:
 
 
 def by_output(node: Any, key: str = "training.loss") -> Iterator[tuple[str, Any]]:
-    """Yield what a mapping or list holds for each output, with its key.
+    """Yield the dotted key and the value for each output in a mapping or list.
 
-    A node with a target belongs to the only output.
+    A node with a `_target_`, or a single value, is yielded itself: it is for the only
+    output.
     """
     holds_others = isinstance(node, Mapping | list | ListConfig) and node
     if not holds_others or "_target_" in node:

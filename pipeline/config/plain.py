@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-# What a recorded link may be: `${another.key}`, or the product of two links, or of a
-# link and a number.
+# Matches a recorded link: `${another.key}`, or a product of two terms, each of which is
+# a link or a number.
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 
@@ -16,14 +16,14 @@ SHORT = {
     "effective_batch_size": "batch",
     "micro_batch_size": "micro",
     "learning_rate": "rate",
-    # A sweep finds its jobs again by their names, so these forms are the former keys.
+    # Keep the former keys here, as a sweep finds its existing jobs by their names.
     "batch_schedule": "schedule",
     "noise_scale_every": "noise_every",
 }
 
 
 def short(key: str, value: object) -> str:
-    """Return a setting as names of runs and jobs show it, such as `rate=0.1`."""
+    """Return a setting in the form for names of runs and jobs, such as `rate=0.1`."""
     last = key.split(".")[-1]
     return f"{SHORT.get(last, last)}={value}"
 
@@ -35,9 +35,9 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Return every leaf of a plain config under its dotted name.
+    """Return the leaves of a plain config, keyed by dotted name.
 
-    A list of values is a leaf, as is an empty dict or list.
+    A list is a leaf if it contains no dict or list. An empty dict is also a leaf.
     """
     if isinstance(node, list) and any(isinstance(value, dict | list) for value in node):
         node = dict(enumerate(node))
@@ -51,7 +51,7 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """Return the value of a plain config at a dotted key; None without one."""
+    """Return the value at a dotted key of a plain config, or None if there is none."""
     for name in key.split("."):
         if not isinstance(config, dict):
             return None
@@ -62,7 +62,8 @@ def value_at(config: Any, key: str) -> Any:
 def links(config: DictConfig) -> dict[str, str]:
     """Return the links between keys, such as `${another.key}`.
 
-    They are listed by the dotted name of the key that has the link.
+    The result is keyed by the dotted name of the key whose value is the link. An entry
+    of a list is named by its index.
     """
     written = leaves(OmegaConf.to_container(config, resolve=False))
     for key, entry in list(written.items()):
@@ -78,7 +79,10 @@ def links(config: DictConfig) -> dict[str, str]:
 
 
 def mapped(value: Any, function: Callable[[str], str]) -> Any:
-    """Return a plain value with `function` applied to each text, but not to keys."""
+    """Return a copy of a plain value with `function` applied to each string value.
+
+    Keys are not changed. Tuples become lists.
+    """
     if isinstance(value, Mapping):
         return {key: mapped(entry, function) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -89,10 +93,14 @@ def mapped(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """Return a plain value whose texts OmegaConf does not read as interpolations."""
+    """Return a copy of a plain value with each `${` escaped for OmegaConf."""
     return mapped(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def without_seed(name: str) -> str:
-    """Return a job's name without its seed: the name of its group."""
+    """Return a job's name without its seed.
+
+    Jobs that differ only in the seed form a group with this name. A name that consists
+    of the seed alone is returned unchanged.
+    """
     return re.sub(r"(^| )seed=\S+", "", name).strip() or name

@@ -1,4 +1,4 @@
-"""The plan of a run: epochs and examples → updates, and the counters of each."""
+"""The plan of a run: its length in updates, and the counters after each update."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching, Horizon, ceil_div
 from pipeline.config.stages import SCHEDULE, ScheduledStage, Slice, Stage
 
-# The tag, for people, of a run whose micro-batches were halved.
+# Tag with the cuts of a run whose micro-batches were halved, in words.
 HALVED = "micro_batch_size.halved"
-# The same as JSON: [[micro-batch size, last update], …], where the last one has no end.
+# Tag with the same cuts as JSON: [[micro-batch size, last update], …]. The last update
+# of the last cut is null.
 CUTS = f"{HALVED}.json"
-# Updates of a run whose epochs have no known length.
+# Number of updates that stands for an unknown or unlimited number.
 ENDLESS = 2**31 - 1
-# Micro-batch size of batches that are not cut. TensorFlow counts examples in 32 bits.
+# Micro-batch size for batches that are not cut. It is larger than any batch, and fits
+# into the 32 bits in which TensorFlow counts examples.
 UNCUT = 2**30
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run counted in updates.
+    """The batches and the length of a run, counted in updates.
 
     Attributes:
-        batching: how an effective batch of the first stage is cut now.
-        examples: number of examples in one epoch.
+        batching: how an effective batch of the first stage is currently cut.
+        examples: number of examples per epoch.
         updates: number of updates in the run.
-        before: earlier cuts, each with the last update that was cut in this way.
-        stages: the stages of the batch-size schedule; empty without one.
+        before: earlier cuts as pairs of the last update with the cut, and the cut.
+        stages: the stages of the batch-size schedule; empty without a schedule.
     """
 
     batching: Batching
@@ -43,7 +45,7 @@ class Plan:
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
         """Return the plan of a run whose micro-batches change after `update`."""
-        # Updates that are repeated keep their counts.
+        # Do not change an earlier cut: updates that are repeated keep their counters.
         update = max([update, *(last for last, _ in self.before)])
         before = (*self.before, (update, self.batching))
         batching = self.batching.with_micro_batch_size(micro_batch_size)
@@ -53,7 +55,7 @@ class Plan:
     def tags(self) -> dict[str, str]:
         """Return the tags of a run whose micro-batches were halved.
 
-        One is for people, the other is JSON; `recorded_cuts` reads both.
+        One has the cuts in words, the other as JSON; `recorded_cuts` reads either.
         """
         phrases = []
         cuts: list[tuple[int, int | None]] = []
@@ -81,17 +83,17 @@ class Plan:
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
-        """Return the stages; without a schedule there is one, the whole run."""
+        """Return the stages. Without a schedule, one stage covers the whole run."""
         if self.stages:
             return self.stages
         return (Stage(self.batching.effective_batch_size, self.examples),)
 
     @property
     def changes(self) -> list[tuple[int, int]]:
-        """Return pairs of an update and the effective batch size that holds after it.
+        """Return pairs of a number of updates and the effective batch size after them.
 
-        The first pair is the size that the run begins with. The list is empty without a
-        schedule.
+        The first pair is 0 and the initial size. Each further pair is a change of the
+        size. Without a schedule, the list is empty.
         """
         changes = []
         size = 0
@@ -103,27 +105,27 @@ class Plan:
 
     @property
     def updates_per_epoch(self) -> int:
-        """Return the updates of an epoch of the first stage."""
+        """Return the number of updates per epoch in the first stage."""
         return self.all_stages[0].in_epoch
 
     @property
     def epochs(self) -> int:
-        """Return the number of epochs that the run begins."""
+        """Return the number of epochs in the run, including an incomplete last one."""
         epoch, _ = self.place(self.updates - 1)
         return epoch + 1
 
     def ended(self, update: int) -> bool:
-        """Return whether the run ends with `update`."""
+        """Return whether the run is complete after `update`."""
         return update >= self.updates
 
     def stage(self, done: int) -> Stage:
-        """Return the stage of the update after `done` ones."""
+        """Return the stage of the next update after `done` updates."""
         return next(stage for stage in reversed(self.all_stages) if stage.after <= done)
 
     def place(self, done: int) -> tuple[int, int]:
-        """Return the epoch of the update after `done` ones, and its index in the epoch.
+        """Return the epoch and the index in the epoch of the next update.
 
-        Both count from 0.
+        Both count from 0. The next update is the one after `done` updates.
         """
         epoch, _, index = self.stage(done).place(done)
         return epoch, index
@@ -134,15 +136,15 @@ class Plan:
         return self.batching.micro_batch_size
 
     def digest(self, update: int) -> int | None:
-        """Return a number by which a resumed run checks that it reads the same data.
+        """Return a number by which a resumed run checks that its data is the same.
 
-        With a batch-size schedule it is the number of examples seen. Otherwise the
-        config alone decides what is read, and it is None.
+        With a batch-size schedule, this is the number of examples seen. Otherwise the
+        config alone determines the data, and the result is None.
         """
         return self.examples_seen(update) if self.stages else None
 
     def batch_size(self, update: int) -> int:
-        """Return the number of examples in `update`, which counts from 1.
+        """Return the number of examples in `update`; updates count from 1.
 
         The last update of an epoch, the tail, may be smaller.
         """
@@ -155,7 +157,7 @@ class Plan:
         return epoch * self.examples + first
 
     def updates_at(self, examples: int) -> int:
-        """Return the least number of updates in which `examples` examples are seen."""
+        """Return the minimum number of updates that see `examples` examples."""
         place = divmod(examples, self.examples)
         stage = next(
             stage
@@ -165,13 +167,13 @@ class Plan:
         return stage.updates_at(*place)
 
     def slices(self, done: int) -> list[Slice]:
-        """Return what the run reads after `done` updates.
+        """Return the slices of the data that the run reads after `done` updates.
 
-        A slice is read in batches of one size. At the end of the run there is one
-        slice, without an example.
+        All batches of a slice have the same size. At the end of the run, the list has
+        one slice without examples.
         """
-        # For each size, where the next size begins: the epoch, and the examples before
-        # it in that epoch.
+        # For each size, the place where it ends: the epoch, and the number of examples
+        # in that epoch before the place.
         sizes = [self.stage(done).size]
         ends = []
         for after, size in self.changes:
@@ -186,7 +188,7 @@ class Plan:
             if epoch < end_epoch:
                 slices.append(Slice(size, end_epoch, epoch, first))
                 first = 0
-            # The size changes within an epoch.
+            # The size changes within an epoch: read its beginning with this size.
             if first < end_example:
                 read = end_example - first
                 slices.append(Slice(size, end_epoch + 1, end_epoch, first, read))
@@ -198,7 +200,7 @@ class Plan:
         return slices
 
     def micro_steps(self, update: int) -> int:
-        """Return the micro-steps on each replica in the first `update` updates."""
+        """Return the micro-steps per replica in the first `update` updates."""
         steps = 0
         done = 0
         for last, cut in (*self.before, (update, self.batching)):
@@ -208,7 +210,7 @@ class Plan:
         return steps
 
     def _micro_steps(self, update: int, cut: Batching) -> int:
-        """Return the micro-steps in the first `update` updates, for one `cut`."""
+        """Return the micro-steps per replica in `update` updates, all cut by `cut`."""
 
         def steps_of_batch(examples: int) -> int:
             return ceil_div(ceil_div(examples, cut.replicas), cut.micro_batch_size)
@@ -220,11 +222,11 @@ class Plan:
         return steps
 
     def epoch(self, update: int) -> float:
-        """Return the epochs in the first `update` updates, with a fraction."""
+        """Return the number of epochs in the first `update` updates, as a fraction."""
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
-        """Return whether `update` is the last one of its epoch."""
+        """Return whether `update` is the last update of its epoch."""
         return self.stage(update).place(update)[1] == 0
 
     def __str__(self) -> str:
@@ -246,17 +248,17 @@ class Plan:
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
-    """Return the micro-batch sizes of a recorded run with the last update of each.
+    """Return the micro-batch sizes of a recorded run, each with its last update.
 
-    The last size has None instead of an update. The list is empty if micro-batches were
-    never halved.
+    For the last size, the update is None. The list is empty if micro-batches were never
+    halved.
     """
     if CUTS in tags:
         return [(size, last) for size, last in json.loads(tags[CUTS])]
     if HALVED not in tags:
         return []
 
-    # Old runs have no JSON, but a text such as `32 up to update 40, 16 then`.
+    # Old runs have no JSON: parse the words, such as `32 up to update 40, 16 then`.
     cuts: list[tuple[int, int | None]] = []
     for text in tags[HALVED].split(", "):
         size, *_, last = text.split()
@@ -273,17 +275,17 @@ def plan_of(
     horizon: Horizon,
     stages: Sequence[ScheduledStage] = (),
 ) -> Plan:
-    """Return the plan of a run: its horizon and stages, in whole updates.
+    """Return the plan of a run, with its horizon and stages in whole updates.
 
     Args:
         batching: how an effective batch of the first stage is cut.
-        examples: number of examples in one epoch.
+        examples: number of examples per epoch.
         horizon: length of the run. Examples are rounded up to whole updates.
-        stages: the stages of the batch-size schedule; empty without one.
+        stages: the stages of the batch-size schedule; empty without a schedule.
 
     Raises:
         ConfigError: an effective batch is larger than the training split, or a stage
-            begins with the same update as the one before.
+            does not begin after the previous stage.
     """
     plan = Plan(batching, examples, 0)
     if stages:
@@ -302,10 +304,10 @@ def plan_of(
 def _stages_in_updates(
     plan: Plan, stages: Sequence[ScheduledStage]
 ) -> tuple[Stage, ...]:
-    """Return the stages of a plan, from those of the config.
+    """Convert the stages of the config to the stages of a plan.
 
-    A stage of the config that begins within an epoch becomes two: the rest of that
-    epoch, and the epochs after it.
+    A stage of the config that begins within an epoch becomes two stages of the plan:
+    the rest of that epoch, and the epochs after it.
     """
     last = -1
     for number, (unit, start, size) in enumerate(stages):
@@ -320,7 +322,7 @@ def _stages_in_updates(
             raise ConfigError(f"{key}.start.{unit}", rule, start)
         last = after
 
-        # The second part of the stage before may lie after the start of this one.
+        # Drop the second part of the previous stage if this stage begins before it.
         planned = [stage for stage in plan.stages if stage.after < after]
         epoch, first, index = plan.stage(after).place(after)
         stage = Stage(size, plan.examples, after, epoch, first, index)
@@ -336,7 +338,7 @@ def _updates_before(plan: Plan, unit: str, start: int | float) -> int:
     """Return the number of updates before a stage that begins at `start`, in `unit`."""
     if unit == "updates":
         return int(start)
-    # As floats, 0.07 · 100 is more than 7.
+    # Compute with fractions: in floats, 0.07 · 100 is more than 7.
     examples = Fraction(str(start))
     if unit == "epochs":
         examples *= plan.examples
@@ -344,42 +346,43 @@ def _updates_before(plan: Plan, unit: str, start: int | float) -> int:
 
 
 def _check_size(key: str, size: int, examples: int) -> None:
-    """Reject an effective batch of more than the `examples` of an epoch."""
+    """Reject an effective batch that is larger than the `examples` in an epoch."""
     if size > examples:
         rule = f"must be at most the {examples} examples of the training split"
         raise ConfigError(f"{key}.effective_batch_size", rule, size)
 
 
 class Window(NamedTuple):
-    """What was read for one update."""
+    """The batches of one update, and the update's place in the run."""
 
-    sizes: tuple[int, ...]  # examples of each batch
-    examples_seen: int  # up to its end
-    epoch: int  # from 0 on
-    in_epoch: int  # its index among the epoch's updates, from 0 on
-    last: bool  # whether it is the last one of its epoch
-    digest: int  # checksum of its content
+    sizes: tuple[int, ...]  # number of examples in each batch
+    examples_seen: int  # number of examples up to the end of the update
+    epoch: int  # epoch of the update, counted from 0
+    in_epoch: int  # index of the update in its epoch, counted from 0
+    last: bool  # whether the update is the last one of its epoch
+    digest: int  # checksum of the batches
 
 
 @dataclass(frozen=True)
 class StreamPlan(Plan):
-    """A run that learns the sizes of its batches, and its epochs, as they are read.
+    """A plan whose batch sizes and epochs become known only as the data is read.
 
-    `batching` has the sizes of the first update. Only updates whose batches were read
-    have counters.
+    `batching` has the sizes of the first update. The counters of an update are
+    available once its batches were read.
 
     Attributes:
-        windows: what was read for each update so far, in order; it grows.
-        per_epoch: number of updates in an epoch; None if it is unknown.
-        whole_epochs: the horizon, if it is in epochs.
-        cut: whether micro-batches have at most `batching.micro_batch_size` examples.
+        windows: the batches of each update so far, in order; the sequence grows.
+        per_epoch: number of updates per epoch; None if it is unknown.
+        whole_epochs: the horizon in epochs; None if it is in updates.
+        cut: whether batches are cut into micro-batches of at most
+            `batching.micro_batch_size` examples.
     """
 
     windows: Sequence[Window] = ()
     per_epoch: int | None = None
     whole_epochs: int | None = None
     cut: bool = True
-    # The micro-steps in the first updates, by their number.
+    # `_steps[n]` is the number of micro-steps in the first n updates.
     _steps: list[int] = field(default_factory=lambda: [0], init=False, compare=False)
 
     @property
@@ -410,7 +413,7 @@ class StreamPlan(Plan):
         return previous.epoch, previous.in_epoch + 1
 
     def digest(self, update: int) -> int | None:
-        """Return a checksum of what was read for `update`; None before the first."""
+        """Return the checksum of the batches of `update`; None for update 0."""
         return self.windows[update - 1].digest if update else None
 
     def batch_size(self, update: int) -> int:
@@ -429,14 +432,18 @@ class StreamPlan(Plan):
         return self._steps[update]
 
     def _micro_batch_size_after(self, done: int) -> int:
-        """Return the micro-batch size of the update after `done` ones."""
+        """Return the micro-batch size of the next update after `done` updates."""
         for last, cut in self.before:
             if done < last:
                 return cut.micro_batch_size
         return self.micro_batch_size
 
     def epoch(self, update: int) -> float:
-        """Return the completed epochs, with a fraction if their length is known."""
+        """Return the number of completed epochs.
+
+        If the length of an epoch is known, the number includes the current epoch as a
+        fraction.
+        """
         epoch, index = self.place(update)
         if not self.per_epoch:
             return float(epoch)
@@ -475,13 +482,14 @@ def stream_plan(
     Args:
         first: how the first update is cut.
         horizon: length of the run, in updates or epochs.
-        windows: what was read for each update so far; it grows.
-        per_epoch: number of updates in an epoch; None if it is unknown, `ENDLESS` if
-            the training split repeats without an end.
+        windows: the batches of each update so far, in order; the sequence grows.
+        per_epoch: number of updates per epoch; None if it is unknown, `ENDLESS` if the
+            training split repeats endlessly.
         cut: whether batches are cut into micro-batches.
 
     Raises:
-        ConfigError: the horizon is in examples, or in epochs that have no end.
+        ConfigError: the horizon is in examples, or it is in epochs and the training
+            split repeats endlessly.
     """
     if horizon.unit == "examples":
         rule = (

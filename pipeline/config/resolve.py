@@ -1,12 +1,13 @@
-"""Composed config → `RunSpec`: what the config asks for, and what follows from it.
+"""Resolves a composed config to a `RunSpec`, the specification of a run.
 
     composed config ─ resolve ─► RunSpec ─ `changed` ─► RunSpec ─► the run
 
-`resolve` decides what the command line and the environment decide: the horizon, the
-sizes, the workers. What depends on the machine or on the data is decided later, by
-functions from one spec to another: the micro-batch size that fits, where the examples
-are kept, the values that a resumed run keeps. A spec keeps the config as Hydra composed
-it, so that links such as `${another.key}` follow a changed value.
+`resolve` sets the values that follow from the command line and the environment: the
+horizon, the sizes and the workers. Values that depend on the machine or the data are
+set later, by functions that take a spec and return another: the micro-batch size that
+fits, the place where the examples are stored, the values that a resumed run keeps. A
+spec includes the config with its links, such as `${another.key}`, so that they follow a
+changed value.
 """
 
 from __future__ import annotations
@@ -39,18 +40,16 @@ from pipeline.config.sizes import Batching, Horizon
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a run does. `resolve` makes it, and it never changes.
+    """The immutable specification of a run, made by `resolve`.
 
     Attributes:
         config: the typed config, in which the nodes of objects are plain mappings.
-        original: the plain config that `resolve` returned; `changed` leaves it as it
-            is.
-        resolved: the plain config as it is recorded.
-        overrides: the overrides of the command line.
-        batching: how an effective batch is cut.
+        original: the plain config as `resolve` set it; `changed` does not change it.
+        resolved: the plain config with later changes, and with links resolved.
+        overrides: the overrides on the command line.
+        batching: how the first effective batch is cut.
         horizon: length of the run, in the unit of the config.
-        workers: the workers of the run, and which one this process is; None for a
-            single one.
+        workers: the workers of the run; None for a run with a single worker.
     """
 
     config: Config
@@ -63,8 +62,8 @@ class RunSpec:
     _composed: DictConfig
 
     def node(self, key: str) -> DictConfig:
-        """Return the node of a group, in the form that `instantiate.build` takes."""
-        # It lies below a root, so that errors name its keys in full.
+        """Return a config group as an OmegaConf node, for `instantiate.build`."""
+        # Create the node under a root, so that errors show the full key.
         return OmegaConf.create({key: plain.escaped(self.resolved[key])})[key]
 
     @property
@@ -73,18 +72,21 @@ class RunSpec:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Return the resolved config without secrets, and without the path of one."""
+        """Return the resolved config for the record, without secrets.
+
+        Secrets are masked, and the path of the secret file is null.
+        """
         hardware = {**self.resolved["hardware"], "secret_file": None}
         return dict(plain.mapped({**self.resolved, "hardware": hardware}, mask))
 
     @property
     def links(self) -> dict[str, str]:
-        """Return the links from keys of the config to other keys."""
+        """Return the links between config keys; see `plain.links`."""
         return plain.links(self._composed)
 
     @property
     def searches(self) -> bool:
-        """Return whether the micro-batch size is yet to be searched for."""
+        """Return whether the micro-batch size must still be searched for."""
         return self.config.accumulation.micro_batch_size in sizes.SEARCHED
 
     @property
@@ -98,18 +100,19 @@ class RunSpec:
 
     @property
     def same_noise(self) -> bool:
-        """Return whether layers draw the same noise for every cut, if they can."""
+        """Return whether layers that support it draw the same noise for every cut."""
         return self.config.accumulation.same_noise is not False
 
     @property
     def workers_on_machine(self) -> int:
-        """Return how many processes of the run share this machine."""
+        """Return the number of the run's workers on this machine."""
         return 1 if self.workers is None else self.workers.on_machine
 
     def at_largest(self) -> RunSpec:
-        """Return the spec of a run without a schedule, at the largest effective batch.
+        """Return a spec with the largest effective batch and no batch-size schedule.
 
-        Its micro-batch is the share of a replica.
+        Each replica's share of the batch is a single micro-batch. If the config has no
+        schedule, the spec itself is returned.
         """
         if self.resolved["accumulation"]["batch_schedule"] is None:
             return self
@@ -128,11 +131,11 @@ class RunSpec:
     def changed(
         self, values: Mapping[str, Any], without: Iterable[str] = ()
     ) -> RunSpec:
-        """Return the spec of another config; `batching` stays as it is.
+        """Return a spec with some config values replaced; `batching` is not recomputed.
 
         Args:
-            values: other values, by dotted keys.
-            without: dotted keys that are removed.
+            values: the new values, by dotted key.
+            without: dotted keys to remove.
         """
         composed = deepcopy(self._composed)
         _update(composed, values)
@@ -145,9 +148,9 @@ class RunSpec:
         return replace(self, config=config, resolved=resolved, _composed=composed)
 
     def with_micro_batch(self, size: int) -> RunSpec:
-        """Return the spec with the micro-batch size that was found instead of `auto`.
+        """Return a spec with the micro-batch size that was found by a search.
 
-        The overrides have this size, too.
+        The size also replaces the value, such as `auto`, in the overrides.
         """
         prefix = f"{sizes.MICRO}="
         overrides = []
@@ -164,7 +167,7 @@ class RunSpec:
     def to_text(self) -> str:
         """Return the spec as text for a process that this one starts; see `from_text`.
 
-        It is YAML, as JSON has no integers for keys.
+        The text is YAML, as a key in JSON cannot be an integer.
         """
         configs = {"original": self.original, "resolved": self.resolved}
         return str(yaml.safe_dump(configs, sort_keys=False))
@@ -172,7 +175,7 @@ class RunSpec:
     def shared_text(self) -> str:
         """Return the spec as text for the other workers; see `adopting`.
 
-        It has no secrets, and no keys of which each worker has its own value.
+        Secrets are masked. Keys for which each worker has its own value are left out.
         """
         shared = self.recorded
         for key in key_kinds.keys_where(lambda facts: facts.each_workers_own):
@@ -182,9 +185,9 @@ class RunSpec:
         return str(yaml.safe_dump(shared, sort_keys=False))
 
     def adopting(self, text: str) -> RunSpec:
-        """Return the spec of another worker's `shared_text`.
+        """Return the spec that another worker's `shared_text` describes.
 
-        This worker adds its own values and secrets.
+        Missing values and masked secrets are taken from this worker's spec.
         """
         shared = _with_secrets(yaml.safe_load(text), self.resolved)
         own_values = {}
@@ -203,14 +206,14 @@ def resolve(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> RunSpec:
-    """Check a composed config, and return the spec that follows from it.
+    """Check a composed config, and resolve it to a spec.
 
-    A horizon or a size that the overrides name outranks the default ones, which become
+    A horizon or a size that is set by an override outranks the defaults, which become
     null.
 
     Args:
-        composed: the config as Hydra composed it; it stays as it is.
-        overrides: the overrides of the command line.
+        composed: the config as Hydra composed it; it is not modified.
+        overrides: the overrides on the command line.
         environment: the environment variables, which may name the workers.
 
     Raises:
@@ -218,11 +221,12 @@ def resolve(
     """
     text_keys.check(composed)
     validate.check_form(composed)
-    # Hydra composes by a schema in which text may be anything.
+    # Merge with the strict schema: Hydra composed the config with a schema in which a
+    # key for text accepts any value.
     composed = _typed(OmegaConf.to_container(composed))
     micro_batch_size = composed.accumulation.micro_batch_size
     if isinstance(micro_batch_size, str) and micro_batch_size.isdecimal():
-        # Values from the environment are text.
+        # A value that comes from an environment variable is a string.
         composed.accumulation.micro_batch_size = int(micro_batch_size)
     validate.check_values(composed)
 
@@ -240,20 +244,20 @@ def resolve(
     _check_gpus(spec)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
-        # A secret that cannot be used is rejected at once.
+        # Reject an unusable secret now, not when the workers connect.
         cluster.secret(composed.hardware.secret_file, environment)
     return spec
 
 
 def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
-    """Return the spec of a `RunSpec.to_text`."""
+    """Return the spec that a text from `RunSpec.to_text` describes."""
     configs = yaml.safe_load(text)
     composed = _typed(plain.escaped(configs["resolved"]))
     return replace(_spec(composed, workers), original=configs["original"])
 
 
 def comparable(spec: RunSpec) -> dict[str, Any]:
-    """Return the values that all workers must have in common, by their dotted keys."""
+    """Return the config values that must be equal on all workers, by dotted key."""
     values = {}
     for key, value in plain.leaves(plain.mapped(spec.original, mask)).items():
         if not _is_own(key):
@@ -262,19 +266,19 @@ def comparable(spec: RunSpec) -> dict[str, Any]:
 
 
 def _typed(config: Any) -> Any:
-    """Return a config, plain or of nodes, as nodes of the types of the schema."""
+    """Convert a config, plain or a node, to a node that is typed by the schema."""
     return OmegaConf.merge(OmegaConf.structured(Config), config)
 
 
 def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
-    """Set the sizes that are in force, and None for defaults that they outrank.
+    """Set the sizes that apply, in place; defaults that they outrank become None.
 
     Args:
         composed: the config.
         named: keys that the command line sets.
 
     Returns:
-        `named` with the keys that a batch-size schedule sets.
+        The union of `named` and the keys that a batch-size schedule sets.
     """
     accumulation = composed.accumulation
     replicas = composed.hardware.replicas * composed.hardware.workers
@@ -291,7 +295,7 @@ def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
 
 
 def _check_any_batch_size(composed: DictConfig) -> None:
-    """Reject values that need the size of a batch before it is read."""
+    """Reject values that require the size of a batch to be known before it is read."""
     reason = f"with {sizes.BATCHED}=true: batches have any size"
     xla = composed.hardware.xla
     if xla not in ("auto", False):
@@ -303,7 +307,10 @@ def _check_any_batch_size(composed: DictConfig) -> None:
 
 
 def _check_gpus(spec: RunSpec) -> None:
-    """Reject a choice of GPUs that is not one for each replica on this machine."""
+    """Reject a `hardware.gpu` that does not name one GPU per replica on this machine.
+
+    It is also rejected with `hardware.device=cpu`.
+    """
     hardware = spec.config.hardware
     gpu = hardware.gpu
     if gpu is None:
@@ -324,12 +331,12 @@ def _spec(
     overrides: Sequence[str] = (),
     named: Container[str] = (),
 ) -> RunSpec:
-    """Return the spec of a config whose horizon and sizes are those in force.
+    """Return the spec of a config in which the horizon and the sizes are already set.
 
     Args:
         composed: the config.
-        workers: the workers of the run, and which one this process is.
-        overrides: the overrides of the command line.
+        workers: the workers of the run; None for a run with a single worker.
+        overrides: the overrides on the command line.
         named: the keys that the overrides set.
     """
     config: Any = OmegaConf.to_object(composed)
@@ -337,7 +344,7 @@ def _spec(
     horizon = sizes.horizon_of(composed.training)
     accumulation = resolved["accumulation"]
     replicas = composed.hardware.replicas
-    # A wrong number of replicas is rejected as it stands in the config.
+    # Leave a wrong number of replicas as it is, so that the error shows it.
     if replicas > 0:
         replicas *= composed.hardware.workers
     batching = sizes.batching(
@@ -360,23 +367,23 @@ def _spec(
 
 
 def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set `values`, by dotted keys, in place."""
+    """Set config values, given by dotted key, in place."""
     with open_dict(composed):
         for key, value in values.items():
             OmegaConf.update(composed, key, plain.escaped(value), merge=False)
 
 
 def _is_own(key: str) -> bool:
-    """Return whether each worker has its own value of a key."""
+    """Return whether each worker has its own value for a key."""
     return key_kinds.facts_of(key).each_workers_own
 
 
 def _with_secrets(shared: Any, own: Any) -> Any:
-    """Return a value of another worker with this worker's secrets in it.
+    """Return another worker's value, with masked secrets replaced by this worker's.
 
     Args:
         shared: a plain value, in which secrets are masked.
-        own: the value of this worker at the same place; None if it has none.
+        own: this worker's value at the same place; None if it has none.
     """
     if isinstance(shared, dict):
         own_values = own if isinstance(own, Mapping) else {}

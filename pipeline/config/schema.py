@@ -1,9 +1,10 @@
-"""The typed schema of a run: every key with its type, its kind and its legacy default.
+"""The typed schema of the config: the type, kind and legacy default of every key.
 
-Hydra composes a config by these classes, and `RunSpec.config` is made of instances of
-them. The default of a field is what a run did before the key existed, since an old
-record lacks it. The defaults of new runs stand in `conf/`, and may differ. The comment
-above a field is its line in the config reference (docs/reference.py).
+Hydra composes a config with these classes, and `RunSpec.config` consists of their
+instances. The default of a field reproduces the behavior before the key existed, for
+old records that lack the key. The defaults for new runs are in `conf/`, and may differ.
+The comment above a field is its description in the config reference, which
+docs/reference.py writes.
 """
 
 from dataclasses import (
@@ -35,10 +36,11 @@ Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_fl
 Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
 LossOver = Enum("LossOver", ["example", "effective_batch"])
-# The version of the config. `former_names.migrated` and `pipeline.rerun.recorded_run`
+# The version of this schema. `former_names.migrated` and `pipeline.rerun.recorded_run`
 # handle older records.
 SCHEMA = 3
-# The types of keys of text, and the type of each that takes any value in its place.
+# Type of a key that holds text → the same type with any value instead of text; see
+# `as_written`.
 TEXTS: dict[Any, Any] = {
     str: Any,
     str | None: Any,
@@ -49,34 +51,37 @@ TEXTS: dict[Any, Any] = {
 
 
 class Kind(Enum):
-    """What a key decides. Runs are the same if they agree in the first three kinds."""
+    """The kind of a config key: the part of a run that the key affects.
 
-    TRAINING = "training"  # what is computed: another value gives other results
+    Two runs count as the same run if they agree in all keys of the first three kinds.
+    """
+
+    TRAINING = "training"  # the computation: another value gives other results
     CUT = "cut"  # how an effective batch is cut into micro-batches and over replicas
-    NUMERICS = "numerics"  # the precision and the kernels it is computed in
+    NUMERICS = "numerics"  # the precision and the kernels of the computation
     PLACE = "place"  # how and when the run is carried out
-    LOG = "log"  # what is logged, under which names
-    MACHINE = "machine"  # what belongs to one machine, or is a secret
+    LOG = "log"  # the logged values and their names
+    MACHINE = "machine"  # settings of one machine, and secrets
 
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """What the program knows about a key; `pipeline.config.key_kinds` looks it up.
+    """The properties of a config key; `pipeline.config.key_kinds` looks them up.
 
     Attributes:
-        kind: what the key decides.
-        fixed: whether a resumed run must have the value that the run began with. This
-            is the default for keys of the training.
-        each_workers_own: whether each of several workers keeps its own value, and does
-            not get the chief's. This is the default for keys of the log and of a
-            machine.
-        of_one_call: whether it says where one call of the command reads and writes, or
-            what it opens. It is then never taken from the record of a sweep.
-        set_by_a_sweep: whether only a sweep sets it, for its jobs; no help text shows
-            it.
-        same_data: whether another value changes where the data are or how they are
-            read, but not which data they are.
-        sets_rate: whether the learning rate depends on it.
+        kind: the part of a run that the key affects.
+        fixed: whether a resumed run must keep the value that the run began with. True
+            by default for the kind `TRAINING`.
+        each_workers_own: whether each worker keeps its own value instead of getting the
+            chief's. True by default for the kinds `LOG` and `MACHINE`.
+        of_one_call: whether the value applies to one call of the command only: places
+            that it reads and writes, or ports that it opens. Such a value is never
+            taken from the record of a sweep.
+        set_by_a_sweep: whether only a sweep sets the key, for its jobs. Help texts do
+            not show such a key.
+        same_data: whether another value changes only the place of the data or the way
+            of reading it, and not the data itself.
+        sets_rate: whether the learning rate depends on the key.
     """
 
     kind: Kind
@@ -95,7 +100,7 @@ def facts(
     each_workers_own: bool | None = None,
     **others: bool,
 ) -> KeyFacts:
-    """Return the facts of a key: those of its kind, unless they are named."""
+    """Return the facts of a key; those that are not given follow from its kind."""
     if fixed is None:
         fixed = kind == Kind.TRAINING
     if each_workers_own is None:
@@ -106,22 +111,21 @@ def facts(
 def about(
     kind: Kind, *, exceptions: dict[str, KeyFacts] | None = None, **named: bool
 ) -> dict[str, Any]:
-    """Return the metadata of the field of a key.
+    """Return the metadata for the dataclass field of a key.
 
     Args:
-        kind: what the key decides.
-        exceptions: the facts of keys below it that are of another kind, by name. The
-            other keys of a free group, which are arguments of its `_target_`, are of
-            one kind.
-        named: the facts of the key that differ from those of its kind.
+        kind: the kind of the key.
+        exceptions: facts of single names below the key, by name. All other names below
+            it, such as the arguments of a `_target_`, have the facts of the key.
+        named: the facts of the key that differ from the defaults of its kind.
     """
     return {"facts": facts(kind, **named), "exceptions": exceptions or {}}
 
 
 class _SetOnce:
-    """An object whose attributes are set once.
+    """A base class whose attributes can be set only once.
 
-    A frozen dataclass would not do, as OmegaConf makes read-only nodes of one.
+    Frozen dataclasses are not used, as OmegaConf converts them to read-only nodes.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -145,23 +149,24 @@ class ScalingConfig(_SetOnce):
     # (sqrt | null) for `half_life` and `timescale`: sqrt also scales the rate by √κ;
     # null keeps it
     rate: Any = field(default=None, metadata=about(Kind.TRAINING, sets_rate=True))
-    # for `surge`: the batch with the largest rate, which is not the gradient noise
-    # scale
+    # for `surge`: the effective batch size with the largest learning rate, which is not
+    # the gradient noise scale
     peak_batch_size: int | None = field(
         default=None, metadata=about(Kind.TRAINING, sets_rate=True)
     )
-    # (true | false) whether the optimizer's weight averaging follows, too: its momentum
+    # (true | false) whether the momentum of the optimizer's weight averaging is raised
     # to the power of κ
     ema: Any = field(default=False, metadata=about(Kind.TRAINING, sets_rate=True))
 
 
 @dataclass
 class AccumulationConfig(_SetOnce):
-    """The effective batch, and how it is cut.
+    """The effective batch size, and how the effective batch is cut.
 
-    `effective_batch_size` is not fixed, as a resumed run is checked by the size that
-    follows from all of the keys. A record without `same_noise` or `moving_statistics`
-    means another default than that of a new run, and its run can still be resumed.
+    Three keys of the training are not `fixed`. `effective_batch_size`: a resumed run
+    compares the size that is derived from all keys instead. `same_noise` and
+    `moving_statistics`: their defaults for new runs differ from those for old records,
+    whose runs must remain resumable.
     """
 
     # examples per optimizer update, over all replicas
@@ -170,11 +175,11 @@ class AccumulationConfig(_SetOnce):
     )
     # micro-batches per update on each replica
     factor: int | None = field(default=None, metadata=about(Kind.CUT))
-    # (int | auto | auto_fastest | null) examples per forward and backward on one
+    # (int | auto | auto_fastest | null) examples per forward and backward pass on one
     # replica
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
-    # (true | false | auto) whether noise does not depend on the cut; auto: in layers
-    # that can do so
+    # (true | false | auto) whether noise is the same for every cut; auto: in layers
+    # that support it
     same_noise: Any = field(default=False, metadata=about(Kind.TRAINING, fixed=False))
     # (stages | null) other effective batches later in the run; see docs/accumulation.md
     batch_schedule: Any = field(default=None, metadata=about(Kind.TRAINING))
@@ -213,25 +218,27 @@ class TrainingConfig(_SetOnce):
     )
     # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
     checkpoint_every: Any = field(default=None, metadata=about(Kind.PLACE))
-    # (node | mapping | list | null) minimized; one, or one per output; set by
+    # (node | mapping | list | null) the loss to minimize, or one per output; set by
     # `objective`
     loss: Any = field(default=MISSING, metadata=about(Kind.TRAINING))
-    # (mapping | list | null) a number for each output
+    # (mapping | list | null) the weight of each output's loss
     loss_weights: Any = field(default=None, metadata=about(Kind.TRAINING))
     # whether a scalar that a layer adds to the loss is a mean or a sum over its
     # examples
     added_losses: Added = field(default=Added.mean, metadata=about(Kind.TRAINING))
-    # what the loss needs at once; effective_batch takes a second forward pass
+    # whether the loss needs one example at a time or the whole effective batch, which
+    # takes a second forward pass
     loss_over: LossOver = field(default=LossOver.example, metadata=about(Kind.TRAINING))
-    # (mapping | null) class: weight of its examples; 1 for a class that is not listed
+    # (mapping | null) the weight of the examples in each class; 1 for a class that is
+    # not listed
     class_weight: Any = field(default=None, metadata=about(Kind.TRAINING))
-    # name: node, or output: {name: node}; set by `objective`
+    # metrics, as name: node or as output: {name: node}; set by `objective`
     metrics: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.TRAINING))
-    # the same, with the sample weights applied
+    # metrics to which the sample weights are applied, in the form of `metrics`
     weighted_metrics: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING)
     )
-    # name: node of a Keras callback; a batch is an update
+    # Keras callbacks, as name: node; for a callback, a batch is an update
     callbacks: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING, fixed=False)
     )
@@ -242,7 +249,11 @@ class TrainingConfig(_SetOnce):
 
 @dataclass
 class StartConfig(_SetOnce):
-    """The checkpoint that a run begins with; its directory is a path of one machine."""
+    """The checkpoint that a run starts from.
+
+    Each worker keeps its own values, as a run directory may have another path on
+    another machine.
+    """
 
     # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a
     # run ID
@@ -286,19 +297,19 @@ class HardwareConfig(_SetOnce):
     # (int | list | null) the GPUs of a run outside a sweep, counted from 0; null: the
     # first ones
     gpu: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (bytes | text | null) the memory that TensorFlow takes of each GPU, such as
-    # `8GiB`; null: as it needs it
+    # (bytes | text | null) the memory that TensorFlow reserves on each GPU, such as
+    # `8GiB`; null: as needed
     gpu_memory: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (bytes | text | null) the memory that `auto` may fill on a CPU, such as `8GiB`;
-    # null: all that is available
+    # (bytes | text | null) the memory that a search for the micro-batch size may fill
+    # on a CPU, such as `8GiB`; null: all available memory
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
     # Keras' `fit` does
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
-    # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see
-    # docs/exact.md
+    # (true | false) whether GPUs since Ampere multiply float32 with 10 bits of
+    # mantissa; see docs/exact.md
     tf32: Any = field(default=True, metadata=about(Kind.NUMERICS))
-    # (true | false) two runs on the same machine are bit-identical
+    # (true | false) whether two runs on the same machine are bit-identical
     deterministic: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the
     # 10th on
@@ -328,7 +339,7 @@ class ShownTrackingConfig(_SetOnce):
     code: list[str] | None = field(default_factory=list, metadata=about(Kind.LOG))
     # (true | false) log MLflow's system metrics
     system_metrics: Any = field(default=True, metadata=about(Kind.LOG))
-    # seconds to wait for an answer of the store, at the start and at the end of a run
+    # seconds to wait for an answer from the store, at the start and at the end of a run
     patience: float = field(default=60.0, metadata=about(Kind.LOG))
     # what to do if the store does not answer at the start
     when_unreachable: Unreachable = field(
@@ -338,7 +349,7 @@ class ShownTrackingConfig(_SetOnce):
 
 @dataclass
 class TrackingConfig(ShownTrackingConfig):
-    """The keys of `tracking`, with those that only a sweep sets for its jobs."""
+    """All keys of `tracking`, including those that only a sweep sets, for its jobs."""
 
     # the run ID of the parent run
     sweep: str | None = field(
@@ -361,8 +372,9 @@ class TrustConfig(_SetOnce):
     allow: list[str] = field(default_factory=list, metadata=about(Kind.MACHINE))
 
 
-# Keys of `dataset` that every dataset has; the others are arguments of its `_target_`.
-# What is kept in memory, and how it is streamed, decides the order of the examples.
+# Keys of `dataset` that do not depend on its `_target_`; all others are arguments of
+# the target. `in_memory` and the keys for shuffling are of the kind `TRAINING`, as they
+# affect the order of the examples.
 _DATASET_KEYS = {
     "data_dir": facts(Kind.MACHINE, same_data=True),
     "download": facts(Kind.MACHINE, same_data=True),
@@ -411,10 +423,13 @@ class ShownConfig(Config):
 
 
 def register(*, shown: bool = False) -> None:
-    """Make the schema and the resolvers known to Hydra. It is safe to call it again.
+    """Register the schema and the resolver `times` with Hydra.
+
+    The function may be called repeatedly.
 
     Args:
-        shown: whether Hydra only shows the config, without the keys that a sweep sets.
+        shown: whether to leave out the keys that only a sweep sets, for help texts and
+            `--cfg`.
     """
     config = ShownConfig if shown else Config
     ConfigStore.instance().store(name="schema", node=as_written(config))
@@ -423,11 +438,11 @@ def register(*, shown: bool = False) -> None:
 
 @cache
 def as_written(config: type) -> type:
-    """Return the schema in which a key of text takes any value.
+    """Return a variant of the schema in which a key that holds text accepts any value.
 
-    OmegaConf makes text of a number, but not always the one that was written:
-    `2024_01_02` becomes `20240102`. So Hydra composes a config by this schema, and
-    `text_keys.check` rejects what is no text.
+    OmegaConf would convert a number to text, but not always to the text that was
+    written: `2024_01_02` becomes `20240102`. So Hydra composes a config with this
+    variant, and `text_keys.check` rejects a value that is not text.
 
     Args:
         config: a dataclass of the schema.
@@ -453,7 +468,7 @@ def as_written(config: type) -> type:
 
 
 def group_in(hint: Any) -> type | None:
-    """Return the dataclass that a type hint names, also if it may be null."""
+    """Return the dataclass in a type hint, such as `X` or `X | None`, or None."""
     for part in (hint, *get_args(hint)):
         if is_dataclass(part) and isinstance(part, type):
             return part
@@ -463,8 +478,8 @@ def group_in(hint: Any) -> type | None:
 def _times(left: Any, right: Any) -> int | float:
     """Return the product of two numbers.
 
-    Other operands are rejected: text times a number, or an integer of any length, would
-    fill the memory.
+    Other operands are rejected: text times a number, or huge integers, could fill the
+    memory.
     """
     for factor in (left, right):
         integer = isinstance(factor, int) and not isinstance(factor, bool)

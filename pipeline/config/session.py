@@ -1,7 +1,7 @@
-"""One call of Hydra: what its plugins need to know, and what they leave behind.
+"""The state of one call of Hydra, which Hydra's plugins read and write.
 
-Hydra makes its callbacks and launchers itself and does not return them, so a context
-variable gives them the session.
+Hydra creates its callbacks and launchers itself and does not return them, so they get
+the session from a context variable.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,15 @@ from pipeline.common.errors import ConfigError
 
 @dataclass
 class Session:
-    """One call of Hydra.
+    """The state of one call of Hydra.
 
     Attributes:
-        config_dir: the user's folder of configs, where Hydra's plugins have to find it;
-            None if Hydra knows it.
+        config_dir: the user's config folder, if a plugin has to add it to Hydra's
+            search path; else None.
         key: the config key of the run directory.
-        run_dir: the folder that this key names.
-        new_folders: the folders that Hydra makes for it, the innermost first.
-        sweep: the parent run of a multirun, once there is one.
+        run_dir: the run directory, which is the value of this key.
+        new_folders: the folders that Hydra creates for `run_dir`, innermost first.
+        sweep: the parent run of a multirun; None until it exists.
     """
 
     config_dir: str | None = None
@@ -35,7 +35,7 @@ class Session:
 
     @contextmanager
     def checking_folder(self) -> Iterator[None]:
-        """Raise a `ConfigError` for a run directory that cannot be made."""
+        """Raise a `ConfigError` if the run directory cannot be created in the block."""
         try:
             yield
         except OSError as error:
@@ -46,14 +46,14 @@ class Session:
             raise ConfigError(self.key, rule, str(error.filename)) from error
 
     def remove_empty_folders(self) -> None:
-        """Remove what Hydra made and left empty, from the run directory upwards."""
-        # A folder may be missing, or in use by another process.
+        """Remove the new folders that are empty, from the run directory upwards."""
+        # Stop at a folder that is missing, or in use by another process.
         with suppress(OSError):
             for folder in self.new_folders:
                 names = {file.name for file in folder.iterdir()}
                 if names - {"multirun.yaml"}:
                     return
-                # Hydra writes this file even for a sweep that is rejected.
+                # Also remove this file: Hydra writes it even for a rejected sweep.
                 (folder / "multirun.yaml").unlink(missing_ok=True)
                 folder.rmdir()
 
@@ -62,13 +62,13 @@ _session: ContextVar[Session] = ContextVar("session")
 
 
 def session() -> Session:
-    """Return the session of the current call of Hydra, or else an empty one."""
+    """Return the session of the current call of Hydra, or an empty session."""
     return _session.get(Session())
 
 
 @contextmanager
 def entered(current: Session) -> Iterator[None]:
-    """Make a session the current one."""
+    """Make `current` the current session within the block."""
     token = _session.set(current)
     try:
         yield

@@ -1,6 +1,7 @@
-"""Sizes and horizons: effective = micro × factor × replicas.
+"""The sizes of batches and the length of a run.
 
-What the command line names outranks the defaults.
+Effective batch size = micro-batch size × factor × replicas, up to rounding. Values from
+the command line outrank the defaults.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MICRO = "accumulation.micro_batch_size"
 REPLICAS = "hardware.replicas"
 HORIZONS = ("epochs", "updates", "examples")
 SIZES = ("effective_batch_size", "factor", "micro_batch_size")
-# A micro-batch size that is searched for on the machine.
+# Values of the micro-batch size for which a size is searched for on the machine.
 SEARCHED = ("auto", "auto_fastest")
 BATCHED = "dataset.batched"
 
@@ -32,10 +33,10 @@ class Batching:
     """How one effective batch is cut into micro-batches on each replica.
 
     Attributes:
-        effective_batch_size: examples in an update, on all replicas.
-        micro_batch_size: largest number of examples in a forward and backward pass of a
+        effective_batch_size: number of examples per update, over all replicas.
+        micro_batch_size: maximum number of examples per forward and backward pass on a
             replica.
-        factor: number of micro-batches in an update of a replica.
+        factor: number of micro-batches per update on each replica.
         replicas: number of copies of the model, over all workers.
     """
 
@@ -46,19 +47,19 @@ class Batching:
 
     @property
     def share(self) -> int:
-        """Return the largest number of examples of an effective batch on one replica.
+        """Return the maximum number of examples per effective batch on one replica.
 
         A micro-batch cannot be larger.
         """
         return ceil_div(self.effective_batch_size, self.replicas)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Batching:
-        """Return how the effective batch is cut into micro-batches of this size."""
+        """Return the batching with another micro-batch size and the matching factor."""
         factor = ceil_div(self.share, micro_batch_size)
         return replace(self, micro_batch_size=micro_batch_size, factor=factor)
 
     def with_effective_batch_size(self, size: int) -> Batching:
-        """Return how `size` examples are cut into micro-batches of the same size."""
+        """Return the batching of `size` examples with the same micro-batch size."""
         resized = replace(self, effective_batch_size=size)
         return resized.with_micro_batch_size(self.micro_batch_size)
 
@@ -83,7 +84,7 @@ def derive(
     replicas: int = 1,
     most: int = 0,
 ) -> Batching:
-    """Derive the third size from the two that are not None; all three have to agree.
+    """Derive the missing size from the other two; three given sizes must agree.
 
     Args:
         effective: effective batch size.
@@ -93,7 +94,8 @@ def derive(
         most: largest effective batch size of the run, if it changes later.
 
     Raises:
-        ConfigError: the sizes are too few, below 1, or do not fit together.
+        ConfigError: fewer than two sizes are given, a size is below 1, or the sizes do
+            not fit together.
     """
     sizes: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
     for key, value in {**sizes, REPLICAS: replicas}.items():
@@ -136,7 +138,7 @@ def derive(
 
 
 def _nearest_factors(share: int, factor: int) -> list[int]:
-    """Return the three factors nearest to `factor` that cut `share` equally."""
+    """Return up to three valid factors for `share` examples, nearest to `factor`."""
     possible = sorted({ceil_div(share, size) for size in range(1, share + 1)})
     nearest = sorted(possible, key=lambda other: abs(other - factor))
     return sorted(nearest[:3])
@@ -154,7 +156,7 @@ def horizon_of(training: Mapping[str, Any], named: Container[str] = ()) -> Horiz
 
     Args:
         training: the config group; the keys in `HORIZONS` are read.
-        named: keys that the command line sets. They outrank the others.
+        named: keys that the command line sets. These outrank the other keys.
 
     Raises:
         ConfigError: none or several are set, or the length is below 1.
@@ -183,7 +185,7 @@ def horizon_of(training: Mapping[str, Any], named: Container[str] = ()) -> Horiz
 def sizes_in_force(
     accumulation: Mapping[str, Any], named: Container[str] = ()
 ) -> dict[str, Any]:
-    """Return the sizes in force: None for defaults that the command line outranks.
+    """Return the sizes that apply, with None for defaults that are outranked.
 
     Args:
         accumulation: the config group; the keys in `SIZES` are read.
@@ -195,7 +197,8 @@ def sizes_in_force(
     if not explicit:
         return sizes
 
-    # Defaults fill up to two sizes, the effective batch before the factor.
+    # Keep only as many defaults as are needed for two sizes: the effective batch size
+    # first, then the factor.
     defaults = [name for name in present if name not in explicit]
     kept = max(0, 2 - len(explicit))
     for name in defaults[kept:]:
@@ -209,7 +212,9 @@ def of_batches(
     replicas: int,
     named: Container[str] = (),
 ) -> dict[str, Any]:
-    """Return the sizes in force with `dataset.batched`: the data give the others.
+    """Return the sizes that apply if the dataset yields batches (`dataset.batched`).
+
+    The effective batch size is None, as it follows from the batches that are read.
 
     Args:
         accumulation: the config group; the keys in `SIZES` are read.
@@ -218,7 +223,8 @@ def of_batches(
         named: keys that the command line sets.
 
     Raises:
-        ConfigError: the config has a value that needs a known effective batch size.
+        ConfigError: the factor is missing or below 1, or another value requires that
+            the effective batch size is known.
     """
     effective = accumulation["effective_batch_size"]
     factor = accumulation["factor"]
@@ -263,15 +269,15 @@ def batching(
 ) -> Batching:
     """Return how the first effective batch of a run is cut.
 
-    A micro-batch size that is yet to be searched for is taken to be the largest that is
-    possible, the share of a replica.
+    If the micro-batch size must still be searched for, the largest possible size is
+    assumed, the share of a replica.
 
     Args:
-        sizes: the sizes in force, by their names in `SIZES`.
+        sizes: the sizes that apply, by their names in `SIZES`.
         replicas: number of replicas, over all workers.
         named: keys that the command line sets.
         batched: whether an element of the dataset is a batch. Until the first batch is
-            read, it is taken to have as many examples as a micro-batch, or else one.
+            read, its size is assumed to be the micro-batch size, or 1 if that is None.
         most: largest effective batch size of the run, if it changes later.
 
     Raises:

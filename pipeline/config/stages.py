@@ -1,4 +1,4 @@
-"""Batch-size schedules: how many examples an update has, from which update on."""
+"""Batch-size schedules, which change the effective batch size during a run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ EFFECTIVE = "accumulation.effective_batch_size"
 SCHEDULE = "accumulation.batch_schedule"
 CLOCK = "schedule.clock"
 UNITS = ("updates", "examples", "epochs")
-# The tag of a run with its stages as JSON: [[updates before, effective batch size], …].
+# Tag with the stages of a run as JSON: [[updates before, effective batch size], …].
 STAGES = "accumulation.stages"
-# The value of `Slice.read` for the examples up to the end of an epoch.
+# Value of `Slice.read` for all examples up to the end of an epoch.
 ALL = -1
 
 
 class ScheduledStage(NamedTuple):
-    """A stage of the config.
+    """A stage, as the config gives it.
 
-    Its first update is the first one that begins at `start` or later.
+    The first update of the stage is the first update that begins at `start` or later.
     """
 
     unit: str  # the unit of `start`, one of `UNITS`
@@ -30,43 +30,48 @@ class ScheduledStage(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A stage of a plan: updates of one size.
+    """A stage of a plan: successive updates with the same effective batch size.
 
-    It consists of whole epochs, or of the rest of the epoch within which it begins.
+    A stage consists of whole epochs, or of the rest of the epoch in which it begins.
     """
 
-    size: int
-    examples: int  # in one epoch
-    after: int = 0  # updates before it
-    epoch: int = 0  # the epoch in which it begins, from 0 on
-    first: int = 0  # examples of that epoch before it
-    number: int = 0  # updates of that epoch before it
+    size: int  # the effective batch size
+    examples: int  # number of examples per epoch
+    after: int = 0  # number of updates before the stage
+    epoch: int = 0  # the epoch in which the stage begins, counted from 0
+    first: int = 0  # number of examples in that epoch before the stage
+    number: int = 0  # number of updates in that epoch before the stage
 
     @property
     def in_epoch(self) -> int:
-        """Return the number of its updates in an epoch."""
+        """Return the number of updates per epoch in this stage."""
         return -(-(self.examples - self.first) // self.size)
 
     def place(self, done: int) -> tuple[int, int, int]:
-        """Return where the update after `done` ones begins.
+        """Return the place where the next update after `done` updates begins.
 
         Returns:
-            Its epoch, and the examples and the updates of that epoch before it.
+            The epoch, and the numbers of examples and of updates in that epoch before
+            the update.
         """
         epochs, rest = divmod(done - self.after, self.in_epoch)
         return self.epoch + epochs, self.first + rest * self.size, self.number + rest
 
     def updates_at(self, epoch: int, first: int) -> int:
-        """Return the least number of updates that reach example `first` of an epoch."""
+        """Return the minimum number of updates after which a place is reached.
+
+        The place lies in `epoch`, after the first `first` examples of that epoch.
+        """
         whole_epochs = (epoch - self.epoch) * self.in_epoch
         return self.after + whole_epochs - (self.first - first) // self.size
 
     def micro_steps(self, done: int, steps_of_batch: Callable[[int], int]) -> int:
-        """Return the micro-steps of its updates among the first `done` of the run.
+        """Return the micro-steps in this stage, within the first `done` updates.
 
         Args:
-            done: number of updates.
-            steps_of_batch: returns the micro-steps of an update, from its examples.
+            done: number of updates since the start of the run.
+            steps_of_batch: returns the number of micro-steps for a number of examples
+                in an update.
         """
         epochs, rest = divmod(max(0, done - self.after), self.in_epoch)
         before_tail = self.in_epoch - 1
@@ -76,20 +81,20 @@ class Stage(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Examples that are read in batches of one size, in the epochs before `end`."""
+    """Examples of successive epochs that are read in batches of the same size."""
 
-    size: int
-    end: int
-    epoch: int = 0  # the first one
-    first: int = 0  # examples of the first epoch that are left out
-    read: int = ALL  # how many are read of each epoch
+    size: int  # number of examples per batch
+    end: int  # the epoch after the last one
+    epoch: int = 0  # the first epoch
+    first: int = 0  # number of examples that are skipped in the first epoch
+    read: int = ALL  # number of examples that are read per epoch
 
 
 def parse_schedule(schedule: Any) -> list[ScheduledStage]:
-    """Return the stages of `accumulation.batch_schedule`; none if it is null.
+    """Return the stages in `accumulation.batch_schedule`; an empty list if it is null.
 
     Raises:
-        ConfigError: it is not a list of stages whose starts rise from 0.
+        ConfigError: the schedule is not a list of stages whose starts rise from 0.
     """
     if schedule is None:
         return []
@@ -119,7 +124,7 @@ def largest(accumulation: Mapping[str, Any], first: int) -> int:
 
     Args:
         accumulation: the config group.
-        first: examples of the first update.
+        first: number of examples in the first update.
     """
     stages = parse_schedule(accumulation["batch_schedule"])
     return max([first, *(stage.size for stage in stages)])
@@ -128,7 +133,7 @@ def largest(accumulation: Mapping[str, Any], first: int) -> int:
 def implied_values(
     config: Mapping[str, Any], replicas: int, named: Container[str]
 ) -> dict[str, Any]:
-    """Return the values that a batch-size schedule decides, by their keys.
+    """Return the config values that follow from a batch-size schedule, by dotted key.
 
     Args:
         config: the plain config.
@@ -136,7 +141,8 @@ def implied_values(
         named: keys that the command line sets.
 
     Raises:
-        ConfigError: another key does not fit the schedule.
+        ConfigError: another key does not fit the schedule, or the schedule or the clock
+            does not fit `dataset.batched`.
     """
     accumulation = config["accumulation"]
     schedule = accumulation["batch_schedule"]
@@ -165,7 +171,7 @@ def implied_values(
 
 
 def _asked_stage(key: str, stage: Any) -> ScheduledStage:
-    """Return the stage of a node of the config; `key` is the name of the node."""
+    """Parse one entry of the schedule; `key` is the dotted name of the entry."""
     start = None
     if isinstance(stage, Mapping) and {*stage} == {"start", "effective_batch_size"}:
         start = stage["start"]
@@ -187,8 +193,9 @@ def _asked_stage(key: str, stage: Any) -> ScheduledStage:
 
 
 def _least_start(previous: ScheduledStage, unit: str) -> int | float:
-    """Return the number that the start of the next stage has to be above."""
-    # Numbers in different units are compared when the length of an epoch is known.
+    """Return the number that the start of the next stage must exceed."""
+    # Starts in different units are compared later, when the length of an epoch is
+    # known.
     if previous.unit == unit:
         return previous.start
     return 0

@@ -1,8 +1,8 @@
-"""Keys of text, which hold what was typed.
+"""Keeps the text that a user typed for a key that holds text.
 
-Hydra and YAML read `1e5`, `2024_01_02` and `no` as numbers and truth values, and their
-text is another one: `100000.0`. On the command line such a value is put into quotes.
-Elsewhere, what was typed is lost, and a value that is no text is rejected.
+Hydra and YAML read `1e5`, `2024_01_02` and `no` as numbers and Booleans. Converted back
+to text, `1e5` would become `100000.0`. On the command line, such a value is quoted. In
+a file the typed text is lost, so a value that is not text is rejected.
 """
 
 import re
@@ -20,10 +20,10 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import plain
 from pipeline.config.schema import TEXTS, Config, group_in
 
-# Values without quotes, escapes, links, functions, lists and mappings: scalars, or
-# several of them for a sweep.
+# Matches an override whose value is a scalar, or several scalars for a sweep: a value
+# without quotes, escapes, links, functions, lists and mappings.
 _OVERRIDE = re.compile(r"(\+{0,2})([\w./-]+)=([^'\"$\\()\[\]{}]+)")
-# Keys of folders that are not in the schema: Hydra's own, and one of every dataset.
+# Keys that hold a folder and are not in the schema: Hydra's own, and one of `dataset`.
 _FOLDERS = (
     "hydra.run.dir",
     "hydra.sweep.dir",
@@ -35,8 +35,8 @@ _FOLDERS = (
 def kept(override: str) -> str:
     """Return an override with quotes around text that Hydra would change.
 
-    Each of several values is taken by itself. What Hydra knows as more than words is
-    left to it.
+    Each value of a sweep is quoted separately. A value with quotes, a list, a link or
+    other syntax of Hydra is not changed.
     """
     match = _OVERRIDE.fullmatch(override)
     if match is None or not _is_scalar_text(match[2]):
@@ -46,11 +46,11 @@ def kept(override: str) -> str:
 
 
 def check(config: DictConfig) -> None:
-    """Reject a value that is no text in a key of text of a composed config.
+    """Reject a value that is not text, for each key that holds text.
 
-    A link to a number is taken: it becomes the text of that number.
+    A link to a number is accepted: it becomes the text of that number.
     """
-    # A link that is not resolved is text.
+    # Do not resolve links, so that they count as text.
     written = OmegaConf.to_container(config)
     for key, hint in TYPES.items():
         section, name = _place(written, key)
@@ -65,7 +65,7 @@ def check(config: DictConfig) -> None:
 
 
 def converted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded config in which the value of a key of text is its text."""
+    """Return a copy of a recorded config with strings for all keys that hold text."""
     texts = deepcopy(dict(config))
     for key in TYPES:
         section, name = _place(texts, key)
@@ -75,7 +75,10 @@ def converted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(config: Any, key: str) -> tuple[dict[Any, Any], str]:
-    """Return the group of a key in a plain config, empty without one, and its name."""
+    """Return the group that contains a key, and the key's name in it.
+
+    The group is an empty dict if the plain config does not have it.
+    """
     group, _, name = key.rpartition(".")
     section = plain.value_at(config, group)
     if not isinstance(section, dict):
@@ -94,7 +97,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _is_scalar_text(key: str) -> bool:
-    """Return whether a key holds one text, or is a name below a mapping of texts."""
+    """Return whether a key holds a single string, also as an entry of a mapping."""
     if key in _FOLDERS:
         return True
     parent = key.rpartition(".")[0]
@@ -102,11 +105,11 @@ def _is_scalar_text(key: str) -> bool:
 
 
 def _kept_value(value: str) -> str:
-    """Return a value in quotes, unless Hydra reads it as it is, or as null."""
+    """Quote a value, unless Hydra reads it as the same text or as null."""
     value = value.strip()
     try:
         read = OverridesParser.create().parse_override(f"key={value}").value()
-    except (HydraException, ValueError):  # such as more digits than Python reads
+    except (HydraException, ValueError):  # such as an integer with too many digits
         return f"'{value}'"
     if read is None or read == value:
         return value
@@ -114,7 +117,7 @@ def _kept_value(value: str) -> str:
 
 
 def _entries(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the texts of a value with the keys that an error names."""
+    """Return the entries of a value that must be text, with the keys for errors."""
     if isinstance(value, dict) and TYPES[key] == dict[str, str]:
         return [(f"{key}.{name}", entry) for name, entry in value.items()]
     if isinstance(value, list) and list[str] in (TYPES[key], *get_args(TYPES[key])):
@@ -123,7 +126,7 @@ def _entries(key: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _rule(key: str, value: Any) -> str:
-    """Return what a value must be, with the quoting of one that looks like another."""
+    """Return the rule for an error; for a number or Boolean, it shows how to quote."""
     rule = "must be text"
     if TYPES.get(key) == str | None:
         rule += ", or null"
@@ -141,7 +144,7 @@ def _rule(key: str, value: Any) -> str:
 
 
 def _types(config: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type hints of all keys of text by dotted name."""
+    """Return the type hints of all keys that hold text, by dotted name."""
     hints = get_type_hints(config)
     types: dict[str, Any] = {}
     for field in fields(config):

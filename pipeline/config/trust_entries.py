@@ -1,4 +1,7 @@
-"""The entries of `trust.allow` and `--allow`: names of code, places of artifacts."""
+"""Parses the entries of `trust.allow` and `--allow`: names of code, and places.
+
+A place is a folder or URI in which artifacts may lie.
+"""
 
 import re
 from collections.abc import Iterable
@@ -6,7 +9,7 @@ from collections.abc import Iterable
 from pipeline.common.errors import ConfigError
 
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-# A folder or a URI.
+# Matches an absolute folder or a URI.
 _PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)
 
 

@@ -1,4 +1,4 @@
-"""The checks of a composed config that no type can make; they change nothing."""
+"""Checks of a composed config that go beyond types; they do not modify the config."""
 
 import math
 import os
@@ -21,12 +21,13 @@ from pipeline.config.objective_nodes import (
 )
 from pipeline.config.plain import leaves, plain
 
-# The largest of all counts. TensorFlow counts the examples of a batch in 32 bits.
+# Upper limit of all counts, as TensorFlow counts the examples in a batch with 32 bits.
 LARGEST = 2**31 - 1
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
-# A logical device is a thread: more of them only wait for each other.
+# Maximum number of replicas. On a CPU, each replica is a logical device with one
+# thread, and more threads than cores would only wait for each other.
 _MOST_REPLICAS = max(16, os.cpu_count() or 1)
-# Keys whose value is a count if it is an integer. Sizes of memory are in bytes.
+# Matches keys whose value is a count if it is an integer. Memory sizes are not counts.
 _COUNTED = re.compile(
     r"(accumulation|training|hardware|scaling|tracking)\.(?!\w*memory$)\w+"
     r"|dataset\.shuffle_buffer"
@@ -35,18 +36,18 @@ _COUNTED = re.compile(
 
 @dataclass(frozen=True)
 class Check:
-    """What a value must be.
+    """A rule that a config value must follow.
 
     Attributes:
-        rule: the words after `must be`.
-        holds: returns whether a value obeys the rule.
+        rule: the rule in words, to follow `must be` in an error.
+        holds: returns whether a value follows the rule.
     """
 
     rule: str
     holds: Callable[[Any], bool]
 
     def or_null(self) -> "Check":
-        """Return the check that also accepts null."""
+        """Return a check that also accepts null."""
         return Check(
             f"{self.rule}, or null", lambda value: value is None or self.holds(value)
         )
@@ -59,20 +60,21 @@ def check_form(config: DictConfig) -> None:
     """
     composed: Any = OmegaConf.to_container(config)
     keys = leaves(composed)
-    # The merge raises for a key that the schema lacks, and adds one that was deleted.
+    # The merge raises for a key that the schema lacks, and restores a deleted key.
     merged = OmegaConf.to_container(OmegaConf.merge(schema.Config, composed))
     for key, value in leaves(merged).items():
         if value == MISSING or key not in keys:
             raise ConfigError(key, "must be given")
-    # This comes first, as a later error could show the URI.
+    # Register the secrets of the URI first, as a later error could show the URI.
     secrets.remember(config.tracking.uri)
     _check_targets(config)
 
 
 def check_values(config: DictConfig) -> None:
-    """Check each value by itself.
+    """Check each value independently of the others.
 
-    For an optimizer that is not from Keras, only the learning rate is checked.
+    The optimizer's arguments other than the learning rate are checked only if the
+    optimizer is from Keras.
     """
     checks: dict[str, Check] = {}
     if config.optimizer._target_.startswith("keras."):
@@ -111,7 +113,7 @@ def check_settings(config: DictConfig) -> None:
 
 
 def _check_store(uri: str) -> None:
-    """Reject a tracking URI that MLflow does not accept, or that names no file."""
+    """Reject a tracking URI with an unknown scheme, or for SQLite without a file."""
     scheme = uri.partition(":")[0].lower().split("+")[0]
     if scheme not in SCHEMES:
         rule = "must be an MLflow tracking URI of a known scheme"
@@ -133,7 +135,7 @@ def _check_store(uri: str) -> None:
 
 
 def _check_keep_best(keep_best: Any) -> None:
-    """Reject a metric without its mode, a mode without its metric, and other splits."""
+    """Check that the metric is one of the split `val`, and that the mode is given."""
     if keep_best is None:
         return
     metric = keep_best.metric
@@ -152,7 +154,7 @@ def _check_keep_best(keep_best: Any) -> None:
 
 
 def _check_targets(config: DictConfig) -> None:
-    """Check that each node of an object has a target, and each metric its own name."""
+    """Check that each object's node has a `_target_`, and each metric a valid name."""
     nodes = {key: config[key] for key in ("dataset", "model", "optimizer", "schedule")}
     for key, node in by_output(config.training.loss):
         if node is not None:
@@ -186,7 +188,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_bool(value: object) -> bool:
-    # OmegaConf accepts any number as a bool.
+    # Check the type exactly, as OmegaConf would accept any number as a Boolean.
     return isinstance(value, bool)
 
 
@@ -215,7 +217,7 @@ def _is_not_negative(value: Any) -> bool:
 
 
 def _are_indices(node: Any) -> bool:
-    """Return whether a node is an index, or a list of different ones."""
+    """Return whether a node is an index, or a list of distinct indices."""
     indices = [*node] if isinstance(node, ListConfig) else [node]
     if not indices or len(set(indices)) < len(indices):
         return False
@@ -223,7 +225,7 @@ def _are_indices(node: Any) -> bool:
 
 
 def _are_class_weights(node: Any) -> bool:
-    """Return whether a node is null, or has a weight for each of its classes."""
+    """Return whether a node is null, or maps class indices to weights of at least 0."""
     if node is None:
         return True
     if not isinstance(node, Mapping) or not node:
@@ -233,7 +235,7 @@ def _are_class_weights(node: Any) -> bool:
 
 
 def _are_loss_weights(node: Any) -> bool:
-    """Return whether a node has a finite number, or null, for each output."""
+    """Return whether a node has a finite number or null for each output."""
     for _, weight in by_output(node):
         if weight is not None and not (_is_number(weight) and math.isfinite(weight)):
             return False
@@ -245,7 +247,7 @@ def _is_null_or_has(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
 
     Args:
         node: the value of the key.
-        holds: a function for each key that returns whether its value is valid.
+        holds: for each key, a function that returns whether the value is valid.
     """
     if node is None:
         return True
@@ -264,7 +266,8 @@ _SIZE = Check(
 _SWITCH = Check("true, false or auto", lambda value: _is_bool(value) or value == "auto")
 _FLAG = Check("true or false", _is_bool)
 
-# With other values, Keras mostly does not warn, and clips nothing or diverges.
+# Other values are rejected, as Keras mostly accepts them without a warning, and then
+# does not clip, or diverges.
 _KERAS_OPTIMIZER_CHECKS = {
     "optimizer.clipnorm": _POSITIVE.or_null(),
     "optimizer.global_clipnorm": _POSITIVE.or_null(),
@@ -277,7 +280,7 @@ _KERAS_OPTIMIZER_CHECKS = {
     "optimizer.epsilon": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE.or_null(),
 }
-# The first check that fails is the one that is reported.
+# The checks are made in this order, and the first that fails is reported.
 _CHECKS = {
     "optimizer.learning_rate": _POSITIVE,
     "schedule.decay_rate": _POSITIVE,

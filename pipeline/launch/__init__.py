@@ -1,7 +1,7 @@
-"""Runs a task on the config that Hydra composes: a run, each job of a sweep, a record.
+"""Composes a config with Hydra, and runs a task on it.
 
-In: a command line, or a recorded config with overrides. Out: the task has run, or an
-error in one line.
+The config comes from a command line, or from a record with overrides. A sweep runs the
+task for each of its jobs. Errors have one-line messages.
 """
 
 __all__ = ["hydra_job", "recorded_job"]

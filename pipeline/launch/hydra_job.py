@@ -1,4 +1,4 @@
-"""Command line → composed config → job, through Hydra."""
+"""Composes a config from a command line with Hydra, and runs a job on it."""
 
 import os
 import sys
@@ -27,8 +27,8 @@ from pipeline.common.secrets import mask
 from pipeline.config import compose, hydra_errors, key_kinds, schema
 from pipeline.config.session import Session, entered
 
-# Called with the config, the overrides of the command line and the run directory;
-# returns the loss.
+# A function that takes the config, the overrides on the command line and the run
+# directory, and returns the loss.
 Task = Callable[[DictConfig, list[str], Path], float]
 
 _SET_BY_A_SWEEP = key_kinds.keys_where(lambda facts: facts.set_by_a_sweep)
@@ -42,13 +42,15 @@ def run(
     """Run a task on the config that Hydra composes from the arguments.
 
     Args:
-        task: called once, or for each job of a sweep.
+        task: called with the config; once, or once per job of a sweep.
         arguments: the command line, without the verb.
-        current: the session that Hydra's plugins write into.
+        current: the session that Hydra's plugins read and write; by default a new one.
 
     Raises:
+        ConfigError: the command line or the config is wrong.
         RunError: a single run failed after it was created. Its traceback is in its run
-            directory.
+            directory, unless the disk was full.
+        NotShippedError: a single run has trained, but is not completely in the store.
     """
     _check_working_folder()
     command_line = compose.read_command_line(arguments)
@@ -63,8 +65,9 @@ def run(
     if options.multirun:
         overrides = _by_environment(parsed)
 
-    # The job keeps the error of a single run, so all other errors come from the input.
-    # A launcher also raises the errors of its jobs.
+    # `_Job` keeps the error of a single run, so any other exception is due to the
+    # input. In a multirun, the launcher also raises the errors of its jobs: convert
+    # only those of the composition.
     errors_of_input: tuple[type[Exception], ...] = (Exception,)
     if options.multirun and not (options.cfg or options.info):
         errors_of_input = hydra_errors.COMPOSITION
@@ -89,7 +92,7 @@ def run(
             raise
     except SystemExit as exit:
         if exit.code not in (0, None):
-            raise SystemExit(2) from None  # Hydra has printed why.
+            raise SystemExit(2) from None  # Hydra has printed the reason.
     finally:
         current.remove_empty_folders()
     if job.error is not None:
@@ -97,7 +100,7 @@ def run(
 
 
 def in_run_dir(task: Task, config: DictConfig) -> float:
-    """Call a task with the config, the overrides and the run directory of Hydra."""
+    """Call a task with the config, and with Hydra's overrides and run directory."""
     settings = HydraConfig.get()
     parent = config.tracking.sweep
     if parent is not None and settings.mode == RunMode.RUN:
@@ -109,7 +112,7 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
             "folder in which the command was given"
         )
         raise ConfigError("hydra.job.chdir", rule, True)
-    # An override may hold an interpolation, which the config resolves.
+    # Do not resolve interpolations in the overrides: the config resolves them.
     overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
     return task(config, overrides, Path(settings.runtime.output_dir))
 
@@ -117,7 +120,8 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
 class _Job:
     """The function that Hydra calls with each composed config.
 
-    The error of a single run is kept, since Hydra would print a line of its own for it.
+    The error of a single run is stored in `error` instead of raised, as Hydra would
+    print an additional line for it.
     """
 
     def __init__(self, task: Callable[[DictConfig], Any]) -> None:
@@ -132,7 +136,7 @@ class _Job:
         except NotShippedError as error:
             if in_sweep:
                 say(str(error))
-                return error.loss  # The job has done what it was for.
+                return error.loss  # The job has finished training.
             self.error = error
         except Exception as error:
             if in_sweep:
@@ -150,9 +154,10 @@ def _check_working_folder() -> None:
 
 
 def _shows_user_keys(options: Any) -> bool:
-    """Return whether Hydra only shows the config, without the keys that a sweep sets.
+    """Return whether to hide the keys that only a sweep sets.
 
-    These keys are shown if the command line names one of them.
+    They are hidden if Hydra only prints the help or the config, unless the command line
+    names one of them.
     """
     if not (options.help or options.cfg or options.info):
         return False
@@ -161,10 +166,10 @@ def _shows_user_keys(options: Any) -> bool:
 
 
 def _by_environment(overrides: Sequence[Override]) -> list[str]:
-    """Return the overrides as texts, with secrets in the environment instead.
+    """Return the overrides as strings, with secrets moved to environment variables.
 
-    Hydra writes the overrides of a sweep's jobs into files. A swept secret stays in its
-    override.
+    This keeps secrets out of the files into which Hydra writes the overrides of a
+    sweep's jobs. A secret in a swept override is not moved.
     """
     texts = []
     for number, override in enumerate(overrides):
@@ -179,11 +184,11 @@ def _by_environment(overrides: Sequence[Override]) -> list[str]:
 
 @contextmanager
 def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
-    """Let Hydra read these arguments, and raise the errors that it would print."""
+    """Within the block, let Hydra read these arguments, and raise errors, not print."""
     arguments_before = sys.argv
     full_error_before = os.environ.get("HYDRA_FULL_ERROR", "0")
-    sys.argv = ["pipeline", *arguments]  # Hydra needs the overrides in a row.
-    # Otherwise Hydra prints an error in many lines and exits with 1.
+    sys.argv = ["pipeline", *arguments]  # Hydra needs adjacent overrides.
+    # Without this variable, Hydra prints an error in many lines and exits with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
@@ -193,10 +198,10 @@ def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _told_to_the_launcher(error: Exception) -> Exception:
-    """Print the traceback of a job; return its error for the launcher.
+    """Print the traceback of a job, and return the error to raise to the launcher.
 
-    Except for a `ConfigError`, the error holds only text, which the launcher reads
-    without importing TensorFlow.
+    A `ConfigError` is returned unchanged. Any other error becomes a `RuntimeError` that
+    contains only text, so that the launcher can read it without importing TensorFlow.
     """
     say(*mask(traceback.format_exc()).splitlines())
     if isinstance(error, ConfigError):
@@ -205,9 +210,11 @@ def _told_to_the_launcher(error: Exception) -> Exception:
 
 
 def _with_traceback_kept(error: Exception) -> Exception:
-    """Write the traceback of a failed run into its run directory, if the disk allows.
+    """Write the traceback of a failed run to a file in its run directory.
 
-    Return the error that says so in one line; an error of the config stays as it is.
+    Return a `RunError` whose one-line message names the file, or says why the file was
+    not written. A `ConfigError`, and an error from before the run was created, is
+    returned unchanged.
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if isinstance(error, ConfigError) or not (run_dir / "journal.jsonl").exists():

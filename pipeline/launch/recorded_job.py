@@ -1,4 +1,4 @@
-"""A recorded config, composed again with overrides."""
+"""Composes a recorded config again, with overrides, and runs a task on it."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ def run_recorded(
     task: hydra_job.Task,
     folders: Sequence[str] = (),
 ) -> None:
-    """Compose a recorded config with overrides, and call a task.
+    """Compose a recorded config with overrides, and run a task on it.
 
     Args:
         config: the recorded config: plain, resolved and checked.
@@ -36,10 +36,12 @@ def recorded_file(
 ) -> list[str]:
     """Write a recorded config to `folder`; return the arguments that compose it.
 
-    The file includes the package's settings of Hydra and the user's `folders`.
+    The file also has the package's settings for Hydra, with the user's `folders` in the
+    search path.
     """
     ours = OmegaConf.load(Path(compose.directory()) / "config.yaml")
-    # Hydra's own groups, such as `override hydra/launcher`, are not in a record.
+    # Add the entries for Hydra's own groups, such as `override hydra/launcher`, which
+    # are not in a record.
     of_hydra = []
     for entry in ours.defaults:
         if not isinstance(entry, str) and "override" in str(entry):
@@ -49,7 +51,7 @@ def recorded_file(
     record = OmegaConf.create(
         {
             "defaults": ["schema", "_self_", *of_hydra],
-            # A record of an earlier version may hold a number for text.
+            # A record of an earlier version may have a number in place of text.
             **text_keys.converted(config),
             "hydra": {**ours.hydra, "searchpath": search_path},
         }

@@ -1,9 +1,9 @@
-"""Where a store may keep its artifacts.
+"""Checks where a store keeps its artifacts.
 
-A store that is not trusted must not choose what is read, sent or written. MLflow reads
-and writes wherever the store says that a run, an experiment or a model keeps its
-artifacts, and sends the user's credentials for the tracking server to any host that the
-store names. The verbs that read a store accept only:
+A store that is not trusted must not decide which files are read or written, and where
+data is sent. MLflow reads and writes wherever the store says that a run, an experiment
+or a model keeps its artifacts, and sends the user's credentials for the tracking server
+to any host that the store names. The verbs that read a store accept only:
 
     mlflow-artifacts:, http(s):  with the scheme, host and port of the tracking URI
     file:, a path                in a folder of artifacts beside the SQLite database, or
@@ -26,34 +26,35 @@ from urllib.parse import unquote, urlsplit
 from pipeline.common import sqlite_uri
 from pipeline.common.errors import ConfigError
 
-# Folders beside a SQLite database: ours, and those that MLflow's server makes.
+# Artifact folders beside a SQLite database: that of this package, and those of MLflow's
+# server.
 _BESIDE = ("artifacts", "mlartifacts", "mlruns")
-# Matched as text: parsers disagree on where the host of an address with an @ or a
-# backslash ends.
+# Server addresses are matched as text, not parsed: parsers disagree on where the host
+# ends if the address contains an @ or a backslash.
 _SERVER = re.compile(
     r"(mlflow-artifacts|https?)://((?:[\w.\-]+|\[[\da-f:.]+\])(?::\d+)?)(/.*)?",
     re.IGNORECASE | re.ASCII,
 )
-# Azure's URIs are accepted only with its own hosts: MLflow sends a token to the host.
+# Azure's URIs are accepted only with Azure's hosts, as MLflow sends the host a token.
 _BUCKET = re.compile(
     r"(s3|gs)://.+|(wasbs|abfss)://[\w$\-]+@\w+\.(blob|dfs)\.core\.windows\.net(/.*)?",
     re.ASCII,
 )
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
-# Places to which all threads of this process are confined, in addition to the store. If
-# None, artifacts may lie anywhere.
+# Places where artifacts may lie in addition to the store, for all threads of this
+# process. If None, artifacts may lie anywhere.
 confined_to: list[str] | None = None
 
 
 @contextmanager
 def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
-    """Let this process read and write artifacts only where `check` accepts it.
+    """Within the block, let MLflow open only artifact locations that `check` accepts.
 
-    The check is made when MLflow opens a place, not before: a server may answer
-    differently when it is asked again. MLflow may also read temporary files, as it
-    loads a model to try it. They are in a folder of their own, whose name no store can
-    guess.
+    A location is checked when MLflow opens it, not earlier, as a server may return
+    another location for the next request. Temporary files are also accepted, as MLflow
+    reads them when it loads a model to test it. They are in a new folder with a name
+    that no store can guess.
 
     Args:
         tracking_uri: the URI of the store.
@@ -64,8 +65,8 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     )
 
     global confined_to
-    # Scheme → what opens a place. In MLflow 3.17.2 this is not a copy: every call of
-    # MLflow looks a scheme up here.
+    # Scheme → function that opens a location. In MLflow 3.17.2 this is not a copy, but
+    # the mapping in which MLflow itself looks up each scheme.
     repositories: dict[str, Any] = get_registered_artifact_repositories()
     unconfined = dict(repositories)
     outer_places = confined_to
@@ -81,7 +82,8 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
         return open_place(artifact_uri, *arguments, **options)
 
     for scheme, open_place in unconfined.items():
-        # `runs` and `models` lead to another address, which is looked up as well.
+        # Skip `runs` and `models`: MLflow translates them to another address, which is
+        # then checked.
         if scheme not in ("runs", "models"):
             repositories[scheme] = partial(open_checked, open_place)
     with tempfile.TemporaryDirectory() as temporary:
@@ -97,7 +99,7 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
 
 def lies_in(store: str, places: Sequence[str]) -> bool:
     """Return whether a store lies in one of `places`; its address is not trusted."""
-    # A query may name another host.
+    # Reject characters with which an address could name another host.
     if not store.isprintable() or re.search(r"[?#\\@]", store):
         return False
     path = store
@@ -107,15 +109,15 @@ def lies_in(store: str, places: Sequence[str]) -> bool:
 
 
 def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
-    """Check where artifacts lie.
+    """Check that artifacts are with the store, in a bucket, or in an allowed place.
 
     Args:
-        uri: where they lie, according to the store.
+        uri: the location of the artifacts, according to the store.
         tracking_uri: the URI of the store.
         places: further places where the user allows artifacts.
 
     Raises:
-        ConfigError: they lie neither with the store nor in one of the places.
+        ConfigError: the artifacts are elsewhere.
     """
     known = [*places, *_folders_of_store(tracking_uri)]
     lies_there = (
@@ -134,8 +136,8 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
 def is_inside(path: Path, folders: Iterable[Path]) -> bool:
     """Return whether `path` lies in one of `folders`, with symlinks followed.
 
-    The result is False for anything that is not a path: a loop of symlinks, a name that
-    is too long, a null byte.
+    The result is False for a path that cannot be resolved, because of a loop of
+    symlinks, a name that is too long, or a null byte.
     """
     try:
         return any(
@@ -146,7 +148,7 @@ def is_inside(path: Path, folders: Iterable[Path]) -> bool:
 
 
 def _folders_of_store(tracking_uri: str) -> list[str]:
-    """Return the local folders in which a database keeps artifacts."""
+    """Return the local folders where a database keeps artifacts; none for a server."""
     if urlsplit(tracking_uri).scheme in _DEFAULT_PORTS:
         return []  # a server
     folders = [Path("mlruns")]
@@ -157,9 +159,9 @@ def _folders_of_store(tracking_uri: str) -> list[str]:
 
 
 def _check_links(folder: Path) -> None:
-    """Reject links among the artifacts that lead out of their folder.
+    """Reject symlinks in a folder of artifacts that lead out of the folder.
 
-    MLflow would read and write where they lead.
+    MLflow would follow them to read and write files.
     """
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -178,7 +180,7 @@ def _is_on(uri: str, tracking_uri: str) -> bool:
     if server.scheme not in _DEFAULT_PORTS:
         return False
     match = _SERVER.fullmatch(uri)
-    if match is None:  # the tracking server, without its name
+    if match is None:  # a URI without a host means the tracking server
         return re.fullmatch("mlflow-artifacts:(/(?!/).*)?", uri) is not None
 
     scheme, address, _ = match.groups()
@@ -199,7 +201,7 @@ def _lies_in(uri: str, place: str) -> bool:
 
 
 def _path(uri: str) -> Path | None:
-    """Return the local path that a URI names; None if it names none."""
+    """Return the local path that a URI names, or None if it is not a local path."""
     if uri.startswith("file:///"):
         if re.search("[?#;]", uri):  # MLflow drops a query and a fragment
             return None

@@ -1,14 +1,14 @@
-"""The gate before every instantiation.
+"""Checks a config from a tracking store before anything in it is instantiated.
 
-It decides what a config that came out of a tracking store may build, read and write:
+The gate decides what such a fetched config may build, read and write:
 
     fetched config ─► check_config: every name and path, as text
-                   ─► what the names really are ─► rerun
-    instantiate.locate ─► check: the same again for each node, before it is imported
+                   ─► the objects that the names refer to ─► rerun
+    instantiate.locate ─► check: the same checks for each node, before it is imported
 
-A user's own config and command line are not checked. In a fetched config, everything is
-rejected that is neither listed in `trusted_names` nor allowed by the user. Nothing is
-imported before its name is accepted.
+The user's own config and command line are not checked. A name in a fetched config is
+rejected if it is neither listed in `trusted_names` nor allowed by the user. No object
+is imported before its name is accepted.
 """
 
 import os
@@ -28,12 +28,13 @@ from pipeline.config.hydra_errors import as_config_error
 from pipeline.trust import artifact_locations, trusted_names
 
 _TFDS = "pipeline.dataset.from_tfds"
-# TFDS would download code for a name with a namespace, and a name could have arguments
-# such as data_dir. Neither is accepted.
+# Matches a dataset name without a namespace, for which TFDS would download code, and
+# without arguments, such as data_dir.
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
-# A path in a home folder, a URL, a drive or a network share.
+# Matches a path in a home folder, a URL, a drive, a network share, or an absolute path
+# after blanks.
 _ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|(?i:file|data):|\\)|\s+/")
-# The ID of a run, or its start, and perhaps an update.
+# Matches the ID of a run or the start of an ID, optionally followed by an update.
 _RUN = re.compile(r"[0-9a-f]{4,32}(@\d{1,10})?", re.ASCII)
 _MOST_VALUES = 100_000
 _DEEPEST = 40
@@ -41,21 +42,21 @@ _DEEPEST = 40
 
 @dataclass(frozen=True)
 class Gate:
-    """What a fetched config may reach, as set by the user and never by the config.
+    """The user's limits on what a fetched config may build, read and write.
 
     Attributes:
-        run_dir: the directory of the new run. Files are written only here, unless
-            `allowed` names what writes them.
-        data_dir: another folder that files may be read from.
+        run_dir: the directory of the new run. Files are written only here, unless the
+            code that writes them is `allowed`.
+        data_dir: another folder from which files may be read.
         allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` if that is defined
             under `mypkg`, and nothing that `mypkg` only imports. The full name of an
             object allows that object, wherever it is defined.
         tracking_uri: the only store that a config may name.
-        downloads: whether TFDS may fetch and prepare a dataset. Its own code runs on
-            what it downloads; some of it unpickles or evaluates.
-        start: whether the user named the run whose checkpoint to begin with.
-        given: the user's own texts by dotted key; null for a config group that the user
-            chose, as everything in it is the user's.
+        downloads: whether TFDS may download and prepare a dataset. Code of TFDS then
+            processes the downloaded files, and some of it unpickles or evaluates them.
+        start: whether the user, not the config, named the run to start from.
+        given: the strings that the user gave, by dotted key. The value None stands for
+            a config group that the user chose, in which every string is accepted.
     """
 
     run_dir: Path
@@ -67,13 +68,13 @@ class Gate:
     given: Mapping[str, str | None] = field(default_factory=dict)
 
     def confine(self, path: str, key: str) -> None:
-        """Reject a path that leads elsewhere, even if only by a link.
+        """Reject a path outside the allowed folders, with symlinks followed.
 
-        Data may also lie in the working directory, and a path that the user gave may
-        lie anywhere.
+        The allowed folders are `run_dir`, `data_dir` and, for keys of `dataset`, the
+        working directory. A path that the user gave may lie anywhere.
 
         Raises:
-            ConfigError: the path of the config's `key` leads elsewhere.
+            ConfigError: `path`, the value at `key`, is outside these folders.
         """
         if self._is_the_users(path, key):
             return
@@ -94,7 +95,7 @@ class Gate:
             raise ConfigError(key, rule, path)
 
     def _is_the_users(self, text: str, key: str) -> bool:
-        """Return whether the user gave a text, or the group that has it."""
+        """Return whether the user gave the string at `key`, or chose its group."""
         if self.given.get(key) == text:
             return True
         parts = key.split(".")
@@ -105,14 +106,17 @@ class Gate:
         return False
 
 
-# The gate of this process. A context variable would leave the threads of a run without
-# one.
+# The gate of this process; None if nothing is checked. It is not a context variable, as
+# a run's new threads would not inherit its value.
 in_force: Gate | None = None
 
 
 @contextmanager
 def strict(gate: Gate) -> Iterator[None]:
-    """Let all threads of this process instantiate only what `gate` accepts."""
+    """Within the block, let this process build only objects that `gate` accepts.
+
+    This applies to all threads.
+    """
     global in_force
     outer = in_force
     in_force = gate
@@ -125,7 +129,7 @@ def strict(gate: Gate) -> Iterator[None]:
 def check(node: DictConfig, key: str) -> None:
     """Reject a node that is not trusted, before anything in it is imported.
 
-    Outside of `strict` everything is trusted.
+    Outside a `strict` block, every node is trusted.
     """
     if in_force is not None:
         with as_config_error():
@@ -136,13 +140,13 @@ def check(node: DictConfig, key: str) -> None:
 def check_config(
     config: Mapping[str, Any], gate: Gate, *, imports: bool = True
 ) -> None:
-    """Reject a fetched config in which anything is not trusted.
+    """Reject a fetched config that contains anything untrusted.
 
     Args:
         config: the config, plain.
-        gate: what it may reach.
-        imports: whether to import the objects that it names, to check what they are.
-            Otherwise they are judged by their names alone.
+        gate: the user's limits.
+        imports: whether to import the objects that the config names, to check their
+            types and where they are defined. Otherwise only the names are checked.
 
     Raises:
         ConfigError: the message names the key and the rule.
@@ -152,7 +156,7 @@ def check_config(
     if gate.start:  # the user named the run to begin with
         checked.pop("start", None)
 
-    targets: dict[tuple[str, str], None] = {}  # in order, each pair once
+    targets: dict[tuple[str, str], None] = {}  # an ordered set of pairs
     for node in _nodes(checked):
         if isinstance(node.value, dict):
             _check_mapping(node.value, node.key)
@@ -170,7 +174,10 @@ def check_config(
 
 
 def check_size(config: Mapping[str, Any]) -> None:
-    """Reject a config that YAML's anchors make huge or endless."""
+    """Reject a config with too many values, or with too deep nesting.
+
+    Anchors in YAML can make a config huge, or make it contain itself.
+    """
     for count, node in enumerate(_nodes(dict(config))):
         if count > _MOST_VALUES or len(node.parents) > _DEEPEST:
             rule = f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep"
@@ -180,15 +187,14 @@ def check_size(config: Mapping[str, Any]) -> None:
 def drop_writers(
     config: dict[str, Any], allowed: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Leave the callbacks that write files out of a fetched config.
+    """Remove the callbacks that write files from a fetched config.
 
     Args:
-        config: the config, plain.
-        allowed: prefixes that the user trusts; what lies under them stays.
+        config: the config, plain; it is not modified.
+        allowed: prefixes that the user trusts; callbacks under them are kept.
 
     Returns:
-        The config without these callbacks, and the targets that were left out by their
-        dotted keys.
+        The config without these callbacks, and the removed targets by dotted key.
     """
     training = config.get("training")
     if not isinstance(training, dict):
@@ -211,7 +217,7 @@ def drop_writers(
 
 
 def texts(values: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return every text of a plain config by its dotted key, for `Gate.given`."""
+    """Return all strings in a plain config by dotted key, for `Gate.given`."""
     found: dict[str, str | None] = {}
     for node in _nodes(dict(values)):
         if isinstance(node.value, str):
@@ -241,7 +247,7 @@ def _nodes(value: Any, key: str = "", parents: tuple[Any, ...] = ()) -> Iterator
 
 
 def _check_top_level(config: Mapping[str, Any], gate: Gate) -> None:
-    """Reject keys that are the user's own: those of Hydra, and the store."""
+    """Reject values that only the user may set: Hydra's keys, and another store."""
     for key in ("hydra", "defaults"):
         if key in config:
             rule = "must be of your own config, not of one from a tracking store"
@@ -255,7 +261,7 @@ def _check_top_level(config: Mapping[str, Any], gate: Gate) -> None:
 
 
 def _check_mapping(node: dict[Any, Any], key: str) -> None:
-    """Reject keys that are not plain, and objects that Keras would deserialize."""
+    """Reject keys that are not plain names, and serialized objects of Keras."""
     for name in node:
         is_scalar = type(name) in (str, int, bool, float)
         if not is_scalar or "${" in str(name) or not str(name).isprintable():
@@ -267,9 +273,9 @@ def _check_mapping(node: dict[Any, Any], key: str) -> None:
 
 
 def _is_tfds_name(node: _Node) -> bool:
-    """Return whether a value is the name of a dataset of TFDS.
+    """Return whether a value is the name of a dataset in TFDS.
 
-    Such a name is not a path, and was checked with its target.
+    Such a name may look like a path. It is checked with the node's `_target_`.
     """
     parent = node.parents[-1]
     if not isinstance(parent, dict) or parent.get("_target_") != _TFDS:
@@ -278,14 +284,14 @@ def _is_tfds_name(node: _Node) -> bool:
 
 
 def _check_scalar(value: Any, key: str, gate: Gate) -> None:
-    """Reject a value that is not a scalar, and text that leads elsewhere."""
+    """Reject a value that is not a scalar, and text that `_check_text` rejects."""
     if value is None or type(value) is bool:
         return
     if type(value) not in (str, int, float):
         rule = "must be a mapping, a list, text, a number, true, false or null"
         raise ConfigError(key, rule, type(value).__name__)
     if key.partition(".")[0] == "start":
-        # Anything but an ID would be looked for below the working directory.
+        # Accept only an ID: other text would be taken as a path of a run directory.
         if not _RUN.fullmatch(str(value)):
             rule = (
                 "must be the ID of a run where it comes from a store: "
@@ -297,16 +303,16 @@ def _check_scalar(value: Any, key: str, gate: Gate) -> None:
 
 
 def _check_text(text: str, key: str, gate: Gate) -> None:
-    """Reject an interpolation, characters that are not visible, and foreign paths."""
+    """Reject interpolations, invisible characters, and paths that are not allowed."""
     if "${" in text:
         rule = "must be resolved: a record holds no interpolation"
         raise ConfigError(key, rule, text)
-    # A reader of paths or addresses may skip characters that are not visible.
+    # Code that reads paths or addresses may skip invisible characters.
     for character in text:
         if character not in "\t\n" and unicodedata.category(character) in ("Cc", "Cf"):
             raise ConfigError(key, "must be of signs that can be seen", text)
-    # The names of an experiment and of a run may look like paths. Any other text may
-    # reach code that would read or write at that path.
+    # Skip the names of an experiment and a run, which may look like paths. Any other
+    # text may reach code that reads or writes at that path.
     if _is_path(text) and not key.startswith("tracking."):
         gate.confine(text, key)
 
@@ -318,7 +324,7 @@ def _is_path(text: str) -> bool:
 
 
 def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
-    """Reject a target by its name, and the arguments of one that reads files."""
+    """Check the name of a target, and its arguments if the target reads files."""
     target = node["_target_"]
     target_key = _join(key, "_target_")
     if type(target) is not str:
@@ -361,7 +367,7 @@ def _check_reader(node: dict[Any, Any], key: str, target: str, gate: Gate) -> No
 
     name = trusted_names.READERS.get(target, "")
     path = node.get(name)
-    if isinstance(path, dict):  # what it builds could be any text
+    if isinstance(path, dict):  # the built object could be any text
         rule = f"of {target} must be given as it is"
         raise ConfigError(_join(key, name), rule, path)
     if type(path) is str:  # a vocabulary may be a list; null is the reader's default

@@ -1,4 +1,7 @@
-"""`_target_` → object: the one place where a config turns into code that runs."""
+"""Builds the object that a `_target_` names.
+
+This is the only module that runs code because a config names it.
+"""
 
 import difflib
 import inspect
@@ -14,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.common.errors import ConfigError, described
 from pipeline.trust import gate
 
-# Config key → the group of its files.
+# Config key → the config group that sets it.
 _GROUPS = {
     "dataset": "dataset",
     "model": "model",
@@ -27,7 +30,7 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 def build(node: DictConfig, key: str, **arguments: Any) -> Any:
-    """Build what `node._target_` names from the other entries of the node.
+    """Call the target of a node with the node's other entries as arguments.
 
     Nested nodes with a `_target_` are built first.
 
@@ -37,8 +40,8 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
         arguments: further arguments, which outrank those of the node.
 
     Raises:
-        ConfigError: the target does not exist, cannot be called, or rejects its
-            arguments.
+        ConfigError: the target is not trusted, does not exist, cannot be called, or
+            rejects its arguments.
     """
     target = locate(node, key)
     _check_arguments(target, node, key, arguments)
@@ -58,14 +61,15 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
 
 
 def locate(node: DictConfig, key: str) -> Callable[..., Any]:
-    """Return what `node._target_` names.
+    """Return the class or function that `node._target_` names.
 
     Args:
         node: the node of a config.
         key: its dotted name.
 
     Raises:
-        ConfigError: the gate rejects it, it does not exist, or it cannot be called.
+        ConfigError: the gate rejects the node, or the target does not exist or cannot
+            be called.
     """
     gate.check(node, key)
     key = f"{key}._target_"
@@ -87,7 +91,7 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
 def accepted(
     target: Callable[..., Any], node: DictConfig, **offers: Any
 ) -> dict[str, Any]:
-    """Return the offers for which the target has a parameter and the node no value."""
+    """Return the offered arguments that the target takes and the node does not set."""
     parameters = _parameters(target) or {}
     taken = {}
     for name, offer in offers.items():
@@ -97,7 +101,7 @@ def accepted(
 
 
 def required(target: Callable[..., Any]) -> set[str]:
-    """Return the names of the parameters of a target that have no default."""
+    """Return the names of the target's parameters that have no default."""
     names = set()
     for name, parameter in (_parameters(target) or {}).items():
         if parameter.default is parameter.empty:
@@ -108,8 +112,8 @@ def required(target: Callable[..., Any]) -> set[str]:
 def _failed_path(error: HydraException, key: str) -> str:
     """Return the path, below `key`, of the nested node that could not be built.
 
-    Hydra names the node from the root on, or from the node that was built. The path is
-    empty if that node itself failed.
+    Hydra gives the path from the root, or from the node at `key`. The result is empty
+    if the node at `key` itself failed.
     """
     match = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
     return match[1].removeprefix(key).lstrip(".") if match else ""
@@ -124,9 +128,9 @@ def _similar_targets(target: str) -> list[str]:
 def _check_arguments(
     target: Callable[..., Any], node: DictConfig, key: str, others: Collection[str]
 ) -> None:
-    """Reject unknown and missing arguments, and text or a number for a flag.
+    """Reject unknown and missing arguments, and text or a number for a Boolean.
 
-    Python takes most texts and numbers as true.
+    Python would treat most strings and numbers as true.
 
     Args:
         target: the object that will be called.
@@ -166,8 +170,8 @@ def _takes_only(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 def _unknown_argument_rule(node: DictConfig, key: str) -> str:
     rule = f"must be an argument of {node._target_}"
-    # A target of the user's own may have been named on the command line alone: then the
-    # group's default has left its arguments in the node.
+    # Explain the likely cause: the user named only a target on the command line, and
+    # the node still has the arguments of the group's default.
     if key in _GROUPS and not str(node._target_).startswith("pipeline."):
         group = _GROUPS[key]
         article = "an" if group.startswith("o") else "a"
@@ -195,16 +199,19 @@ def _check_complete(
 
 
 def _is_flag(parameter: inspect.Parameter) -> bool:
-    """Return whether a parameter is true or false, by its annotation or its default."""
+    """Return whether a parameter is a Boolean.
+
+    Its annotation decides, or its default if it has no annotation.
+    """
     if parameter.annotation is parameter.empty:
         return isinstance(parameter.default, bool)
     return parameter.annotation in (True, bool, "bool")
 
 
 def _whole_floats(target: Callable[..., Any], node: DictConfig) -> dict[str, float]:
-    """Return, as floats, the whole-number arguments whose default is a float.
+    """Return the integer arguments whose default is a float, converted to floats.
 
-    Keras takes `momentum=0.0` but rejects `momentum=0`.
+    Keras accepts `momentum=0.0` but rejects `momentum=0`.
     """
     floats = {}
     parameters = _parameters(target) or {}
@@ -217,7 +224,7 @@ def _whole_floats(target: Callable[..., Any], node: DictConfig) -> dict[str, flo
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """Return the parameters of a target; None if they cannot be read."""
+    """Return the parameters of a target, or None if it has no readable signature."""
     try:
         return dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):

@@ -1,10 +1,10 @@
-"""The names that a config from a tracking store may build, and those that it may not.
+"""Lists of the names that a config from a tracking store may or may not build.
 
-`config.trust_entries` reads the entries that the user adds to them.
+The user can allow further names; `config.trust_entries` parses them.
 
 The lists were compiled from the sources of Keras 3.15. tests/trust/test_gate.py
-searches the installed Keras for layers that read files or run code, and for callbacks,
-that are missing here.
+searches the installed Keras for callbacks, and for layers that read files or run code,
+that are missing from the lists.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from hydra.utils import get_object
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.config.trust_entries import DOTTED
 
-# Hydra also logs, in several lines, the errors that it raises.
+# Silence Hydra's logger, as it repeats each raised error in several lines.
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 
 BUILDERS = {
@@ -38,7 +38,7 @@ BUILDERS = {
     "pipeline.components.optimizer.constant",
 }
 
-# Public namespace of Keras → what its classes must derive from.
+# Public namespace of Keras → the base class of its accepted classes.
 BASES = {
     "keras.layers": "keras.layers.Layer",
     "keras.optimizers": "keras.optimizers.Optimizer",
@@ -50,12 +50,12 @@ BASES = {
     "keras.constraints": "keras.constraints.Constraint",
 }
 APPLICATIONS = "keras.applications."
-# Modules whose functions are accepted. Functions such as `get` are defined in the
-# namespaces themselves, and are not.
+# Prefixes of the modules whose functions are accepted. Functions such as `get` are
+# defined in other modules, and are rejected.
 _FUNCTIONS = ("keras.src.applications.", "keras.src.losses.", "keras.src.metrics.")
 
-# Most callbacks write files, so those that do not are listed. A new one of Keras is
-# rejected until it is listed here.
+# The callbacks that are accepted. Most callbacks write files, so a callback is rejected
+# unless it is listed here, even if a later version of Keras adds it.
 CALLBACKS = {
     "keras.callbacks.EarlyStopping",
     "keras.callbacks.History",
@@ -107,15 +107,16 @@ READERS = {
 
 
 def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
-    """Reject a target by its name alone; nothing is imported.
+    """Check a target by its name alone, without importing it.
 
     Args:
-        target: the dotted name that a config builds.
-        key: where it stands in the config.
+        target: the dotted name of the object to build.
+        key: the dotted key of the target in the config.
         allowed: prefixes that the user trusts.
 
     Raises:
-        ConfigError: the target is on no list, and lies under none of the prefixes.
+        ConfigError: the target is not a plain dotted name, or is neither accepted by
+            the lists nor under one of the prefixes.
     """
     has_dunder = any(part.startswith("__") for part in target.split("."))
     if has_dunder or not DOTTED.fullmatch(target):
@@ -136,7 +137,7 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
 
 
 def _is_in_keras(target: str) -> bool:
-    """Return whether a name is public in a namespace that configs build from."""
+    """Return whether a target is a public name in an accepted namespace of Keras."""
     namespace, _, name = target.rpartition(".")
     if namespace in BASES:
         converters = ("get", "serialize", "deserialize")
@@ -145,10 +146,11 @@ def _is_in_keras(target: str) -> bool:
 
 
 def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
-    """Import a target that `check_name` accepted, and check what it is.
+    """Import a target that `check_name` accepted, and check the object.
 
     Raises:
-        ConfigError: it does not exist, or is not what its name promises.
+        ConfigError: the object does not exist, is not defined under an allowed prefix,
+            or is not of the kind that its Keras namespace is for.
     """
     if target in BUILDERS:
         return
@@ -175,7 +177,7 @@ def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
 
 
 def _is_expected(target: str, named: Any, module: str) -> bool:
-    """Return whether an object of Keras is what its namespace is for."""
+    """Return whether an object is of the kind that its Keras namespace is for."""
     if target in _LISTED:
         return module.startswith("keras.src.")
     if inspect.isfunction(named):
@@ -187,7 +189,7 @@ def _is_expected(target: str, named: Any, module: str) -> bool:
 
 
 def is_under(name: str, prefixes: Sequence[str]) -> bool:
-    """Return whether a dotted name is one of the prefixes, or lies under one."""
+    """Return whether a dotted name is one of the prefixes, or begins with one."""
     for prefix in prefixes:
         if name == prefix or name.startswith(f"{prefix}."):
             return True
