@@ -36,7 +36,8 @@ VALIDATION_LOSS = "val/loss"
 # target is interpolated. With fewer points, jobs are judged by the training loss.
 EVALUATIONS = 5
 # The minimum share of the fall from the first to the lowest loss at which the loss that
-# all jobs reach is the target. Below, the target is the loss that half of them reach.
+# all jobs reach is the target. With a smaller share, the target is the lowest loss that
+# half of the jobs reach.
 PROGRESS = 0.5
 # The share of the shortest run over which training metrics are averaged. It spans
 # several updates, so that a single batch with a low loss does not reach the target.
@@ -245,7 +246,7 @@ class SweepResult:
         """Return the cost of reaching the target for each seed, by group.
 
         The cost is in the unit of `axis`, one of `AXES`. A group is left out if one of
-        its judged jobs did not reach the target or has only an upper bound of the cost.
+        its judged jobs did not reach the target or has only an upper bound on the cost.
         """
         if self.target is None:
             return {}
@@ -316,7 +317,10 @@ class SweepResult:
         return costs.get(axis, math.nan)
 
     def exact_cost(self, job: JobResult, axis: str) -> float:
-        """Return the job's exact cost of reaching the target, or NaN if unknown."""
+        """Return the job's cost of reaching the target, or NaN if it has no exact cost.
+
+        An upper bound is not an exact cost.
+        """
         if self.target is not None and job.name in self.target.at_first:
             return math.nan
         return self.cost(job, axis)
@@ -328,7 +332,7 @@ class SweepResult:
         If no job has finished, the running jobs are used. If the loss that all jobs
         reach is less than `PROGRESS` of the way down, as when a job diverged, the
         target is the lowest loss that half of them reach. Return None if no loss has
-        fallen, and for branches.
+        fallen, and for the branches of `pipeline critical`.
         """
         # Branches have no target: their examples are counted from the start of the run
         # from which they branch off.

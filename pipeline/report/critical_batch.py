@@ -340,6 +340,7 @@ def _beside_interval(scale: float, result: CriticalBatch) -> str:
 
     Return `UNMEASURED` if the noise scale lies beyond an end of the interval that is
     also the smallest or the largest batch judged: the critical batch may lie there too.
+    This does not apply to the upper end if a larger batch diverged.
     """
     low, high = result.interval
     at_largest = high == max(result.losses) and result.diverged is None

@@ -105,7 +105,10 @@ def _longest_curve(sweep: SweepResult, metric: str) -> int:
 def _group_traces(
     group: str, jobs: list[JobResult], metric: str, along: str, color: int
 ) -> list[Trace]:
-    """Return the curve of a group's only job, or faint curves and their mean."""
+    """Return the curve of a group.
+
+    With several jobs, return a faint curve per job, then the mean curve in front.
+    """
     traces = []
     for job in jobs_with(jobs, metric):
         curve = job.curves[metric]
@@ -199,7 +202,7 @@ def _target_line(value: float) -> dict[str, Any]:
 
 
 def difference_plot(sweep: SweepResult) -> Plot:
-    """Plot the differences between the losses of jobs that should agree."""
+    """Plot the loss differences of jobs that should train the same trajectory."""
     traces = []
     for color, pair in enumerate(trajectory_pairs(sweep)):
         values = pair.curve.values

@@ -172,7 +172,7 @@ def _difference(first: Curve, second: Curve) -> Curve:
 
 
 def _trajectory(job: JobResult) -> tuple | None:
-    """Return the settings that decide a job's trajectory, in a form to group jobs by.
+    """Return the settings that decide a job's trajectory, as a key to group jobs.
 
     Return None for a job without a training loss or an effective batch size.
     """
@@ -248,7 +248,7 @@ class PairDifferences:
 
     @property
     def first(self) -> float:
-        """Return the maximum over all pairs of the difference at their first update."""
+        """Return the maximum of `TrajectoryPair.first` over all pairs."""
         return max(pair.first for pair in self.pairs)
 
     @property
@@ -345,8 +345,8 @@ def _how_far_they_part(differences: PairDifferences) -> str:
     """Describe the differences at the start, at each of `LEVELS`, and at most.
 
     The difference at the start is the maximum over all pairs, each at the first update
-    that both of its jobs logged. The update named with it is that of the worst pair,
-    from which the first update of other pairs may differ.
+    that both of its jobs logged. The update named with it is the first one of the worst
+    pair, which may differ from that of the pair with the maximum.
     """
     worst = differences.worst
     begin = "the first update"

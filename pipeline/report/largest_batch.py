@@ -202,7 +202,10 @@ def interval_of_largest(costs: BatchCosts) -> tuple[int, int]:
 
 
 def _surely_pays(costs: BatchCosts, batch: int) -> bool:
-    """Return whether all ratios of the batch are significantly below their limits."""
+    """Return whether all ratios of the batch are significantly below their limits.
+
+    Return False for a batch that did not reach the target.
+    """
     if batch not in costs.examples:
         return False
     for excess in _excesses(costs, batch):
@@ -212,7 +215,10 @@ def _surely_pays(costs: BatchCosts, batch: int) -> bool:
 
 
 def _may_pay(costs: BatchCosts, batch: int) -> bool:
-    """Return whether no ratio of the batch is significantly above its limit."""
+    """Return whether no ratio of the batch is significantly above its limit.
+
+    For a batch that did not reach the target, see `interval_of_largest`.
+    """
     if batch not in costs.examples:
         fewest = costs.examples[costs.cheapest].mean
         return not costs.horizons[batch] > PAYS * fewest

@@ -176,7 +176,7 @@ def _repeat_with_seeds(sweep: SweepResult) -> Iterable[SweepFinding]:
 
 
 def _run_in_float64(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
-    """Yield advice if rounding alone explains diverging trajectories below float64."""
+    """Yield advice if only rounding set trajectories apart in a lower precision."""
     for figures in _figures(earlier, "trajectories"):
         if figures["by_rounding"] and figures["precision"] != "float64":
             text = (

@@ -187,6 +187,8 @@ def best_against_best(
       intersection–union test; Berger 1982, Technometrics 24).
     - The lower end is computed in the same way with the roles exchanged.
 
+    If necessary, the interval is widened to include the measured difference.
+
     Args:
         bases: for each base group, its values by seed.
         others: for each other group, its values by seed.

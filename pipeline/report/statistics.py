@@ -97,10 +97,10 @@ class Spread:
     def text(self, scale: Scale = PLAIN) -> str:
         """Return `mean ± deviation`, both in the unit of the mean.
 
-        Both are rounded to the first two significant digits of the deviation. If the
-        deviation in this unit is 0, below 1e-7, or 100 or more, or if the mean is a
-        million or more, both are written by `number` instead. Return the mean alone if
-        the deviation is None or not finite.
+        Both have as many decimals as two significant digits of the deviation need. If
+        the deviation in this unit is 0, below 1e-7, or 100 or more, or if the magnitude
+        of the mean is a million or more, `number` formats both instead. Return the mean
+        alone if the deviation is None or not finite.
         """
         if self.deviation is None or not math.isfinite(self.deviation):
             return number(self.mean, scale)
@@ -126,7 +126,10 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def student_quantile(freedom: float, probability: float) -> float:
-    """Return a quantile of Student's t with `freedom` degrees of freedom."""
+    """Return the quantile of Student's t distribution at a cumulative `probability`.
+
+    `freedom` is the number of degrees of freedom.
+    """
     # Do not use scipy.stats here, which takes seconds to import.
     from scipy.special import stdtrit
 
@@ -237,7 +240,10 @@ class Tradeoff:
 
     @property
     def critical_batch(self) -> float:
-        """Return E_min / S_min, which needs 2 E_min examples in 2 S_min updates."""
+        """Return the critical batch E_min / S_min.
+
+        It needs twice `fewest_examples`, in twice `fewest_updates`.
+        """
         return self.fewest_examples / self.fewest_updates
 
 

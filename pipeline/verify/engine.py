@@ -28,7 +28,7 @@ _array = keras.ops.convert_to_numpy
 
 @dataclass(frozen=True)
 class Difference:
-    """The relative difference of one quantity, and the bound that rounding explains."""
+    """A relative difference, and the bound up to which rounding may explain it."""
 
     what: str  # name of the quantity, such as `loss`, `updates` or a variable's path
     kind: str  # loss, gradient, weights, state, metric or count
@@ -90,11 +90,11 @@ class _Rounding:
 
 @dataclass(frozen=True)
 class _Step:
-    """The values of one variable before an update, and after each way to compute it."""
+    """One variable before an update, and after the update computed in both ways."""
 
     before: Any
-    expected: Any
-    reached: Any
+    expected: Any  # after the update by Keras
+    reached: Any  # after the update in micro-batches
 
 
 def compare(
@@ -345,7 +345,7 @@ def _outcome(
 
 
 def _untrained(model: keras.Model) -> list[Any]:
-    """Return the numeric state that a forward pass may change, without metrics.
+    """Return the numeric variables that a forward pass may change, without metrics.
 
     Variables of type uint32 (seeds) or string (lookup tables) are left out.
     """
@@ -448,8 +448,8 @@ def _gamma(computation: Computation, batch: Any) -> float:
         layers.add(variable.path.rpartition("/")[0])
         widest = max(widest, int(np.prod(variable.shape)))
 
-    # An upper estimate of the number of terms in a sum: the terms in all layers, forward
-    # and backward, and all elements of the batch.
+    # An upper estimate of the number of terms in a sum: the terms in all layers,
+    # forward and backward, and all elements of the batch.
     terms = 2 * (1 + len(layers)) * widest
     for leaf in tf.nest.flatten(internals.parts_of(batch)):
         if isinstance(leaf, tf.RaggedTensor):

@@ -59,7 +59,7 @@ class _LossSums:
 
 @dataclass(frozen=True)
 class _Observation:
-    """A value for a part of a batch, which is compared between cuts of the batch."""
+    """A value for a part of a batch, to compare micro-batches with the whole batch."""
 
     fault: str  # the fault to report if the cut changes the value
     value: Any
@@ -140,7 +140,7 @@ class _Observer:
         self._divisors: list[Any] | None = None
 
     def observe(self, start: int, stop: int) -> list[_Observation]:
-        """Return the observations of a part, in the order to search for a fault.
+        """Return the observations of a part, in the order to check them for a fault.
 
         The first call has to be for the whole batch.
         """
