@@ -275,7 +275,7 @@ class PairDifferences:
 
     @property
     def parted(self) -> list[TrajectoryPair]:
-        """Return the pairs that differ by more than rounding at some update."""
+        """Return the pairs whose differences are not all explained by rounding."""
         return [pair for pair in self.pairs if not _is_rounding(pair)]
 
     @property

@@ -133,7 +133,7 @@ def _coordinate(value: Any) -> str | float:
 
 
 def _seven_digits(value: float) -> float:
-    """Round a number to seven significant digits, which make the page shorter.
+    """Round a number to seven significant digits, to keep the page small.
 
     Seven digits are more than a screen can show.
     """

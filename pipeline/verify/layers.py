@@ -214,7 +214,7 @@ class _Observer:
     def _gradients(
         self, tape: tf.GradientTape, target: Any, calls: Sequence[_LayerCall]
     ) -> list[_Observation]:
-        """Return the gradients with respect to layer outputs, then those to weights.
+        """Return the gradients with respect to layer outputs, then to weights.
 
         Both are ordered from the last layer to the first. If the gradient for an output
         that one layer passes to another depends on the cut, the receiving layer is at
