@@ -1,4 +1,4 @@
-"""A sweep as read from MLflow: its jobs with their curves, and the loss to reach."""
+"""A sweep as read from MLflow: its jobs with their curves, and the target loss."""
 
 import json
 import math
@@ -32,18 +32,20 @@ from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, SweepRecord,
 
 VALIDATION_LOSS = "val/loss"
 
-# The fewest points of a validation loss between which a crossing is worth
-# interpolating.
+# The minimum number of points of a validation loss between which a crossing of the
+# target is interpolated. With fewer points, jobs are judged by the training loss.
 EVALUATIONS = 5
-# The least share of the way from the first to the best loss at which a target may be.
+# The minimum share of the fall from the first to the lowest loss at which the loss that
+# all jobs reach is the target. With a smaller share, the target is the lowest loss that
+# half of the jobs reach.
 PROGRESS = 0.5
-# The share of the shortest run over which training metrics are averaged: a few updates,
-# so that one batch with a low loss reaches no target.
+# The share of the shortest run over which training metrics are averaged. It spans
+# several updates, so that a single batch with a low loss does not reach the target.
 WINDOW = 0.1
-# The least relative fall of a loss; a smaller one is rounding.
+# A relative fall of a loss up to this counts as rounding.
 FELL = 1e-6
 
-# A metric of the parent run: the seeds of each factor when a verdict was given.
+# A metric of the parent run: the number of seeds per factor at the time of a verdict.
 SEEDS_OF_VERDICT = "verdict/seeds"
 
 _COST = re.compile(
@@ -54,17 +56,18 @@ _COST = re.compile(
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """A loss to reach, chosen from the data of a sweep, and each job's cost of it.
+    """A target loss, chosen from the data of a sweep, and the cost of reaching it.
 
     Attributes:
         metric: `val/loss`, or `train/loss` averaged over `SweepResult.window` examples.
-        value: the loss.
-        judged: the names of the jobs from which it was chosen.
-        all_reach: whether all of these reach it; otherwise half of them do.
-        costs: what each job that reached it needed, by the job's name and axis of
+        value: the target loss.
+        judged: the names of the jobs from whose curves the target was chosen.
+        all_reach: whether the target was chosen so that all judged jobs reach it;
+            otherwise at least half of them do.
+        costs: the cost of each job that reached the target, by job name and axis of
             `AXES`, interpolated between two points.
-        at_first: the names of the jobs that had reached it at their first point. When
-            they did is not known: their costs are upper bounds.
+        at_first: the names of the jobs whose first point already met the target. Their
+            costs are upper bounds, since they may have reached it earlier.
     """
 
     metric: str
@@ -75,9 +78,10 @@ class TargetLoss:
     at_first: frozenset[str] = frozenset()
 
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
-        """Return the costs of the judged jobs among `jobs`.
+        """Return the spread of the costs of the judged jobs among `jobs`.
 
-        Return None unless all of these reached the target, at a known place.
+        Return None if there are no judged jobs, if one of them did not reach the
+        target, or if the cost of one is only an upper bound.
         """
         judged = [job for job in jobs if job.name in self.judged]
         if not all(job.name in self.costs for job in judged):
@@ -87,10 +91,10 @@ class TargetLoss:
         return pooled(judged, lambda job: self.costs[job.name][axis])
 
     def bound(self, jobs: list[JobResult], axis: str) -> float | None:
-        """Return what the judged jobs needed at most, if that is all that is known.
+        """Return the maximum cost of the judged jobs, if it is only an upper bound.
 
-        Return None unless all of these reached the target, and one of them had at its
-        first point.
+        Return None unless all judged jobs among `jobs` reached the target, and the
+        first point of at least one already met it.
         """
         judged = [job for job in jobs if job.name in self.judged]
         if not all(job.name in self.costs for job in judged):
@@ -106,15 +110,17 @@ class SweepResult:
 
     Attributes:
         uri: the address of the sweep's store.
-        run_id: the parent run.
+        run_id: the ID of the parent run.
         name: the name of the sweep.
-        status: MLflow's status of the parent run.
+        status: the status of the parent run in MLflow.
         varied: the keys that the sweep varies.
-        jobs: the jobs in the order of the plan.
-        best: the settings with the lowest loss, if the sweep was a search.
+        jobs: the jobs in the order of the plan, then those that are not in the plan.
+        best: the settings with the lowest loss if the sweep was a search, or else
+            empty.
         question: the question in the header of the sweep file.
-        search: whether each trial was chosen by the results of earlier ones.
-        looks: the numbers of seeds of earlier verdicts on this sweep, ascending.
+        search: whether the sweep was a search, in which the results of earlier trials
+            determine later ones.
+        looks: the number of seeds at each earlier verdict on this sweep, ascending.
     """
 
     uri: str
@@ -137,15 +143,15 @@ class SweepResult:
 
     @property
     def groups(self) -> dict[str, list[JobResult]]:
-        """Return the jobs by group; the jobs of a group differ only in the seed."""
+        """Return the jobs by group. The jobs of a group differ only in the seed."""
         return by_group(self.jobs)
 
     @cached_property
     def axes(self) -> list[str]:
-        """Return the swept keys over which results are drawn.
+        """Return the swept keys over which results are plotted.
 
-        These are `factor` and `batch` if they vary, then all others but the seed. If
-        nothing varies, it is `group`.
+        These are `factor` and `batch` if they vary, then all other varied keys except
+        the seed and batch sizes. If nothing varies, the only key is `group`.
         """
         keys = {"factor": None, "batch": None}
         for job in self.jobs:
@@ -157,9 +163,10 @@ class SweepResult:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Return the losses, then the user's metrics.
+        """Return the names of the losses, then those of the user's metrics.
 
-        These are the validation metrics, or the training metrics if there are none.
+        The user's metrics are the validation metrics, or the training metrics if there
+        are no validation metrics.
         """
         names: set[str] = set()
         for job in self.jobs:
@@ -182,9 +189,9 @@ class SweepResult:
 
     @property
     def quality(self) -> str | None:
-        """Return the metric that ranks the jobs: the first that is no loss.
+        """Return the metric that ranks the jobs, or None if there are no metrics.
 
-        If there are only losses, it is the last of them. It is None without metrics.
+        It is the first metric that is not a loss, or the last loss if all are losses.
         """
         for metric in self.metrics:
             if not metric.endswith("/loss"):
@@ -194,7 +201,7 @@ class SweepResult:
         return None
 
     def lower_is_better(self, metric: str) -> bool:
-        """Return whether the metric is a cost, judged by its name and its class."""
+        """Return whether lower values are better, judging by the name and the class."""
         name = metric.split("/", 1)[1]
         if _COST.search(name):
             return True
@@ -207,9 +214,9 @@ class SweepResult:
 
     @cached_property
     def ends(self) -> dict[str, Spread]:
-        """Return the spread of the last values of `quality`, by group.
+        """Return the spread of the final values of `quality`, by group.
 
-        A group without a job that finished with such a value is left out.
+        A group is left out if none of its finished jobs has a finite final value.
         """
         metric = self.quality or ""
         ends = {}
@@ -222,9 +229,9 @@ class SweepResult:
 
     @cached_property
     def end_values(self) -> dict[str, Values]:
-        """Return the last value of `quality` of each seed, by group.
+        """Return the final value of `quality` for each seed, by group.
 
-        A group without a job that finished with such a value is left out.
+        A group is left out if none of its finished jobs has a finite final value.
         """
         metric = self.quality or ""
         ends: dict[str, Values] = {}
@@ -236,10 +243,10 @@ class SweepResult:
         return ends
 
     def target_values(self, axis: str) -> dict[str, Values]:
-        """Return what each seed needed to reach the target, by group.
+        """Return the cost of reaching the target for each seed, by group.
 
-        A group of which a judged job did not reach it, or is not known when, is left
-        out. The unit is that of `axis`, one of `AXES`.
+        The cost is in the unit of `axis`, one of `AXES`. A group is left out if one of
+        its judged jobs did not reach the target or has only an upper bound on the cost.
         """
         if self.target is None:
             return {}
@@ -253,7 +260,10 @@ class SweepResult:
         return costs
 
     def horizon(self, group: str) -> float:
-        """Return the mean of the examples that the group's finished jobs saw."""
+        """Return the mean number of examples seen by the comparable jobs of a group.
+
+        See `comparable_jobs`. The mean is NaN if no number was logged.
+        """
         jobs = comparable_jobs(self.groups[group])
         spread = statistics.spread([job.horizon for job in jobs])
         return math.nan if spread is None else spread.mean
@@ -266,16 +276,18 @@ class SweepResult:
     def window(self) -> int:
         """Return the number of examples over which training metrics are averaged.
 
-        It is `WINDOW` of the shortest run, and at least the largest batch of the sweep.
+        It is the share `WINDOW` of the shortest comparable run, and at least the
+        largest batch of the sweep.
         """
         horizons = [job.horizon for job in comparable_jobs(self.jobs)]
         shortest = min((seen for seen in horizons if math.isfinite(seen)), default=0.0)
         return max(self.largest_batch, round(WINDOW * shortest))
 
     def smooth(self, job: JobResult, metric: str) -> Curve | None:
-        """Return the job's curve; None if it has none.
+        """Return the curve of a metric of a job, or None if the metric was not logged.
 
-        A training metric is averaged over the last `window` examples.
+        A training metric is averaged over the last `window` examples, unless the number
+        of examples seen is not known at each step.
         """
         curve = job.curves.get(metric)
         if curve is None or not metric.startswith("train/"):
@@ -287,17 +299,17 @@ class SweepResult:
         return Curve(curve.steps, means)
 
     def final(self, job: JobResult, metric: str) -> float:
-        """Return the last value of the job's smooth curve; NaN without one."""
+        """Return the last value of the job's smoothed curve, or NaN without a curve."""
         curve = self.smooth(job, metric)
         if curve is None:
             return math.nan
         return float(curve.values[-1])
 
     def cost(self, job: JobResult, axis: str) -> float:
-        """Return what the job needed to reach the target; NaN if it did not.
+        """Return the job's cost of reaching the target, or NaN if it did not reach it.
 
-        It is an upper bound if the job had reached it at its first point. The unit is
-        that of `axis`, one of `AXES`.
+        The cost is in the unit of `axis`, one of `AXES`. It is an upper bound if the
+        first point of the job already met the target.
         """
         if self.target is None:
             return math.nan
@@ -305,19 +317,25 @@ class SweepResult:
         return costs.get(axis, math.nan)
 
     def exact_cost(self, job: JobResult, axis: str) -> float:
-        """Return what the job needed to reach the target; NaN if that is not known."""
+        """Return the job's cost of reaching the target, or NaN if it has no exact cost.
+
+        An upper bound is not an exact cost.
+        """
         if self.target is not None and job.name in self.target.at_first:
             return math.nan
         return self.cost(job, axis)
 
     @cached_property
     def target(self) -> TargetLoss | None:
-        """Return the lowest loss that all finished jobs reach.
+        """Return the target loss: the lowest loss that all finished jobs reach.
 
-        Without finished jobs the running ones count. Half of them suffice if that is
-        no progress, as with a diverged job, whose loss every job meets at its start.
+        If no job has finished, the running jobs are used. If the loss that all jobs
+        reach is less than `PROGRESS` of the way down, as when a job diverged, the
+        target is the lowest loss that half of them reach. Return None if no loss has
+        fallen, and for the branches of `pipeline critical`.
         """
-        # The examples of a branch count from the start of the run that it leaves.
+        # Branches have no target: their examples are counted from the start of the run
+        # from which they branch off.
         if self.branches or self.judged_loss is None:
             return None
         curves = self._smooth_curves(self._judged_jobs, self.judged_loss)
@@ -325,10 +343,11 @@ class SweepResult:
 
     @cached_property
     def judged_loss(self) -> str | None:
-        """Return the loss by which the jobs are judged along their way.
+        """Return the loss metric by which jobs are compared during training.
 
-        It is the validation loss if each job has `EVALUATIONS` of it, and otherwise the
-        training loss; None if no job has that one.
+        It is the validation loss if at least one judged job logged it and each one that
+        did has at least `EVALUATIONS` points. Otherwise it is the training loss, or
+        None if no judged job logged a training loss.
         """
         for metric, fewest_points in ((VALIDATION_LOSS, EVALUATIONS), (LOSS, 0)):
             curves = self._smooth_curves(self._judged_jobs, metric)
@@ -344,7 +363,7 @@ class SweepResult:
         return comparable_jobs(jobs)
 
     def _smooth_curves(self, jobs: list[JobResult], metric: str) -> dict[str, Curve]:
-        """Return the curves of the jobs that have the metric, by the job's name."""
+        """Return the smoothed curves of the jobs that have the metric, by job name."""
         curves = {}
         for job in jobs:
             curve = self.smooth(job, metric)
@@ -355,7 +374,7 @@ class SweepResult:
     def _target_loss(
         self, metric: str, judged_curves: Mapping[str, Curve]
     ) -> TargetLoss | None:
-        """Choose a target from the curves; None if no loss has fallen."""
+        """Choose a target from the curves, or return None if no loss has fallen."""
         minima = []
         starts = []
         for curve in judged_curves.values():
@@ -398,9 +417,10 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
     """Read a sweep in any state.
 
     Args:
-        uri: the address of its store.
-        sweep: its run ID, the start of it, or its run name.
-        allow: the places where its artifacts may be.
+        uri: the address of the sweep's store.
+        sweep: the run ID of the sweep, a prefix of it, the run name, or the name of the
+            sweep file, which selects its newest sweep.
+        allow: locations where the sweep's artifacts may be.
 
     Raises:
         ConfigError: the store does not exist, or does not have exactly one such sweep.
@@ -411,7 +431,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
     run_id = parent.info.run_id
     tags = parent.data.tags
 
-    # The jobs of the plan, in its order; then those that the plan does not have.
+    # Put the planned jobs first, in their order, then jobs that are not in the plan.
     runs = SweepRecord(uri, run_id, parent.info.experiment_id).children()
     names = dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])
     jobs = []
@@ -436,7 +456,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
 
 
 def _looks(client: Any, parent: Any) -> tuple[int, ...]:
-    """Return the numbers of seeds of the verdicts that the parent run has."""
+    """Return the distinct numbers of seeds at verdicts in the parent run, ascending."""
     if SEEDS_OF_VERDICT not in parent.data.metrics:
         return ()
     points = client.get_metric_history(parent.info.run_id, SEEDS_OF_VERDICT)
@@ -445,19 +465,19 @@ def _looks(client: Any, parent: Any) -> tuple[int, ...]:
 
 
 def _with_last_stage(branch: JobResult) -> JobResult:
-    """Return the branch with the batch of its last stage, which its name has.
+    """Return the branch with the effective batch of its last stage, from its name.
 
-    The recorded sizes are those of the first stage.
+    The recorded sizes are those of the first stage. The factor is set to None.
     """
     batch = dict(branch.settings).get("batch", branch.effective_batch_size or 0)
     return replace(branch, factor=None, effective_batch_size=int(batch))
 
 
 def _best_settings(tags: Mapping[str, str]) -> str:
-    """Return the best settings of a search; empty for another sweep."""
+    """Return the best settings of a search, or an empty string for other sweeps."""
     try:
         overrides = json.loads(tags["sweep.best"])["overrides"]
         return " ".join(short(*text.split("=", 1)) for text in overrides)
     except (KeyError, TypeError, ValueError, RecursionError):
-        # The sweep was no search, or somebody changed the tag.
+        # The sweep was not a search, or the tag was edited by hand.
         return ""

@@ -17,12 +17,13 @@ from pipeline.report.job_results import LOSS, grouped
 from pipeline.report.noise_scale import UNMEASURED, beside_measured, noise_scale
 from pipeline.report.statistics import Array, Spread
 
-# A larger batch counts as no worse if its loss is higher by up to this, as in Merrill
+# A larger batch counts as no worse if its loss is higher by at most this, as in Merrill
 # et al. 2025.
 TOLERANCE = 0.01
-# So many largest batches earlier, a loss counts half in the slope of the losses.
+# The half-life of the weights in the regression that gives the slope of the losses, in
+# units of the largest batch.
 HALF_LIFE = 0.5
-DRAWS = 2000  # of the bootstrap
+DRAWS = 2000  # number of bootstrap samples
 
 _SIZE = "train/effective_batch_size"
 
@@ -31,20 +32,22 @@ _SIZE = "train/effective_batch_size"
 class Branch:
     """The updates of one branch of a checkpoint."""
 
-    sizes: Array  # examples of each update
-    losses: Array  # loss of each update, by the weights before it
+    sizes: Array  # examples per update
+    losses: Array  # training loss per update, with the weights before the update
 
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """The critical batch that branches measured, with its 95% interval.
+    """The critical batch measured by branches, with its 95% interval.
 
     Attributes:
         critical: the critical batch, in examples.
-        interval: the lowest and the highest batch of the interval.
-        losses: the smoothed losses, by effective batch in ascending order.
-        errors: half the 95% interval of each loss; the branches share most of it.
-        diverged: the batch that is not judged, as its loss is no number.
+        interval: the smallest and the largest batch in the interval.
+        losses: the smoothed loss by effective batch, in ascending order of batches.
+        errors: the half-width of the 95% interval of each loss, in the same order. Most
+            of the error is common to all branches.
+        diverged: the smallest batch with a non-finite loss, or None. Neither it nor any
+            larger batch is judged.
     """
 
     critical: int
@@ -66,25 +69,26 @@ class CriticalBatch:
 def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
     """Measure the critical batch by branches of one checkpoint.
 
-    It is the largest batch up to which no batch has a smoothed loss of over
-    `TOLERANCE` above the lowest of the smaller ones (Merrill et al. 2025,
-    arXiv:2505.23971, section 3.1). Divergence ends the row.
+    In ascending order of batches, the critical batch is the last one before the first
+    whose smoothed loss exceeds the lowest loss of all smaller batches by more than
+    `TOLERANCE` (Merrill et al. 2025, arXiv:2505.23971, section 3.1). The first batch
+    that diverged and all larger ones are left out.
 
-    Merrill et al. smooth over updates. At k times the batch their average would span k
-    times the examples, and lag as much. Here all branches are averaged over the same
-    examples, see `_losses_at_same_examples`.
+    Merrill et al. smooth over updates. At k times the batch, their average would span k
+    times as many examples and lag by as many more. Here the losses of all branches are
+    averaged over the same examples, see `_losses_at_same_examples`.
 
-    The interval is a parametric bootstrap (Efron and Tibshirani 1993, section 6.5) of
-    the losses. It has the errors of the examples, which the branches share, and the
-    spread over seeds. With one seed the chance of a trajectory is missing, and the
-    interval is too narrow.
+    The interval is computed by a parametric bootstrap of the smoothed losses (Efron and
+    Tibshirani 1993, section 6.5). It covers the sampling error of the examples, which
+    all branches share, and the spread over seeds. With one seed, the variation between
+    trajectories is unknown, so the interval is too narrow.
 
     Args:
-        seeds: the branches by effective batch, for each seed.
+        seeds: for each seed, its branches by effective batch.
 
     Returns:
-        None with fewer than two batches, if the smallest one diverged, or if it has a
-        single update.
+        The critical batch, or None if fewer than two batches are common to all seeds,
+        or if the smallest of these diverged or has a single update.
     """
     common_batches = _common_batches(seeds)
     batches = _batches_before_divergence(seeds, common_batches)
@@ -123,7 +127,7 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
 
 
 def _common_batches(seeds: Sequence[Mapping[int, Branch]]) -> list[int]:
-    """Return the batches that all seeds have, ascending."""
+    """Return the batches that every seed has, in ascending order."""
     if not seeds:
         return []
     return sorted(set.intersection(*(set(branches) for branches in seeds)))
@@ -132,7 +136,7 @@ def _common_batches(seeds: Sequence[Mapping[int, Branch]]) -> list[int]:
 def _batches_before_divergence(
     seeds: Sequence[Mapping[int, Branch]], batches: list[int]
 ) -> list[int]:
-    """Return the batches before the first with a loss that is no number."""
+    """Return the batches before the first one that has a non-finite loss."""
     kept = []
     for batch in batches:
         if not all(np.isfinite(branches[batch].losses).all() for branches in seeds):
@@ -146,7 +150,7 @@ class _SmoothedLosses:
     """The smoothed losses of the branches of one seed."""
 
     losses: Array  # (batches,)
-    covariance: Array  # (batches, batches), of their errors
+    covariance: Array  # (batches, batches), covariance of the errors of the losses
 
 
 def _losses_at_same_examples(
@@ -154,16 +158,18 @@ def _losses_at_same_examples(
 ) -> _SmoothedLosses:
     """Smooth the losses of each branch over the same examples.
 
-    These are the last `largest` examples before `end`, as many as the last update of
-    the largest batch has. A loss belongs to the weights before its update, so the mean
-    of a smaller batch is one of later weights. It is moved by the branch's slope to
-    where these examples begin. The slope is that of a linear regression of the losses
-    over the examples seen, with weights that decay exponentially into the past.
+    All branches have seen the first `end` examples. The losses are averaged over the
+    last `largest` examples of these, where `largest` is the largest batch. An update's
+    loss is computed with the weights before the update, so the mean loss of a smaller
+    batch comes from later weights on average. To correct for this, the mean is moved
+    along the branch's slope to the start of the averaged examples. The slope comes from
+    a linear regression of the losses on the number of examples seen, with weights that
+    decay exponentially into the past.
 
-    A smoothed loss is thus a weighted sum of the losses, and so of the losses of the
-    examples, which the branches share. With the weight A[i, j] of example j in branch
-    i, the covariance of the errors is variance · A Aᵀ, where `variance` is that of an
-    example's loss.
+    A smoothed loss is thus a weighted sum of the losses of single examples, which all
+    branches share. If A[i, j] is the weight of example j in branch i, the covariance
+    of the errors is variance · A Aᵀ, where `variance` is the variance of the loss of
+    one example.
     """
     end = int(min(branches[batch].sizes.sum() for batch in batches))
     largest = max(batches)
@@ -196,10 +202,11 @@ def _losses_at_same_examples(
 
 
 def _example_variance(branch: Branch) -> float:
-    """Return the variance of an example's loss, by the differences of successive ones.
+    """Estimate the variance of one example's loss from successive updates of a branch.
 
-    See von Neumann 1941. It is best estimated from the branch of the smallest batch:
-    that one has the most updates, between which the loss falls the least.
+    The estimate uses the differences between successive losses (von Neumann 1941). It
+    is best for the branch with the smallest batch, which has the most updates: there
+    the loss falls least from one update to the next.
     """
     squares = np.diff(branch.losses) ** 2
     shares = 1 / branch.sizes[1:] + 1 / branch.sizes[:-1]
@@ -207,17 +214,17 @@ def _example_variance(branch: Branch) -> float:
 
 
 def _critical_position(losses: Array) -> int:
-    """Return the position of the critical batch in a row of losses."""
+    """Return the index of the critical batch in losses ordered by ascending batch."""
     too_high = losses > np.minimum.accumulate(losses) + TOLERANCE
     first_too_high = np.append(too_high, True).argmax()
     return int(first_too_high) - 1
 
 
 def measured(sweep: SweepResult) -> CriticalBatch | None:
-    """Return the critical batch that the branches of a sweep measured.
+    """Return the critical batch measured by the branches of a sweep.
 
-    Return None before two branches have finished, if the smallest one diverged, or if
-    the sweep varies more than batch and seed.
+    Return None if the sweep varies more than batch and seed, or if `measure` returns
+    None, as before two branches have finished.
     """
     if _varies_more(sweep):
         return None
@@ -233,7 +240,8 @@ def measured(sweep: SweepResult) -> CriticalBatch | None:
                 branches[job.effective_batch_size or 0] = Branch(sizes, losses)
         seeds.append(branches)
 
-    # A batch cannot be judged without all of the smaller ones.
+    # Leave out the smallest batch that some seed lacks, and all larger batches: a batch
+    # is judged against all smaller ones.
     smallest_missing = math.inf
     for job in sweep.jobs:
         batch = job.effective_batch_size or 0
@@ -254,7 +262,7 @@ def _varies_more(sweep: SweepResult) -> bool:
 
 
 def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
-    """Yield the critical batch, the schedule that follows, and the noise scale."""
+    """Yield the critical batch, the batch schedule for it, and the noise scale."""
     result = measured(sweep)
     if result is None:
         why = " before two branches have finished"
@@ -308,9 +316,9 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
 
 
 def _schedule(sweep: SweepResult, critical: int) -> str | None:
-    """Return the overrides with which a run follows the critical batch.
+    """Return the overrides that make a run use the critical batch.
 
-    Return None if the store does not have the stages as they were written.
+    Return None if the recorded stages or reference batch are missing or malformed.
     """
     job = next(job for job in sweep.jobs if job.effective_batch_size == critical)
     try:
@@ -328,10 +336,11 @@ def _schedule(sweep: SweepResult, critical: int) -> str | None:
 
 
 def _beside_interval(scale: float, result: CriticalBatch) -> str:
-    """Return how the noise scale compares with the measured interval.
+    """Return a sentence that compares the noise scale with the measured interval.
 
-    If the interval ends at the largest batch that was judged, or at the smallest, the
-    critical batch may lie beyond.
+    Return `UNMEASURED` if the noise scale lies beyond an end of the interval that is
+    also the smallest or the largest batch judged: the critical batch may lie there too.
+    This does not apply to the upper end if a larger batch diverged.
     """
     low, high = result.interval
     at_largest = high == max(result.losses) and result.diverged is None
@@ -347,7 +356,7 @@ def _noise_scale_of_branches(sweep: SweepResult) -> Spread | None:
 
 
 def branch_plots(sweep: SweepResult) -> list[Plot]:
-    """Return the plot of the smoothed losses by effective batch, if there is one."""
+    """Return the plot of the smoothed losses by batch, if there is a result."""
     result = measured(sweep)
     if result is None:
         return []

@@ -1,4 +1,4 @@
-"""Plots of curves: a metric over the training, with a color for each group."""
+"""Plots of metrics during training, with one color per group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ from pipeline.report.job_results import (
 from pipeline.report.noise_scale import NOISE
 from pipeline.report.statistics import Array
 
-POINTS = 600  # the most points of a curve; a longer one is drawn as means
-FEW_POINTS = 30  # A curve of fewer points has markers.
-# Ratio of the largest to the smallest value above which a cost has a logarithmic axis.
+POINTS = 600  # maximum points per curve; a longer curve is plotted as means
+FEW_POINTS = 30  # A curve with fewer points has markers.
+# The axis of a cost is logarithmic if its largest value is more than this many times
+# its smallest value.
 FALLS = 20.0
 
-# The axes of `AXES` over which a metric is drawn, with the caption of each.
+# The axes of `AXES` against which a metric is plotted, with the captions of the plots.
 CAPTIONS = {
     "updates": "Equal effective batches lie on one line where accumulation is exact.",
     "examples": (
@@ -36,12 +37,12 @@ CAPTIONS = {
     ),
 }
 
-# The look of a repetition behind the mean of its group.
+# The style of the curve of a single seed behind the mean of its group.
 _FAINT = {"mode": "lines", "opacity": 0.4, "hoverinfo": "skip", "hovertemplate": None}
 
 
 def metric_plots(sweep: SweepResult) -> list[Plot]:
-    """Plot each metric along updates, examples and seconds."""
+    """Plot each metric against updates, examples and seconds."""
     plots = []
     for metric in sweep.metrics:
         section = "Loss" if metric.endswith("/loss") else "Metric"
@@ -51,7 +52,7 @@ def metric_plots(sweep: SweepResult) -> list[Plot]:
 
 
 def rate_plot(sweep: SweepResult) -> Plot:
-    """Plot the learning rate along updates."""
+    """Plot the learning rate against updates."""
     caption = (
         "The rate that each update used; groups that share a schedule lie on one line."
     )
@@ -59,7 +60,7 @@ def rate_plot(sweep: SweepResult) -> Plot:
 
 
 def noise_plot(sweep: SweepResult) -> Plot:
-    """Plot the gradient noise scale along examples."""
+    """Plot the gradient noise scale against examples."""
     caption = (
         "In examples, smoothed by the run. It grows while the loss falls: later "
         "training bears larger batches."
@@ -70,7 +71,7 @@ def noise_plot(sweep: SweepResult) -> Plot:
 def _curve_plot(
     sweep: SweepResult, metric: str, along: str, section: str, caption: str
 ) -> Plot:
-    """Plot a metric along an axis of `AXES`, with a color for each group."""
+    """Plot a metric against an axis of `AXES`, with one color per group."""
     traces = []
     for color, (group, jobs) in enumerate(sweep.groups.items()):
         for drawn in _group_traces(group, jobs, metric, along, color):
@@ -96,7 +97,7 @@ def _curve_plot(
 
 
 def _longest_curve(sweep: SweepResult, metric: str) -> int:
-    """Return the number of points of the longest curve."""
+    """Return the number of points in the longest curve of the metric."""
     jobs = jobs_with(sweep.jobs, metric)
     return max((len(job.curves[metric].steps) for job in jobs), default=0)
 
@@ -104,7 +105,10 @@ def _longest_curve(sweep: SweepResult, metric: str) -> int:
 def _group_traces(
     group: str, jobs: list[JobResult], metric: str, along: str, color: int
 ) -> list[Trace]:
-    """Return the curve of a group, or its mean in front of the faint ones of seeds."""
+    """Return the curve of a group.
+
+    With several jobs, return a faint curve per job, then the mean curve in front.
+    """
     traces = []
     for job in jobs_with(jobs, metric):
         curve = job.curves[metric]
@@ -127,7 +131,7 @@ def _faint(drawn: Trace) -> Trace:
 
 
 def _curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
-    """Return the trace of a curve, without its points that are not finite."""
+    """Return the trace of a curve without non-finite points, shortened to `POINTS`."""
     known = np.isfinite(x) & np.isfinite(y)
     x = x[known]
     y = y[known]
@@ -139,7 +143,7 @@ def _curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
 
 
 def _stretch_means(values: Array) -> Array:
-    """Return the means over `POINTS` stretches of about equal length."""
+    """Return the means over `POINTS` consecutive parts of about equal length."""
     return np.array([part.mean() for part in np.array_split(values, POINTS)])
 
 
@@ -152,7 +156,7 @@ class _Points:
 
 
 def _mean_curve(jobs: Sequence[JobResult], metric: str, along: str) -> _Points:
-    """Return the mean over jobs at the steps that all of them have."""
+    """Return the mean curve of the jobs, at the steps that all jobs have."""
     steps = jobs[0].curves[metric].steps
     for job in jobs[1:]:
         steps = np.intersect1d(steps, job.curves[metric].steps)
@@ -167,7 +171,11 @@ def _mean_curve(jobs: Sequence[JobResult], metric: str, along: str) -> _Points:
 
 
 def _has_log_axis(sweep: SweepResult, metric: str, traces: list[Trace]) -> bool:
-    """Return whether the metric is a positive cost that varies by more than `FALLS`."""
+    """Return whether the values call for a logarithmic axis.
+
+    They do if the metric is a cost or the noise scale, and all values are positive and
+    vary by more than a factor of `FALLS`.
+    """
     if metric == LEARNING_RATE:
         return False
     if metric != NOISE and not sweep.lower_is_better(metric):
@@ -181,7 +189,7 @@ def _has_log_axis(sweep: SweepResult, metric: str, traces: list[Trace]) -> bool:
 
 
 def _target_line(value: float) -> dict[str, Any]:
-    """Return a horizontal line over the full width of a plot, as Plotly has it."""
+    """Return a horizontal line across the plot, in Plotly's format."""
     return {
         "type": "line",
         "xref": "paper",
@@ -194,11 +202,11 @@ def _target_line(value: float) -> dict[str, Any]:
 
 
 def difference_plot(sweep: SweepResult) -> Plot:
-    """Plot how far the losses of jobs of one trajectory are apart."""
+    """Plot the loss differences of jobs that should train the same trajectory."""
     traces = []
     for color, pair in enumerate(trajectory_pairs(sweep)):
         values = pair.curve.values
-        # A logarithmic axis has no 0.
+        # A logarithmic axis cannot show 0: leave zeros out, or draw 1e-17 if all are 0.
         zero = np.nan if values.any() else 1e-17
         shown = np.where(values > 0, values, zero)
         steps = pair.curve.steps.astype(float)

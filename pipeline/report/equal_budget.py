@@ -1,4 +1,4 @@
-"""The best factor above 1 against factor 1, at an equal budget of time or examples."""
+"""Compares factors above 1 with factor 1 at an equal budget of time or examples."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ from pipeline.report.seed_differences import (
 )
 from pipeline.report.statistics import joined, number
 
-# The axes of `AXES` along which a budget is equal, and their words.
+# The axes of `AXES` along which budgets are compared, with their names in sentences.
 BUDGETS = {"seconds": "time", "examples": "examples"}
 
-# If more than so many additional seeds were needed, there is no difference within the
-# seeds.
+# The maximum number of additional seeds per group that a report recommends. If more are
+# needed for a verdict, the state is `same`.
 MOST_ADDED_SEEDS = 10
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A group of jobs with one factor, and its loss at the budget for each seed."""
+    """A group of jobs with one factor, and its loss at the budget by seed."""
 
     group: str
     factor: int
@@ -43,19 +43,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class BudgetContrast:
-    """The best setting with a factor above 1 against the best with factor 1.
+    """The best setting with a factor above 1 compared with the best with factor 1.
 
     Attributes:
         axis: the axis of the budget, one of `BUDGETS`.
-        budget: where the first of the jobs ends, in units of the axis.
-        state: `pays`, `not`, `few` (seeds are missing) or `same`.
+        budget: the amount at which the shortest job ends, in units of the axis.
+        state: `pays`, `not`, `few` (more seeds are needed) or `same`.
         base: the best setting with factor 1.
         other: the best setting with a larger factor.
-        result: the difference of their losses; its interval allows for the choice.
-        best_by_factor: the best setting of each factor.
-        without: the settings that have no loss at the budget.
-        more_seeds: how many more seeds of each factor would tell; 0 unless the state
-            is `few`.
+        result: the difference between the losses of `other` and `base`. Its interval
+            allows for the choice of the best settings.
+        best_by_factor: the best setting for each factor.
+        without: the groups without a finite loss at the budget.
+        more_seeds: the number of additional seeds per group that a verdict is expected
+            to need; 0 unless the state is `few`.
     """
 
     axis: str
@@ -78,7 +79,7 @@ class BudgetContrast:
 
     @property
     def better(self) -> Setting:
-        """Return the setting to take, if the contrast is decided."""
+        """Return the recommended setting; valid only if the contrast is decided."""
         if self.state == "pays":
             return self.other
         return self.base
@@ -99,13 +100,13 @@ class BudgetContrast:
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses at a budget, by setting, or why there are none.
+    """The losses of the settings at a budget, or the reason why there are none.
 
     Attributes:
-        budget: where the first of the jobs ends, in units of the axis.
-        settings: those that have a finite loss there with each seed.
-        without: the other ones.
-        reason: why nothing can be compared; empty if it can.
+        budget: the amount at which the shortest job ends, in units of the axis.
+        settings: the settings that have a finite loss at the budget for each seed.
+        without: the names of the other groups.
+        reason: why the settings cannot be compared; empty if they can.
     """
 
     budget: float = math.nan
@@ -117,7 +118,13 @@ class Losses:
 def contrast_at_budget(
     losses: Losses, axis: str, looks: tuple[int, ...]
 ) -> BudgetContrast:
-    """Compare the losses at a budget, by the interval of `best_against_best`."""
+    """Compare the losses at a budget by the interval of `best_against_best`.
+
+    Args:
+        losses: the losses, which include factor 1 and a larger factor.
+        axis: the axis of the budget.
+        looks: the number of seeds at each earlier verdict.
+    """
     bases = [setting for setting in losses.settings if setting.factor == 1]
     others = [setting for setting in losses.settings if setting.factor != 1]
     base_losses = [setting.losses for setting in bases]
@@ -159,9 +166,10 @@ def contrast_at_budget(
 def losses_at_budget(
     sweep: SweepResult, metric: str, jobs: list[JobResult], axis: str
 ) -> Losses:
-    """Return the loss of each seed where the first of the jobs ends, by setting.
+    """Return the loss per setting and seed at the budget: where the shortest job ends.
 
-    A loss is interpolated linearly between two points. There is none before the first.
+    A loss is interpolated linearly between two points of its curve, and is NaN before
+    the first point.
     """
     losses_at: dict[str, tuple[Any, Any]] = {}
     budget = math.inf
@@ -212,17 +220,19 @@ def losses_at_budget(
 def _more_seeds(
     bases: list[Values], others: list[Values], result: BestAgainstBest, earlier: int
 ) -> int:
-    """Return how many more seeds of each group would tell.
+    """Predict the number of additional seeds per group that a verdict needs.
 
-    Means and deviations are taken to stay as they are. The verdict with these seeds is
-    one more look at the data, see `chance_of_look`.
+    The prediction assumes that means and deviations do not change. It counts the later
+    verdict as one more look at the data, see `chance_of_look`.
 
     Returns:
-        A number of seeds; 0 if more than `MOST_ADDED_SEEDS` would be needed.
+        A number of seeds, or 0 if more than `MOST_ADDED_SEEDS` are needed. If the error
+        is unknown, it is the number that makes `FEWEST_SEEDS`, and at least 1.
     """
     seeds = result.best.seeds
     if result.best.error is None:
-        # Chance is unknown: three seeds show some, or else one more.
+        # The error is unknown, so nothing can be predicted: add seeds up to
+        # `FEWEST_SEEDS`, or a single one if there are already as many.
         return max(FEWEST_SEEDS - seeds, 1)
     chance = chance_of_look(earlier + 1)
     for total in range(seeds + 1, seeds + MOST_ADDED_SEEDS + 1):

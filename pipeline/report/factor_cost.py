@@ -1,4 +1,4 @@
-"""What a larger accumulation factor costs: time per update, speed and memory."""
+"""The cost of a larger accumulation factor in time per update, speed and memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from pipeline.report.statistics import Scale
 
 @dataclass(frozen=True)
 class Cost:
-    """One cost of a job."""
+    """A kind of cost, which is measured for each job."""
 
-    key: str  # in the figures of the finding
-    words: str
+    key: str  # the key in the figures of the finding
+    words: str  # the words before the values in the sentence
     scale: Scale
     measure: Measure
 
@@ -53,7 +53,7 @@ COSTS = (
 
 
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
-    """Yield, for each family, the cost of the largest factor against the smallest."""
+    """Yield, for each family, the costs of the smallest and the largest factor."""
     caveat = shared_device_caveat(sweep)
     for family, jobs in by_family(sweep.jobs).items():
         factors = _timed_factors(jobs)
@@ -85,7 +85,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 
 
 def _timed_factors(jobs: list[JobResult]) -> list[int]:
-    """Return the factors of the jobs whose updates were timed, ascending."""
+    """Return the factors of jobs whose updates were timed, in ascending order."""
     factors = set()
     for job in jobs:
         if job.factor and UPDATE_SECONDS in job.curves:

@@ -1,7 +1,7 @@
 """Findings about a sweep: sentences with the figures behind them.
 
-This file has what a finding is, the states of the jobs, and whether jobs that should
-train one trajectory do so. Each other topic has a file of its own.
+This module defines findings. It also reports the states of the jobs, and whether jobs
+that should train the same trajectory do so. Each other topic has a module of its own.
 """
 
 import math
@@ -29,22 +29,24 @@ from pipeline.report.statistics import count, joined, number
 
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 PRECISION = "hardware.precision"
-# The effective batch stands in a param of its own, and evaluations change no update.
+# Params that do not distinguish trajectories: the effective batch is compared by its
+# derived param, and evaluations do not change updates.
 _OF_NO_UPDATE = ("accumulation.effective_batch_size", "training.evaluate_every")
 
-# Tags of a run that list its layers whose output depends on the micro-batch.
+# Tags of a run that list the layers whose output depends on the micro-batch.
 _LAYER_TAGS = ("model.batch_dependent_layers", "model.cut_dependent_noise")
 
 
 @dataclass(frozen=True)
 class SweepFinding:
-    """What a report says about one topic; `findings.json` has these four fields.
+    """A finding on one topic. The entries of `findings.json` have these four fields.
 
     Attributes:
-        topic: its heading is in `writer.TOPICS`; it may occur once for each family.
+        topic: a key of `writer.TOPICS`. Several findings may have the same topic, such
+            as one per family.
         text: one or several sentences.
-        figures: the numbers in the text, by name; empty if there is no result.
-        plot: the key of the plot that shows it.
+        figures: the numbers behind the text, by name; empty if there is no result.
+        plot: the key of the plot that shows the finding, or None.
     """
 
     topic: str
@@ -54,7 +56,7 @@ class SweepFinding:
 
 
 def job_states(sweep: SweepResult) -> SweepFinding:
-    """Return how many jobs finished, and which did not and why."""
+    """Report the number of finished jobs, and the names and failures of the others."""
     jobs_by_status = grouped(sweep.jobs, lambda job: job.status)
     figures = {"planned": len(sweep.jobs)}
     for status, jobs in jobs_by_status.items():
@@ -71,7 +73,7 @@ def job_states(sweep: SweepResult) -> SweepFinding:
 
 
 def _state(status: str, sweep: SweepResult) -> str:
-    """Return the words for the status of a job."""
+    """Return the phrase that describes the status of a job."""
     if status == NO_RUN and sweep.status == "RUNNING":
         return "not started yet"
     words = {
@@ -92,7 +94,7 @@ def _name_and_failure(job: JobResult) -> str:
 
 
 def shared_device_caveat(sweep: SweepResult) -> str:
-    """Return a caveat about seconds; empty unless jobs ran at the same time."""
+    """Return a caveat about times, which is empty unless jobs ran at the same time."""
     starts_and_ends = []
     for job in sweep.jobs:
         if job.started:
@@ -115,14 +117,15 @@ def shared_device_caveat(sweep: SweepResult) -> str:
 
 @dataclass(frozen=True)
 class TrajectoryPair:
-    """Two jobs that should train one trajectory.
+    """Two jobs that should train the same trajectory.
 
     Attributes:
         base: the job with the smallest factor.
         other: the other job.
-        precision: the one whose rounding may set them apart, by `rounding`.
-        curve: the relative difference of their training losses, at each update that
-            both logged.
+        precision: a key of `rounding.BY_PRECISION`: the coarsest precision of the two
+            jobs, whose rounding may explain their difference.
+        curve: the relative difference between their training losses, at each update
+            that both logged.
     """
 
     base: JobResult
@@ -136,15 +139,15 @@ class TrajectoryPair:
 
     @property
     def first(self) -> float:
-        """Return the difference at the first update that both logged."""
+        """Return the difference at the first update that both jobs logged."""
         return float(self.curve.values[0])
 
 
 def trajectory_pairs(sweep: SweepResult) -> list[TrajectoryPair]:
-    """Pair the jobs that should train one trajectory.
+    """Pair the jobs that should train the same trajectory.
 
-    These have equal effective batch, seed and config. Each of them is paired with the
-    one of the smallest factor.
+    Such jobs have the same effective batch, seed and training config. Each is paired
+    with the job that has the smallest factor among them.
     """
     pairs = []
     for jobs in grouped(sweep.jobs, _trajectory).values():
@@ -158,7 +161,7 @@ def trajectory_pairs(sweep: SweepResult) -> list[TrajectoryPair]:
 
 
 def _difference(first: Curve, second: Curve) -> Curve:
-    """Return the relative difference of two curves at the steps of both."""
+    """Return the relative difference of two curves at the steps that both have."""
     steps, in_first, in_second = np.intersect1d(
         first.steps, second.steps, return_indices=True
     )
@@ -169,7 +172,10 @@ def _difference(first: Curve, second: Curve) -> Curve:
 
 
 def _trajectory(job: JobResult) -> tuple | None:
-    """Return what jobs of one trajectory have in common; None without a loss."""
+    """Return the settings that decide a job's trajectory, as a key to group jobs.
+
+    Return None for a job without a training loss or an effective batch size.
+    """
     if job.effective_batch_size is None or LOSS not in job.curves:
         return None
     settings = {}
@@ -182,14 +188,14 @@ def _trajectory(job: JobResult) -> tuple | None:
 
 
 def _decides_the_updates(key: str) -> bool:
-    """Return whether jobs that differ in a param train different trajectories."""
+    """Return whether jobs that differ in this param train different trajectories."""
     if key in key_kinds.DERIVED_CUT or key in _OF_NO_UPDATE:
         return False
     return key_kinds.kind_of(key) == Kind.TRAINING
 
 
 def _precision(base: JobResult, other: JobResult) -> str:
-    """Return the precision whose rounding may set two jobs apart."""
+    """Return the coarsest precision of two jobs that have equal `PRECISION` params."""
     precisions = {base.params.get(PRECISION, "float32")}
     if IN_TF32 in base.tags or IN_TF32 in other.tags:
         precisions.add(TF32)
@@ -197,17 +203,20 @@ def _precision(base: JobResult, other: JobResult) -> str:
 
 
 def _is_rounding(pair: TrajectoryPair) -> bool:
-    """Return whether rounding explains the difference at each update."""
+    """Return whether rounding explains the difference at every update."""
     bounds = rounding.BY_PRECISION[pair.precision]
     for update, difference in zip(pair.curve.steps, pair.curve.values, strict=True):
-        # A difference that is not a number is explained by nothing.
+        # Rounding never explains a difference that is NaN: `not … <=` catches it.
         if not difference <= bounds.bound(int(update)):
             return False
     return True
 
 
 def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:
-    """Return, for each precision, whether all cuts of a batch train one trajectory."""
+    """Report whether jobs that should train the same trajectory do so.
+
+    There is one finding per precision, or a single one if there are no pairs of jobs.
+    """
     pairs = trajectory_pairs(sweep)
     if not pairs:
         why = "it takes two runs"
@@ -228,7 +237,7 @@ def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:
 
 @dataclass(frozen=True)
 class PairDifferences:
-    """How far the training losses of pairs of jobs differ, in one precision."""
+    """The differences between the training losses of job pairs in one precision."""
 
     precision: str
     pairs: list[TrajectoryPair]
@@ -239,18 +248,21 @@ class PairDifferences:
 
     @property
     def first(self) -> float:
-        """Return the largest difference at the first update that a pair logged."""
+        """Return the maximum of `TrajectoryPair.first` over all pairs."""
         return max(pair.first for pair in self.pairs)
 
     @property
     def largest_at(self) -> int:
-        """Return the update with the largest difference."""
+        """Return the update at which the worst pair differs most."""
         curve = self.worst.curve
         return int(curve.steps[curve.values.argmax()])
 
     @property
     def first_update_above(self) -> dict[str, int | None]:
-        """Return the first update with a difference above each of `LEVELS`, if any."""
+        """Return, for each of `LEVELS`, the first update at which a pair exceeds it.
+
+        The update is None if no pair does.
+        """
         updates: dict[str, int | None] = {}
         for level in LEVELS:
             first_steps = []
@@ -263,14 +275,15 @@ class PairDifferences:
 
     @property
     def parted(self) -> list[TrajectoryPair]:
-        """Return the pairs that do not agree to floating point."""
+        """Return the pairs whose differences are not all explained by rounding."""
         return [pair for pair in self.pairs if not _is_rounding(pair)]
 
     @property
     def more_than_rounding(self) -> list[TrajectoryPair]:
-        """Return the parted pairs that rounding does not explain.
+        """Return the parted pairs whose difference must have another cause.
 
-        At the first update training has amplified nothing yet.
+        These already exceed the rounding bound at update 1, before training can have
+        amplified anything. Pairs not logged at update 1 are left out.
         """
         first_by_rounding = rounding.BY_PRECISION[self.precision].first
         return [
@@ -329,6 +342,12 @@ def _agreement(differences: PairDifferences) -> str:
 
 
 def _how_far_they_part(differences: PairDifferences) -> str:
+    """Describe the differences at the start, at each of `LEVELS`, and at most.
+
+    The difference at the start is the maximum over all pairs, each at the first update
+    that both of its jobs logged. The update named with it is the first one of the worst
+    pair, which may differ from that of the pair with the maximum.
+    """
     worst = differences.worst
     begin = "the first update"
     first_step = worst.curve.steps[0]
@@ -355,7 +374,7 @@ def _how_far_they_part(differences: PairDifferences) -> str:
 
 
 def _compared_jobs(pairs: list[TrajectoryPair]) -> str:
-    """Return the subject of a sentence: how many jobs, and what differs among them."""
+    """Return the subject of a sentence: the number of jobs, and keys that differ."""
     bases = {pair.base.name for pair in pairs}
     jobs = count(len(pairs) + len(bases), "job")
     subject = f"{jobs} of equal effective batch, seed and config"

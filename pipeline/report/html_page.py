@@ -1,6 +1,7 @@
-"""A self-contained HTML page with plots of Plotly.
+"""A self-contained HTML page with Plotly plots.
 
-The page includes Plotly. Its template, `report.html`, adds the colors of a theme.
+The page includes the Plotly library. The template `report.html` applies the colors of
+the light or the dark theme.
 """
 
 import html
@@ -11,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Wong 2011, Nature Methods 8:441, with the lightness adjusted to a contrast of 3:1 with
-# the background (WCAG 2.2, 1.4.11). Both themes have the same hues, so a description of
-# a plot fits both.
+# The colors of Wong 2011, Nature Methods 8:441, with the lightness adjusted to a
+# contrast of at least 3:1 with the background (WCAG 2.2, 1.4.11). Both themes have the
+# same hues, so a description of a plot is valid in both.
 LIGHT = (
     "#0072b2",
     "#c44e00",
@@ -34,7 +35,8 @@ DARK = (
     "#7fd3e0",
     "#d0d0d0",
 )
-# Color is not the only distinction: dashes and marks repeat with other periods.
+# Dashes and marks distinguish traces, too. They repeat with other periods than the
+# colors, so traces of the same color differ in dash or mark.
 DASHES = (
     "solid",
     "9px,5px",
@@ -46,9 +48,9 @@ DASHES = (
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 
 
-Trace = dict[str, Any]  # a trace as Plotly has it
+Trace = dict[str, Any]  # a trace in Plotly's format
 
-RESULT = "Trajectory and result"  # a section of plots
+RESULT = "Trajectory and result"  # heading of a section of plots
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,12 @@ class Plot:
     """One plot of a page.
 
     Attributes:
-        key: the ID on the page.
-        section: the heading under which it stands.
-        title: its title.
-        caption: the text below it.
-        data: its traces, as `trace` returns them.
-        layout: its layout, as Plotly has it.
+        key: the ID of the plot on the page.
+        section: the heading of the section that contains the plot.
+        title: the title of the plot.
+        caption: the text that explains the plot.
+        data: the traces, as returned by `trace`.
+        layout: the layout in Plotly's format.
     """
 
     key: str
@@ -76,7 +78,7 @@ class Plot:
 
 
 def plot_key(name: str) -> str:
-    """Return the name with only those characters that an ID on the page may have."""
+    """Return the name with `_` for each character that is not allowed in an ID."""
     return re.sub(r"[^\w.-]", "_", name)
 
 
@@ -88,17 +90,17 @@ def trace(
     mode: str = "lines",
     error: Sequence[float] = (),
 ) -> Trace:
-    """Return a Plotly trace of y over x.
+    """Return a Plotly trace of y against x.
 
     Args:
         name: the name in the legend.
-        x: numbers, or labels.
+        x: numbers, or labels of categories.
         y: numbers.
-        color: the index of the color, which depends on the theme.
+        color: the index into the colors of the theme, and into the dashes and marks.
         mode: Plotly's mode, such as `lines+markers`.
-        error: half the length of each error bar.
+        error: half the length of each error bar; without error bars if all are 0.
     """
-    # Plotly interprets some HTML tags.
+    # Escape the name, since Plotly interprets some HTML tags.
     name = html.escape(name, quote=False)
     point = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"
     drawn: Trace = {
@@ -107,7 +109,7 @@ def trace(
         "x": [_coordinate(value) for value in x],
         "y": [_seven_digits(value) for value in y],
         "name": name,
-        # Plotly shows no legend for a plot's only trace unless it is told to.
+        # By default, Plotly shows no legend for a single trace.
         "showlegend": True,
         "line": {"dash": DASHES[color % len(DASHES)], "width": 2.2},
         "marker": {"symbol": MARKS[color % len(MARKS)], "size": 8},
@@ -131,15 +133,15 @@ def _coordinate(value: Any) -> str | float:
 
 
 def _seven_digits(value: float) -> float:
-    """Round a number to seven digits.
+    """Round a number to seven significant digits, to keep the page small.
 
-    A screen shows fewer; all digits would make the page a third longer.
+    Seven digits are more than a screen can show.
     """
     return float(f"{value:.7g}")
 
 
 def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str, Any]:
-    """Return a Plotly axis; `ticks` replace the default ones."""
+    """Return a Plotly axis, with `ticks` in place of the default ticks if given."""
     kind = "log" if log else "linear"
     drawn: dict[str, Any] = {"title": {"text": html.escape(title)}, "type": kind}
     if ticks:
@@ -153,9 +155,10 @@ def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str
 def render(
     title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any
 ) -> str:
-    """Render the template `report.html`, which escapes all text.
+    """Render the template `report.html`, which escapes all strings.
 
-    The first lines of the template list the variables in `sweep`.
+    The comment at the start of the template lists the variables, including those in
+    `sweep`.
     """
     from jinja2 import Environment, FileSystemLoader
     from plotly.offline import get_plotlyjs
@@ -177,7 +180,10 @@ def render(
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with non-finite numbers as text, since JSON has none."""
+    """Return `value` with non-finite numbers as strings, since JSON has no such ones.
+
+    Containers are converted recursively; tuples become lists.
+    """
     if isinstance(value, dict):
         return {str(key): finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from pipeline.config import former_names
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
 
-# What a loss may be drawn over, and the label of that axis.
+# The horizontal axes over which a metric can be plotted, with their labels.
 AXES = {
     "updates": "updates",
     "examples": "examples seen",
@@ -30,7 +30,8 @@ EXAMPLES_SEEN = "train/examples_seen"
 NO_RUN = "NO RUN"  # status of a planned job without a run
 SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
 
-# SQL stores hold the largest double, about 1.797e308, in place of infinity.
+# Larger magnitudes are read as infinite: an SQL store saves infinity as the largest
+# double, about 1.797e308.
 _STORED_INFINITY = 1.7e308
 
 
@@ -44,14 +45,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class JobResult:
-    """The latest run of a job; a job without a run has only a name."""
+    """The latest run of a job, or only the name of a job that has no run."""
 
     name: str  # unique in its sweep, such as `factor=8 batch=256 seed=1`
     run_id: str | None = None
-    status: str = NO_RUN  # or MLflow's status of the run
+    status: str = NO_RUN  # or the status of the run in MLflow
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)  # by metric
+    curves: dict[str, Curve] = field(default_factory=dict)  # by name of the metric
     started: int | None = None  # milliseconds since the epoch
     ended: int | None = None
     factor: int | None = None
@@ -64,19 +65,20 @@ class JobResult:
 
     @property
     def seed(self) -> str | None:
-        """Return the seed in the name, or else the recorded one."""
+        """Return the seed in the job's name, or else the recorded one, if any."""
         return dict(self.settings).get("seed") or self.params.get("seed")
 
     @property
     def group(self) -> str:
-        """Return the name without the seed; jobs of one group are repetitions."""
+        """Return the name without the seed. Jobs of a group differ only in the seed."""
         return self.without({"seed"}) or "all jobs"
 
     @property
     def family(self) -> str:
         """Return the name without seed and batch sizes.
 
-        The jobs of one family show the effect of factor and batch.
+        The jobs of a family differ only in seed and batch sizes, so they show the
+        effect of the accumulation factor and of the batch.
         """
         return self.without({"seed", *SIZES})
 
@@ -84,18 +86,21 @@ class JobResult:
     def recipe(self) -> str:
         """Return the name without seed, batch sizes and learning rate.
 
-        Each batch may have its own best rate.
+        The jobs of a recipe may differ in the learning rate, since the best rate may
+        depend on the batch.
         """
         keys = {"seed", *SIZES}
-        # In names `rate` is the learning rate, a number, or `scaling.rate`, a word.
+        # In a name, `rate` is either the learning rate (a number), which is left out,
+        # or `scaling.rate` (a word), which is kept.
         if isinstance(self.setting("rate"), float):
             keys.add("rate")
         return self.without(keys)
 
     @cached_property
     def settings(self) -> list[tuple[str, str]]:
-        """Return the keys and values in the name, such as `rate` and `0.1`."""
-        # Jobs with equal values end in a number: they are repetitions too.
+        """Return the pairs of key and value in the name, such as `rate` and `0.1`."""
+        # Drop the ending `#2` that distinguishes jobs with equal settings, so that they
+        # count as repetitions.
         name = re.sub(r" #\d+$", "", self.name)
         settings = []
         for word in re.split(r" (?=[^\s=]+=)", name):
@@ -120,7 +125,7 @@ class JobResult:
             return text
 
     def without(self, keys: set[str]) -> str:
-        """Return the name without the settings of `keys`."""
+        """Return the name without the settings whose keys are in `keys`."""
         words = []
         for key, value in self.settings:
             if key in keys:
@@ -135,20 +140,22 @@ class JobResult:
     def seconds(self) -> Curve | None:
         """Return the cumulative time spent in updates.
 
-        It has no evaluation, checkpoints, start-up and tracing of the first update.
+        The time excludes evaluation, checkpoints and start-up. The first update, which
+        includes tracing, counts with the median time of the later ones. Return None if
+        no update times were logged.
         """
         curve = self.curves.get(UPDATE_SECONDS)
         if curve is None:
             return None
         is_first = curve.steps == 1
         update_seconds = np.where(is_first, self.typical(UPDATE_SECONDS), curve.values)
-        # If only some updates were logged, each row stands for all updates since the
-        # previous row.
+        # If only some updates were logged, the time of each logged one also counts for
+        # the updates since the previous logged one.
         updates = np.diff(curve.steps, prepend=0)
         return Curve(curve.steps, np.cumsum(update_seconds * updates))
 
     def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
-        """Convert `steps` to an axis of `AXES`; NaN beyond what the run logged."""
+        """Convert `steps` to an axis of `AXES`; NaN after the last logged step."""
         if axis == "updates":
             return steps.astype(float)
         if axis == "seconds":
@@ -164,29 +171,29 @@ class JobResult:
 
     @property
     def horizon(self) -> float:
-        """Return the examples that the run has seen at its end; NaN if not logged."""
+        """Return the number of examples seen at the end, or NaN if not logged."""
         return self.last(EXAMPLES_SEEN)
 
     @property
     def peak_rate(self) -> float:
-        """Return the largest learning rate that the run used; NaN without any."""
+        """Return the largest logged learning rate, or NaN if none was logged."""
         curve = self.curves.get(LEARNING_RATE)
         if curve is None:
             return math.nan
         return float(curve.values.max())
 
     def last(self, metric: str) -> float:
-        """Return the last value of the metric; NaN without it."""
+        """Return the last value of the metric, or NaN if it was not logged."""
         curve = self.curves.get(metric)
         if curve is None:
             return math.nan
         return float(curve.values[-1])
 
     def typical(self, metric: str) -> float:
-        """Return the median over all rows; NaN without the metric.
+        """Return the median of the metric, or NaN if it was not logged.
 
-        The first update's row does not count unless it is the only one, since it
-        includes tracing.
+        The first update is left out unless it is the only one, since it includes
+        tracing.
         """
         curve = self.curves.get(metric)
         if curve is None:
@@ -197,15 +204,15 @@ class JobResult:
         return float(np.median(curve.values))
 
 
-Measure = Callable[[JobResult], float]  # It returns NaN for a job without the value.
+Measure = Callable[[JobResult], float]  # returns NaN for a job without the value
 
 
 def grouped(
     jobs: Sequence[JobResult], key: Callable[[JobResult], Any]
 ) -> dict[Any, list[JobResult]]:
-    """Group the jobs by what `key` returns, in the order in which it first occurs.
+    """Group the jobs by the result of `key`, in order of first occurrence.
 
-    Jobs for which it returns None are left out.
+    Jobs for which `key` returns None are left out.
     """
     jobs_by_value: dict[Any, list[JobResult]] = {}
     for job in jobs:
@@ -241,19 +248,20 @@ def finished_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
 
 
 def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
-    """Return the finished jobs, or else the running ones, or else all.
+    """Return the finished jobs, or else the running ones, or else all jobs.
 
-    A job that ended early would distort the mean.
+    A mean over jobs that ended at different times would be distorted.
     """
     running = [job for job in jobs if job.status == "RUNNING"]
     return finished_jobs(jobs) or running or list(jobs)
 
 
 def pooled(jobs: Sequence[JobResult], measure: Measure) -> Spread | None:
-    """Return the spread of a value over the seeds of one group.
+    """Return the spread of a value over the seeds of one group, or None without values.
 
-    For several groups it is the mean of their means. That one has no deviation, since
-    groups do not differ by chance, and counts the fewest seeds of a group.
+    For several groups, return the mean of the group means. Its deviation is None, since
+    groups do not differ by chance, and its count is that of the group with the fewest
+    values.
     """
     spreads = []
     for group_jobs in by_group(jobs).values():
@@ -273,9 +281,9 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
     """Return the result of the job `name`.
 
     Args:
-        client: MLflow's client of the sweep's store.
-        name: the job's name, unique in its sweep.
-        run: the latest run of the job in MLflow; None if it has not begun.
+        client: an MLflow client for the sweep's store.
+        name: the name of the job, unique in its sweep.
+        run: the latest run of the job in MLflow, or None if the job has no run.
     """
     if run is None:
         return JobResult(name)
@@ -306,7 +314,7 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
 
 
 def _size(params: dict[str, str], key: str) -> int | None:
-    """Return a size as derived, or as configured if the run ended before that."""
+    """Return a size as derived, or as configured if no derived size was recorded."""
     for group in ("derived", "accumulation"):
         text = params.get(f"{group}.{key}", "")
         if text.isdigit():
@@ -315,7 +323,7 @@ def _size(params: dict[str, str], key: str) -> int | None:
 
 
 def _curve(points: Sequence[Any]) -> Curve:
-    """Return the curve of a metric's history in MLflow: the latest value of a step."""
+    """Build a curve from a history in MLflow, with the latest value at each step."""
     value_by_step = {}
     for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
         value_by_step[point.step] = point.value

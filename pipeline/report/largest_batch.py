@@ -1,4 +1,4 @@
-"""What each effective batch costs in examples, and the largest batch that pays."""
+"""The cost of each effective batch in examples, and the largest batch that pays."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,26 +16,27 @@ from pipeline.report.seed_differences import (
 )
 from pipeline.report.statistics import CHANCE, Spread, Tradeoff, joined, number
 
-# A batch pays up to this ratio to the fewest examples of any batch. It is the cost of
-# the critical batch size in McCandlish et al. 2018.
+# A batch pays if it needs at most this many times the minimum number of examples over
+# all batches. The critical batch size of McCandlish et al. 2018 has this cost.
 PAYS = 2.0
 
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What the effective batches of a family need to reach the target.
+    """The cost of reaching the target for each effective batch of a family.
 
     Attributes:
-        family: the name that the jobs share.
+        family: the part of the name that the jobs share.
         jobs: the jobs of the family.
-        batches: the batches that were tried, ascending.
-        examples: the examples until the target, by batch, ascending; a batch that did
-            not reach it with all seeds is left out.
+        batches: the batches that were tried, in ascending order.
+        examples: the number of examples to the target, by batch in ascending order. A
+            batch is left out if one of its judged jobs did not reach the target or has
+            only an upper bound.
         by_seed: the same costs, by batch and seed.
-        bounds: the most examples that a batch may have needed which was at the target
-            at its first evaluation, by batch.
-        horizons: the examples that the jobs of a batch saw, by batch.
-        fit: the trade-off of examples against updates; None if there is none.
+        bounds: for each batch with a job that met the target at its first evaluation,
+            the upper bound on the number of examples to the target.
+        horizons: the minimum number of examples seen by the jobs of a batch, by batch.
+        fit: the trade-off between examples and updates, or None if there is none.
     """
 
     family: str
@@ -49,33 +50,33 @@ class BatchCosts:
 
     @property
     def prefix(self) -> str:
-        """Return how a sentence about the family begins."""
+        """Return the beginning of a sentence about the family, which may be empty."""
         if not self.family:
             return ""
         return f"{self.family}: "
 
     @property
     def updates(self) -> dict[int, float]:
-        """Return the updates until the target, by batch."""
+        """Return the number of updates to the target, by batch."""
         return {batch: cost.mean / batch for batch, cost in self.examples.items()}
 
     @property
     def cheapest(self) -> int:
-        """Return the batch that reached the target with the fewest examples."""
+        """Return the batch that needed the fewest examples to reach the target."""
         return min(self.examples, key=lambda batch: self.examples[batch].mean)
 
     @property
     def ratios(self) -> dict[int, float]:
-        """Return the examples until the target over the fewest, by batch."""
+        """Return the ratio of examples to the target to the minimum, by batch."""
         fewest = self.examples[self.cheapest].mean
         return {batch: cost.mean / fewest for batch, cost in self.examples.items()}
 
     def tried(self, batch: float) -> bool:
-        """Return whether a batch is between those that reached the target."""
+        """Return whether `batch` is in the range of batches that reached the target."""
         return min(self.examples) <= batch <= max(self.examples)
 
     def saves_updates(self, batch: int) -> bool:
-        """Return whether `batch` needs fewer updates than any smaller batch."""
+        """Return whether `batch` needs fewer updates than every smaller batch."""
         for other, updates in self.updates.items():
             if other < batch and self.updates[batch] >= updates:
                 return False
@@ -83,7 +84,7 @@ class BatchCosts:
 
 
 def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> BatchCosts:
-    """Return what each effective batch of a family costs."""
+    """Return the cost of reaching the target for each effective batch of a family."""
     jobs_by_batch = grouped(jobs, lambda job: job.effective_batch_size)
     batches = sorted(jobs_by_batch)
     examples = {}
@@ -113,13 +114,14 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
 
 
 def finding(costs: BatchCosts) -> SweepFinding:
-    """Return the largest batch that pays by McCandlish et al. 2018, section 2.
+    """Report the largest batch that pays, following McCandlish et al. 2018, section 2.
 
-    At the critical batch size a target takes twice the examples that the smallest
-    batches need (arXiv:1812.06162). So here it is the largest batch that reaches the
-    target with at most `PAYS` times the fewest examples of any batch, and with fewer
-    updates than any smaller batch. The sweep's minimum is never below the true one, so
-    this errs towards large batches.
+    At the critical batch size, reaching a target takes twice as many examples as with
+    the smallest batches (arXiv:1812.06162). So the largest batch that pays is the
+    largest one that needs at most `PAYS` times the minimum number of examples of any
+    batch, and fewer updates than every smaller batch (unless it is the batch with the
+    minimum). The minimum in a sweep is never below the true minimum, so the result
+    tends to be too large.
     """
     if costs.bounds:
         return SweepFinding("largest_batch", _nothing_said_for_bounds(costs))
@@ -171,19 +173,21 @@ def _nothing_said_for_bounds(costs: BatchCosts) -> str:
 def interval_of_largest(costs: BatchCosts) -> tuple[int, int]:
     """Return the 95% interval for the largest batch that pays, from the seeds.
 
-    A batch B pays if, for every other batch b, the ratio of its examples to those of b
-    is at most a limit: `PAYS`, and B / b if b is smaller, as B then needs as few
-    updates. Each ratio has the interval of a paired difference of logarithms.
+    A batch B pays if, for every other batch b, the ratio of the examples of B to those
+    of b is at most a limit. The limit is `PAYS`, or B / b if that is less and b < B:
+    then B needs no more updates than b. The interval of each ratio is that of the
+    difference between logarithms, see `seed_differences.difference`.
 
-    - The upper end is the largest batch of which no ratio is surely above its limit.
-      The others have shares of the chance of error (Bonferroni; Dunn 1961).
-    - The lower end is the last of the batches, in ascending order, whose ratios are all
-      surely below their limits; the first other one ends the row. This is a
-      fixed-sequence test of intersection–union tests (Maurer et al. 1995; Berger
-      1982), so each ratio has the whole chance of error of this end.
+    - The upper end is the largest batch that has no ratio significantly above its
+      limit. The chance of error is divided among the ratios (Bonferroni; Dunn 1961).
+    - For the lower end, batches are tested in ascending order up to the first with a
+      ratio that is not significantly below its limit; the batch before it is the lower
+      end. This is a fixed-sequence test of intersection–union tests (Maurer et al.
+      1995; Berger 1982), so the chance of error is not divided.
 
-    A batch that did not reach the target counts as one that may pay, unless it saw more
-    than `PAYS` times the fewest examples. With one seed the interval has all batches.
+    A batch that did not reach the target may pay, unless its jobs saw more than `PAYS`
+    times the minimum number of examples. With one seed no ratio is significant, so the
+    interval begins at the smallest batch and ends at the largest that may pay.
     """
     lowest = costs.batches[0]
     for batch in costs.batches:
@@ -192,13 +196,16 @@ def interval_of_largest(costs: BatchCosts) -> tuple[int, int]:
         lowest = batch
     highest = max(batch for batch in costs.batches if _may_pay(costs, batch))
 
-    # The measured batch is always in its interval.
+    # Widen the interval, if necessary, to include the measured batch.
     largest = _largest_that_pays(costs)
     return min(lowest, largest), max(highest, largest)
 
 
 def _surely_pays(costs: BatchCosts, batch: int) -> bool:
-    """Return whether all ratios of the batch are below their limits beyond chance."""
+    """Return whether all ratios of the batch are significantly below their limits.
+
+    Return False for a batch that did not reach the target.
+    """
     if batch not in costs.examples:
         return False
     for excess in _excesses(costs, batch):
@@ -208,7 +215,10 @@ def _surely_pays(costs: BatchCosts, batch: int) -> bool:
 
 
 def _may_pay(costs: BatchCosts, batch: int) -> bool:
-    """Return whether no ratio of the batch is above its limit beyond chance."""
+    """Return whether no ratio of the batch is significantly above its limit.
+
+    For a batch that did not reach the target, see `interval_of_largest`.
+    """
     if batch not in costs.examples:
         fewest = costs.examples[costs.cheapest].mean
         return not costs.horizons[batch] > PAYS * fewest
@@ -218,7 +228,7 @@ def _may_pay(costs: BatchCosts, batch: int) -> bool:
 
 
 def _excesses(costs: BatchCosts, batch: int) -> list[Difference]:
-    """Return how far each ratio of the batch is above its limit, in logarithms."""
+    """Return the logarithm of each ratio of the batch minus that of its limit."""
     excesses = []
     for other in costs.examples:
         if other == batch:
@@ -232,7 +242,7 @@ def _excesses(costs: BatchCosts, batch: int) -> list[Difference]:
 
 
 def _log_ratio(costs: BatchCosts, batch: int, other: int) -> Difference:
-    """Return the logarithm of the ratio of the examples of two batches."""
+    """Return the log of the ratio of the examples of `batch` to those of `other`."""
     logs = []
     for values in (costs.by_seed[other], costs.by_seed[batch]):
         logs.append({seed: math.log(value) for seed, value in values.items()})

@@ -1,4 +1,4 @@
-"""What to do next after a sweep, as it follows from the other findings."""
+"""Recommended next steps after a sweep, derived from the other findings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ _CHANCE = ", though not by more than chance may do"
 
 
 def findings(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
-    """Yield what to run, to take and to try, from all earlier findings."""
+    """Yield the recommendations that follow from the sweep and all earlier findings."""
     yield from _run_missing_jobs(sweep)
     yield from _take(sweep, earlier)
     yield from _try_larger_batches(earlier)
@@ -24,7 +24,7 @@ def findings(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepF
 
 
 def _figures(findings: list[SweepFinding], topic: str) -> list[dict[str, Any]]:
-    """Return the figures of the findings that have a result on the topic."""
+    """Return the figures of all findings on the topic that have a result."""
     return [
         finding.figures
         for finding in findings
@@ -33,7 +33,7 @@ def _figures(findings: list[SweepFinding], topic: str) -> list[dict[str, Any]]:
 
 
 def _first_figures(findings: list[SweepFinding], topic: str) -> dict[str, Any]:
-    """Return the first figures on a topic; empty without a result."""
+    """Return the first figures on a topic, or an empty dict if there is no result."""
     all_figures = _figures(findings, topic)
     if not all_figures:
         return {}
@@ -57,7 +57,11 @@ def _run_missing_jobs(sweep: SweepResult) -> Iterable[SweepFinding]:
 
 
 def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
-    """Yield which settings to take: those of a search, or else the fastest ones."""
+    """Yield the recommended settings, if any.
+
+    These are the best of a search, or else the first to reach the target, or else those
+    of the only decided verdict.
+    """
     if sweep.best:
         text = f"Take {sweep.best}: the lowest loss of the search."
         text += _better_final(sweep, earlier, sweep.best)
@@ -69,7 +73,8 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
         yield _take_fastest(sweep, earlier, times)
         return
 
-    # Nothing is known of who was first, but the verdict may tell what to take.
+    # It is unknown which group reached the target first, so follow the verdict if just
+    # one recommends a setting.
     taken = []
     for verdict in _figures(earlier, "verdict"):
         if verdict["take"]:
@@ -83,10 +88,10 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
 def _take_fastest(
     sweep: SweepResult, earlier: list[SweepFinding], times: dict[str, Any]
 ) -> SweepFinding:
-    """Return what to take on this machine.
+    """Return the recommended group for this machine.
 
-    It is the group that reached the target first, unless the verdict on accumulating
-    contradicts it.
+    It is the group that reached the target first, unless the verdict for the same
+    recipe and micro-batch recommends another group.
     """
     fastest = times["best"]
     fastest_job = sweep.groups[fastest][0]
@@ -121,7 +126,7 @@ def _take_fastest(
 def _better_final(
     sweep: SweepResult, earlier: list[SweepFinding], recommended: str
 ) -> str:
-    """Return that another group ends better, or an empty text."""
+    """Return a sentence if another group has a better final result, or else ''."""
     final = _first_figures(earlier, "final")
     best = final.get("best")
     if best is None or recommended in (best, *final["same"]):
@@ -171,7 +176,7 @@ def _repeat_with_seeds(sweep: SweepResult) -> Iterable[SweepFinding]:
 
 
 def _run_in_float64(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
-    """Yield advice if rounding alone parted trajectories in a lower precision."""
+    """Yield advice if only rounding set trajectories apart in a lower precision."""
     for figures in _figures(earlier, "trajectories"):
         if figures["by_rounding"] and figures["precision"] != "float64":
             text = (

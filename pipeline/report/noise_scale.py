@@ -20,12 +20,12 @@ UNMEASURED = (
 
 
 def beside_measured(scale: float, low: float, high: float) -> str:
-    """Return how the noise scale compares with a critical batch that was measured.
+    """Return a sentence that compares the noise scale with a measured critical batch.
 
     Args:
         scale: the noise scale.
-        low: the lower end of what was measured.
-        high: its upper end.
+        low: the lower end of the interval for the critical batch.
+        high: the upper end of the interval.
     """
     if scale < low:
         return (
@@ -41,11 +41,12 @@ def beside_measured(scale: float, low: float, high: float) -> str:
 
 
 def noise_scale(job: JobResult, sweep: SweepResult) -> float:
-    """Return the median of the run's noise scale up to the target, in examples.
+    """Return the median of a run's noise scale up to the target, in examples.
 
-    It grows while the loss falls (McCandlish et al. 2018), so later values do not
-    count. Values that are not positive do not count either. The result is NaN without
-    such a value and for a failed run.
+    The noise scale grows while the loss falls (McCandlish et al. 2018), so values after
+    the target are left out. If the target was not reached, all values are used. Values
+    that are not finite and positive are left out. The result is NaN if no values remain
+    or the run failed or was killed.
     """
     curve = job.curves.get(NOISE)
     if curve is None or job.status in ("FAILED", "KILLED"):
@@ -54,7 +55,7 @@ def noise_scale(job: JobResult, sweep: SweepResult) -> float:
     values = curve.values
     updates_to_target = sweep.cost(job, "updates")
     if not math.isnan(updates_to_target):
-        # The target is reached between two updates, so the next one counts too.
+        # Include the next update, since the target is reached between two updates.
         values = values[curve.steps <= updates_to_target + 1]
     values = values[np.isfinite(values) & (values > 0)]
     if not values.size:
@@ -63,10 +64,10 @@ def noise_scale(job: JobResult, sweep: SweepResult) -> float:
 
 
 def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
-    """Return the critical batch that the noise scale predicts for a family.
+    """Report the critical batch that the noise scale predicts for a family.
 
-    At the noise scale B_noise, a batch B needs 1 + B / B_noise times the examples of a
-    tiny batch (McCandlish et al. 2018, arXiv:1812.06162, section 2).
+    With the noise scale B_noise, a batch B needs 1 + B / B_noise times as many examples
+    as a tiny batch (McCandlish et al. 2018, arXiv:1812.06162, section 2).
     """
     scale = statistics.spread([noise_scale(job, sweep) for job in costs.jobs])
     if scale is None:
@@ -120,9 +121,9 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
 
 
 def _beside_fit(scale: float, critical: float) -> str:
-    """Return how the noise scale compares with the critical batch of a fit.
+    """Return a sentence that compares the noise scale with a fitted critical batch.
 
-    The fit has no interval; within 10% both count as equal.
+    The fit has no interval, so values within a factor of 1.1 count as equal.
     """
     return beside_measured(scale, critical / 1.1, critical * 1.1)
 

@@ -1,4 +1,4 @@
-"""The verdict in the sweep's parent run: in its description and among its metrics."""
+"""Writes the verdict of a sweep to the parent run, as description and as metrics."""
 
 import math
 import re
@@ -16,14 +16,15 @@ NOTE = "mlflow.note.content"  # the description, in Markdown
 _LINK = "[Compare the runs of this sweep]"
 _HEADLINE = re.compile(rf"^\*\*[^*]*\*\* (?={re.escape(_LINK)})")
 _QUOTE = "> "
-_LONGEST_VERDICT = 2000  # characters in the description
+_LONGEST_VERDICT = 2000  # maximum characters in the description
 
 
 def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) -> None:
-    """Write the verdicts of a sweep into its parent run.
+    """Write the verdicts of a sweep into the description and metrics of its parent run.
 
-    A sweep that is still running gets none, as its verdicts are not final: each one
-    with more seeds is one more look at the data, see `seed_differences.chance_of_look`.
+    Nothing is written while the sweep is running. A verdict that is written counts as a
+    look at the data, which lowers the chance of error allowed to verdicts with more
+    seeds, see `seed_differences.chance_of_look`.
     """
     verdicts = []
     for finding in findings:
@@ -40,10 +41,11 @@ def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) ->
 
 
 def with_verdicts(note: str, verdicts: Sequence[SweepFinding]) -> str:
-    """Return the description with these verdicts in place of earlier ones.
+    """Return the description with earlier verdicts replaced by these.
 
-    The headlines stand before the link to the comparison, since MLflow's UI folds all
-    but three lines. The sentences follow as a quotation.
+    The headlines are put before the link to the comparison, since MLflow's UI collapses
+    a description to three lines. The full sentences follow as a quotation. If the
+    description does not begin with the link, only the quotation is put first.
     """
     lines = []
     for line in _HEADLINE.sub("", note).split("\n"):
@@ -70,9 +72,10 @@ def with_verdicts(note: str, verdicts: Sequence[SweepFinding]) -> str:
 def metrics(verdicts: Sequence[SweepFinding]) -> dict[str, float]:
     """Return the verdicts as metrics of the parent run, by name.
 
-    Each budget has the difference of the losses and the ends of its interval. `factor`
-    is the one to take, if that is decided. The names of several verdicts have the
-    recipe and the micro-batch.
+    For each budget there are the difference between the losses and the ends of its
+    interval. `factor` is the recommended factor, if a budget is decided. If there are
+    several verdicts, the names also include the recipe and the micro-batch. Values that
+    are not finite are left out.
     """
     values: dict[str, float] = {}
     for verdict in verdicts:

@@ -1,7 +1,7 @@
-"""Which group of jobs is the best: by its final result, and by the time to a target.
+"""Ranks the groups of jobs by final result and by time to the target.
 
-The groups are ranked by their means over seeds. Whether chance explains the lead of
-the best one is judged by the interval of its difference to the second, over seeds.
+Groups are ranked by their means over seeds. The interval of the difference between the
+best group and the second one shows whether chance explains the lead.
 """
 
 import math
@@ -27,12 +27,12 @@ from pipeline.report.statistics import (
 
 @dataclass(frozen=True)
 class Ranked:
-    """A group in a ranking, with those that have the same results.
+    """A group in a ranking, merged with the groups that have the same results.
 
     Attributes:
-        name: the group.
-        values: its value of each seed.
-        same: the groups that have the same value with each seed.
+        name: the name of the group.
+        values: the value of the group for each seed.
+        same: the names of the groups that have the same value for each seed.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The groups of a sweep in the order of a value, the best group first."""
+    """The groups of a sweep ordered by a value, with the best group first."""
 
     groups: list[Ranked]
 
@@ -63,9 +63,9 @@ class Ranking:
     def by_mean(
         cls, values_by_group: dict[str, Values], lower_is_better: bool
     ) -> "Ranking":
-        """Rank the groups, of which there is at least one, by their means.
+        """Rank one or more groups by their means.
 
-        Groups with the same results are one.
+        Neighbors in the ranking with the same results are merged.
         """
         sign = 1 if lower_is_better else -1
         groups = [Ranked(name, values) for name, values in values_by_group.items()]
@@ -90,12 +90,15 @@ class Ranking:
 
     @property
     def lead(self) -> Difference:
-        """Return how far the second group is from the best."""
+        """Return the difference of the second group from the best group."""
         return difference(self.best.values, self.second.values)
 
     @property
     def not_told_apart(self) -> list[str]:
-        """Return the groups that chance may set behind the best, with two seeds."""
+        """Return the groups whose distance from the best group chance may explain.
+
+        Groups that can be compared with the best at only one seed are left out.
+        """
         names = []
         for group in self.groups[1:]:
             lead = difference(self.best.values, group.values)
@@ -120,7 +123,7 @@ class Ranking:
 
         figures["worst"] = self.groups[-1].name
         figures["difference"] = None
-        # None if chance is not known, as with one seed.
+        # None if the error of the lead is unknown, as with one seed.
         figures["told_apart"] = None
         figures["not_told_apart"] = self.not_told_apart
         lead = self.lead
@@ -130,10 +133,10 @@ class Ranking:
         return figures
 
     def sentences(self, scale: Scale, leads: str, trails: str) -> str:
-        """Describe the best group, the worst, and whether chance explains the lead.
+        """Describe the best and the worst group, and whether chance explains the lead.
 
         Args:
-            scale: the units of the value.
+            scale: the units in which values are written.
             leads: the words between the best group and its value.
             trails: the words between the worst group and its value.
         """
@@ -182,12 +185,12 @@ class Ranking:
 
 
 def _same_results(first: Values, second: Values) -> bool:
-    """Return whether two groups have the same seeds, and each the same value."""
+    """Return whether two groups have the same seeds and the same value for each."""
     return set(first) == set(second) and difference(first, second).equal
 
 
 def final_result(sweep: SweepResult) -> SweepFinding:
-    """Return which group ends best, and whether chance explains its lead."""
+    """Report which group has the best final result, and whether chance explains it."""
     metric = sweep.quality
     values_by_group = sweep.end_values
     if metric is None or not values_by_group:
@@ -230,7 +233,10 @@ def _all_equal(ranking: Ranking) -> bool:
 def _unequal_horizons(
     sweep: SweepResult, groups: list[str], figures: dict[str, Any]
 ) -> str:
-    """Return a caveat if the groups end after unequal numbers of examples."""
+    """Return a caveat if the groups end after unequal numbers of examples.
+
+    In that case, add these numbers to `figures`. Otherwise return an empty string.
+    """
     horizons = {}
     for group in groups:
         seen = sweep.horizon(group)
@@ -250,10 +256,10 @@ def _unequal_horizons(
 
 
 def time_to_target(sweep: SweepResult) -> SweepFinding:
-    """Return which group reaches the target first, and whether chance explains it.
+    """Report which group reaches the target first, and whether chance explains it.
 
-    A group of which a job had reached it at its first evaluation is not ranked: when it
-    did is not known.
+    A group is not ranked if one of its jobs met the target at its first evaluation,
+    since its time is then only an upper bound.
     """
     target = sweep.target
     if target is None:
@@ -300,7 +306,7 @@ def time_to_target(sweep: SweepResult) -> SweepFinding:
 
 
 def _bounds_sentence(bounds: dict[str, float]) -> str:
-    """Return which groups were at the target before it could be seen when."""
+    """Return a sentence on groups that met the target at the first evaluation."""
     if not bounds:
         return ""
     names = []
@@ -316,7 +322,7 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
 
 
 def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
-    """Return which target was chosen and why, without a period."""
+    """Return the sentence on the target and its choice, without the final period."""
     reach = "reached by half of the jobs, as others did not get near"
     if target.all_reach:
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"

@@ -1,6 +1,6 @@
-"""How far the best learning rate moves when the batch doubles.
+"""Measures the drift: how far the best learning rate moves when the batch doubles.
 
-It is measured for each scaling rule of a sweep over both rate and batch.
+There is one drift per recipe, such as a scaling rule, of a sweep over rate and batch.
 """
 
 import math
@@ -18,12 +18,12 @@ from pipeline.report.statistics import Array, count, joined
 
 @dataclass(frozen=True)
 class BatchLosses:
-    """The final losses of one batch, all finite.
+    """The final losses at one effective batch, all of which are finite.
 
     Attributes:
         batch: the effective batch, in examples.
-        log_rates: log2 of each rate, ascending.
-        seeds: the losses of the seeds, for each rate.
+        log_rates: log2 of each learning rate, in ascending order.
+        seeds: for each rate, the losses of all seeds.
     """
 
     batch: int
@@ -37,12 +37,12 @@ class BatchLosses:
 
     @property
     def lowest(self) -> int:
-        """Return the position of the rate with the lowest mean."""
+        """Return the index of the rate with the lowest mean loss."""
         return int(np.argmin(self.means))
 
     @property
     def edge(self) -> str | None:
-        """Return the edge of the tried rates that has the lowest mean, if any."""
+        """Return which end of the range of rates has the lowest mean, or None."""
         if self.lowest == 0:
             return "smallest"
         if self.lowest == len(self.log_rates) - 1:
@@ -51,21 +51,23 @@ class BatchLosses:
 
     @property
     def near_lowest(self) -> list[Array]:
-        """Return the losses at the rates near the lowest mean."""
+        """Return the losses at up to three rates around the lowest mean."""
         first = max(self.lowest - 1, 0)
         return self.seeds[first : first + 3]
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How far the best rate of a recipe moves when the batch doubles.
+    """How far the best learning rate of a recipe moves when the batch doubles.
 
     Attributes:
         recipe: the settings that the jobs share, such as the scaling rule.
-        batches: the losses by batch, in ascending order.
-        best: log2 of the best rate of each batch: as measured, then as drawn.
-        slopes: the drift, in octaves per doubling of the batch: as measured, then as
-            drawn; None if a best rate is at an edge of the tried ones.
+        batches: the losses at each batch, in ascending order of batches.
+        best: for each batch, log2 of the best rate: the measured value, followed by the
+            bootstrap samples.
+        slopes: the drift in octaves per doubling of the batch: the measured value,
+            followed by the bootstrap samples. None if the lowest loss of a batch is at
+            its smallest or largest rate.
     """
 
     recipe: str
@@ -75,26 +77,26 @@ class Drift:
 
     @property
     def edges(self) -> dict[int, str]:
-        """Return the batches whose best rate is at an edge, with the edge."""
+        """Return `smallest` or `largest` by batch, if that rate has the lowest loss."""
         return {losses.batch: losses.edge for losses in self.batches if losses.edge}
 
     @property
     def value(self) -> float | None:
-        """Return the drift as measured."""
+        """Return the measured drift, or None if there is none."""
         if self.slopes is None:
             return None
         return float(self.slopes[0])
 
     @property
     def interval(self) -> list[float] | None:
-        """Return the 95% interval of the drift; None with one seed."""
+        """Return the 95% interval of the drift, or None without bootstrap samples."""
         if self.slopes is None or len(self.slopes) == 1:
             return None
         return _interval(self.slopes)
 
     @property
     def rates(self) -> dict[int, float]:
-        """Return the best rate by batch."""
+        """Return the measured best rate by batch."""
         rates = {}
         for losses, log_rates in zip(self.batches, self.best, strict=True):
             rates[losses.batch] = 2 ** log_rates[0]
@@ -102,7 +104,7 @@ class Drift:
 
     @property
     def stays(self) -> bool:
-        """Return whether the interval includes a drift of 0."""
+        """Return whether there is an interval that includes a drift of 0."""
         if self.interval is None:
             return False
         low, high = self.interval
@@ -120,19 +122,19 @@ class Drift:
 
 
 def drifts(sweep: SweepResult) -> list[Drift]:
-    """Return the drift of each recipe with three rates at two batches or more."""
+    """Return the drift of each recipe with at least two batches of three rates."""
     return [
         _drift(recipe, batches) for recipe, batches in _losses_by_recipe(sweep).items()
     ]
 
 
 def loss_by_rate_key(index: int) -> str:
-    """Return the key of the plot of the drift with this index in `drifts`."""
+    """Return the key of the plot for the drift at this index in `drifts`."""
     return f"loss_by_rate_{index}"
 
 
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
-    """Yield the drift for each recipe, then which recipe has the least."""
+    """Yield the drift for each recipe, then the comparison of several drifts."""
     judged = []
     for index, drift in enumerate(drifts(sweep)):
         text = _sentence(drift)
@@ -145,7 +147,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 
 
 def loss_metric(sweep: SweepResult) -> str:
-    """Return the loss by which a rate is judged."""
+    """Return the loss metric by which a rate is judged."""
     if VALIDATION_LOSS in sweep.metrics:
         return VALIDATION_LOSS
     return LOSS
@@ -154,8 +156,9 @@ def loss_metric(sweep: SweepResult) -> str:
 def _losses_by_recipe(sweep: SweepResult) -> dict[str, list[BatchLosses]]:
     """Return the final losses by recipe.
 
-    A recipe needs two batches, and each of these three rates. A rate at which a seed
-    diverged, or failed, is left out: it is no best one.
+    A batch with fewer than three rates is left out, and so is a recipe with fewer than
+    two batches. A rate at which a job diverged or did not finish is left out, since it
+    must not count as the best.
     """
     metric = loss_metric(sweep)
     tried = []
@@ -190,10 +193,10 @@ def _final_loss(sweep: SweepResult, job: JobResult, metric: str) -> float:
 
 
 def _drift(recipe: str, batches: list[BatchLosses]) -> Drift:
-    """Return the slope of log2 of the best rate over log2 of the batch.
+    """Compute the drift: the slope of log2 of the best rate against log2 of the batch.
 
-    It is the slope of the least-squares line through the batches; no slope if a best
-    rate is at an edge.
+    The slope is that of the least-squares line. There is none if the lowest loss of a
+    batch is at its smallest or largest rate.
     """
     best = _best_rates(batches)
     if any(losses.edge for losses in batches):
@@ -205,12 +208,13 @@ def _drift(recipe: str, batches: list[BatchLosses]) -> Drift:
 
 
 def _best_rates(batches: list[BatchLosses], draws: int = 4000) -> list[Array]:
-    """Return log2 of the best rate of each batch: as measured, then as drawn.
+    """Return, for each batch, log2 of the best rate: as measured, then bootstrapped.
 
-    A parametric bootstrap draws the mean losses with a fixed seed. It draws from the
-    deviations of seeds from their mean, scaled by √(n / (n − 1)) for n seeds. These are
-    pooled, as a rate has few seeds, but only near the lowest losses: far from these a
-    loss varies more. With one seed nothing is drawn.
+    The bootstrap draws mean losses, with a fixed random seed. It adds noise to each
+    measured mean: the deviations of seeds from their mean, scaled by √(n / (n − 1)) for
+    n seeds. Deviations are pooled over rates and batches, since each rate has few
+    seeds, but only near the lowest losses, since losses vary more elsewhere. If each
+    of these rates has a single seed, there are no bootstrap samples.
     """
     pool = []
     for batch_losses in batches:
@@ -239,15 +243,15 @@ def vertex(rates: Array, losses: Array) -> Array:
 
     With the distances l and r to the left and the right neighbor, and the losses
     f₋, f₀, f₊, the vertex is at x₀ + (r² (f₋ − f₀) − l² (f₊ − f₀)) / (2 (r (f₋ − f₀) +
-    l (f₊ − f₀))): successive parabolic interpolation (Brent 1973, chapter 5). If the
-    lowest loss is at an end, it is that end.
+    l (f₊ − f₀))), as in successive parabolic interpolation (Brent 1973, chapter 5). If
+    the lowest loss is at the first or the last rate, return that rate.
 
     Args:
-        rates: the places of the losses, ascending, of shape (rates,).
-        losses: of shape (rows, rates).
+        rates: the rates, or their logarithms, in ascending order, of shape (rates,).
+        losses: the losses at these rates, of shape (rows, rates).
 
     Returns:
-        The place for each row, of shape (rows,).
+        The vertex of each row, in units of `rates`, of shape (rows,).
     """
     lowest = losses.argmin(axis=1)
     center = np.clip(lowest, 1, len(rates) - 2)
@@ -258,7 +262,7 @@ def vertex(rates: Array, losses: Array) -> Array:
 
     left = rates[center] - rates[center - 1]
     right = rates[center + 1] - rates[center]
-    # Neither is negative at an inner minimum.
+    # At an inner minimum, neither `rise` nor `fall` is negative.
     rise = left * (loss_after - loss_at)
     fall = right * (loss_before - loss_at)
     curvature = np.where(rise + fall > 0, rise + fall, 1)
@@ -291,7 +295,7 @@ def _sentence(drift: Drift) -> str:
 
 
 def _rate_texts(drift: Drift) -> list[str]:
-    """Return the best rate of each batch, with its interval if there is one."""
+    """Return the best rate of each batch as text, with its interval if known."""
     texts = []
     for (batch, rate), log_rates in zip(drift.rates.items(), drift.best, strict=True):
         text = f"{rate:.2g} at {batch}"
@@ -311,12 +315,12 @@ def _fewest_seeds(batches: list[BatchLosses]) -> int:
 
 
 def _interval(measured_and_drawn: Array) -> list[float]:
-    """Return the 95% interval of the drawn values, which follow the measured one."""
+    """Return the 95% interval of the samples, which follow the measured value."""
     return list(np.quantile(measured_and_drawn[1:], (0.025, 0.975)).tolist())
 
 
 def _least_drift(judged: Sequence[Drift]) -> SweepFinding:
-    """Return which recipe keeps the best rate where it is; each has an interval."""
+    """Report which recipe has the smallest drift; all drifts must have intervals."""
     order = sorted(judged, key=lambda drift: abs(drift.value or 0))
     names = []
     texts = []

@@ -1,7 +1,8 @@
 """Differences between groups of jobs, and their confidence intervals over seeds.
 
-Runs of one seed begin with the same weights and read the examples in the same order. So
-two groups are compared seed by seed: what a seed does to both of them cancels.
+Runs with the same seed begin with the same weights and read the examples in the same
+order. So two groups are compared seed by seed: the effect of a seed that is common to
+both groups cancels.
 """
 
 import math
@@ -19,26 +20,27 @@ from pipeline.report.statistics import (
     welch,
 )
 
-Values = Mapping[str, float]  # a value of each seed
+Values = Mapping[str, float]  # a value for each seed
 
-# So many seeds show how far seeds vary.
+# The minimum number of seeds from which the variation over seeds is judged.
 FEWEST_SEEDS = 3
-# The share of `CHANCE` that the first verdict on a sweep may use. Each later one, with
-# more seeds, may use a fifth of the one before: 4%, 0.8%, 0.16%, … add up to 5%.
+# The share of `CHANCE` that is allowed to the first verdict on a sweep. Each later
+# verdict, with more seeds, is allowed a fifth of the chance of the previous one: 4%,
+# 0.8%, 0.16%, … add up to 5%.
 FIRST_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the mean of a group is from that of another one, over seeds.
+    """The difference between the means of two groups over seeds.
 
     Attributes:
-        value: the difference of the means.
-        error: its standard error; None if it is not known.
-        freedom: the degrees of freedom of the error.
-        seeds: the number of seeds.
-        paired: whether the groups have these seeds in common.
-        equal: whether each seed has the same value in both groups, within `EQUAL`.
+        value: the difference between the means: the second minus the first.
+        error: the standard error of `value`, or None if it is unknown.
+        freedom: the degrees of freedom of `error`.
+        seeds: the number of seeds, or that of the smaller group if not paired.
+        paired: whether the groups are compared at seeds that both have.
+        equal: whether both groups have the same value at each seed, within `EQUAL`.
     """
 
     value: float
@@ -49,9 +51,9 @@ class Difference:
     equal: bool = False
 
     def half_width(self, tail: float = CHANCE / 2) -> float:
-        """Return half the width of the interval with the probability `tail` on a side.
+        """Return half the width of the interval with probability `tail` on each side.
 
-        It is infinite if chance is not known, and 0 between equal groups.
+        The result is 0 if the groups are equal, or infinite if the error is unknown.
         """
         if self.equal:
             return 0.0
@@ -60,7 +62,7 @@ class Difference:
         return student_quantile(self.freedom, 1 - tail) * self.error
 
     def with_seeds(self, seeds: int) -> "Difference":
-        """Return the difference with more seeds of the same mean and deviation."""
+        """Predict the difference for `seeds` seeds with the same mean and deviation."""
         if self.error is None:
             return replace(self, seeds=seeds)
         error = self.error * math.sqrt(self.seeds / seeds)
@@ -69,14 +71,15 @@ class Difference:
 
     @property
     def told_apart(self) -> bool:
-        """Return whether chance does not explain the difference."""
+        """Return whether 0 is outside the 95% interval of the difference."""
         return abs(self.value) > self.half_width() and not self.equal
 
 
 def values_by_seed(jobs: Sequence[JobResult], measure: Measure) -> dict[str, float]:
-    """Return a value of each seed; jobs of the same seed count as their mean.
+    """Return the value for each seed, averaged over jobs with the same seed.
 
-    A job without a finite value is left out.
+    Jobs without a finite value are left out. A job without a seed counts as a seed of
+    its own.
     """
     values: dict[str, list[float]] = {}
     for number, job in enumerate(jobs):
@@ -88,17 +91,17 @@ def values_by_seed(jobs: Sequence[JobResult], measure: Measure) -> dict[str, flo
 
 
 def difference(first: Values, second: Values) -> Difference:
-    """Return how far the mean of `second` is from that of `first`.
+    """Return the difference of the mean of `second` from the mean of `first`.
 
-    If both have two seeds or more in common, only these count, and the interval is that
-    of Student's paired test (Student 1908): with the standard deviation s of n
-    differences, t · s / √n with n − 1 degrees of freedom. It holds whatever the
-    variances of the two groups are. Otherwise it is Welch's interval, see
-    `statistics.welch`.
+    If the groups have two or more seeds in common, only these seeds are used, as in
+    Student's paired test (Student 1908): the half-width of the interval is t · s / √n,
+    with the standard deviation s of the n differences and n − 1 degrees of freedom.
+    This holds for any variances of the two groups. Otherwise the error is that of
+    Welch's test, see `statistics.welch`, unless both groups have the same single seed.
 
-    The error is None with one seed, and if no seed differs from another one: equal
-    results of few seeds, as of an accuracy over 180 examples, do not show that chance
-    has no effect. The same holds for two equal differences.
+    The error is None with one seed in a group. It is also None if no results vary over
+    the seeds, since equal results (as of an accuracy over 180 examples) do not show
+    that chance has no effect; or if just two differences are equal.
     """
     common = sorted(set(first) & set(second))
     paired = len(common) > 1 or len(first) == len(second) == len(common)
@@ -130,34 +133,35 @@ def difference(first: Values, second: Values) -> Difference:
 
 
 def _only_the_seeds_vary(values: Values, seeds: Sequence[str], scale: float) -> bool:
-    """Return whether three seeds or more vary, given that no difference does."""
+    """Return whether the values of at least `FEWEST_SEEDS` seeds vary."""
     if len(seeds) < FEWEST_SEEDS:
         return False
     return float(np.std([values[seed] for seed in seeds])) > EQUAL * scale
 
 
 def chance_of_look(earlier: int) -> float:
-    """Return the chance of error of a verdict, after `earlier` ones with fewer seeds.
+    """Return the allowed chance of error of a verdict after `earlier` verdicts.
 
-    Who adds seeds until the verdict is clear looks several times, and may err at each.
-    All looks together err in at most `CHANCE` of the cases, as their chances add up to
-    no more (Bonferroni's inequality): an alpha-spending function (Lan and DeMets 1983)
-    of the number of looks.
+    A user who adds seeds until the verdict is clear looks at the data several times,
+    and each look may err. The chances of all looks add up to at most `CHANCE`, so the
+    chance that any look errs is at most `CHANCE` (Bonferroni's inequality). This is an
+    alpha-spending function (Lan and DeMets 1983) of the number of looks.
     """
     return CHANCE * FIRST_SHARE * (1 - FIRST_SHARE) ** earlier
 
 
 @dataclass(frozen=True)
 class BestAgainstBest:
-    """The best of some groups against the best of others, where lower is better.
+    """The best of the other groups compared with the best base group; lower is better.
 
     Attributes:
-        base: the position of the best base group, by its mean.
-        other: the position of the best other group, by its mean.
-        value: the difference of these two means: the other minus the base.
-        lower: the lower end of the interval for the difference of the best ones.
-        upper: its upper end.
-        best: the difference of `other` from `base`, by itself.
+        base: the index of the base group with the lowest mean.
+        other: the index of the other group with the lowest mean.
+        value: the difference between these two means: the other minus the base.
+        lower: the lower end of the interval for the difference, which allows for the
+            choice of the best groups.
+        upper: the upper end of this interval.
+        best: the difference between the two chosen groups, without such an allowance.
     """
 
     base: int
@@ -173,22 +177,24 @@ def best_against_best(
 ) -> BestAgainstBest:
     """Compare the best of `others` with the best of `bases`, where lower is better.
 
-    The interval is for min μ(others) − min μ(bases) = min over j of max over b of δ_jb,
-    with the difference δ_jb of the other group j from the base b. It holds although the
-    best groups are chosen by the same values:
+    The interval covers min μ(others) − min μ(bases) = min over j of max over b of δ_jb,
+    where δ_jb is the difference of the other group j from the base group b. It is valid
+    although the best groups are chosen by the same values that are compared:
 
-    - It is below an upper end U if some j is below every b by U. So U is the lowest,
-      over j, of the largest upper end over b. Each j gets its share of the chance of
-      error (Bonferroni; Dunn 1961). The bases need no share, as all of them have to
-      agree (an intersection–union test; Berger 1982, Technometrics 24).
-    - The lower end is the same with the roles exchanged.
+    - The upper end is the minimum over j of the maximum over b of the upper ends of
+      δ_jb. The chance of error is divided among all j (Bonferroni; Dunn 1961). It is
+      not divided among the bases, since the bound has to hold for every b (an
+      intersection–union test; Berger 1982, Technometrics 24).
+    - The lower end is computed in the same way with the roles exchanged.
+
+    If necessary, the interval is widened to include the measured difference.
 
     Args:
-        bases: the values of each base group by seed.
-        others: the values of each other group by seed.
-        chance: the chance of error, for both ends together.
-        seeds: with so many seeds of the same means and deviations; 0 for those that
-            there are.
+        bases: for each base group, its values by seed.
+        others: for each other group, its values by seed.
+        chance: the chance of error of both ends together.
+        seeds: if not 0, predict the result for this number of seeds, assuming the same
+            means and deviations.
     """
     differences = []
     for other in others:

@@ -1,4 +1,4 @@
-"""Plots of means over seeds, by the value of a swept key."""
+"""Plots of means over seeds against the values of a swept key."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,12 +24,12 @@ from pipeline.report.rate_drift import Drift
 from pipeline.report.statistics import Spread
 
 BARS = "Bars: ± one sample standard deviation over seeds"
-_LAST_COLOR = 7  # It is gray.
+_LAST_COLOR = 7  # gray
 
 
 @dataclass(frozen=True)
 class _Quantity:
-    """A value of a job that is drawn by a swept key.
+    """A value per job that is plotted against a swept key.
 
     Attributes:
         measure: returns the value of a job.
@@ -38,8 +38,8 @@ class _Quantity:
         title: the title of the plot, without the swept key.
         caption: the caption of the plot.
         unit: the title of the vertical axis.
-        finished_only: whether only finished jobs count, as with a result.
-        from_zero: whether the vertical axis begins at 0.
+        finished_only: whether only finished jobs are plotted.
+        from_zero: whether the vertical axis includes 0.
     """
 
     measure: Measure
@@ -53,7 +53,7 @@ class _Quantity:
 
 
 def final_plots(sweep: SweepResult) -> list[Plot]:
-    """Plot the last value of the metric that ranks the jobs, by each swept key."""
+    """Plot the final value of the ranking metric `quality` against each swept key."""
     metric = sweep.quality
     if metric is None:
         return []
@@ -72,7 +72,7 @@ def final_plots(sweep: SweepResult) -> list[Plot]:
 
 
 def target_plots(sweep: SweepResult) -> list[Plot]:
-    """Plot the time, the examples and the updates until the target."""
+    """Plot the time to the target and, if the batch varies, examples and updates."""
     target = sweep.target
     if target is None:
         return []
@@ -81,7 +81,8 @@ def target_plots(sweep: SweepResult) -> list[Plot]:
         f"{BARS}."
     )
     swept_key_by_axis = {"seconds": sweep.axes[0]}
-    # At one batch all jobs need the same examples, as far as the trajectories agree.
+    # Jobs with equal batches need about the same number of examples, so examples and
+    # updates are plotted only if the batch varies.
     if "batch" in sweep.axes:
         swept_key_by_axis["examples"] = "batch"
         swept_key_by_axis["updates"] = "batch"
@@ -107,7 +108,7 @@ def _target_plot(sweep: SweepResult, along: str, swept_key: str, caption: str) -
 
 
 def cost_plots(sweep: SweepResult) -> list[Plot]:
-    """Plot the time per update, the speed and the memory by the first swept key."""
+    """Plot time per update, speed and memory against the first swept key."""
     median = (
         "Median over the updates after the first, which is traced while it runs. Bars: "
         "over seeds."
@@ -150,7 +151,7 @@ def cost_plots(sweep: SweepResult) -> list[Plot]:
 
 
 def loss_by_rate_plots(sweep: SweepResult) -> list[Plot]:
-    """Plot the final loss by rate, a plot for each recipe with a drift."""
+    """Plot the final loss against the learning rate, for each recipe with a drift."""
     plots = []
     for index, drift in enumerate(rate_drift.drifts(sweep)):
         plots.append(
@@ -160,7 +161,7 @@ def loss_by_rate_plots(sweep: SweepResult) -> list[Plot]:
 
 
 def _loss_by_rate_plot(sweep: SweepResult, drift: Drift, key: str) -> Plot:
-    """Plot the final loss by rate, a curve for each batch, and the best rates."""
+    """Plot loss against learning rate, one curve per batch, and the best rates."""
     loss = rate_drift.loss_metric(sweep)
     jobs = [job for job in sweep.jobs if job.recipe == drift.recipe]
     jobs.sort(key=lambda job: job.effective_batch_size or 0)
@@ -187,7 +188,7 @@ def _loss_by_rate_plot(sweep: SweepResult, drift: Drift, key: str) -> Plot:
 
 
 def noise_by_batch_plot(sweep: SweepResult) -> Plot:
-    """Plot the noise scale by batch, with the diagonal on which both are equal."""
+    """Plot the noise scale against the batch, with the diagonal of equal values."""
     quantity = _Quantity(
         measure=lambda job: noise_scale(job, sweep),
         key="noise_by_batch",
@@ -217,9 +218,9 @@ def noise_by_batch_plot(sweep: SweepResult) -> Plot:
 
 
 def _plot_by(sweep: SweepResult, key: str, quantity: _Quantity) -> Plot:
-    """Plot a quantity by one of `sweep.axes`, as means over seeds with error bars.
+    """Plot a quantity against one of `sweep.axes`: means over seeds with error bars.
 
-    Each combination of the other swept keys has a trace.
+    There is one trace for each combination of the other swept keys.
     """
     values = list(by_setting(sweep.jobs, key))
     numeric = _are_numbers(values)
@@ -256,11 +257,11 @@ def _plot_by(sweep: SweepResult, key: str, quantity: _Quantity) -> Plot:
 
 
 def _jobs_by_other_settings(sweep: SweepResult, key: str) -> dict[str, list[JobResult]]:
-    """Group the jobs by their name without the seed and the swept key."""
+    """Group the jobs by their names without the seed and the swept key `key`."""
     if key == "group":
         return {"": sweep.jobs}
     left_out = {"seed", key}
-    # Sizes follow from each other.
+    # Leave out all sizes if one is plotted, since they determine each other.
     if key in SIZES:
         left_out |= SIZES
     return grouped(sweep.jobs, lambda job: job.without(left_out))
@@ -273,9 +274,10 @@ def _are_numbers(values: list[Any]) -> bool:
 def _spreads_by_value(
     jobs: list[JobResult], key: str, values: list[Any], measure: Measure
 ) -> dict[Any, Spread]:
-    """Return the spread of the jobs with each value of a swept key, in plot order.
+    """Return the spread over jobs for each value of a swept key, in plot order.
 
-    Numbers are sorted; texts keep the order of the sweep.
+    Numbers are sorted, while strings keep the order of the sweep. Values without a
+    finite measure are left out.
     """
     order = sorted(values) if _are_numbers(values) else values
     jobs_by_value = by_setting(jobs, key)
@@ -288,7 +290,7 @@ def _spreads_by_value(
 
 
 def _number_axis(key: str, values: list[float], traces: list[Trace]) -> dict[str, Any]:
-    """Return the horizontal axis for numbers, with a tick at each value."""
+    """Return the horizontal axis of a numeric key, with a tick at each point."""
     labels = {"factor": "accumulation factor", "batch": "effective batch size"}
     ticks: set[float] = set()
     for drawn in traces:

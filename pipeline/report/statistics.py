@@ -1,7 +1,7 @@
-"""The statistics of a report, and how a report writes numbers.
+"""Statistics for a report, and the formatting of its numbers.
 
-Differences and their intervals, spreads over seeds, crossings and fits. A confidence
-interval is always a 95% interval.
+The statistics are differences and their intervals, spreads over seeds, crossings and
+fits. The default confidence level of an interval is 95%.
 """
 
 import math
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# Results whose relative difference is below this count as equal: it is about ten
-# times the machine epsilon of float32.
+# Results whose relative difference is at most this count as equal. The value is about
+# ten times the machine epsilon of float32.
 EQUAL = 1e-6
-# The chance that a confidence interval misses the true value.
+# The probability that a confidence interval misses the true value.
 CHANCE = 0.05
 
 
@@ -25,12 +25,12 @@ CHANCE = 0.05
 class Unit:
     """A unit in which a number is written."""
 
-    least: float  # The unit is for absolute values from here on.
-    divisor: float
+    least: float  # the smallest absolute value that is written in this unit
+    divisor: float  # the size of the unit
     name: str
 
 
-Scale = tuple[Unit, ...]  # The largest unit stands first; the last one is for all.
+Scale = tuple[Unit, ...]  # from the largest unit to the smallest, whose `least` is 0
 
 PLAIN: Scale = (Unit(0, 1.0, ""),)
 SECONDS: Scale = (
@@ -44,9 +44,12 @@ SIZE: Scale = (Unit(1000 * 2**20, 2.0**30, " GiB"), Unit(0, 2.0**20, " MiB"))
 
 
 def number(value: float, scale: Scale = PLAIN) -> str:
-    """Return `value` with four significant digits and its unit.
+    """Return `value` as text in the unit of `scale` that fits its size.
 
-    An integer of up to six digits is not rounded.
+    Integers below a million are exact. Other values from 1,000 up to a million are
+    rounded to integers, and all remaining ones to four significant digits. These limits
+    are for absolute values after the conversion to the unit. A value that is not finite
+    has no unit.
     """
     if not math.isfinite(value):
         return str(value)
@@ -69,14 +72,14 @@ def _unit(value: float, scale: Scale) -> Unit:
 
 
 def count(n: int, noun: str) -> str:
-    """Return `n` and the noun, in the plural unless `n` is 1."""
+    """Return `n` followed by the noun, which is plural unless `n` is 1."""
     if n == 1:
         return f"{n} {noun}"
     return f"{n} {noun}s"
 
 
 def joined(names: list[str], most: int = 6) -> str:
-    """Return the first `most` names with commas, and how many more there are."""
+    """Join the first `most` names with commas, and add how many names remain."""
     text = ", ".join(names[:most])
     if len(names) > most:
         text += f" and {len(names) - most} more"
@@ -85,16 +88,19 @@ def joined(names: list[str], most: int = 6) -> str:
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean over seeds, and how far the seeds vary."""
+    """The mean and the standard deviation of a value over seeds."""
 
     mean: float
     deviation: float | None  # sample standard deviation (n − 1); None for one value
-    count: int  # number of seeds
+    count: int  # number of values, such as one per seed
 
     def text(self, scale: Scale = PLAIN) -> str:
-        """Return `mean ± deviation`, with two digits of the deviation.
+        """Return `mean ± deviation`, both in the unit of the mean.
 
-        Return just the mean if the deviation is unknown.
+        Both have as many decimals as two significant digits of the deviation need. If
+        the deviation in this unit is 0, below 1e-7, or 100 or more, or if the magnitude
+        of the mean is a million or more, `number` formats both instead. Return the mean
+        alone if the deviation is None or not finite.
         """
         if self.deviation is None or not math.isfinite(self.deviation):
             return number(self.mean, scale)
@@ -111,7 +117,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the mean and the deviation of the finite values; None without any."""
+    """Return the spread of the finite values, or None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
@@ -120,8 +126,11 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def student_quantile(freedom: float, probability: float) -> float:
-    """Return the quantile of Student's t distribution with `freedom` degrees."""
-    # scipy.stats has it too, but takes seconds to import.
+    """Return the quantile of Student's t distribution at a cumulative `probability`.
+
+    `freedom` is the number of degrees of freedom.
+    """
+    # Do not use scipy.stats here, which takes seconds to import.
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, probability))
@@ -129,12 +138,12 @@ def student_quantile(freedom: float, probability: float) -> float:
 
 @dataclass(frozen=True)
 class Welch:
-    """The difference of two means whose variances need not be equal.
+    """The difference between the means of two groups, whose variances may differ.
 
     Attributes:
         value: `second.mean − first.mean`.
-        error: its standard error.
-        freedom: the degrees of freedom of the error.
+        error: the standard error of `value`.
+        freedom: the degrees of freedom of `error`.
     """
 
     value: float
@@ -143,20 +152,20 @@ class Welch:
 
     @property
     def half_width(self) -> float:
-        """Return half the width of the interval."""
+        """Return half the width of the 95% interval of the difference."""
         return student_quantile(self.freedom, 1 - CHANCE / 2) * self.error
 
 
 def welch(first: Spread, second: Spread) -> Welch | None:
-    """Return `second.mean − first.mean` with Welch's interval, in the values' unit.
+    """Return `second.mean − first.mean` with its standard error, as in Welch's test.
 
-    The variances of the two need not be equal (Welch 1947, Biometrika 34). With the
-    squared standard errors `a` = s₁² / n₁ and `b` = s₂² / n₂, the half-width is
-    t · √(a + b), where t is Student's quantile with
+    The variances of the two groups may differ (Welch 1947, Biometrika 34). With the
+    squared standard errors `a` = s₁² / n₁ and `b` = s₂² / n₂ of the two means, the
+    standard error of the difference is √(a + b), and it has
     (a + b)² / (a² / (n₁ − 1) + b² / (n₂ − 1)) degrees of freedom.
 
-    The result is None if either has a single value or neither varies, since the
-    variance is then unknown.
+    Return None if the deviation of a group is unknown, as with a single value, or if
+    both deviations are 0.
     """
     if first.deviation is None or second.deviation is None:
         return None
@@ -169,9 +178,10 @@ def welch(first: Spread, second: Spread) -> Welch | None:
 
 
 def relative_difference(first: Array, second: Array) -> Array:
-    """Return |a − b| / max(|a|, |b|) of the elements a of `first` and b of `second`.
+    """Return |a − b| / max(|a|, |b|) for the elements a of `first` and b of `second`.
 
-    It is 0 if both are equal or NaN, and infinite if only one is finite.
+    The result is 0 where a and b are equal or both NaN. Elsewhere it is infinite if a
+    or b is not finite.
     """
     with np.errstate(all="ignore"):
         larger = np.maximum(np.abs(first), np.abs(second))
@@ -183,9 +193,11 @@ def relative_difference(first: Array, second: Array) -> Array:
 
 
 def reached(x: Array, y: Array, target: float) -> float:
-    """Return the x at which `y` is first at or below `target`; NaN if it never is.
+    """Return the x at which `y` first reaches `target` from above.
 
-    It is interpolated linearly between two points.
+    The result is interpolated linearly between the first point at or below `target` and
+    the point before. It is the x of that first point if the point before is missing or
+    not finite, and NaN if no `y` is at or below `target`.
     """
     below = y <= target
     if not below.any():
@@ -201,12 +213,13 @@ def reached(x: Array, y: Array, target: float) -> float:
 def trailing_mean(examples: Array, values: Array, window: float) -> Array:
     """Return the mean of `values` over the last `window` examples.
 
-    At the start, where fewer examples were seen, it is the mean over all of them.
+    Where fewer than `window` examples have been seen, the mean is over all of them.
 
     Args:
-        examples: the number of examples seen after each value, ascending.
-        values: each is a mean over the examples since the previous one; a part of
-            these counts with the same mean.
+        examples: the number of examples seen at each value, in ascending order.
+        values: each value is the mean over the examples since the previous value. If
+            the window begins between two values, the later one is weighted by the
+            number of its examples inside the window.
         window: a number of examples.
     """
     sums = np.cumsum(np.diff(examples, prepend=0.0) * values)
@@ -220,29 +233,34 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The trade-off of examples against updates, fitted by `tradeoff`."""
+    """The trade-off between examples and updates, as fitted by `tradeoff`."""
 
     fewest_examples: float  # E_min
     fewest_updates: float  # S_min
 
     @property
     def critical_batch(self) -> float:
-        """Return E_min / S_min, where examples and updates are twice the fewest."""
+        """Return the critical batch E_min / S_min.
+
+        It needs twice `fewest_examples`, in twice `fewest_updates`.
+        """
         return self.fewest_examples / self.fewest_updates
 
 
 def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | None:
-    """Fit (S / S_min − 1)(E / E_min − 1) = 1 of McCandlish et al. 2018, section 2.
+    """Fit the trade-off (S / S_min − 1)(E / E_min − 1) = 1 of examples E and updates S.
 
-    See arXiv:1812.06162. With E = B · S it is the line E = E_min + S_min · B, fitted
-    by least squares of the relative residuals.
+    See McCandlish et al. 2018, arXiv:1812.06162, section 2. With E = B · S this is the
+    line E = E_min + S_min · B, which is fitted by least squares of the relative
+    residuals.
 
     Args:
         batches: the effective batches B.
-        examples: the examples E until the target, for each batch.
+        examples: the number of examples E to the target, for each batch.
 
     Returns:
-        None with fewer than three batches, or if there is no trade-off.
+        The fit, or None with fewer than three different batches or if a fitted minimum
+        is not positive.
     """
     if len(set(batches)) < 3:
         return None

@@ -1,7 +1,7 @@
-"""The tables of a report: which rows and columns they have, in which order.
+"""The tables of a report: their rows, columns and order.
 
-The page has the table, a row for each group, and the best result by value. `jobs.csv`
-has the same columns with a row for each job.
+The page has a table with one row per group, and a table of the best result for each
+swept value. `jobs.csv` has the columns of the former and one row per job.
 """
 
 import csv
@@ -38,24 +38,24 @@ from pipeline.report.statistics import (
 )
 
 _NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
-# A spreadsheet takes a cell that begins with one of these for a formula.
+# A spreadsheet evaluates a cell that begins with one of these characters as a formula.
 _FORMULA_STARTS = tuple("=+-@＝＋－＠")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: a value of a job."""
+    """A column of the table, which shows one value per job."""
 
     name: str
     measure: Measure
-    scale: Scale = PLAIN  # its units on the page; jobs.csv has base units
-    # Whether the value of a job is an upper bound.
+    scale: Scale = PLAIN  # units on the page; jobs.csv has base units
+    # Returns whether the value of a job is only an upper bound.
     is_bound: Callable[[JobResult], bool] = lambda job: False
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page; the first cell of a row is its heading."""
+    """A table on the page. The first cell of each row is the heading of the row."""
 
     heading: str
     head: list[str]
@@ -63,7 +63,7 @@ class Table:
 
 
 def columns(sweep: SweepResult) -> list[Column]:
-    """Return all columns in their order; a sweep may have no values for some."""
+    """Return all columns in display order, including those without any value."""
     metrics = []
     for metric in sweep.metrics:
         metrics.append(Column(metric, partial(sweep.final, metric=metric)))
@@ -87,9 +87,9 @@ def columns(sweep: SweepResult) -> list[Column]:
 def _target_column(
     sweep: SweepResult, name: str, axis: str, scale: Scale = PLAIN
 ) -> Column:
-    """Return the column of what a job needed to reach the target.
+    """Return the column with the cost of reaching the target along `axis`.
 
-    It is an upper bound for a job that was there at its first evaluation.
+    The cost is an upper bound for a job that met the target at its first evaluation.
     """
 
     def is_bound(job: JobResult) -> bool:
@@ -99,23 +99,23 @@ def _target_column(
 
 
 def _updates(job: JobResult) -> float:
-    """Return the last update that the job logged."""
+    """Return the number of the last logged update, or NaN without metrics."""
     last_steps = [int(curve.steps[-1]) for curve in job.curves.values()]
     return max(last_steps, default=math.nan)
 
 
 def sorted_groups(sweep: SweepResult) -> list[tuple[str, list[JobResult]]]:
-    """Return the table's rows in their order: each group with its jobs.
+    """Return each group with its jobs, in the order of the table's rows.
 
-    A group stands where its first job stands in the plan of the sweep.
+    Groups are ordered by their first job in the plan of the sweep.
     """
     return list(sweep.groups.items())
 
 
 def groups_table(sweep: SweepResult) -> Table:
-    """Return the table with a row for each group: means over its seeds.
+    """Return the table with one row per group, which shows means over seeds.
 
-    A column without any value is left out.
+    Columns without a finite value are left out.
     """
     shown = []
     for column in columns(sweep):
@@ -141,9 +141,9 @@ def _mean_cell(jobs: list[JobResult], column: Column) -> str:
 
 
 def _unbroken(spread: Spread, scale: Scale) -> str:
-    """Return the text of a cell, which breaks only before its deviation.
+    """Return the text of a cell, which can wrap only before its deviation.
 
-    Without one, or if it is 0 as with sizes, the cell has just the mean.
+    If the deviation is unknown or 0 (as for sizes), the text is just the mean.
     """
     if spread.deviation:
         text = spread.text(scale)
@@ -160,9 +160,9 @@ def _status_cell(jobs: list[JobResult]) -> str:
 
 
 def best_by_value(sweep: SweepResult) -> Table:
-    """Return the table with a row for each value of each swept key.
+    """Return the table with one row for each value of each swept key.
 
-    A row has the best final result with that value, and the settings of that result.
+    A row shows the best final result with that value, and the group that reached it.
     """
     rows = []
     for key in sweep.axes:
@@ -179,7 +179,7 @@ def best_by_value(sweep: SweepResult) -> Table:
 
 
 def _best_group(sweep: SweepResult, jobs: list[JobResult]) -> str | None:
-    """Return the group of the jobs that ends best; None if none has finished."""
+    """Return the group with the best final result, or None without final results."""
     sign = 1 if sweep.lower_is_better(sweep.quality or LOSS) else -1
     ends = []
     for group in by_group(jobs):
@@ -192,7 +192,7 @@ def _best_group(sweep: SweepResult, jobs: list[JobResult]) -> str | None:
 
 
 def write_csv(path: Path, sweep: SweepResult) -> None:
-    """Write a row for each job, in base units: seconds, bytes and examples."""
+    """Write one row per job, in base units: seconds, bytes and examples."""
     all_columns = columns(sweep)
     head = ["job", "status", "run", "seed", *_names(all_columns)]
     head += ["target at first evaluation", "failure"]
@@ -209,7 +209,7 @@ def _csv_row(job: JobResult, all_columns: list[Column]) -> list[float | str]:
         cells.append(_text_cell(text))
     for column in all_columns:
         cells.append(_value_cell(column.measure(job)))
-    # The costs of such a job are upper bounds.
+    # Mark a job whose costs to the target are only upper bounds.
     is_bound = any(column.is_bound(job) for column in all_columns)
     bound_cell = "yes" if is_bound else ""
     cells.append(bound_cell)
@@ -229,9 +229,10 @@ def _value_cell(value: float) -> float | str:
 
 
 def _text_cell(text: str) -> str:
-    """Return the text without control characters.
+    """Return the text with `?` for each control character.
 
-    It is quoted if a spreadsheet would evaluate it as a formula.
+    An apostrophe is put before a text that begins with white space, or that a
+    spreadsheet would evaluate as a formula.
     """
     is_formula = text.lstrip().startswith(_FORMULA_STARTS)
     if is_formula or text[:1].isspace():

@@ -1,7 +1,8 @@
-"""Does accumulating pay? The loss with factors over 1 against that with factor 1.
+"""Reports whether accumulating pays: factors above 1 compared with factor 1.
 
-Both have micro-batches of one size, so both need the same memory. They are compared at
-an equal budget: the examples, and the time, that the shortest of the jobs has.
+Jobs are compared only with jobs of the same micro-batch size, so that they need the
+same memory. Their losses are compared at equal budgets of time and of examples, each
+of which is the smallest amount at which one of the jobs ends.
 """
 
 import math
@@ -28,8 +29,9 @@ from pipeline.report.job_results import (
 from pipeline.report.statistics import count, joined, number
 from pipeline.tracking.foreign_store import again_command
 
-# The states of a verdict. Of the states at the budgets, the one that stands first here
-# is the verdict; it `depends` if one budget pays and the other does not.
+# The states of a verdict with their headlines. If the states at the two budgets differ,
+# the verdict is the one listed first here, or `depends` if one is `pays` and the other
+# is `not`.
 _HEADLINES = {
     "depends": "Accumulate by {factor} only if {scarce} is what you lack",
     "pays": "Accumulate by {factor}",
@@ -42,7 +44,8 @@ _HEADLINES = {
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield a verdict for each recipe and micro-batch, if the sweep is over factors.
 
-    A recipe is what the jobs share apart from sizes and rate, such as a scaling rule.
+    A recipe is the settings that jobs share apart from seed, batch sizes and learning
+    rate, such as a scaling rule.
     """
     if len(_factors(sweep.jobs) - {None}) < 2:
         return
@@ -54,7 +57,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         yield SweepFinding("verdict", text)
         return
 
-    # A setting with a seed that diverged, or failed, is none to recommend.
+    # Leave out groups with a job that did not finish: they cannot be recommended.
     left_out = []
     for group, jobs in sweep.groups.items():
         if len(finished_jobs(jobs)) < len(jobs):
@@ -81,7 +84,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 def _jobs_of_equal_memory(
     sweep: SweepResult, left_out: list[str]
 ) -> Iterable[list[JobResult]]:
-    """Yield the jobs of each recipe and micro-batch that has factor 1 and another."""
+    """Yield the jobs per recipe and micro-batch, if they have factor 1 and another."""
     jobs = [
         job for job in sweep.jobs if job.group not in left_out and job.micro_batch_size
     ]
@@ -98,7 +101,7 @@ def _factors(jobs: list[JobResult]) -> set[int | None]:
 def _verdict(
     sweep: SweepResult, jobs: list[JobResult], remark: str
 ) -> SweepFinding | None:
-    """Return the verdict on jobs of one recipe and micro-batch; None without losses."""
+    """Return the verdict on jobs of one recipe and micro-batch; None without a loss."""
     metric = sweep.judged_loss
     if metric is None:
         return None
@@ -165,11 +168,12 @@ def _verdict(
 
 
 def command_for_seeds(sweep: SweepResult, more: int) -> str:
-    """Return the command that adds seeds to a sweep; empty if its seeds are unknown.
+    """Return the command that adds `more` seeds to a sweep.
 
-    Jobs that have finished are not run again. The command names the seeds that there
-    are, too, if the names of the jobs have the seed: with a single seed, new names
-    would not have it.
+    The command does not repeat finished jobs. If the names of all jobs include the
+    seed, it also lists the existing seeds. Otherwise it adds at least two seeds, since
+    the names of the new jobs would not include a single seed. The result is empty if
+    the seed of a job is unknown.
     """
     seeds = {job.seed or "" for job in sweep.jobs}
     if not all(seed.isdecimal() for seed in seeds):
@@ -186,9 +190,9 @@ def command_for_seeds(sweep: SweepResult, more: int) -> str:
 
 
 def _better_setting(contrasts: list[BudgetContrast]) -> Setting | None:
-    """Return the better setting; None if no contrast is decided.
+    """Return the better setting at the first budget that is decided, or None.
 
-    The first budget is time, which decides if it can.
+    Time takes precedence, since it is the first budget.
     """
     for contrast in contrasts:
         if contrast.decided:
@@ -211,7 +215,7 @@ def _method(contrast: BudgetContrast) -> str:
 
 
 def _equal_memory(jobs: list[JobResult], memory_ratio: float) -> str:
-    """Return with what the factors are compared, and that they need equal memory."""
+    """Return the clause on the comparison with factor 1 at equal memory."""
     peak = ""
     if not math.isnan(memory_ratio):
         peak = f", peak ×{memory_ratio:.2f}"
@@ -220,7 +224,7 @@ def _equal_memory(jobs: list[JobResult], memory_ratio: float) -> str:
 
 
 def _memory_ratio(jobs: list[JobResult], contrast: BudgetContrast) -> float:
-    """Return the peak memory of the factor over that of factor 1; NaN if unknown."""
+    """Return the peak memory relative to that of factor 1, or NaN if unknown."""
     jobs_by_group = by_group(jobs)
     base = pooled(jobs_by_group[contrast.base.group], _peak_memory)
     other = pooled(jobs_by_group[contrast.other.group], _peak_memory)
@@ -234,7 +238,7 @@ def _peak_memory(job: JobResult) -> float:
 
 
 def _rates(jobs: list[JobResult], contrast: BudgetContrast) -> dict[int, float]:
-    """Return the peak learning rate of each factor's best setting."""
+    """Return, by factor, the peak learning rate of the best setting."""
     jobs_by_group = by_group(jobs)
     rates = {}
     for factor, setting in contrast.best_by_factor.items():
@@ -252,7 +256,7 @@ def _rates_sentence(rates: dict[int, float]) -> str:
 
 
 def _clause(contrast: BudgetContrast, metric: str) -> str:
-    """Return how the losses compare at one budget."""
+    """Return the clause that compares the losses at one budget."""
     result = contrast.result
     direction = "higher"
     least = result.lower

@@ -1,4 +1,4 @@
-"""`pipeline report`: write the files of a sweep's report, from MLflow alone.
+"""`pipeline report`: write the files of a sweep's report from data in MLflow only.
 
 comparison.read ─┬► summarize (findings) ─┐
                  ├► table ────────────────┼► report.html, jobs.csv, findings.json
@@ -60,7 +60,7 @@ TOPICS = {
     "rate_drift": "Best rate by batch",
     "next": "Next",
 }
-# The page names those of these metrics that no run has.
+# The page lists which of these metrics were logged by no run.
 _MEASURED = (
     LOSS,
     LEARNING_RATE,
@@ -75,8 +75,8 @@ class Report:
     """A report that was written.
 
     Attributes:
-        sweep: the sweep.
-        findings: the findings in reading order.
+        sweep: the sweep that the report describes.
+        findings: the findings in the order of the page.
         page: the path of the HTML page.
     """
 
@@ -86,11 +86,11 @@ class Report:
 
     @property
     def run_id(self) -> str:
-        """Return the parent run of the sweep."""
+        """Return the ID of the sweep's parent run."""
         return self.sweep.run_id
 
     def __str__(self) -> str:
-        """Return the findings as text for a terminal, one a line."""
+        """Return the findings as text for a terminal, one per line."""
         lines = []
         for finding in self.findings:
             lines.append(printable(f"{TOPICS[finding.topic]}: {finding.text}"))
@@ -130,9 +130,8 @@ def report(arguments: Sequence[str]) -> int:
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
     """Write the report of a sweep, log it to the parent run, and print its findings.
 
-    The verdict also goes into the description and the metrics of the parent run.
-
-    For the arguments see `write`.
+    The verdict is also written to the description and the metrics of the parent run.
+    For the arguments, see `write`.
     """
     store = ForeignStore.open(uri, allow)
     with (
@@ -155,9 +154,10 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
 
     Args:
         uri: the address of the sweep's store.
-        sweep: the run ID of the sweep, the start of it, or its run name.
-        out: the folder for the files.
-        allow: the places where artifacts may be.
+        sweep: the run ID of the sweep, a prefix of it, the run name, or the name of the
+            sweep file, which selects its newest sweep.
+        out: the folder for the files, which is created if necessary.
+        allow: locations where artifacts may be.
     """
     read_sweep = comparison.read(uri, sweep, allow)
     sweep_findings = summarize(read_sweep)
@@ -175,7 +175,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
 
 
 def summarize(sweep: SweepResult) -> list[SweepFinding]:
-    """Return all findings in reading order."""
+    """Return all findings in the order of the page."""
     if sweep.branches:
         return [findings.job_states(sweep), *critical_batch.branch_findings(sweep)]
 
@@ -194,7 +194,7 @@ def summarize(sweep: SweepResult) -> list[SweepFinding]:
             largest_batch.finding(costs),
             noise_scale.prediction(sweep, costs),
         ):
-            # Families without a result have the same sentence.
+            # Skip duplicates: families without a result may have identical findings.
             if finding not in ordered:
                 ordered.append(finding)
     ordered += rate_drift.findings(sweep)

@@ -1,7 +1,7 @@
-"""Whether an update in micro-batches equals that of one large batch, for any config.
+"""Checks for any config that an update in micro-batches equals a large-batch update.
 
-In: a config, or an `Update` and batches. Out: how far the two are apart, and how much
-of it rounding explains.
+The input is a config, or an `Update` and batches. The output is the difference between
+the two updates, and how much of it rounding explains.
 """
 
 __all__ = ["command"]

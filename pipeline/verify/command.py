@@ -1,4 +1,4 @@
-"""The verb `pipeline verify`: whether accumulation equals the large batch."""
+"""The command `pipeline verify`: checks that accumulation equals the large batch."""
 
 from __future__ import annotations
 
@@ -36,42 +36,42 @@ if TYPE_CHECKING:
 
 COMPARE = "pipeline.verify.command.compare"
 DIFFERENT = 3  # exit status
-COARSE = 1e-2  # relative: a comparison with a larger bound shows little
+COARSE = 1e-2  # relative bound above which a comparison shows little
 
 _DESCRIPTION = (
     "Check, for a config, that accumulation equals the large batch; "
     "the arguments are those of `pipeline train`."
 )
-_LARGEST_METRIC = 1e300  # a store may not accept infinity
+_LARGEST_METRIC = 1e300  # replaces infinity, which a store may not accept
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The findings for one batch, or for the evaluation, in one precision."""
+    """The differences for one batch, or for the evaluation, in one precision."""
 
     precision: str
-    subject: str  # such as "128 examples"
+    subject: str  # what is compared, such as "128 examples"
     findings: list[Difference]
 
     @property
     def title(self) -> str:
-        """Return what was compared, and in which precision."""
+        """Return the precision and the subject of the comparison."""
         return f"{self.precision}, {self.subject}"
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `pipeline verify` found for a config."""
+    """The result of `pipeline verify` for a config."""
 
-    parts: Parts  # in float64
+    parts: Parts  # the parts of the run, in float64
     comparisons: list[Comparison]
-    fault: str  # what makes updates differ; empty if they are equal
+    fault: str  # the cause of the difference; empty if the updates are equal
     quiet: list[str]  # layers whose noise was disabled
-    left_out: list[str]  # keys of metrics that do not run in float64
+    left_out: list[str]  # keys of metrics left out, as they do not run in float64
 
     @property
     def verdict(self) -> str:
-        """Return the end of the sentence that the command prints."""
+        """Return the result in words, as the end of the sentence that is printed."""
         if self.fault:
             return f"different; at fault is {self.fault}"
         return "equal within rounding"
@@ -80,8 +80,8 @@ class Certificate:
 def verify(arguments: Sequence[str]) -> int:
     """Check that accumulation equals the large batch for a config; print the verdict.
 
-    The arguments are those of `pipeline train`, `--all` and `--log`. Return the exit
-    status.
+    The arguments are those of `pipeline train`, plus `--all` and `--log`. Return the
+    exit status: 0 if the updates are equal within rounding, or else `DIFFERENT`.
     """
     options, overrides = _parse(arguments)
     spec = resolve_for_all(
@@ -106,7 +106,7 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def compare(parts: Parts, *_: Any) -> None:
-    """Compare as the chief does, and print nothing: the task of the other workers."""
+    """Run the chief's comparison on another worker, and print nothing."""
     update = parts.update()
     _compare(parts, update, _training_batches(parts), _validation_batches(parts))
 
@@ -136,7 +136,10 @@ def _check(spec: RunSpec) -> None:
 
 
 def _certify(spec: RunSpec, overrides: Sequence[str]) -> Certificate:
-    """Compare in float64 and, if that holds, in float32."""
+    """Compare in float64 and, if the updates are equal, in float32.
+
+    With several workers, compare only in float64.
+    """
     with tempfile.TemporaryDirectory() as folder, chief.Chief(spec) as workers:
         workers.start(spec, Path(folder), COMPARE)
         spec = workers.gather(spec, Path(folder), None)
@@ -154,7 +157,7 @@ def _certify(spec: RunSpec, overrides: Sequence[str]) -> Certificate:
     if differing:
         fault = _fault(parts, update, batches[0], differing)
     elif spec.workers is None:
-        # Some kernels are used only in float32.
+        # Compare in float32, too, since some kernels are used only there.
         in_float32 = _compare_in_float32(overrides)
         comparisons = comparisons + in_float32
         if _differing(in_float32):
@@ -182,7 +185,7 @@ def _differing(comparisons: Sequence[Comparison]) -> list[Difference]:
 
 
 def _training_batches(parts: Parts) -> list[Any]:
-    """Return the largest effective batch, the first one and a tail, if they differ."""
+    """Return the largest effective batch, the first one and a tail, if sizes differ."""
     from pipeline.accumulation import internals
     from pipeline.verify import engine
 
@@ -192,7 +195,7 @@ def _training_batches(parts: Parts) -> list[Any]:
     count = engine.examples(first)
 
     tail = first_two[-1]
-    if engine.examples(tail) == count:  # it is a full batch: cut a tail off it
+    if engine.examples(tail) == count:  # a full batch: shorten it to a tail
         size = plan.examples % plan.batching.effective_batch_size or count
         tail = internals.slice_of(tail, 0, min(size, max(count - 1, 1)))
 
@@ -207,7 +210,7 @@ def _training_batches(parts: Parts) -> list[Any]:
 
 
 def _validation_batches(parts: Parts) -> list[Any]:
-    """Return one batch of the validation split, if there is one."""
+    """Return a list of one validation batch, or an empty list without validation."""
     batches = parts.evaluation_batches()
     if batches is None:
         return []
@@ -270,7 +273,7 @@ def _fault(
 
 
 def _differing_results(update: Update, differing: Sequence[Difference]) -> str:
-    """Return the names of metrics, and of losses of outputs, that alone differ."""
+    """Return the names of the metrics and per-output losses that differ."""
     names = []
     for name in sorted({finding.what for finding in differing}):
         bare_name = name.removeprefix("val/")
@@ -283,17 +286,18 @@ def _differing_results(update: Update, differing: Sequence[Difference]) -> str:
 
 
 def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]]:
-    """Build the parts without the metrics that do not run in float64.
+    """Build the parts of the run, without metrics that do not run in float64.
 
     Args:
         spec: the spec, in float64.
-        overrides: the overrides of the command line, with the user's precision.
+        overrides: the overrides on the command line, with the user's precision.
 
     Returns:
         The parts, and the keys of the metrics that were left out.
 
     Raises:
-        ConfigError: something else does not run in float64.
+        ConfigError: something other than a metric does not run in float64, or the
+            config is invalid in any precision.
     """
     from pipeline.components import assembly
 
@@ -303,8 +307,8 @@ def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]
             return assembly.assemble(spec, lambda _: None), left_out
         except ConfigError as error:
             if spec.workers is not None:
-                raise  # the workers would have to try again together
-            # An error that does not depend on the precision is raised here.
+                raise  # a retry would have to be coordinated among the workers
+            # Assemble in the user's precision: raise any error that occurs there, too.
             assembly.assemble(
                 resolve(compose.composed(overrides), overrides), lambda _: None
             )
@@ -320,7 +324,7 @@ def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]
 
 
 def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
-    """Return the spec without the metric of this key; None if no metric has the key."""
+    """Return the spec without the metric at `key`, or None if there is no such one."""
     for group in METRIC_GROUPS:
         for metric in metrics_of(spec.config.training, group):
             if metric.key != key:
@@ -330,7 +334,7 @@ def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
                 del nodes[metric.name]
             else:
                 del nodes[metric.output][metric.name]
-            # An output without metrics is removed, too.
+            # Remove an output that has no metrics left.
             nodes = {name: node for name, node in nodes.items() if node}
             return spec.changed({f"training.{group}": nodes})
     return None
@@ -338,7 +342,7 @@ def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the table."""
+    """A row of the printed table."""
 
     where: str
     finding: Difference
@@ -349,9 +353,9 @@ class _Row:
 
 
 def _print(certificate: Certificate, every: bool) -> None:
-    """Print the verdict, and the largest difference of each kind.
+    """Print the verdict, and the worst difference of each kind in each precision.
 
-    With `every`, all findings are printed.
+    If `every` is true, print the difference of each variable in each comparison.
     """
     parts = certificate.parts
     cut = parts.spec.largest
@@ -374,10 +378,10 @@ def _print(certificate: Certificate, every: bool) -> None:
 
 
 def _rows(comparisons: Sequence[Comparison], every: bool) -> list[_Row]:
-    """Return a row for each kind in each precision, or for every finding."""
+    """Return the worst difference per kind and precision, or all if `every` is true."""
     rows: dict[tuple[str, str], _Row] = {}
     for comparison in comparisons:
-        # A finding without a bound proves nothing, so it comes last.
+        # Take differences without a finite bound last, since they prove nothing.
         findings = sorted(comparison.findings, key=lambda item: item.bound == math.inf)
         for finding in findings:
             if every:
@@ -393,7 +397,11 @@ def _rows(comparisons: Sequence[Comparison], every: bool) -> list[_Row]:
 
 
 def _is_worse(finding: Difference, other: Difference) -> bool:
-    """Return whether a finding is worse than another, relative to their bounds."""
+    """Return whether `finding` is worse than `other`, relative to their bounds.
+
+    A difference over its bound is worse than one within. Of two over their bounds, the
+    first is kept.
+    """
     if not other.holds:
         return False
     return not finding.holds or (
@@ -416,7 +424,7 @@ def _table(rows: Sequence[_Row]) -> Iterator[str]:
 
 
 def _remarks(comparisons: Sequence[Comparison], rows: Sequence[_Row]) -> Iterator[str]:
-    """Yield lines that explain large bounds."""
+    """Yield lines that explain why rounding bounds are large."""
     coarsest = 0.0
     for row in rows:
         if row.finding.bound < math.inf:
@@ -435,7 +443,7 @@ def _remarks(comparisons: Sequence[Comparison], rows: Sequence[_Row]) -> Iterato
 
 
 def _log(certificate: Certificate) -> None:
-    """Log the certificate as an MLflow run, which is FAILED if updates differ."""
+    """Log the certificate as an MLflow run, with status FAILED if updates differ."""
     from pipeline.tracking.store import Store
 
     spec = certificate.parts.spec

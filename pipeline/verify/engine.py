@@ -1,6 +1,6 @@
-"""Compares an update in micro-batches with the same update by Keras on one batch.
+"""Compares an update in micro-batches with Keras' update on the whole batch.
 
-It compares the loss, the gradients, the weights, the state that is not trained, the
+The comparison covers the loss, the gradients, the weights, the non-trainable state, the
 metrics and the number of updates.
 """
 
@@ -19,7 +19,7 @@ from pipeline.common import nvidia
 
 Computation = Update | Evaluation  # both have a model, an objective and metrics
 
-# Stands in for zero in a denominator, and for infinity in a certificate.
+# Replacements for zero in a denominator, and for infinity in a certificate.
 _TINY = 1e-300
 _HUGE = 1e300
 
@@ -28,27 +28,27 @@ _array = keras.ops.convert_to_numpy
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative difference of one quantity, and how much of it rounding may explain."""
+    """A relative difference, and the bound up to which rounding may explain it."""
 
-    what: str  # "loss", or the name of a metric or variable
+    what: str  # name of the quantity, such as `loss`, `updates` or a variable's path
     kind: str  # loss, gradient, weights, state, metric or count
-    error: float
-    bound: float  # infinite where rounding alone may be as large as the quantity
+    error: float  # the relative difference
+    bound: float  # infinite if rounding alone may be as large as the quantity
 
     @property
     def holds(self) -> bool:
-        """Return whether rounding explains the difference; NaN is never explained."""
+        """Return whether rounding explains the difference, which is False for NaN."""
         return bool(self.error <= self.bound)
 
     @property
     def label(self) -> str:
-        """Return the name under which the difference is printed."""
+        """Return the label with which the difference is printed."""
         if self.kind == "loss":
             return self.what
         return f"{self.kind} {self.what}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry of the certificate in MLflow; JSON has no infinity."""
+        """Return the entry for the certificate, with `_HUGE` in place of infinity."""
         return {
             "what": f"{self.kind} {self.what}",
             "apart": min(self.error, _HUGE),
@@ -59,21 +59,21 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The results of one update of a batch."""
+    """The results of one update with a batch."""
 
     results: dict[str, float]  # loss, metrics, learning rate and gradient norm
     gradients: list[Any]  # None if the loss does not depend on the variable
     weights: list[Any]
-    state: list[Any]  # the variables of the model that are not trained
+    state: list[Any]  # the values of non-trainable variables, see `_untrained`
     iterations: int
 
 
 @dataclass(frozen=True)
 class _TracedUpdate:
-    """An update as functions of a batch of any size; each is traced once."""
+    """An update as functions that are traced once and accept batches of any size."""
 
     update: Update
-    by_keras: Callable[[Any], Any]  # returns metrics with the loss, and gradients
+    by_keras: Callable[[Any], Any]  # returns loss and metrics, and gradients
     sums: Callable[[Any], GradientSums]
     step: Callable[[Any], dict[str, Any]]
     apply: Callable[[list[Any]], None]  # takes gradients
@@ -81,46 +81,46 @@ class _TracedUpdate:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """The numbers that decide by how much rounding may change a quantity."""
+    """The numbers from which the rounding bounds are computed."""
 
     gamma: float  # relative bound for a sum, see `compare`
     unit: float  # unit roundoff
-    scale: float  # largest term of any gradient: gradients are compared relative to it
+    scale: float  # largest term of any gradient; errors of gradients are relative to it
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One variable before an update, and after it by both ways of computing it."""
+    """One variable before an update, and after the update computed in both ways."""
 
     before: Any
-    expected: Any
-    reached: Any
+    expected: Any  # after the update by Keras
+    reached: Any  # after the update in micro-batches
 
 
 def compare(
     update: Update, batches: Sequence[Any], other_weights: bool = False
 ) -> list[list[Difference]]:
-    """Apply each batch as a whole and in micro-batches, from the same weights.
+    """Compare updates in micro-batches with whole-batch updates from the same weights.
 
-    The reference is Keras: `model.compute_loss` on all examples, one tape, one
-    `optimizer.apply`. If that does not fit in memory, the reference is the kernel with
-    micro-batches of one example. Model and optimizer are restored.
+    The reference is Keras: `model.compute_loss` on all examples, one tape, and one
+    `optimizer.apply`. If the batch does not fit in memory, the reference is the kernel
+    with micro-batches of one example. Model and optimizer are restored at the end.
 
-    The bound is γ = m·u / (1 − m·u) for the longest sum m that a value results from,
-    relative to the largest terms of that sum (Higham, Accuracy and Stability of
-    Numerical Algorithms, 2002, section 3.1). Below float64 it is computed from 8·√m in
-    place of m, which holds with high probability (Higham and Mary, A new approach to
-    probabilistic rounding error analysis, 2019). The bound of a weight is larger by the
-    slope of the optimizer's step as a function of the gradient.
+    The bound is γ = m·u / (1 − m·u), relative to the largest term of a sum, where u is
+    the unit roundoff and m is an estimate of the number of terms in the longest sum
+    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Below
+    float64, 8·√m replaces m, which holds with high probability (Higham and Mary, A new
+    approach to probabilistic rounding error analysis, 2019). The bound for a weight is
+    larger, since the optimizer may amplify an error of the gradient.
 
     Args:
         update: the update to compare.
         batches: effective batches, which may be padded to different lengths.
-        other_weights: whether to compare the last batch once more, with weights near
-            the model's.
+        other_weights: whether to compare the last batch a second time, with weights
+            near those of the model.
 
     Returns:
-        The findings for each batch, and for the repetition of the last one.
+        The differences for each batch, then those for the second comparison, if any.
     """
     state = _variables_without_metrics(update)
     traced = _trace(update, _common_specs(batches))
@@ -133,7 +133,7 @@ def compare(
 
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Difference]:
-    """Compare loss and metrics of a batch by Keras with those in micro-batches."""
+    """Compare the loss and metrics of a batch in Keras with those in micro-batches."""
     parts = internals.parts_of(batch)
 
     _reset_metrics(evaluation)
@@ -164,9 +164,9 @@ def restored(variables: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def perturbed(model: keras.Model) -> Iterator[None]:
-    """Give the model other weights near its own inside the `with` block.
+    """Change the weights of the model slightly at random inside the `with` block.
 
-    Initial weights may hide a difference, as zeros do.
+    Initial weights, such as zeros, may hide a difference.
     """
     random = np.random.default_rng(0)
     with restored(model.trainable_variables):
@@ -195,7 +195,7 @@ def examples(batch: Any) -> int:
 
 
 def _variables_without_metrics(update: Update) -> list[Any]:
-    """Return the variables that an update changes, without those of its metrics."""
+    """Return the variables that an update may change, except those of metrics."""
     of_metrics: set[int] = set()
     for metric in update.measured.values():
         of_metrics.update(id(variable) for variable in metric.variables)
@@ -210,7 +210,7 @@ def _variables_without_metrics(update: Update) -> list[Any]:
 
 
 def _common_specs(batches: Sequence[Any]) -> Any:
-    """Return specs that all batches match, of any size and padded to any length."""
+    """Return specs that match all batches, whatever their size and padded length."""
 
     def common_spec(first: Any, *others: Any) -> Any:
         if first is None:
@@ -245,7 +245,8 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
     by_keras = tf.function(gradients_by_keras, autograph=False)
     sums = tf.function(update.sums, autograph=False)
     step = tf.function(update, autograph=False)
-    # An input signature would do the same, but it cannot contain None.
+    # Trace each function once. An `input_signature` cannot be used for this, since it
+    # must not contain None.
     for function in (by_keras, sums, step):
         function.get_concrete_function(specs)
 
@@ -256,7 +257,7 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
 def _compare_at_current_weights(
     traced: _TracedUpdate, state: Sequence[Any], batches: Sequence[Any]
 ) -> list[list[Difference]]:
-    """Compare the updates of all batches; each begins with the values of `state`."""
+    """Compare the updates with all batches, each from the current values of `state`."""
     update = traced.update
     before = _arrays(update.model.trainable_variables)
 
@@ -264,7 +265,7 @@ def _compare_at_current_weights(
         with restored(state):
             return function(traced, batch)
 
-    # All of Keras' updates come first, since metrics accumulate over updates.
+    # Run all updates by Keras first, since metrics accumulate over updates.
     references = [run(_update_by_keras, batch) for batch in batches]
     cuts = [run(_update_in_micro_batches, batch) for batch in batches]
 
@@ -308,7 +309,7 @@ def _update_by_keras(traced: _TracedUpdate, batch: Any) -> _Outcome:
 
 
 def _by_single_examples(update: Update, batch: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Return loss and gradients by the kernel with micro-batches of one example."""
+    """Compute loss and gradients by the kernel with micro-batches of one example."""
     single = Update(
         update.model,
         update.objective,
@@ -323,7 +324,8 @@ def _by_single_examples(update: Update, batch: Any) -> tuple[dict[str, Any], lis
 
 def _update_in_micro_batches(traced: _TracedUpdate, batch: Any) -> _Outcome:
     model = traced.update.model
-    # The gradients take a pass of their own, after which seeds are restored, too.
+    # Compute the gradients in a separate pass, and restore the state that it changes
+    # (including seeds) before the update.
     with restored([*model.non_trainable_variables, *_untrained(model)]):
         sums = traced.sums(batch)
     results = traced.step(batch)
@@ -345,7 +347,7 @@ def _outcome(
 def _untrained(model: keras.Model) -> list[Any]:
     """Return the numeric variables that a forward pass may change, without metrics.
 
-    Seeds are uint32, and lookup tables hold strings.
+    Variables of type uint32 (seeds) or string (lookup tables) are left out.
     """
     variables = list(model.non_trainable_weights)
     for _, variable in internals.untracked_variables(model):
@@ -367,9 +369,9 @@ def _reset_metrics(computation: Computation) -> None:
 def _results_by_keras(
     computation: Computation, x: Any, y: Any, sample_weight: Any, *, training: bool
 ) -> dict[str, Any]:
-    """Return the loss and the metrics of a batch as Keras computes them.
+    """Compute the loss and the metrics of a batch with Keras.
 
-    Metrics that the kernel weights by a mask and Keras does not are left out.
+    Metrics that the kernel weights by a mask, but Keras does not, are left out.
     """
     model = computation.model
     outputs, y, sample_weight = _as_keras_takes(
@@ -387,7 +389,7 @@ def _results_by_keras(
 
 
 def _metrics_without_mask(computation: Computation, outputs: Any) -> list[str]:
-    """Return the metrics that `fit` does not weight by a mask: see docs/exact.md."""
+    """Return the metrics that `fit` does not weight by a mask, see docs/exact.md."""
     leaves = tf.nest.flatten(outputs)
     if all(internals.mask_of(leaf) is None for leaf in leaves):
         return []
@@ -402,10 +404,12 @@ def _metrics_without_mask(computation: Computation, outputs: Any) -> list[str]:
 def _as_keras_takes(
     computation: Computation, outputs: Any, y: Any, sample_weight: Any
 ) -> tuple[Any, Any, Any]:
-    """Return outputs, labels and sample weights, all in the structure of the outputs.
+    """Return outputs, labels and sample weights in the structure that Keras expects.
 
-    An output without labels or weights has None, as in Keras. Outputs in nested dicts
-    are in one dict by name, as those of losses and metrics are.
+    Labels and nested weights get the structure of the outputs, with None for an output
+    that has none. Nested outputs are flattened to one dict by name, which is also how
+    losses and metrics are given. With a single output or without labels, the arguments
+    are returned unchanged.
     """
     outputs_by_name = internals.by_name(computation.model, outputs)
     names = list(outputs_by_name)
@@ -428,24 +432,25 @@ def _as_keras_takes(
 
 
 def _largest_term(traced: _TracedUpdate, batch: Any) -> float:
-    """Return the largest element of the gradient of one example.
+    """Return the largest element of the gradients for the first example.
 
-    In the sum over a batch such terms may cancel, and only their rounding remains.
+    Rounding errors scale with such terms, even if the terms cancel in the sum over the
+    batch.
     """
     sums = traced.sums(internals.slice_of(batch, 0, 1))
     return _largest_of_all(_arrays(sums.gradients()))
 
 
 def _gamma(computation: Computation, batch: Any) -> float:
-    """Return the bound γ of `compare`, at most 1."""
+    """Return the bound γ described in `compare`, which is at most 1."""
     layers = set()
     widest = 0
     for variable in computation.model.trainable_variables:
         layers.add(variable.path.rpartition("/")[0])
         widest = max(widest, int(np.prod(variable.shape)))
 
-    # No value comes from a longer sum: all layers forward and backward, one after the
-    # other, and all elements of the batch.
+    # An upper estimate of the number of terms in a sum: the terms in all layers,
+    # forward and backward, and all elements of the batch.
     terms = 2 * (1 + len(layers)) * widest
     for leaf in tf.nest.flatten(internals.parts_of(batch)):
         if isinstance(leaf, tf.RaggedTensor):
@@ -470,7 +475,7 @@ def _compare_outcomes(
     cut: _Outcome,
     rounding: _Rounding,
 ) -> Iterator[Difference]:
-    """Compare two updates that began with the weights `before`."""
+    """Compare two updates that both started from the weights `before`."""
     yield from _compare_results(reference.results, cut.results, rounding)
 
     apart = abs(cut.iterations - reference.iterations)
@@ -500,9 +505,10 @@ def _compare_outcomes(
 def _compare_results(
     expected: Mapping[str, Any], reached: Mapping[str, Any], rounding: _Rounding
 ) -> Iterator[Difference]:
-    """Compare loss and metrics relative to their size.
+    """Compare loss and metrics relative to their expected magnitude.
 
-    A small loss is compared relative to the gradients, and a small metric to 1.
+    A loss smaller than `rounding.scale` is compared relative to that scale, and a
+    metric smaller than 1 relative to 1.
     """
     for name, value in expected.items():
         if name == "loss":
@@ -531,18 +537,18 @@ def _compare_gradients(
 def _compare_weights(
     path: str, step: _Step, gradient_size: Any, rounding: _Rounding
 ) -> Difference:
-    """Return the difference of the weight that differs most, relative to its bound.
+    """Return the difference of the element that differs most relative to its bound.
 
-    Differences are relative to the largest step of the variable.
+    Differences are relative to the largest step of any element of the variable.
     """
     before = np.asarray(step.before, "float64")
     expected = np.asarray(step.expected, "float64")
     reached = np.asarray(step.reached, "float64")
     length = max(_largest(expected - before), _TINY)
 
-    # An optimizer that divides by the gradient's magnitude turns its relative error
-    # into one of the step, which is large for a small gradient. If the gradient is only
-    # rounding, so is the step.
+    # An optimizer that divides by the gradient's magnitude passes the relative error of
+    # the gradient on to the step, and this error is large for small gradients. If the
+    # gradient may be mere rounding, so may the step, and there is no bound.
     slope = rounding.scale / np.maximum(gradient_size, _TINY, dtype="float64")
     is_bounded = slope * rounding.gamma < 2e-2
     of_gradient = 10 * rounding.gamma * slope
@@ -556,7 +562,7 @@ def _compare_weights(
 
 
 def _arrays(values: Iterable[Any]) -> list[Any]:
-    """Return the values as arrays; None stays None."""
+    """Convert the values to arrays. None remains None."""
     arrays = []
     for value in values:
         if value is not None:
@@ -566,7 +572,7 @@ def _arrays(values: Iterable[Any]) -> list[Any]:
 
 
 def _constants(arrays: Iterable[Any]) -> list[Any]:
-    """Return the arrays as tensors; None stays None."""
+    """Convert the arrays to tensors. None remains None."""
     constants = []
     for array in arrays:
         if array is not None:
@@ -576,10 +582,10 @@ def _constants(arrays: Iterable[Any]) -> list[Any]:
 
 
 def _largest(values: Any) -> float:
-    """Return the largest magnitude in an array, 0 if it is empty."""
+    """Return the largest magnitude in an array, or 0 if it is empty."""
     return float(np.abs(values).max(initial=0.0))
 
 
 def _largest_of_all(arrays: Iterable[Any]) -> float:
-    """Return the largest magnitude in arrays, of which some may be None."""
+    """Return the largest magnitude in all arrays, ignoring those that are None."""
     return max(_largest(array) for array in arrays if array is not None)

@@ -1,4 +1,7 @@
-"""Finds the layer or the loss whose value for an example depends on the cut."""
+"""Finds the layer or loss whose value for an example depends on the micro-batch.
+
+The cut is the division of a batch into micro-batches.
+"""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,7 +35,7 @@ _LOSS_DEPENDS = "its loss of an example depends on the others"
 _LOSS_GRADIENT_DEPENDS = "the gradient of its loss of an example depends on the others"
 _REGULARIZER_CHANGES = "its regularizer has another value in each call"
 
-# Arguments of Keras' layers that are an amount of noise.
+# Arguments of Keras layers that set an amount of noise.
 _NOISE_ARGUMENTS = ("rate", "stddev", "dropout", "recurrent_dropout")
 
 
@@ -47,7 +50,7 @@ class _LayerCall:
 
 @dataclass(frozen=True)
 class _LossSums:
-    """The loss of one output over a part of a batch."""
+    """The sums from which the loss of one output over a part of a batch is computed."""
 
     term: Term
     total: Any
@@ -56,20 +59,20 @@ class _LossSums:
 
 @dataclass(frozen=True)
 class _Observation:
-    """A value for a part of a batch, and the fault if the cut changes that value."""
+    """A value for a part of a batch, to compare micro-batches with the whole batch."""
 
-    fault: str
+    fault: str  # the fault to report if the cut changes the value
     value: Any
-    has_rows: bool  # one for each example; else the values of the parts are summed
+    has_rows: bool  # True: one row per example; False: values of parts are summed
 
 
 @contextmanager
 def without_noise(
     model: keras.Model, excluded: Collection[keras.Layer] = ()
 ) -> Iterator[list[str]]:
-    """Disable the noise of Keras' layers inside the `with` block; yield their names.
+    """Disable the noise of Keras layers in the `with` block, except `excluded` layers.
 
-    Layers that are `excluded` keep their noise.
+    Yield the names of the layers whose noise is disabled.
     """
     changes = []
     for layer in layers_of(model):
@@ -93,14 +96,15 @@ def culprit(
     """Return the first layer or loss whose value for an example depends on the cut.
 
     Args:
-        model: a built model; it is restored.
-        loss: the loss, in a form that `Update` takes.
+        model: a built model, whose variables are restored at the end.
+        loss: the loss, in a form that `Update` accepts.
         batch: an effective batch.
-        micro_batch_size: examples of a micro-batch.
-        rounding: unit roundoff of the lowest precision of any layer or loss.
+        micro_batch_size: the number of examples per micro-batch.
+        rounding: the unit roundoff of the lowest precision of any layer or loss.
 
     Returns:
-        Its name and why it depends on the cut; empty if there is none.
+        The name of the layer or loss and the reason why it depends on the cut, or an
+        empty string if there is none.
     """
     count = examples(batch)
     parts = [(0, count)]
@@ -124,20 +128,21 @@ def culprit(
 
 
 class _Observer:
-    """Runs parts of a batch forward and backward, and records each part's values."""
+    """Runs parts of a batch forward and backward, and records their values."""
 
     def __init__(self, model: keras.Model, objective: Objective, batch: Any):
         self._model = model
         self._objective = objective
         self._batch = parts_of(batch)
         self._count = examples(batch)
-        # Weights of the batch: with them, the parts' losses sum to that of the batch.
+        # Divisors for the losses of all parts: the weights of the whole batch, so that
+        # the losses of the parts sum to the loss of the batch.
         self._divisors: list[Any] | None = None
 
     def observe(self, start: int, stop: int) -> list[_Observation]:
-        """Return the observations of a part, in the order to search them for a fault.
+        """Return the observations of a part, in the order to check them for a fault.
 
-        The first part has to be the whole batch.
+        The first call has to be for the whole batch.
         """
         x, y, sample_weight = slice_of(self._batch, start, stop)
         with tf.GradientTape(persistent=True) as tape:
@@ -169,7 +174,7 @@ class _Observer:
         return losses
 
     def _target(self, losses: Sequence[_LossSums], divisors: Sequence[Any]) -> Any:
-        """Return the part's share of the loss of the batch."""
+        """Return the share of the part in the loss of the batch."""
         target = tf.zeros((), tf.float64)
         for loss, divisor in zip(losses, divisors, strict=True):
             scale = loss.term.scale
@@ -179,7 +184,7 @@ class _Observer:
         return target
 
     def _added_losses(self, count: int) -> list[_Observation]:
-        """Return what each layer adds to the loss for a part of `count` examples."""
+        """Return the losses that each layer adds for a part of `count` examples."""
         rule = self._objective.added_losses
         share = 1.0
         if rule == "mean":
@@ -197,7 +202,7 @@ class _Observer:
         return observations
 
     def _regularizers(self, share: float) -> list[_Observation]:
-        """Return what each weight's regularizer adds, for a part that is this share."""
+        """Return each weight's regularization penalty times the share of the part."""
         observations = []
         for variable in self._model.trainable_variables:
             if variable.regularizer is not None:
@@ -209,10 +214,11 @@ class _Observer:
     def _gradients(
         self, tape: tf.GradientTape, target: Any, calls: Sequence[_LayerCall]
     ) -> list[_Observation]:
-        """Return the gradients of layers' outputs and of weights, last layer first.
+        """Return the gradients with respect to layer outputs, then to weights.
 
-        The gradient of an output that one layer passes to another shows a fault of the
-        other one.
+        Both are ordered from the last layer to the first. If the gradient for an output
+        that one layer passes to another depends on the cut, the receiving layer is at
+        fault.
         """
         sources = []
         for call, taker in _passed_on(calls):
@@ -239,10 +245,10 @@ class _Observer:
 def _gradients_of_losses(
     tape: tf.GradientTape, losses: Sequence[_LossSums]
 ) -> list[_Observation]:
-    """Return the gradient of each loss by the model's output that it is of.
+    """Return the gradient of each loss with respect to the output of the model.
 
-    A loss that is divided by its mean over the batch has the same sum in any cut, and
-    another gradient.
+    Gradients reveal faults that sums hide. For example, a loss that is divided by its
+    mean over the micro-batch has the same sum for any cut, but different gradients.
     """
     observations = []
     for loss in losses:
@@ -256,7 +262,7 @@ def _gradients_of_losses(
 
 
 def _call_recorded(model: keras.Model, x: Any) -> tuple[Any, list[_LayerCall]]:
-    """Call the model; return its outputs and the calls of its layers as they ended."""
+    """Call the model; return its outputs and the layers' calls as they completed."""
     calls: list[_LayerCall] = []
 
     def record(
@@ -277,7 +283,11 @@ def _call_recorded(model: keras.Model, x: Any) -> tuple[Any, list[_LayerCall]]:
 def _passed_on(
     calls: Sequence[_LayerCall],
 ) -> Iterator[tuple[_LayerCall, keras.Layer]]:
-    """Yield each call whose output a later layer takes, with the first such layer."""
+    """Yield each call whose output is passed to a later layer, with that layer.
+
+    If several layers receive the output, the first one called is yielded. Outputs that
+    are not floating-point tensors are skipped.
+    """
     for number, call in enumerate(calls, start=1):
         if not tf.is_tensor(call.output) or not call.output.dtype.is_floating:
             continue
@@ -288,9 +298,10 @@ def _passed_on(
 
 
 def _is_noise(layer: keras.Layer, argument: str) -> bool:
-    """Return whether the layer draws noise of the amount that `argument` gives.
+    """Return whether `argument` is the nonzero amount of noise that the layer draws.
 
-    Keras has to define the argument: that of a user's own layer may mean anything.
+    The nearest base class from Keras has to define the argument, since an argument that
+    only a user's own layer defines may have any meaning.
     """
     amount = getattr(layer, argument, None)
     if not isinstance(amount, int | float) or amount == 0:
@@ -308,21 +319,24 @@ def _draws(layer: keras.Layer) -> bool:
 
 
 def _nonzero(weight: Any) -> Any:
-    """Return the weight to divide by; the reduction `sum` has weight 0."""
+    """Return `weight`, or 1 if it is 0, as with the reduction `sum`."""
     if weight == 0:
         return 1.0
     return weight
 
 
 def _is_other_sum(of_batch: Any, of_parts: list[Any], tolerance: float) -> bool:
-    """Return whether parts do not sum to the value of the batch; NaN differs."""
+    """Return whether the values of the parts do not sum to that of the batch.
+
+    NaN always counts as different.
+    """
     terms = sum(np.abs(part).max(initial=0.0) for part in of_parts)
     apart = np.abs(of_batch - sum(of_parts)).max(initial=0.0)
     return not apart <= tolerance * (terms + 1e-3)
 
 
 def _has_other_rows(of_batch: Any, of_parts: list[Any], tolerance: float) -> bool:
-    """Return whether an example has another output in a part than in the batch."""
+    """Return whether an example has a different output in a part than in the batch."""
     leaves_of_parts = [tf.nest.flatten(part) for part in of_parts]
     for leaf, *parts in zip(tf.nest.flatten(of_batch), *leaves_of_parts, strict=True):
         if isinstance(leaf, tf.RaggedTensor) or not tf.is_tensor(leaf):
@@ -337,7 +351,7 @@ def _leaf_has_other_rows(
 ) -> bool:
     has_rows = of_batch.shape.rank > 0
     if not has_rows or of_batch.shape[0] != sum(part.shape[0] for part in of_parts):
-        return False  # there is not one value for each example
+        return False  # the output does not have one row per example
 
     if any(part.shape[1:] != of_batch.shape[1:] for part in of_parts):
         return True
@@ -351,7 +365,7 @@ def _named(thing: Any) -> str:
 
 
 def _reason(layer: keras.Layer) -> str:
-    """Return why the output of a layer may depend on the cut."""
+    """Return the reason why the output of a layer may depend on the cut."""
     if _draws(layer):
         return "it draws its own noise for every micro-batch"
     if isinstance(layer, keras.layers.BatchNormalization):
