@@ -26,7 +26,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-        # Importing scikit-learn takes a second, and only preparing needs it.
+        # Import scikit-learn only when the dataset is prepared: that takes a second.
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
