@@ -63,7 +63,7 @@ class PartsRecord:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that a run trains with."""
+    """The parts of a run, ready for training."""
 
     spec: RunSpec  # `dataset.in_memory` is decided
     devices: Devices
@@ -275,7 +275,7 @@ def _read_again(node: DictConfig, data: Data) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Planned:
-    """How the training split is cut into updates."""
+    """The plan of a run: how its training data are cut into updates."""
 
     spec: RunSpec  # with a user's loader, its batching follows from the first batch
     plan: Plan
@@ -377,7 +377,7 @@ class _Network:
 def _build_network(
     spec: RunSpec, source: _Source, plan: Plan, run_devices: Devices
 ) -> _Network:
-    """Build the model, the objective and the optimizer; check that the data fit."""
+    """Build the model, the objective and the optimizer; check them on a batch."""
     data = source.data
     with run_devices.strategy.scope():
         network = model.build(spec.node("model"), data)

@@ -24,7 +24,7 @@ from pipeline.config.sizes import REPLICAS
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that a run computes on."""
+    """The devices of a run, and its distribution strategy."""
 
     strategy: tf.distribute.Strategy  # mirrored if there are several devices
     on_gpu: bool
@@ -126,7 +126,7 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
 
 
 def uses_gpu(config: HardwareConfig) -> bool:
-    """Return whether a run with this `hardware` group computes on a GPU."""
+    """Return whether a run with the `hardware` group `config` uses a GPU."""
     return config.device != Device.cpu and bool(tf.config.list_physical_devices("GPU"))
 
 
@@ -190,7 +190,11 @@ def _named_gpus(gpus: list[Any], names: int | list[int] | None) -> list[Any]:
 def _gpus_of_process(
     gpus: list[Any], replicas: int, workers: Cluster | None
 ) -> list[Any]:
-    """Return one GPU for each replica of this process."""
+    """Select one of `gpus` for each replica of this process.
+
+    Raises:
+        ConfigError: there are too few GPUs for the replicas or the workers.
+    """
     count = len(gpus)
     if replicas > count:
         rule = f"must be at most the {count} GPUs of this machine"

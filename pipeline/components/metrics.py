@@ -1,4 +1,4 @@
-"""Metrics that Keras does not have."""
+"""Metrics that are missing in Keras."""
 
 import math
 from typing import Any

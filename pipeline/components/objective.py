@@ -202,7 +202,7 @@ def _metric(node: DictConfig, key: str, name: str) -> keras.metrics.Metric:
     metric = instantiate.build(node, key, **arguments)
     if node.get("_partial_") and callable(
         metric
-    ):  # a function, wrapped as by `compile`
+    ):  # a function, which is wrapped as in Keras' `compile`
         metric = keras.metrics.MeanMetricWrapper(metric, name=name)
     if not isinstance(metric, keras.metrics.Metric):
         rule = "must give a keras.metrics.Metric"

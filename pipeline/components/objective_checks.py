@@ -45,7 +45,7 @@ _PADDED_REDUCTION = (
 
 @dataclass(frozen=True)
 class Checked:
-    """An objective that fits a model and its data."""
+    """The result of `check`: an objective that fits the labels and outputs."""
 
     labels: Any
     outputs: Any

@@ -1,4 +1,4 @@
-"""The learning rate of a run whose effective batch changes in stages.
+"""Computes the learning rate if the effective batch size changes in stages.
 
     updates ─ clock ─► updates, or examples seen ─ schedule ─► rate ─ × factor ─► rate
 

@@ -49,7 +49,7 @@ def sha256_of(path: Path) -> str:
     if entry.get("stat") == state.as_list():
         return str(entry["sha256"])
 
-    # The content follows the size in one hash.
+    # Hash the size, then the content.
     begun_with_size = hashlib.sha256(str(state.size).encode())
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, lambda: begun_with_size).hexdigest()

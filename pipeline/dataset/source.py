@@ -24,7 +24,7 @@ SourceOfEpoch = Callable[[tf.Tensor, tf.Tensor], "Source"]
 
 
 class ShareReader(NamedTuple):
-    """A worker that reads its share of each batch: the examples of its replicas.
+    """Reads one worker's share of each batch: the examples of the worker's replicas.
 
     Attributes:
         first: number of the worker's first replica among all replicas.

@@ -11,12 +11,12 @@ from pipeline.dataset.stream import Loader
 
 
 class Shard(NamedTuple):
-    """The part of a file that belongs to a split.
+    """A range of examples in a file that are part of a split.
 
     Attributes:
         path: the file.
-        first: number, in the file, of the first example that belongs to the split.
-        examples: number of examples from `first` on that belong to the split.
+        first: index in the file of the first example of the range.
+        examples: number of examples in the range.
     """
 
     path: Path

@@ -80,7 +80,7 @@ def _prepare(builder: Any, download: bool) -> None:
         )
         raise ConfigError("dataset.data_dir", rule, builder.data_dir)
 
-    # The folder of the dataset or its TFDS config, for all versions.
+    # Lock the folder that has all versions of the dataset or its TFDS config.
     folder = Path(builder.data_dir).parent
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ class Found:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One trial of a micro-batch size.
+    """The outcome of a trial of a micro-batch size.
 
     Attributes:
         size: number of examples per micro-batch.

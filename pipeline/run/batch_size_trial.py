@@ -117,7 +117,7 @@ def _run_fork(
         except EOFError:
             process.join()
             answer["why"] = _why_it_died(process.exitcode)
-        if os.getppid() != parent_id:  # The process that sends requests is dead.
+        if os.getppid() != parent_id:  # The process that sends requests has died.
             process.kill()
             sys.exit(1)
     process.join()
@@ -183,7 +183,7 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
     effective_batch_size = spec.batching.effective_batch_size
     examples = effective_batch_size
     if not timed and not _memory_grows_with_factor(parts, update):
-        # Two micro-batches on each replica take as much memory as more do.
+        # Measure two micro-batches per replica: more would need the same memory.
         examples = 2 * spec.batching.micro_batch_size * spec.batching.replicas
     step = tf.function(update, autograph=False, reduce_retracing=True)
 

@@ -167,7 +167,7 @@ def _prepare(
 
         found = None
         if spec.searches:
-            # A search takes minutes, so wait for the store first: it may reject the run.
+            # Wait for the store first, which may reject the run: a search takes minutes.
             journal.ready()
             spec, found = batch_size_search.search(spec)
         parts = _gather(spec, run_dir, start, check_dataset, workers)
@@ -371,8 +371,8 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
             if status != "FINISHED" or not interrupted:
                 say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
                 raise
-            # Training is complete, so an interruption leaves only records to send, which
-            # `pipeline sync` does later.
+            # Training is complete: an interruption only leaves records unsent, which
+            # `pipeline sync` sends later.
             why = "interrupted"
         if why:
             uri = tracker.journal.uri

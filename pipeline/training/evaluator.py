@@ -168,7 +168,7 @@ class SplitEvaluator:
 
     @cached_property
     def _evaluate_batch(self) -> Callable[[Any], Any]:
-        """A function that evaluates a batch, traced for the current micro-batch size."""
+        """A function that evaluates a batch, traced for one micro-batch size."""
         return tf.function(
             lambda batch: self.evaluation(batch),
             [self.batches.element_spec],

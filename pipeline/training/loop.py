@@ -421,7 +421,8 @@ class _StopWatch(keras.callbacks.Callback):
 def _has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
     """Return whether the callback overrides a batch hook.
 
-    Passing the logs of an update to such a hook waits for the device.
+    Batch hooks are called only if a callback has one, since passing the results of an
+    update to a hook may wait for the device.
     """
     for name in BATCH_HOOKS:
         hook = getattr(callback, name)  # LambdaCallback sets plain functions.

@@ -1,7 +1,7 @@
 """Repeats an update that does not fit into memory, in micro-batches of half the size.
 
-The repeated update has the same batch, random seeds and moving statistics, so its
-result is the one that the failed update would have had.
+The repeated update uses the same batch, random seeds and moving statistics, as if the
+failed attempt had not happened.
 """
 
 from collections.abc import Callable, Iterable, Sequence

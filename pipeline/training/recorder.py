@@ -96,7 +96,7 @@ class Recorder:
     _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    # The arguments of `Tracker.update` for the latest row that `log_every` left out.
+    # The arguments of `Tracker.update` for the last row; empty once it is logged.
     _unlogged: tuple[Any, ...] = ()
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
@@ -162,7 +162,10 @@ class Recorder:
         self.progress.show(group[-1].update, self.last, examples_per_second)
 
     def finish(self) -> None:
-        """Fetch the remaining results. Log the last row even if `log_every` skips it."""
+        """Fetch the remaining results; log the last row, even between logged ones.
+
+        Call this at the end of training.
+        """
         self.fetch()
         self._log_last()
 

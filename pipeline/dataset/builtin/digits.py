@@ -1,6 +1,6 @@
-"""The handwritten digits that scikit-learn bundles, as a TFDS dataset.
+"""A TFDS dataset of the handwritten digits bundled with scikit-learn.
 
-They are from UCI's repository: Alpaydin and Kaynak 1998.
+Source: UCI repository, Alpaydin and Kaynak 1998.
 """
 
 from collections.abc import Iterator

@@ -14,8 +14,8 @@ PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class Topics(tfds.core.GeneratorBasedBuilder):
-    """Paragraphs of the texts, cut where longer than 128 bytes; every tenth text is for
-    validation, or for the test.
+    """Paragraphs of Python's help topics in pieces of at most 128 bytes. Of every ten
+    topics, eight are for training, one for validation and one for the test.
     """
 
     VERSION = tfds.core.Version("1.0.0")
