@@ -167,7 +167,7 @@ def _prepare(
 
         found = None
         if spec.searches:
-            # Wait for the store first, which may reject the run: a search takes minutes.
+            # A search takes minutes, so first wait until the store accepts the run.
             journal.ready()
             spec, found = batch_size_search.search(spec)
         parts = _gather(spec, run_dir, start, check_dataset, workers)

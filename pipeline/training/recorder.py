@@ -162,10 +162,7 @@ class Recorder:
         self.progress.show(group[-1].update, self.last, examples_per_second)
 
     def finish(self) -> None:
-        """Fetch the remaining results; log the last row, even between logged ones.
-
-        Call this at the end of training.
-        """
+        """Fetch the remaining results. Log the last row in spite of `log_every`."""
         self.fetch()
         self._log_last()
 
