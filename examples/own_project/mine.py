@@ -45,5 +45,4 @@ class WeightNorm(keras.callbacks.Callback):
         logs["weight_norm_of_epoch"] = self.norm()
 
     def norm(self):
-        weights = self.model.trainable_weights
-        return sum(keras.ops.sum(weight**2) for weight in weights) ** 0.5
+        return tf.linalg.global_norm(self.model.trainable_weights)

@@ -1,7 +1,7 @@
-"""The parts of a run.
+"""The parts of a run: devices, data, model, objective and optimizer.
 
-In: a spec. Out: model, optimizer, objective, metrics and devices, which `assembly` puts
-together, `description` describes and `fitting` trains.
+`assembly` builds the parts from a spec, `description` describes them for the run's
+record and for the user, and `fitting` trains with them.
 """
 
 __all__ = ["added_losses", "assembly", "description", "devices", "fitting"]

@@ -1,7 +1,8 @@
-"""Whether what layers add to the loss is a mean or a sum over the examples of a batch.
+"""Checks whether the losses that layers add are means or sums over a batch.
 
-A few examples are enough to find out: the amount that a layer adds for all of them is
-compared with the amounts for two parts of them.
+The check computes the added losses for a few examples, and for these examples cut in
+two parts. For a sum, the losses of the two parts add up to the loss of the whole; for a
+mean, their weighted mean equals it.
 """
 
 from collections.abc import Sequence
@@ -18,36 +19,39 @@ KEY = "training.added_losses"
 
 
 class Amounts(NamedTuple):
-    """What a layer adds to the loss in one call."""
+    """The losses that a layer adds in one call."""
 
-    scalars: float
-    values: float  # the sum of what it adds as one value for each example
+    scalars: float  # sum of the losses that are not per example
+    values: float  # sum of the losses that have one value per example
 
 
 def check(model: keras.Model, x: Any, rule: str) -> list[str]:
-    """Check that the layers of a model add to the loss by `rule`.
+    """Check that the losses that layers add are means or sums, as `rule` says.
 
-    Nothing is computed for a model that added nothing in its last call.
+    The check is skipped if no layer added a loss in the model's last call, if there is
+    only one example, or if the model cannot compute in float64.
 
     Args:
+        model: the model, which has been called.
         x: inputs of a few examples.
         rule: `mean` or `sum`.
 
     Returns:
-        A line with the layers for which neither rule is right, or an empty list.
+        One line that names the layers whose losses are neither means nor sums, or an
+        empty list if there are none.
 
     Raises:
-        ConfigError: the other rule is right for a layer.
+        ConfigError: the losses of a layer follow the other rule.
     """
     count = int(internals.examples_in(x))
     if not internals.added_losses(model) or count < 2:
         return []
-    cut = count - count // 3 - 1  # parts of different sizes: 7 examples are 4 and 3
+    cut = count - count // 3 - 1  # 7 examples are cut into 4 and 3
     try:
         amounts_of_batch, *amounts_of_parts = _amounts_by_range(
             model, x, [(0, count), (0, cut), (cut, count)]
         )
-    except Exception:  # the model computes in its own precision only
+    except Exception:  # The model cannot compute in float64.
         return []
 
     shares = [cut / count, (count - cut) / count]
@@ -69,16 +73,17 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
 
 
 def amounts(model: keras.Model, count: int) -> dict[str, Amounts]:
-    """Return the amounts that each layer itself added in the last call, by path.
+    """Return the losses that each layer added in the model's last call, by its path.
 
-    What a nested layer added counts for that layer, not for the layer around it.
+    The losses of a nested layer are not counted again for the layer that contains it.
 
     Args:
-        count: the number of examples of that call.
+        model: the model.
+        count: number of examples in that call.
     """
     amounts_by_path = {}
     seen: set[int] = set()
-    # Reversed, a layer comes after those inside it.
+    # In reverse order, nested layers come before the layers that contain them.
     for layer in (*reversed(internals.layers_of(model)), model):
         losses = internals.added_losses(layer)
         own_losses = [loss for loss in losses if id(loss) not in seen]
@@ -104,11 +109,17 @@ def holds(
     shares: Sequence[float],
     tolerance: float = 1e-5,
 ) -> bool:
-    """Return whether the amounts of a batch follow by the rule from those of its parts.
+    """Return whether the losses added for a batch and for its parts fit a rule.
+
+    Per-example losses add up under both rules, so the rule decides only about the
+    other losses.
 
     Args:
-        shares: the share of the examples that is in each part.
-        tolerance: relative to the sum of the parts.
+        rule: `sum` or `mean`.
+        batch: the losses for the whole batch.
+        parts: the losses for each part of the batch.
+        shares: fraction of the examples in each part.
+        tolerance: tolerated difference, relative to the sum of the parts.
     """
     expected = []
     for part, share in zip(parts, shares, strict=True):
@@ -121,7 +132,7 @@ def holds(
 def _amounts_by_range(
     model: keras.Model, x: Any, ranges: Sequence[tuple[int, int]]
 ) -> list[dict[str, Amounts]]:
-    """Return what the layers add for each range of examples, computed in float64."""
+    """Return the losses that layers add for each range of examples, in float64."""
     values = [(variable, variable.value) for variable in model.trainable_variables]
     policies = [
         (layer, "dtype_policy", _Float64("float32"))
@@ -141,7 +152,14 @@ def _amounts_by_range(
 def _wrong_rule(
     path: str, right: str, rule: str, rules_by_layer: dict[str, list[str]]
 ) -> ConfigError:
-    """Return the error for a layer that adds by the `right` rule, not by `rule`."""
+    """Return the error for a layer whose losses follow `right` instead of `rule`.
+
+    Args:
+        path: path of the layer.
+        right: the rule that its losses follow.
+        rule: the rule in the config.
+        rules_by_layer: the rules that the losses of each layer follow.
+    """
     message = f"must be {right}, which {path} adds over its batch"
     others = [other for other, rules in rules_by_layer.items() if rules == [rule]]
     if others:

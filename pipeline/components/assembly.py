@@ -1,4 +1,4 @@
-"""Spec → the parts of a run, in the order in which data flows; nothing is written.
+"""Builds the parts of a run from its spec, in this order. Nothing is written.
 
 devices ─► data ─► plan ─► batches ─► model, objective, optimizer ─► Parts
 """
@@ -48,46 +48,48 @@ from pipeline.dataset.stream import Stream, digest
 from pipeline.tracking import provenance
 from pipeline.training.evaluator import Best
 
-# Takes the record of the data, as `provenance.dataset` returns it, and may reject it.
+# Called with the record of the data, see `provenance.dataset`; raises to reject it.
 CheckDataset = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class PartsRecord:
-    """What the run's record says about its parts, besides the config."""
+    """Facts about the parts of a run that its config does not contain."""
 
-    dataset: dict[str, Any]  # as `provenance.dataset` returns it
-    scaling: str  # what the scaling rule changed; empty if nothing
+    dataset: dict[str, Any]  # see `provenance.dataset`
+    scaling: str  # the changes by the scaling rule; empty if there are none
     notes: Sequence[str]  # lines about the data and the model for the user
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that a run trains with."""
+    """The parts of a run, ready for training."""
 
-    spec: RunSpec  # with the decision whether the data are kept in memory
+    spec: RunSpec  # `dataset.in_memory` is decided
     devices: Devices
     data: Data
-    files: DataFiles  # the files of `data`, in their state before reading
+    files: DataFiles  # the files of `data`, with their state before they were read
     plan: Plan
-    batches: tf.data.Dataset  # of the updates to come; a worker has its share of each
+    batches: tf.data.Dataset  # effective batches left to train on; a worker's shares
     model: keras.Model  # compiled with its built optimizer
     objective: RunObjective
-    inputs: Any  # of at most four training examples, on the host
-    reader: Reader | None  # with several workers, the replicas that this one reads for
-    best: Best | None  # tracks the best evaluation, if its checkpoint is kept
+    inputs: Any  # the inputs of up to four training examples, on the host
+    reader: Reader | None  # reads this worker's share; None without other workers
+    best: Best | None  # tracks the best evaluation; None if its checkpoint is not kept
     record: PartsRecord
 
     def update(self) -> accumulation.Update:
-        """Return a new update, which applies one effective batch."""
+        """Return a new `Update`, which applies one effective batch per call."""
         config = self.spec.config
         training = self.objective.training
         cut = self.spec.largest
-        # The noise scale compares micro-batches, each with a gradient of its own.
+        # The noise scale compares the gradients of several micro-batches. A loss over
+        # the effective batch has no gradient per micro-batch.
         noise_every = 0
         if cut.factor * cut.replicas > 1 and not training.over_batch:
             noise_every = config.accumulation.noise_scale_every
-        # `assemble` has rejected layers that `true` does not allow.
+        # `assemble` rejects `same_noise=true` if a layer does not allow it, so `auto`
+        # covers both values here.
         same_noise = "auto" if self.spec.same_noise else False
         return accumulation.Update(
             self.model,
@@ -103,7 +105,7 @@ class Parts:
         )
 
     def evaluation(self) -> accumulation.Evaluation:
-        """Return a new evaluation of one batch."""
+        """Return a new `Evaluation`, which evaluates one batch per call."""
         return accumulation.Evaluation(
             self.model,
             self.objective.evaluation,
@@ -114,9 +116,9 @@ class Parts:
         )
 
     def effective_batches(self, done: int = 0) -> tf.data.Dataset:
-        """Return the effective batches after `done` updates.
+        """Return the effective batches that follow the first `done` updates.
 
-        Every worker gets the whole of each batch, not only its share.
+        Each element is a whole effective batch, even if there are several workers.
         """
         if self.reader is None and not done:
             return self.batches
@@ -125,9 +127,11 @@ class Parts:
     def evaluation_batches(
         self, name: str = "validation", reader: Reader | None = None
     ) -> tf.data.Dataset | None:
-        """Return the batches of a split, in its order; None if there is no such split.
+        """Return the unshuffled batches of a split, or None if the split is missing.
 
-        With a `reader`, each batch has only the examples of that reader.
+        Args:
+            name: `validation` or `test`.
+            reader: a worker, which then gets only its share of each batch.
         """
         if name not in self.data.splits:
             return None
@@ -138,15 +142,15 @@ class Parts:
         size = self.plan.batching.effective_batch_size
         return evaluation_batches(self.data, name, size, node.get("pad"), reader, keep)
 
-    @cached_property  # traced once: a layer may draw a seed while it is traced
+    @cached_property  # Each trace may draw another seed.
     def forward(self) -> internals.Forward:
-        """The random draws and the assignments of a forward pass in training."""
+        """The noise and the assigned variables of a forward pass in training."""
         return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def assigned_by_forward(self) -> list[tf.Variable]:
         """Return every replica's copy of the variables that a forward pass assigns."""
         variables = [variable.value for variable in self.forward.assigned]
-        # The trace has made Keras' global seed, if anything draws from it.
+        # If a layer draws from Keras' global seed, the trace above has created it.
         seed = internals.global_seed()
         if seed is not None:
             variables.append(seed.value)
@@ -162,12 +166,14 @@ class Parts:
 def assemble(
     spec: RunSpec, check_dataset: CheckDataset | None = None, first_update: int = 0
 ) -> Parts:
-    """Build everything that can still reject the config.
+    """Build the parts of a run and check that they fit each other.
 
     Args:
-        check_dataset: called with the record of the data, which then has the checksums
-            of the files. Without it, the checksums are computed later.
-        first_update: the number of updates at the start whose batches are left out.
+        spec: the spec of the run.
+        check_dataset: called with the record of the data, which then includes the
+            checksums of the files. Without `check_dataset`, the checksums are computed
+            later.
+        first_update: number of completed updates; their batches are skipped.
 
     Raises:
         ConfigError: a part cannot be built, or does not fit the others.
@@ -184,8 +190,8 @@ def assemble(
             spec, data, planned.plan, first_update, reader, planned.stream
         )
 
-    # Seed once more: TFDS draws random numbers while it prepares a dataset, so the run
-    # that prepares it would begin with other weights.
+    # Seed again: TFDS draws random numbers while it prepares a dataset. A run that
+    # prepares the dataset would otherwise start from other weights than later runs.
     keras.utils.set_random_seed(seed)
     network = _build_network(spec, source, planned.plan, run_devices)
     best = _best(
@@ -220,7 +226,7 @@ def assemble(
 class _Source:
     """The data of a run, before they are cut into batches."""
 
-    spec: RunSpec  # with the decision whether the data are kept in memory
+    spec: RunSpec  # `dataset.in_memory` is decided
     data: Data
     files: DataFiles
     record: dict[str, Any]
@@ -230,7 +236,7 @@ class _Source:
 def _open_dataset(
     spec: RunSpec, run_devices: Devices, check_dataset: CheckDataset | None
 ) -> _Source:
-    """Load the dataset, and decide whether its examples are kept in memory."""
+    """Load and record the dataset; decide whether its examples are kept in memory."""
     data = load.load(spec.dataset)
     files = DataFiles(data.files)
     with _reading(spec.dataset, data, files):
@@ -253,10 +259,11 @@ def _open_dataset(
 
 
 def _read_again(node: DictConfig, data: Data) -> tuple[Any, ...]:
-    """Return the files that are read while the run trains.
+    """Return the files that are read during training.
 
-    A training split in memory is read once, before the training. The other splits are
-    read as the run trains, whether they are kept or not.
+    A training split in memory is read before training, so its files are left out. The
+    files of other splits are included: even a split that is then kept in memory is
+    first read during training.
     """
     paths: set[Any] = set()
     for name, shards in data.shards.items():
@@ -268,11 +275,11 @@ def _read_again(node: DictConfig, data: Data) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Planned:
-    """How the training split is cut into updates."""
+    """The plan of a run: how its training data are cut into updates."""
 
-    spec: RunSpec  # with the sizes of the first batch of a user's loader
+    spec: RunSpec  # with a user's loader, its batching follows from the first batch
     plan: Plan
-    stream: Stream | None  # the batches of a user's loader
+    stream: Stream | None  # effective batches of a user's loader, if there is one
 
 
 def _planned(spec: RunSpec, data: Data) -> _Planned:
@@ -284,7 +291,7 @@ def _planned(spec: RunSpec, data: Data) -> _Planned:
 
 
 def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
-    """Return the plan for the batches of a user's loader, by the size of the first."""
+    """Plan the updates of a user's loader, based on the size of its first batch."""
     loader = data.loaders["train"]
     factor = spec.batching.factor
     stream = Stream(loader, factor)
@@ -302,7 +309,7 @@ def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
 
 
 def _reader(spec: RunSpec) -> Reader | None:
-    """Return the replicas that this process reads for, if there are several workers."""
+    """Return the reader of this worker's share, or None without other workers."""
     if spec.workers is None:
         return None
     replicas = spec.config.hardware.replicas
@@ -330,7 +337,14 @@ def _batches(
 def _reading(
     node: DictConfig, data: Data, files: DataFiles, key: str = "dataset"
 ) -> Iterator[None]:
-    """Name the cause if the code of `node` fails while it is traced or run."""
+    """Turn an error of reading or tracing the data into one that names its cause.
+
+    Args:
+        node: the config node whose code runs in the block.
+        data: the loaded dataset.
+        files: the files of the dataset.
+        key: the config key that the error names.
+    """
     with (
         as_config_error(key, "must give examples", node._target_),
         located(data, files),
@@ -340,7 +354,7 @@ def _reading(
 
 @contextmanager
 def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
-    """Name the cause if the training split or its augmentation cannot be traced."""
+    """Apply `_reading` to the training split: name the augmentation if there is one."""
     augment = spec.dataset.get("augment")
     node = augment or spec.dataset
     key = "dataset" if augment is None else "dataset.augment"
@@ -350,20 +364,20 @@ def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Network:
-    """A compiled model, and what is known about it."""
+    """A compiled model with its objective, and notes about both."""
 
     model: keras.Model
     objective: RunObjective
-    outputs: Any  # the model's outputs for the first examples
+    outputs: Any  # the model's outputs for `first_inputs`
     first_inputs: Any  # the inputs of a few examples
-    scaling: str  # what the scaling rule changed
-    notes: list[str]
+    scaling: str  # the changes by the scaling rule; empty if there are none
+    notes: list[str]  # lines for the user
 
 
 def _build_network(
     spec: RunSpec, source: _Source, plan: Plan, run_devices: Devices
 ) -> _Network:
-    """Build the model, the objective and the optimizer; check that the data fit."""
+    """Build the model, the objective and the optimizer; check them on a batch."""
     data = source.data
     with run_devices.strategy.scope():
         network = model.build(spec.node("model"), data)
@@ -379,7 +393,7 @@ def _build_network(
             goal, network, built_optimizer, checked.labels, checked.outputs
         )
         built_optimizer.build(network.trainable_variables)
-    # The check runs outside the scope, as updates do.
+    # Updates run outside the strategy's scope, so this check does too.
     optimizer.check(built_optimizer, network.trainable_variables)
     return _Network(network, goal, checked.outputs, batch[0], scaling, notes)
 
@@ -387,10 +401,10 @@ def _build_network(
 def _first_batch(
     spec: RunSpec, data: Data, files: DataFiles, run_devices: Devices
 ) -> tuple[Any, ...]:
-    """Return a few examples with the weights of their classes.
+    """Return a batch of 2 to 32 examples, with class weights if the config has any.
 
     Raises:
-        ConfigError: the workers differ in their first examples, or in their number.
+        ConfigError: the workers have different first examples or split sizes.
     """
     with _reading(spec.dataset, data, files):
         count = min(max(2, spec.batching.micro_batch_size), 32)
@@ -415,10 +429,11 @@ def _best(
     data: Data,
     outputs: list[str],
 ) -> Best | None:
-    """Return the tracker of the best evaluation, if its checkpoint is kept.
+    """Return the tracker of the best evaluation, or None if no checkpoint is kept.
 
     Raises:
-        ConfigError: the evaluations do not return its metric.
+        ConfigError: there is no validation split, or its evaluation does not return
+            the metric of `keep`.
     """
     if keep is None or keep.metric is None or keep.mode is None:
         return None
@@ -440,7 +455,11 @@ def _best(
 
 
 def _check_cut(parts: Parts) -> None:
-    """Raise a ConfigError for a model that does not allow what the config requires."""
+    """Raise a ConfigError if the model rules out a setting of the config.
+
+    The settings are `accumulation.same_noise=true` and, with a loss over the effective
+    batch, those that `internals.not_supported` names.
+    """
     if parts.spec.config.accumulation.same_noise is True:
         layers = parts.forward.cut_dependent_noise
         if layers:

@@ -1,4 +1,4 @@
-"""What the record and the first lines of a run say about its parts."""
+"""Descriptions of the parts of a run: tags, first lines and an example input."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from pipeline.components.assembly import Parts
 
 
 def tags(parts: Parts) -> dict[str, str]:
-    """Return the tags of a run: the layers that depend on the cut, and its scaling.
+    """Return the tags of a run that describe its model and its scaling.
 
-    The cut is how an effective batch is divided into micro-batches.
+    The tags name the layers whose results depend on how an effective batch is cut into
+    micro-batches, and the changes by the scaling rule.
     """
     stateful = internals.batch_dependent_layers(parts.model, parts.forward)
     noisy = parts.forward.cut_dependent_noise
@@ -25,15 +26,20 @@ def tags(parts: Parts) -> dict[str, str]:
 
 
 def first_lines(parts: Parts) -> list[str]:
-    """Return the lines about its parts that a new run prints first."""
+    """Return the lines that a new run prints before it trains.
+
+    The lines give the changes by the scaling rule, notes about the data and the model,
+    and the `differences_from_large_batch`.
+    """
     lines = [parts.record.scaling] if parts.record.scaling else []
     return [*lines, *parts.record.notes, *differences_from_large_batch(parts)]
 
 
 def differences_from_large_batch(parts: Parts) -> list[str]:
-    """Return the reasons why an update differs from that of the large batch.
+    """Return the reasons why an update differs from one on an uncut effective batch.
 
-    Each reason is one line, with the layers that it concerns.
+    Each reason is one line that ends with the names of the layers that cause it. The
+    list is empty if the effective batch is not cut.
     """
     if parts.spec.largest.factor * parts.plan.batching.replicas == 1:
         return []
@@ -62,10 +68,10 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
 
 
 def example_inputs(parts: Parts) -> Any:
-    """Return a few inputs as NumPy arrays, for the signature of the trained model.
+    """Return up to four inputs as NumPy arrays, for the signature of the logged model.
 
     Raises:
-        TypeError: the inputs have no signature.
+        TypeError: the inputs are neither a dense tensor nor a dict of dense tensors.
     """
     is_dense = all(map(tf.is_tensor, tf.nest.flatten(parts.inputs)))
     if not is_dense or not isinstance(parts.inputs, tf.Tensor | dict):

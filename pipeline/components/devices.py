@@ -1,4 +1,4 @@
-"""Devices, precision and determinism: what is set before TensorFlow builds anything."""
+"""Sets up devices, precision, seeds and determinism, before TensorFlow is used."""
 
 import re
 import resource
@@ -24,26 +24,27 @@ from pipeline.config.sizes import REPLICAS
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that a run computes on."""
+    """The devices of a run, and its distribution strategy."""
 
     strategy: tf.distribute.Strategy  # mirrored if there are several devices
     on_gpu: bool
-    description: str  # one line for a person
-    workers: int = 1  # processes
-    # With several workers, the number of all-reduces that this one was ready for.
+    description: str  # one line for the user
+    workers: int = 1  # number of processes
+    # The number of all-reduces that this worker was ready for; None if it is alone.
     reductions_ready: tf.Variable | None = None
-    gpus: Sequence[int] = ()  # indices among the GPUs that this process sees
+    gpus: Sequence[int] = ()  # indices into the GPUs that TensorFlow lists
 
     def agree(self, holds: bool) -> bool:
-        """Return whether `holds` is true on every worker; each has to call it."""
+        """Return whether `holds` is true on every worker. All workers must call it."""
         if self.workers == 1:
             return holds
         return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
 
     def same(self, number: int) -> bool:
-        """Return whether a number of up to 24 bits is the same on every worker.
+        """Return whether `number` is the same on every worker. All must call it.
 
-        Every worker has to call it.
+        Args:
+            number: an integer of up to 24 bits; larger ones would overflow the sums.
         """
         # N·Σv² = (Σv)² holds only if all N values v are equal.
         replicas = self.strategy.num_replicas_in_sync
@@ -51,7 +52,10 @@ class Devices:
 
     @cached_property
     def _sum(self) -> Callable[[int], int]:
-        """A function that returns the sum of an integer over all replicas."""
+        """A function that returns the sum of an integer over all replicas.
+
+        The replicas of a worker all contribute the worker's integer.
+        """
         strategy = self.strategy
 
         @tf.function(autograph=False)
@@ -63,19 +67,21 @@ class Devices:
 
 
 def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> Devices:
-    """Choose the devices and set the global state of this process, such as its seeds.
+    """Choose the devices, and set the precision, the seeds and the determinism.
 
-    Call it once, before any other call of TensorFlow. With several `workers` it waits
-    until all have joined.
+    Call this once per process, before any other use of TensorFlow. With several
+    workers, the call returns once all of them have joined.
 
     Args:
-        seed: the seed of Python, NumPy and TensorFlow.
+        config: the `hardware` group of the config.
+        seed: seed for Python, NumPy and TensorFlow.
+        workers: the workers of the run, or None for a single process.
 
     Raises:
         ConfigError: the machine lacks the devices that the config asks for.
     """
     load_cuda_libraries()
-    # On a machine without a driver, the libraries print that they cannot start CUDA.
+    # Without a driver, the CUDA libraries print notices here; suppress them.
     with imports.without_chatter():
         gpus = tf.config.list_physical_devices("GPU")
     why_no_gpu = ""
@@ -120,12 +126,12 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
 
 
 def uses_gpu(config: HardwareConfig) -> bool:
-    """Return whether a run with this `hardware` group computes on a GPU."""
+    """Return whether a run with the `hardware` group `config` uses a GPU."""
     return config.device != Device.cpu and bool(tf.config.list_physical_devices("GPU"))
 
 
 def gpu_names() -> list[str]:
-    """Return TensorFlow's names of the GPUs that this process uses."""
+    """Return the model names of the GPUs that this process uses."""
     names = []
     for gpu in tf.config.get_visible_devices("GPU"):
         details = tf.config.experimental.get_device_details(gpu)
@@ -134,17 +140,17 @@ def gpu_names() -> list[str]:
 
 
 def peak_memory(devices: Devices) -> int:
-    """Return the peak memory in bytes.
+    """Return the peak memory of this process in bytes.
 
-    With GPUs it is the memory of TensorFlow's tensors on the first one, otherwise the
-    resident memory of the process.
+    On GPUs, this is the peak memory of TensorFlow's tensors on the first GPU since the
+    last reset. On a CPU, it is the peak resident memory.
     """
     if devices.on_gpu:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     peak = status_bytes("VmHWM")
     if peak is not None:
         return peak
-    # This value begins with the peak of the parent process.
+    # A fallback: this peak may be inherited from the parent process.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak
@@ -152,7 +158,11 @@ def peak_memory(devices: Devices) -> int:
 
 
 def status_bytes(name: str) -> int | None:
-    """Return a size that Linux reports for this process, such as `VmHWM`, or None."""
+    """Return a size that Linux reports for this process, in bytes, or None if unknown.
+
+    Args:
+        name: the field of `/proc/self/status`, such as `VmHWM`.
+    """
     with suppress(OSError):
         status = Path("/proc/self/status").read_text()
         match = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
@@ -162,7 +172,12 @@ def status_bytes(name: str) -> int | None:
 
 
 def _named_gpus(gpus: list[Any], names: int | list[int] | None) -> list[Any]:
-    """Return the GPUs that `hardware.gpu` names, among all that TensorFlow lists."""
+    """Return the GPUs that `hardware.gpu` selects.
+
+    Args:
+        gpus: all GPUs that TensorFlow lists.
+        names: one index or several indices into `gpus`, or None for all GPUs.
+    """
     if names is None:
         return gpus
     indices = [names] if isinstance(names, int) else names
@@ -175,7 +190,11 @@ def _named_gpus(gpus: list[Any], names: int | list[int] | None) -> list[Any]:
 def _gpus_of_process(
     gpus: list[Any], replicas: int, workers: Cluster | None
 ) -> list[Any]:
-    """Return one GPU for each replica of this process."""
+    """Select one of `gpus` for each replica of this process.
+
+    Raises:
+        ConfigError: there are too few GPUs for the replicas or the workers.
+    """
     count = len(gpus)
     if replicas > count:
         rule = f"must be at most the {count} GPUs of this machine"
@@ -189,7 +208,8 @@ def _gpus_of_process(
             f"each has {replicas} of the {count} GPUs of this machine"
         )
         raise ConfigError(KEY, rule, processes)
-    # The workers on a machine share its GPUs, unless each of them sees only its own.
+    # If this process sees the GPUs of all workers on the machine, take its own slice.
+    # If it sees too few for that, they are all its own.
     first = workers.index_on_machine * replicas
     if count < first + replicas:
         return gpus[:replicas]
@@ -197,7 +217,10 @@ def _gpus_of_process(
 
 
 def _limit_memory(gpu: Any, size: Any) -> None:
-    """Let TensorFlow take GPU memory as it needs it, or all of `size` at once."""
+    """Limit TensorFlow's memory on a GPU to `size`, allocated at once.
+
+    If `size` is None, TensorFlow allocates memory as needed.
+    """
     if size is None:
         tf.config.experimental.set_memory_growth(gpu, True)
         return
@@ -208,7 +231,7 @@ def _limit_memory(gpu: Any, size: Any) -> None:
 
 
 def _lock(gpus: list[Any]) -> None:
-    """Lock the GPUs, so that another run on them is noticed."""
+    """Lock the GPUs without waiting; print a line if another run has locked one."""
     visible = nvidia.visible()
     names = []
     for gpu in gpus:
@@ -221,7 +244,7 @@ def _lock(gpus: list[Any]) -> None:
 
 
 def _split_cpu(replicas: int, workers: Cluster | None) -> None:
-    """Make a logical device of the CPU for each replica."""
+    """Split the CPU into one logical device per replica."""
     if workers is not None:
         raise ConfigError(REPLICAS, "must be 1 with several workers on CPUs", replicas)
     (cpu,) = tf.config.list_physical_devices("CPU")
@@ -230,11 +253,11 @@ def _split_cpu(replicas: int, workers: Cluster | None) -> None:
 
 
 def _set_precision_and_seed(config: HardwareConfig, seed: int) -> None:
-    # A checkpoint identifies a variable by its name, and Keras numbers the layers of
-    # all models that a process has had.
+    # Restart Keras' numbering of layers, which counts all models in a process: a
+    # checkpoint identifies a variable by its name, so each run needs the same names.
     keras.utils.clear_session(free_memory=False)
     precision = config.precision.name
-    # Losses and layers that have no policy follow floatx.
+    # Losses and layers without a dtype policy use floatx.
     floatx = "float64" if precision == "float64" else "float32"
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(precision)
@@ -245,7 +268,7 @@ def _set_precision_and_seed(config: HardwareConfig, seed: int) -> None:
 
 
 def _description(config: HardwareConfig, why_no_gpu: str) -> str:
-    """Return the line that describes the devices of this process."""
+    """Return the line that names the devices of this process and their precision."""
     names = ", ".join(gpu_names())
     if not names and config.replicas == 1:
         names = "CPU"
@@ -274,7 +297,7 @@ def _strategy(
 def _strategy_of_workers(
     replicas: int, on_gpu: bool, workers: Cluster
 ) -> tf.distribute.Strategy:
-    """Return the strategy of several workers, once all have joined."""
+    """Wait until all workers have joined; return their strategy."""
     accelerators = {"GPU": replicas} if on_gpu else {}
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(workers.addresses)}),
@@ -284,7 +307,7 @@ def _strategy_of_workers(
         rpc_layer="grpc",
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
-    # TensorFlow has replaced the handler of SIGTERM, for a notice of preemption that is
-    # not used here.
+    # TensorFlow has installed its own SIGTERM handler, for preemption notices that are
+    # not used here. Restore the handler that Python had.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     return strategy

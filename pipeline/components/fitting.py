@@ -1,4 +1,4 @@
-"""The training of a run's parts, on the chief and on every other worker."""
+"""Trains with the parts of a run, on the chief and on every other worker."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from pipeline.training.profiler import Profiler
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import NonFiniteError, Recorder
 
-# Callbacks of Keras that write files, which only the chief does.
+# Keras callbacks that write files or send reports. Only the chief runs them.
 WRITING = {
     "ModelCheckpoint",
     "OrbaxCheckpoint",
@@ -39,13 +39,13 @@ WRITING = {
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run.
 
-    Without a tracker, as on a worker other than the chief, it logs nothing.
+    Without a tracker, as on every worker except the chief, the recorder logs nothing.
     """
     config = parts.spec.config
     plan = parts.plan
     logs = tracker is not None
-    updates = plan.updates % ENDLESS  # 0 if the number is unknown
-    # With stages, updates have different sizes, so progress counts examples.
+    updates = plan.updates % ENDLESS  # 0 if the number of updates is unknown
+    # The effective batches of stages differ in size, so measure progress in examples.
     work = plan.examples_seen if plan.stages else float
     progress = Progress(updates, logs, work)
     share_of_peak = 0.0
@@ -68,8 +68,8 @@ def checkpoints(
 ) -> Checkpoints:
     """Return the checkpoints in a run directory.
 
-    They are written when the config says so. Without the journal of the run, as on a
-    worker other than the chief, none is written.
+    `training.checkpoint_every` decides when a checkpoint is written. Without a journal,
+    as on every worker except the chief, none is written.
     """
     writes = journal is not None
     every = parts.spec.config.training.checkpoint_every if writes else None
@@ -86,14 +86,21 @@ def fit(
     start: Checkpoint | Fork | None,
     stop: Callable[[], BaseException | None] = lambda: None,
 ) -> float:
-    """Train to the end of the plan; return the last loss.
+    """Train to the end of the plan.
 
-    The loss is that of the validation split, if there is one. Without a tracker, as on
-    a worker other than the chief, nothing is written.
+    If the recorder has no tracker, as on every worker except the chief, callbacks that
+    write files are left out, and no update is profiled or retried.
 
     Args:
-        start: the checkpoint from which training starts.
-        stop: returns an exception if the run is to end.
+        parts: the parts of the run.
+        update: applies one effective batch.
+        recorder: records the results of updates.
+        checkpoints: the checkpoints of the run.
+        start: the checkpoint to start from, or None to start anew.
+        stop: returns the exception that ends the run, or None to continue.
+
+    Returns:
+        The last validation loss, or the last training loss without a validation split.
     """
     tracker = recorder.tracker
     with bad_example.located(parts.data, parts.files), _non_finite_data_named(parts):
@@ -112,7 +119,7 @@ def fit(
             parts.spec.config.training.evaluate_every,
             parts.best,
         )
-        # The peak excludes what came before, such as the model's initialization.
+        # Measure the peak from here on, without the initialization of the model.
         if parts.devices.on_gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
         return Trainer(
@@ -131,7 +138,10 @@ def fit(
 
 @contextmanager
 def _non_finite_data_named(parts: Parts) -> Iterator[None]:
-    """Report non-finite data in the error of a non-finite update."""
+    """If an update in the block is not finite, check its batch.
+
+    If the batch has a NaN or an infinite value, the error names the part that has it.
+    """
     try:
         yield
     except NonFiniteError as error:
@@ -147,10 +157,10 @@ def _non_finite_data_named(parts: Parts) -> Iterator[None]:
 
 
 def _token_counter(parts: Parts) -> Callable[[Any], tf.Tensor] | None:
-    """Return a function that counts the tokens of an effective batch.
+    """Return a function that counts the tokens in an effective batch.
 
-    Return None if examples are not sequences, or if each worker knows only the masks of
-    its own share.
+    Return None if the examples are not sequences, or if masked tokens do not count and
+    each worker has only its own share of the batch.
     """
     pad = parts.spec.dataset.get("pad")
     layers = internals.layers_of(parts.model)
@@ -196,7 +206,7 @@ def _oom_retry(
 def _evaluator(
     parts: Parts, name: str, tracker: Tracker | None, assigned: Sequence[tf.Variable]
 ) -> SplitEvaluator | None:
-    """Return the evaluator of a split; None if there is no such split."""
+    """Return the evaluator of a split, or None if the split is missing."""
     batches = parts.evaluation_batches(name, parts.reader)
     if batches is None:
         return None

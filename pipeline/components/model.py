@@ -1,4 +1,4 @@
-"""Config → Keras model, for the shape and the number of classes of the dataset."""
+"""Builds the Keras model of a config, and defines the models in `conf/model`."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.dataset.splits import Data
 from pipeline.trust import instantiate
 
-# Why the dataset has nothing to offer for a parameter.
+# Errors for parameters of a model that the dataset cannot provide.
 _NOT_OFFERED = {
     "classes": (
         "must be given, as with +model.classes=10: the dataset does not say how many "
@@ -29,11 +29,15 @@ _NOT_OFFERED = {
 
 
 def build(node: DictConfig, data: Data) -> keras.Model:
-    """Return the model that `node` describes.
+    """Build the model that `node` describes.
 
-    A builder is offered `input_shape` (of one example, without the batch), `classes`
-    and `training_examples` (the training split, example by example). It gets those that
-    it has a parameter for and that the config does not set.
+    The target may have the parameters `input_shape` (of one example, without the batch
+    axis), `classes`, and `training_examples` (the training split, example by example;
+    not with `dataset.batched`). Those that the config leaves out come from the dataset.
+
+    Args:
+        node: the `model` group of the config.
+        data: the loaded dataset.
 
     Raises:
         ConfigError: a target or an argument is wrong, or the model cannot be trained.
@@ -62,14 +66,14 @@ def mlp(
     dropout: float = 0.0,
     l2: float = 0.0,
 ) -> keras.Model:
-    """Return dense layers over the flattened input.
+    """Return a multilayer perceptron on the flattened input.
 
     Args:
         input_shape: shape of one example, of any rank.
-        classes: width of the output, which are logits.
+        classes: number of classes; the outputs are logits, (batch, classes).
         hidden: widths of the hidden layers.
-        dropout: share of the outputs of each hidden layer that is dropped.
-        l2: factor of the L2 penalty of the weights.
+        dropout: dropout rate after each hidden layer.
+        l2: factor of the L2 penalty on the kernels.
     """
     _check(classes=[classes], hidden=hidden, dropout=dropout, l2=l2)
     inputs = keras.Input(tuple(input_shape))
@@ -87,16 +91,17 @@ def cnn(
     dropout: float = 0.0,
     l2: float = 0.0,
 ) -> keras.Model:
-    """Return convolutions, then dense layers.
+    """Return a convolutional network with dense layers at its end.
 
-    Each convolution is followed by 2×2 pooling, as long as the image is large enough.
+    Each convolution is followed by 2×2 max pooling, unless a side of the image is
+    already down to one pixel.
 
     Args:
         input_shape: (height, width, channels).
-        classes: width of the output, which are logits.
-        filters: channels of each convolution.
-        kernel_size: height and width of each convolution.
-        hidden, dropout, l2: as for `mlp`, for the dense layers; `l2` also applies to
+        classes: number of classes; the outputs are logits, (batch, classes).
+        filters: number of channels of each convolution.
+        kernel_size: height and width of the convolution kernels.
+        hidden, dropout, l2: see `mlp`. They apply to the dense layers, and `l2` also to
             the convolutions.
     """
     if len(input_shape) != 3:
@@ -134,22 +139,23 @@ def tabular(
     dropout: float = 0.0,
     l2: float = 0.0,
 ) -> keras.Model:
-    """Return dense layers over normalized measurements, with one output.
+    """Return a multilayer perceptron on normalized measurements, with one output.
 
     Args:
         input_shape: shape of one example, (measurements,).
-        training_examples: examples whose means and variances the first layer normalizes
-            by.
-        hidden, dropout, l2: as for `mlp`.
-        activation: activation of the output, such as `sigmoid`.
+        training_examples: the examples from which the normalization layer takes the
+            mean and the variance of each measurement.
+        hidden, dropout, l2: see `mlp`.
+        activation: activation of the output, such as `sigmoid`, or None for a linear
+            output.
     """
     _check(hidden=hidden, dropout=dropout, l2=l2)
     if len(input_shape) != 1:
         rule = "input_shape must be (measurements,)"
         raise ValueError(f"{rule}. Received: {tuple(input_shape)}")
     inputs = keras.Input(tuple(input_shape))
-    # The layer is in full precision even under a mixed policy: measurements and their
-    # variances may be larger than float16 holds.
+    # Normalize in full precision even under a mixed policy: measurements and their
+    # variances may exceed the range of float16.
     normalisation = layers.Normalization(dtype=keras.config.floatx())
     normalisation.adapt(training_examples.map(lambda x, *_: x).batch(1024))
     outputs = _head(normalisation(inputs), 1, hidden, dropout, l2)
@@ -166,20 +172,18 @@ def decoder(
     heads: int = 4,
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Return a decoder-only transformer over token numbers (batch, time).
+    """Return a decoder-only transformer with pre-layer normalization.
 
-    Each block has an attention and a pair of dense layers, with a layer norm before
-    each.
+    Inputs are token numbers, (batch, time), and outputs are logits,
+    (batch, time, classes).
 
     Args:
-        classes: number of tokens, and width of the output, which are logits of shape
-            (batch, time, tokens).
-        length: length of the longest sequence.
+        classes: size of the vocabulary.
+        length: maximum length of a sequence.
         width: width of the residual stream, a multiple of `heads`.
-        blocks: number of blocks.
-        heads: number of heads of each attention.
-        dropout: share of the outputs of each attention and of each pair of dense layers
-            that is dropped.
+        blocks: number of blocks, each with an attention layer and two dense layers.
+        heads: number of heads per attention layer.
+        dropout: dropout rate after each attention layer and each pair of dense layers.
     """
     _check(
         dropout=dropout,
@@ -203,7 +207,7 @@ def decoder(
         x += _dropped(attended, dropout)
 
         normed = layers.LayerNormalization()(x)
-        # The order matters: the layers draw their seeds when they are made.
+        # Keep the order in which these layers are made: each draws its seed then.
         narrow = layers.Dense(width)
         wide = layers.Dense(4 * width, activation="gelu")
         x += _dropped(narrow(wide(normed)), dropout)
@@ -219,17 +223,18 @@ def application(
     weights: str | None = None,
     frozen: Sequence[str] = (),
 ) -> keras.Model:
-    """Return a network of `keras.applications` for other classes.
+    """Return a network from `keras.applications`, with a new layer for the classes.
 
-    A dense layer gives the logits from the pooled features.
+    A dense layer computes the logits from the average-pooled features.
 
     Args:
-        input_shape, classes: as for `cnn`.
-        name: such as `ResNet50` or `MobileNetV2`.
-        weights: a file with weights of this network. Those of a `.keras` file are taken
-            by the names of the layers, if they fit, and those of a `.weights.h5` file
-            in their order. The last layer may differ.
-        frozen: patterns, such as `conv1_*`, of names of layers that are not trained.
+        input_shape, classes: see `cnn`.
+        name: name of the network, such as `ResNet50` or `MobileNetV2`.
+        weights: a `.keras` or `.weights.h5` file with weights of this network. Weights
+            of a `.keras` file are loaded into layers of the same name, those of a
+            `.weights.h5` file in the order of the layers. Layers whose weights do not
+            fit, such as the last one, keep their initial weights.
+        frozen: patterns for names of layers that are not trained, such as `conv1_*`.
     """
     build = getattr(keras.applications, name, None)
     if not callable(build) or not name[:1].isupper():
@@ -255,10 +260,10 @@ def application(
 
 
 def _take_weights(model: keras.Model, file: str) -> None:
-    """Load a file's weights into the layers that they fit.
+    """Load weights from a file into the layers that they fit.
 
     Raises:
-        ValueError: there is no such file, or no layer's weights fit.
+        ValueError: the file is missing or of another type, or its weights fit no layer.
     """
     if not Path(file).is_file():
         raise ValueError(f"weights must be a file that is there. Received: {file}")
@@ -279,9 +284,9 @@ def _take_weights(model: keras.Model, file: str) -> None:
 
 
 def _take_weights_by_name(model: keras.Model, source: keras.Model) -> bool:
-    """Copy the weights of layers with the same name and shapes.
+    """Copy weights from layers of `source` to layers of the same name and shapes.
 
-    Return whether there are any such layers.
+    Return whether any layer was copied.
     """
     weights_by_layer = {layer.name: layer.get_weights() for layer in source.layers}
     fits = False
@@ -305,7 +310,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
-    """Raise a ValueError for arguments that would give a useless model."""
+    """Raise a ValueError if a size, `dropout` or `l2` is out of range."""
     for name, values in sizes.items():
         if not all(map(_is_size, values)):
             rule = f"{name}: each size must be a whole number of at least 1"
@@ -319,12 +324,12 @@ def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
 def _head(
     x: keras.KerasTensor, classes: int, hidden: Sequence[int], dropout: float, l2: float
 ) -> keras.KerasTensor:
-    """Return the logits of dense layers over `x`."""
+    """Return logits that hidden layers and an output layer compute from `x`."""
     for units in hidden:
         dense = layers.Dense(units, activation="relu", kernel_regularizer=_l2(l2))
         x = _dropped(dense(x), dropout)
-    # The logits are in full precision even under a mixed policy: a softmax in float16
-    # loses what the loss needs.
+    # Compute logits in full precision even under a mixed policy: a softmax in float16
+    # is too coarse for the loss.
     logits = layers.Dense(
         classes, dtype=keras.config.floatx(), kernel_regularizer=_l2(l2)
     )

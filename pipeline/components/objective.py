@@ -1,4 +1,4 @@
-"""Config → loss, metrics and callbacks."""
+"""Builds the loss, the metrics and the callbacks of a config."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ from pipeline.trust import instantiate
 
 @dataclass(frozen=True)
 class RunObjective:
-    """What a run minimizes and measures, and its callbacks.
+    """The loss, the metrics and the callbacks of a run.
 
-    With several outputs, each has its losses and metrics under its name.
+    For a model with several outputs, losses and metrics are grouped by output name.
     """
 
     training: internals.Objective
-    evaluation: internals.Objective  # the same, with metrics of its own
-    # The callbacks, by their names in the config. They see each update as one batch.
+    evaluation: internals.Objective  # the same losses, with separate metric objects
+    # The callbacks, by their names in the config. Each update is a batch for them.
     callbacks: dict[str, keras.callbacks.Callback]
 
 
 class FunctionLoss(keras.losses.Loss):
-    """A loss that calls a function of (y_true, y_pred).
+    """A loss computed by a function of (y_true, y_pred).
 
-    The function returns one value per example, on axis 0.
+    The function returns a tensor whose axis 0 has one entry per example.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any]):
@@ -40,15 +40,15 @@ class FunctionLoss(keras.losses.Loss):
         self.fn = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        # As in `compile(loss=function)`: labels of shape (batch,) would be broadcast
-        # against outputs of shape (batch, 1).
+        # Give labels and outputs the same rank, as `compile(loss=function)` does:
+        # shapes (batch,) and (batch, 1) would broadcast to (batch, batch).
         if tf.is_tensor(y_true) and tf.is_tensor(y_pred):
             y_true = _with_rank_of_outputs(y_true, y_pred)
         return self.fn(y_true, y_pred)
 
 
 def build(training: DictConfig) -> RunObjective:
-    """Return the objective of the `training` group.
+    """Build the loss, the metrics and the callbacks of the `training` group.
 
     Raises:
         ConfigError: a target or an argument is wrong.
@@ -86,18 +86,23 @@ def compile(
     y: Any,
     outputs: Any,
 ) -> None:
-    """Compile the model for its callbacks and for the saved model; try its callbacks.
+    """Compile the model, and check that its callbacks work with it.
+
+    Training does not use Keras' compiled loss; the callbacks and the saved model do.
 
     Args:
+        objective: the loss, the metrics and the callbacks.
+        model: the built model.
+        optimizer: the optimizer of the model.
         y: the labels of a few examples.
         outputs: the model's outputs for these examples.
 
     Raises:
-        ConfigError: a callback cannot do its work.
+        ConfigError: a callback fails with this model, or its state cannot be saved.
     """
     goal = objective.training
     loss_weights = goal.loss_weights
-    if isinstance(loss_weights, dict):  # Keras wants one for each output
+    if isinstance(loss_weights, dict):  # Keras requires a weight for each output.
         loss_weights = {}
         for name in by_name(model, outputs):
             weight = goal.loss_weights.get(name)
@@ -109,7 +114,7 @@ def compile(
         metrics=goal.metrics or None,
         weighted_metrics=goal.weighted_metrics or None,
     )
-    # Keras' callbacks look there for the metric that they monitor.
+    # Keras' callbacks look up the metric that they monitor in built metrics only.
     if tf.is_tensor(y) and tf.is_tensor(outputs):
         for metric in model.metrics:
             if not getattr(metric, "built", True):
@@ -124,7 +129,10 @@ def compile(
 
 
 def _with_rank_of_outputs(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-    """Return the labels with a last axis of size 1 only if the outputs have it."""
+    """Add or drop a last axis of size 1, so that labels have the rank of outputs.
+
+    Labels that differ from the outputs in another way are returned unchanged.
+    """
     if not labels.shape.rank or not outputs.shape.rank:
         return labels
     if labels.shape.rank == outputs.shape.rank + 1 and labels.shape[-1] == 1:
@@ -135,7 +143,7 @@ def _with_rank_of_outputs(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
 
 
 def _loss_weights(node: Any) -> Any:
-    """Return the weights as floats; None stays None."""
+    """Return the loss weights of a node with numbers as floats; None stays None."""
     weights = node
     if OmegaConf.is_config(node):
         weights = OmegaConf.to_container(node)
@@ -160,7 +168,7 @@ def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
     loss = instantiate.build(node, key)
     kind = type(loss)
     if not isinstance(loss, keras.losses.Loss):
-        if callable(loss):  # a function, by `_partial_: true`
+        if callable(loss):  # a function, given with `_partial_: true`
             return FunctionLoss(loss)
         rule = "must give a keras.losses.Loss"
         raise ConfigError(f"{key}._target_", rule, kind.__name__)
@@ -176,7 +184,7 @@ def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
 
 
 def _metrics(training: DictConfig, group: str) -> Metrics:
-    """Return the metrics of a group: a list for the only output, or lists by output."""
+    """Return the metrics of a group: a list, or a dict of lists by output name."""
     nodes = metrics_of(training, group)
     metrics_by_output: dict[Any, list[keras.metrics.Metric]] = {}
     for node in nodes:
@@ -194,12 +202,12 @@ def _metric(node: DictConfig, key: str, name: str) -> keras.metrics.Metric:
     metric = instantiate.build(node, key, **arguments)
     if node.get("_partial_") and callable(
         metric
-    ):  # a function, wrapped as by `compile`
+    ):  # a function, which is wrapped as in Keras' `compile`
         metric = keras.metrics.MeanMetricWrapper(metric, name=name)
     if not isinstance(metric, keras.metrics.Metric):
         rule = "must give a keras.metrics.Metric"
         raise ConfigError(f"{key}._target_", rule, type(metric).__name__)
-    metric.name = name  # a class may have no argument for it
+    metric.name = name  # The class may have no parameter `name`.
     return metric
 
 
@@ -210,7 +218,8 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
     if not isinstance(callback, keras.callbacks.Callback):
         rule = "must give a keras.callbacks.Callback"
         raise ConfigError(f"{key}._target_", rule, kind)
-    # It would repeat an epoch with weights that have seen half of it.
+    # Reject BackupAndRestore: after an interruption in an epoch, it would repeat the
+    # whole epoch with weights already trained on a part of it.
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         rule = (
             "must be left out: training.checkpoint_every is for that, "
@@ -221,9 +230,9 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
 
 
 def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
-    """Raise what a callback of Keras would raise in its first epoch.
+    """Raise the error that a Keras callback would raise in its first epoch.
 
-    The trial uses a fresh callback, so that nothing is stopped and the rate stays.
+    The check runs a copy, which leaves the callback and the learning rate unchanged.
     """
     monitors = isinstance(getattr(callback, "monitor", None), str)
     if monitors and hasattr(callback, "mode"):

@@ -1,4 +1,4 @@
-"""Checks on one batch that the loss and the metrics fit the labels and the outputs."""
+"""Checks, on one batch, that the loss and the metrics fit the labels and outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ from pipeline.config.objective_nodes import METRIC_GROUPS
 from pipeline.config.resolve import RunSpec
 from pipeline.dataset.splits import Data
 
-# Losses and metrics of Keras whose labels lack the last axis of the outputs.
+# Keras losses and metrics whose labels lack the last axis of the outputs.
 _SPARSE = {
     "SparseCategoricalCrossentropy",
     "SparseCategoricalAccuracy",
     "SparseTopKCategoricalAccuracy",
 }
-# Losses and metrics whose labels may differ in shape from the outputs. For all others,
-# the shapes have to be the same.
+# Keras losses and metrics whose labels may differ in shape from the outputs. All others
+# require equal shapes, apart from axes of size 1.
 _OF_ANY_SHAPE = {
     "CTC",
     "CategoricalGeneralizedCrossEntropy",
@@ -45,11 +45,11 @@ _PADDED_REDUCTION = (
 
 @dataclass(frozen=True)
 class Checked:
-    """An objective that fits a model and its data."""
+    """The result of `check`: an objective that fits the labels and outputs."""
 
     labels: Any
     outputs: Any
-    objective: RunObjective  # with the metrics that the model's layers update
+    objective: RunObjective  # includes the metrics that the model's layers update
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,26 @@ class _Example:
     y: Any
     sample_weight: Any
     outputs: dict[str, Any]  # by name
-    padded: bool  # by `dataset.pad`
-    classes: int | None  # the number that the dataset gives
-    rule: str  # what an error says if labels and outputs do not fit
+    padded: bool  # whether `dataset.pad` pads examples
+    classes: int | None  # number of classes, if the dataset states it
+    rule: str  # the error if labels and outputs do not fit
 
 
 def check(
     objective: RunObjective, model: keras.Model, data: Data, batch: Any, spec: RunSpec
 ) -> Checked:
-    """Compute the loss and the metrics of a batch, which also builds the model.
+    """Compute the loss and the metrics of a batch; this also builds the model.
 
     Args:
-        batch: a few examples, as the dataset gives them.
+        objective: the loss and the metrics.
+        model: the model, built or not.
+        data: the loaded dataset.
+        batch: `(x, y, sample_weight)` of a few examples; the last two may be missing.
+        spec: the spec of the run.
 
     Raises:
-        ConfigError: the labels and the outputs do not fit the loss or a metric.
+        ConfigError: the model does not take the inputs or has no weights to train, or
+            the loss or a metric does not fit the labels and outputs.
     """
     goal = objective.training
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -114,19 +119,20 @@ def check(
 def _check_loss(
     goal: internals.Objective, model: keras.Model, example: _Example
 ) -> None:
-    """Raise a ConfigError if the loss cannot be computed, or has no gradient."""
+    """Raise a ConfigError if the loss fails, or does not depend on the outputs."""
     if goal.loss is None:
         if not model.losses:
             rule = "must be given for a model that adds no loss by itself"
             raise ConfigError("training.loss", rule, model.name)
         return
-    # The gradient is taken with respect to the outputs: under a strategy, the gradient
-    # of the weights is known only inside a replica.
+    # Check the gradient with respect to the outputs. The gradient of the weights cannot
+    # be taken here: under a strategy, it exists only inside a replica.
     reached = []
     for output in example.outputs.values():
         if output.dtype.is_floating:
             reached.append(output)
-    # For a softmax or a sigmoid, Keras uses the logits that it left on the output.
+    # For a softmax or a sigmoid, watch its logits too: Keras stores them on the output
+    # and computes cross-entropies from them.
     for output in list(reached):
         logits = internals.logits_of(output)
         if logits is not None:
@@ -140,7 +146,7 @@ def _check_loss(
 
 
 def _sum_of_losses(goal: internals.Objective, example: _Example) -> tf.Tensor:
-    """Return the sum of the checked losses of all outputs; scalar, float64."""
+    """Check the loss of each output; return their sum, scalar of float64."""
     if example.y is None:
         raise ConfigError("training.loss", "must be null: the dataset has no labels")
     losses = [loss for loss in tf.nest.flatten(goal.loss) if loss is not None]
@@ -162,10 +168,11 @@ def _sum_of_losses(goal: internals.Objective, example: _Example) -> tf.Tensor:
 def _checked_term(
     goal: internals.Objective, term: internals.Term, example: _Example
 ) -> tf.Tensor:
-    """Return the loss of one output, summed over the examples.
+    """Check the loss of one output; return its weighted sum over the examples.
 
     Raises:
-        ConfigError: it cannot be computed, or not over micro-batches.
+        ConfigError: the loss cannot be computed or does not fit the labels, divides by
+            padding, or couples examples and so needs the effective batch.
     """
     loss = term.loss
     has_several_outputs = len(example.outputs) > 1
@@ -198,7 +205,7 @@ def _checked_term(
 
 
 def _divides_by_padding(term: internals.Term) -> bool:
-    """Return whether padded labels count as examples in the mean of a loss."""
+    """Return whether the mean of a loss also divides by the number of padded labels."""
     weights = term.sample_weight
     has_weight_per_label = tf.is_tensor(weights) and weights.shape.rank > 1
     averages = term.loss.reduction in ("mean", "sum_over_batch_size")
@@ -220,9 +227,9 @@ def _check_class_weights(
 
 
 def _classes(loss: internals.Losses, outputs: Sequence[Any]) -> int | None:
-    """Return the number of classes of a cross-entropy with one output.
+    """Return the number of classes, judging by the width of the only output.
 
-    Return None if it is unknown.
+    Return None if there are several outputs, or if the loss is no cross-entropy.
     """
     if len(outputs) != 1 or not isinstance(loss, _CROSS_ENTROPIES):
         return None
@@ -238,7 +245,7 @@ def _check_metrics(
     labels: Mapping[str, Any],
     example: _Example,
 ) -> None:
-    """Update each metric of a group by itself, and reset it."""
+    """Compute each metric of a group by itself; a ConfigError names one that fails."""
     metrics: Any = getattr(goal, group)
     metrics_by_output = metrics if isinstance(metrics, Mapping) else {None: metrics}
     for output, metrics_of_output in metrics_by_output.items():
@@ -259,7 +266,13 @@ def _check_metrics(
 def _check_metric(
     metric: keras.metrics.Metric, alone: internals.Objective, example: _Example
 ) -> None:
-    """Raise if the metric cannot be computed. `alone` has no other metric."""
+    """Raise an error if a metric cannot be computed, or its result is not a scalar.
+
+    Args:
+        metric: the metric.
+        alone: an objective that has no other metric.
+        example: the batch, with the model's outputs.
+    """
 
     def update_metrics() -> None:
         alone.update_metrics(example.y, example.outputs, example.sample_weight)
@@ -269,14 +282,14 @@ def _check_metric(
     result = metric.result()
     if tf.nest.is_nested(result) or tf.convert_to_tensor(result).shape.rank != 0:
         reason = "its result is not one number"
-        # By default, Keras' scores of several classes have one result per class.
+        # By default, Keras metrics such as F1Score return one result per class.
         if getattr(metric, "average", "") is None:
             reason += "; with average=macro it is"
         raise ValueError(reason)
 
 
 def _layer_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Return the metrics that the model's layers update in their calls."""
+    """Return the metrics that the model's layers update when they are called."""
     if not model.compiled:
         return list(model.metrics)
     metrics: list[keras.metrics.Metric] = []
@@ -292,7 +305,7 @@ def _check_names(
 ) -> None:
     """Raise a ConfigError if an output or a layer's metric has an unusable name.
 
-    Metrics are logged under these names, so each has to be valid and unique.
+    Results are logged under these names, so each must be unique and valid in MLflow.
     """
     names = list(dict.fromkeys(metric.name for metric in layer_metrics))
     if len(outputs) > 1:
@@ -308,9 +321,9 @@ def _check_names(
 
 
 def _trace(function: Callable[[], Any]) -> None:
-    """Raise if `function` cannot be traced, which an eager call does not show.
+    """Trace `function` without running it. Raise an error if it cannot be traced.
 
-    Nothing is computed.
+    An eager call would not reveal, for example, Python branches on tensors.
     """
     try:
         tf.function(function, autograph=False).get_concrete_function()
@@ -323,10 +336,10 @@ def _trace(function: Callable[[], Any]) -> None:
 
 
 def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
-    """Raise a ValueError for labels that a loss or a metric of Keras would broadcast.
+    """Raise a ValueError if labels and outputs differ in shape, except in unit axes.
 
-    Many of them silently broadcast labels of shape (batch,) against outputs of shape
-    (batch, n).
+    Many Keras losses and metrics would silently broadcast labels of shape (batch,)
+    against outputs of shape (batch, n). Other classes are not checked.
     """
     kind = type(measure)
     if not kind.__module__.startswith("keras.") or kind.__name__ in _OF_ANY_SHAPE:
@@ -350,13 +363,16 @@ def _without_ones(shape: list[int | None]) -> list[int | None]:
 def _check_classes(
     loss: keras.losses.Loss, y: Any, outputs: Any, classes: int | None
 ) -> None:
-    """Raise a ValueError for values that a cross-entropy of Keras silently accepts.
+    """Raise a ValueError for values that Keras' cross-entropies silently accept.
 
-    These are a label without an output, and a logit whose logarithm it would take.
+    Such values are labels that are out of range, and logits where the loss expects
+    probabilities. Other losses are not checked.
 
     Args:
-        classes: number of classes of the labels, which count from 0; None if it is
-            unknown.
+        loss: the loss.
+        y: the labels.
+        outputs: the model's output.
+        classes: number of classes, counted from 0, or None if it is unknown.
     """
     if not isinstance(loss, _CROSS_ENTROPIES):
         return
@@ -381,7 +397,11 @@ def _check_labels(
     width: int,
     classes: int | None,
 ) -> None:
-    """Raise a ValueError for a label that none of the `width` outputs is for."""
+    """Raise a ValueError if a label is not from 0 to `width` − 1.
+
+    If `classes` is known and no class is ignored, the label `classes` − 1 is checked in
+    place of the largest label in the batch.
+    """
     labels = tf.cast(y, tf.int64)
     if loss.ignore_class is not None:
         labels = labels[labels != loss.ignore_class]
@@ -393,6 +413,6 @@ def _check_labels(
 
 
 def _shape(nest: Any) -> str:
-    """Return the shapes and dtypes of the leaves, for an error."""
+    """Return the shapes and dtypes of the leaves of a nest, for an error message."""
     leaves = [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
     return ", ".join(f"{tuple(leaf.shape)} {leaf.dtype.name}" for leaf in leaves)

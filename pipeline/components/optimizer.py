@@ -1,7 +1,7 @@
-"""Config → Keras optimizer, whose schedule counts updates.
+"""Builds the Keras optimizer of a config; its learning-rate schedule counts updates.
 
-node of the schedule ─ lengths in updates ─► schedule ─ × stage ─ × scaling rule ─► rate
-node of the optimizer, rate ─► optimizer ─ scaling rule ─► its other arguments
+schedule group ─ lengths in updates ─► schedule ─ × stage ─ × scaling rule ─► rate
+optimizer group, rate ─► optimizer ─ scaling rule ─► its other arguments
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.trust import instantiate
 
-# The lower limit, in updates, of each length in a schedule. A warm-up also has to end
-# within the horizon.
+# The minimum of each length in a schedule, in updates. A warm-up must also be no longer
+# than the horizon.
 _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
-# Arguments of schedules that are learning rates.
+# Parameters of schedules that are learning rates.
 _RATES = {
     "end_learning_rate",
     "initial_learning_rate",
@@ -35,13 +35,14 @@ _RATES = {
 def build(
     spec: RunSpec, updates: int, plan: Plan | None = None
 ) -> tuple[keras.optimizers.Optimizer, str]:
-    """Return the optimizer of a run, and a line that says what `scaling` changed.
+    """Return the optimizer of a run, and one line about the changes by `scaling`.
 
-    The line is empty if it changed nothing.
+    The line is empty if `scaling` changes nothing.
 
     Args:
-        updates: number of updates of the whole run.
-        plan: the plan whose stages the learning rate follows.
+        spec: the spec of the run.
+        updates: number of updates in the whole run.
+        plan: the plan, if the learning rate may follow its stages, or None.
 
     Raises:
         ConfigError: a target or an argument is wrong.
@@ -51,7 +52,7 @@ def build(
     scaling.check(scale)
     stage_rates.check(spec)
 
-    # With `sde`, a warm-up counts updates of the reference batch.
+    # With `sde`, the length of a warm-up is given in updates of the reference batch.
     reference = 1.0
     if scale.rule == Rule.sde:
         reference = scale.reference_batch_size / batch
@@ -87,8 +88,9 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
     """Return the schedule of the `schedule` group: a Keras schedule, or a constant.
 
     Args:
-        updates: the horizon, of which a length such as `5%` is a share.
-        reference: the number of updates that one update of a warm-up counts as.
+        node: the `schedule` group of the config.
+        updates: the horizon in updates; a length such as `5%` is a share of it.
+        reference: factor by which the length of a warm-up is multiplied.
     """
     lengths = OmegaConf.create(
         _in_updates(
@@ -114,9 +116,13 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
 def check(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> None:
-    """Trace the application of one gradient, without changing anything.
+    """Check that the optimizer can apply a gradient, by tracing one application.
 
-    Keras checks most arguments only when they are used.
+    Keras checks most arguments of an optimizer only then. No variable is changed.
+
+    Args:
+        optimizer: the optimizer, built.
+        variables: the trainable variables; the gradient is one of the first variable.
 
     Raises:
         ConfigError: the optimizer cannot apply a gradient, or the first learning rate
@@ -138,7 +144,7 @@ def check(
 
 
 def constant(learning_rate: float) -> float:
-    """Return the same learning rate for every update; callbacks may still set it."""
+    """Return a constant learning rate, which callbacks may change."""
     return learning_rate
 
 
@@ -172,29 +178,37 @@ class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the optimizer inside a loss scale, or the optimizer itself."""
+    """Return the optimizer inside a `LossScaleOptimizer`, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _scaled(
     schedule: Any, spec: RunSpec, factor: float, updates: int, reference: float
 ) -> Any:
-    """Return the schedule × `factor`, after the rule's warm-up."""
+    """Return the schedule multiplied by `factor`, which `scaling.warmup` phases in.
+
+    Args:
+        schedule: a Keras schedule, or a number.
+        spec: the spec of the run.
+        factor: the factor of the learning rate, see `scaling.rate_factor`.
+        updates: number of updates in the run.
+        reference: factor by which the length of a warm-up is multiplied.
+    """
     scale = spec.config.scaling
     warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
     if not isinstance(warmup, int):
         rule = "must be a number of updates, or a share of the horizon such as 5%"
         raise ConfigError("scaling.warmup", rule, warmup)
-    # Without a schedule around a constant, callbacks may still set the rate.
+    # Return a constant rate as it is, so that callbacks can still set it.
     if factor == 1 and scale.rule not in (Rule.linear, Rule.sqrt):
         return schedule
     return scaling.Scaled(schedule, factor, warmup)
 
 
 def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
-    """Return the optimizer of the config's node, with this learning rate."""
-    # Its counter is on the CPU: the schedule runs on the host, and would wait for a
-    # GPU.
+    """Return the optimizer of the `optimizer` group, with the learning rate `rate`."""
+    # Place the update counter on the CPU: the schedule reads the counter on the host,
+    # and would otherwise wait for the GPU.
     with tf.device("CPU:0"):
         optimizer = instantiate.build(node, "optimizer", learning_rate=rate)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -210,7 +224,8 @@ def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
 def _first_rate(optimizer: Any) -> float:
     """Return the learning rate of the first update.
 
-    For a rate with state, return 0: computing the rate would change the state.
+    Return 0 for a schedule that assigns variables, as computing its rate would change
+    them.
     """
     computed = tf.function(
         lambda: ops.convert_to_tensor(optimizer.learning_rate), autograph=False
@@ -222,10 +237,16 @@ def _first_rate(optimizer: Any) -> float:
 
 
 def _in_updates(value: Any, updates: int, key: str, reference: float = 1.0) -> Any:
-    """Return a value of the config with each length in it as a number of updates.
+    """Return a config value with each length in it converted to updates.
 
-    A length is a share of the horizon, such as `5%`, or a number under a name of
-    `_LEAST`. Everything else stays as it is.
+    A length is a string such as `5%`, a share of the horizon, or a number whose key is
+    in `_LEAST`. Other values are not changed.
+
+    Args:
+        value: a value, or a dict or list of values.
+        updates: the horizon in updates.
+        key: the config key of the value.
+        reference: factor by which the length of a warm-up is multiplied.
     """
     if isinstance(value, dict):
         return {
@@ -246,7 +267,10 @@ def _in_updates(value: Any, updates: int, key: str, reference: float = 1.0) -> A
 
 
 def _as_float(rate: Any) -> Any:
-    """Return a rate, or a list of them, as floats: Keras rejects a whole number."""
+    """Return a learning rate, or a list of rates, with integers as floats.
+
+    Keras rejects integers as learning rates.
+    """
     if isinstance(rate, ListConfig):
         return [_as_float(value) for value in rate]
     if isinstance(rate, int) and not isinstance(rate, bool):
@@ -255,7 +279,7 @@ def _as_float(rate: Any) -> Any:
 
 
 def _share_in_updates(text: str, updates: int, key: str) -> int:
-    """Return a share of the horizon, such as `5%`, in updates; at least 1."""
+    """Return the number of updates, at least 1, in a share of the horizon like `5%`."""
     try:
         share = float(text[:-1]) / 100
     except ValueError:
@@ -273,7 +297,10 @@ def _share_in_updates(text: str, updates: int, key: str) -> int:
 
 
 def _checked_length(value: Any, updates: int, key: str, reference: float) -> Any:
-    """Check and return a length that is a number; Keras would accept any number."""
+    """Check a length in updates; return it, with a warm-up multiplied by `reference`.
+
+    Keras does not check lengths.
+    """
     name = key.rpartition(".")[2]
     warms_up = name.startswith("warmup")
     is_integer = not isinstance(value, bool) and value % 1 == 0

@@ -1,6 +1,6 @@
-"""Scaling rules: how an optimizer follows the effective batch.
+"""Scaling rules, which adapt the arguments of an optimizer to the effective batch size.
 
-κ is the effective batch divided by `scaling.reference_batch_size`.
+κ is the effective batch size divided by `scaling.reference_batch_size`.
 """
 
 import math
@@ -12,8 +12,8 @@ from keras import ops
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import Rule, ScalingConfig
 
-# The optimizers that a rule is derived for. The other rules are for all optimizers, but
-# `timescale` needs one that decays weights.
+# The optimizers that a rule was derived for. Rules not listed here apply to all
+# optimizers, except that `timescale` requires weight decay.
 _OPTIMIZERS = {
     Rule.sde: ("Adam", "AdamW", "RMSprop"),
     Rule.half_life: ("Adam", "AdamW"),
@@ -25,11 +25,12 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
     """Return the factor by which the rule multiplies every learning rate.
 
     - `none`: 1.
-    - `linear`: κ, which keeps the step that an example takes: Krizhevsky 2014
+    - `linear`: κ, which keeps the step per example: Krizhevsky 2014
       (arXiv:1404.5997, section 5); Goyal et al. 2017 (arXiv:1706.02677, section 2.1).
     - `sqrt`: √κ, which keeps the variance of an update: Krizhevsky 2014; Hoffer et al.
       2017 (arXiv:1705.08741).
-    - `sde`: √κ, with what `rescale` does: Malladi et al. 2022 (arXiv:2205.10287).
+    - `sde`: √κ, besides the changes by `rescale`: Malladi et al. 2022
+      (arXiv:2205.10287).
     - `half_life`: 1, or √κ if `scaling.rate` is sqrt: Marek et al. 2025
       (arXiv:2507.07101).
     - `timescale`: 1, or √κ if `scaling.rate` is sqrt: Bergsma et al. 2025
@@ -51,7 +52,7 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
 
 
 def check(scaling: ScalingConfig) -> None:
-    """Raise a ConfigError if the rule lacks a key, or does not read one that is set."""
+    """Raise a ConfigError if a key of the rule is missing, or an unused one is set."""
     rule = scaling.rule.name
     peak = scaling.peak_batch_size
     if rule == "surge" and peak is None:
@@ -71,23 +72,24 @@ def check(scaling: ScalingConfig) -> None:
 def rescale(
     optimizer: Any, scaling: ScalingConfig, effective_batch_size: int
 ) -> list[str]:
-    """Set the arguments that the rule changes besides the learning rate.
+    """Set the optimizer arguments, other than the learning rate, that the rule changes.
 
-    - `sde`: β → 1 − κ(1 − β), ε → ε/√κ (ε/κ where Keras adds it to the square), and
-      decoupled weight decay × √κ: Malladi et al. 2022 (arXiv:2205.10287).
-    - `half_life`: β₂ → β₂^κ. The half-life of the second moment stays the same, counted
-      in examples: Marek et al. 2025 (arXiv:2507.07101).
-    - `timescale`: weight decay × κ, or × √κ if the rate is × √κ. B/(ηλD) stays the
-      same: Wang and Aitchison 2024 (arXiv:2405.13698).
-    - any rule, if `scaling.ema`: the momentum of weight averaging ρ → ρ^κ: Busbridge et
-      al. 2023 (arXiv:2307.13813).
+    - `sde`: β → 1 − κ(1 − β), ε → ε/√κ (RMSprop: ε/κ, since Keras adds ε under the
+      root), and decoupled weight decay × √κ: Malladi et al. 2022 (arXiv:2205.10287).
+    - `half_life`: β₂ → β₂^κ. This keeps the half-life of the second moment, counted in
+      examples: Marek et al. 2025 (arXiv:2507.07101).
+    - `timescale`: weight decay λ × κ, or × √κ if the learning rate η is × √κ. This
+      keeps B/(ηλD) for batches of B out of D examples: Wang and Aitchison 2024
+      (arXiv:2405.13698).
+    - any rule, with `scaling.ema`: the momentum of weight averaging ρ → ρ^κ: Busbridge
+      et al. 2023 (arXiv:2307.13813).
 
     Returns:
-        The changes, such as `rho 0.9 → 0.6`.
+        The changes, each a string such as `rho 0.9 → 0.6`.
 
     Raises:
-        ConfigError: the rule does not apply to this optimizer, or not to such a large
-            κ.
+        ConfigError: the rule does not apply to this optimizer, or κ is too large for
+            its arguments.
     """
     rule = scaling.rule
     kappa = effective_batch_size / scaling.reference_batch_size
@@ -113,7 +115,7 @@ def rescale(
 
 
 class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule that changes the rates of another one.
+    """A learning-rate schedule that is computed from another schedule.
 
     Attributes:
         schedule: the other schedule, or a number.
@@ -122,7 +124,7 @@ class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
     schedule: Any
 
     def rate(self, step: Any) -> Any:
-        """Return the rate of the other schedule at `step`."""
+        """Return the learning rate of the other schedule at `step`."""
         rate = self.schedule
         if callable(rate):
             rate = rate(step)
@@ -141,14 +143,14 @@ class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
 class Scaled(DerivedSchedule):
     """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)) for update u.
 
-    This is the gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2): it
-    starts at the rate of the reference batch and rises to the scaled one. A factor
-    below 1 has nothing to rise to, so it applies from the first update on.
+    This is the gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2):
+    the rate rises from that of the reference batch to the scaled one. A factor of at
+    most 1 has no warm-up: it applies in full from the first update on.
 
     Args:
         schedule: the schedule to scale, or a number.
-        factor: the factor of the scaled rate.
-        warmup: length of the warm-up in updates; 0 scales from the first update on.
+        factor: factor of the learning rate after the warm-up.
+        warmup: length of the warm-up in updates; 0 for none.
     """
 
     def __init__(self, schedule: Any, factor: float, warmup: int):
@@ -172,7 +174,10 @@ class Scaled(DerivedSchedule):
 
 
 def _surge(batch: float) -> float:
-    """Return 2 / f of the rule `surge`, for a batch in units of the one at the peak."""
+    """Return 2 / f(B) for the f of the rule `surge`, see `rate_factor`.
+
+    `batch` is B/B_n, the batch size in units of `scaling.peak_batch_size`.
+    """
     return math.sqrt(batch) + 1 / math.sqrt(batch)
 
 
@@ -194,7 +199,7 @@ def _decays_weights(optimizer: Any) -> bool:
 def _timescale(
     optimizer: Any, scaling: ScalingConfig, kappa: float
 ) -> dict[str, float]:
-    """Return the arguments of an optimizer by the rule `timescale`, see `rescale`."""
+    """Return the arguments that the rule `timescale` changes, see `rescale`."""
     if not _decays_weights(optimizer):
         message = "must be a number for scaling.rule=timescale"
         raise ConfigError("optimizer.weight_decay", message, None)
@@ -203,7 +208,7 @@ def _timescale(
 
 
 def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
-    """Return the arguments of an optimizer by the rule `sde`, see `rescale`."""
+    """Return the arguments that the rule `sde` changes, see `rescale`."""
     is_rmsprop = type(optimizer).__name__ == "RMSprop"
     if is_rmsprop and (optimizer.momentum or optimizer.centered):
         message = "must not be sde for RMSprop with momentum or centered"
@@ -214,7 +219,7 @@ def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
     epsilon = optimizer.epsilon / root
     if is_rmsprop:
         betas = ["rho"]
-        epsilon = optimizer.epsilon / kappa  # Keras adds it before it takes the root
+        epsilon = optimizer.epsilon / kappa  # Keras adds ε under the root.
 
     arguments = {}
     for name in betas:

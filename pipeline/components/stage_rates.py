@@ -1,9 +1,9 @@
-"""The learning rate of a run whose effective batch changes in stages.
+"""Computes the learning rate if the effective batch size changes in stages.
 
     updates ─ clock ─► updates, or examples seen ─ schedule ─► rate ─ × factor ─► rate
 
-The factor of a stage is that of the scaling rule for its effective batch, relative to
-the first stage.
+The factor of a stage is the scaling rule's factor for the effective batch size of that
+stage, divided by its factor for the first stage.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.stages import SCHEDULE
 
-# The rules that change only the rate, which can follow the stages.
+# The rules that change only the learning rate. Only the rate can change between stages.
 _OF_THE_RATE_ALONE = ("none", "linear", "sqrt", "surge")
 
 
@@ -29,11 +29,11 @@ class StagedSchedule:
     """A learning-rate schedule that follows the stages of the effective batch."""
 
     schedule: Any  # a Keras schedule, or a number
-    changes: list[str]  # a phrase for each later stage whose rate is scaled
+    changes: list[str]  # a phrase for each later stage, if a scaling rule is set
 
 
 def check(spec: RunSpec) -> None:
-    """Raise a ConfigError if a stage would change more than the learning rate."""
+    """Raise a ConfigError if a stage would change more arguments than the rate."""
     scale = spec.config.scaling
     if spec.config.accumulation.batch_schedule is None or scale.rule == Rule.none:
         return
@@ -50,15 +50,19 @@ def check(spec: RunSpec) -> None:
 
 
 def counts_examples(spec: RunSpec) -> bool:
-    """Return whether the clock of the schedule counts the examples seen.
+    """Return whether `schedule.clock` is `examples`.
 
-    The clock counts them in units of the first effective batch.
+    The schedule is then a function of the examples seen, divided by the effective
+    batch size of the first stage, and not of the number of updates.
     """
     return bool(spec.resolved["schedule"].get("clock") == "examples")
 
 
 def horizon(spec: RunSpec, plan: Plan) -> int:
-    """Return the horizon in updates of the first effective batch, rounded up."""
+    """Return the horizon, in examples ÷ effective batch size of the first stage.
+
+    The result is rounded up.
+    """
     unit, length = spec.horizon
     if unit == "updates":
         examples = plan.examples_seen(length)
@@ -70,10 +74,10 @@ def horizon(spec: RunSpec, plan: Plan) -> int:
 
 
 def follow_stages(spec: RunSpec, plan: Plan, schedule: Any) -> StagedSchedule:
-    """Return the schedule with the clock of the config, scaled in each stage.
+    """Return `schedule` with the clock of the config and the factor of each stage.
 
-    A schedule that does not change is returned as it is: callbacks may still set the
-    rate of a constant one.
+    If neither changes anything, the result has `schedule` itself, so that callbacks can
+    still set a constant rate.
     """
     scale = spec.config.scaling
     first_factor = scaling.rate_factor(scale, plan.all_stages[0].size)
@@ -108,11 +112,12 @@ class StageRates(scaling.DerivedSchedule):
 
     Args:
         schedule: a function of the clock, or a number.
-        stages: a list for each stage: [updates before it, effective batch size, epoch
-            in which it begins, examples of that epoch before it, updates in an epoch].
-        factors: a number for each stage.
-        examples: number of examples in an epoch. The clock is then the examples seen ÷
-            the first effective batch size. None for a clock of updates.
+        stages: a list per stage: [updates before the stage, effective batch size, epoch
+            in which the stage begins, examples of that epoch before the stage, updates
+            per epoch].
+        factors: a factor per stage.
+        examples: number of examples per epoch if the clock is the examples seen ÷ the
+            first effective batch size, or None if the clock is the number of updates.
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class StageRates(scaling.DerivedSchedule):
         updates = tf.cast(step, tf.int64)
         stages = tf.constant(self.stages, tf.int64)
         begun = tf.cast(updates >= stages[:, 0], tf.int64)
-        number = tf.reduce_sum(begun) - 1  # index of the stage, from 0 on
+        number = tf.reduce_sum(begun) - 1  # index of the stage, counted from 0
 
         clock = step
         if self.examples is not None:
@@ -139,7 +144,10 @@ class StageRates(scaling.DerivedSchedule):
         return rate * tf.constant(self.factors, rate.dtype)[number]
 
     def _examples_seen(self, updates: tf.Tensor, stage: tf.Tensor) -> tf.Tensor:
-        """Return the examples seen after `updates`, as `Plan.examples_seen` does."""
+        """Return the examples seen after `updates`; see `Plan.examples_seen`.
+
+        `stage` is the row of `stages` that these updates end in.
+        """
         after, size, epoch, first, in_epoch = tf.unstack(stage)
         epochs = epoch + (updates - after) // in_epoch
         updates_of_epoch = (updates - after) % in_epoch
@@ -155,8 +163,8 @@ class StageRates(scaling.DerivedSchedule):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        # Models that version 0.1.0 saved have an argument of a removed feature. It is
-        # None if the feature was not used.
+        # Drop the argument of a feature that was removed after version 0.1.0, unless a
+        # saved model used the feature: the constructor then raises a TypeError.
         if "peak" in config and config["peak"] is None:
             config = {name: value for name, value in config.items() if name != "peak"}
         return super().from_config(config)

@@ -1,4 +1,4 @@
-"""`perf/model_flops_utilization`: the share of the devices' peak that training uses."""
+"""Computes `perf/model_flops_utilization`, achieved ÷ peak FLOP/s of the GPUs."""
 
 import re
 from typing import NamedTuple
@@ -13,16 +13,16 @@ from pipeline.dataset.source import fixed
 
 
 class Peaks(NamedTuple):
-    """The peak dense TFLOP/s of a GPU, on tensor cores if it has any."""
+    """Peak dense TFLOP/s of a GPU, on tensor cores where the GPU has them."""
 
-    half: float  # half precision, summed in float32
-    tf32: float  # 0 for a GPU without it
+    half: float  # float16 or bfloat16, accumulated in float32
+    tf32: float  # 0 for a GPU without TF32
     float32: float
     float64: float
 
 
-# Peaks by a pattern of the device's name; the first one that matches counts.
-# docs/logging.md says what they were compared with.
+# Peaks by a pattern of the GPU's name. The first match counts. For the sources, see
+# docs/logging.md.
 PEAKS = {
     "B200": Peaks(2250, 1125, 75, 37),
     "H200 NVL|H100 NVL": Peaks(835, 417, 60, 60),
@@ -41,10 +41,10 @@ PEAKS = {
 
 
 def peak_flops(name: str, precision: str, tf32: bool = True) -> float:
-    """Return the peak FLOP/s of a GPU; 0 if it is unknown.
+    """Return the peak FLOP/s of a GPU, or 0 if it is unknown.
 
     Args:
-        name: TensorFlow's name of the GPU. The peak of a part of a GPU is unknown.
+        name: the GPU's name in TensorFlow. The peak of a MIG partition is unknown.
         precision: the value of `hardware.precision`.
         tf32: whether products of float32 are computed in TF32.
     """
@@ -57,7 +57,7 @@ def peak_flops(name: str, precision: str, tf32: bool = True) -> float:
     if precision == "mixed_float16":
         teraflops = peaks.half
     elif precision == "mixed_bfloat16":
-        # GPUs without TF32 have no bfloat16 either.
+        # GPUs without TF32 do not support bfloat16 either.
         teraflops = peaks.half if peaks.tf32 else 0
     elif precision == "float32":
         teraflops = peaks.tf32 if tf32 and peaks.tf32 else peaks.float32
@@ -65,12 +65,14 @@ def peak_flops(name: str, precision: str, tf32: bool = True) -> float:
 
 
 def share_of_peak(parts: Parts, names: list[str]) -> float:
-    """Return the share of the peak that one example a second takes; 0 if it is unknown.
+    """Return the utilization at a speed of one example per second.
 
-    If the FLOPs of an example are unknown, the reason is printed.
+    This is the number of FLOPs per example divided by the peak FLOP/s of all GPUs. If
+    a peak is unknown, return 0. If the FLOPs are unknown, return 0 and print why.
 
     Args:
-        names: names of the GPUs of this process; those of every worker are the same.
+        parts: the parts of the run.
+        names: names of the GPUs of this process. All workers have the same GPUs.
     """
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
     precision = parts.spec.config.hardware.precision.name

@@ -1,7 +1,7 @@
-"""Splits → examples → effective batches.
+"""Loads a dataset, and makes the batches for updates and evaluations.
 
-In: the `dataset` group of a config. Out: `Data`, its batches for updates and
-evaluations, and what can be recorded about its files.
+From the `dataset` group of a config, this package makes a `Data` with the splits, their
+batches, and the checksums of the files.
 """
 
 from importlib import import_module
@@ -24,8 +24,8 @@ __all__ = [
     "tokens",
 ]
 
-# Public name → the module here that defines it. Configs name some of them, such as
-# `pipeline.dataset.digits`.
+# Public names, and the modules of this package that define them. Configs refer to some
+# of these names, such as `pipeline.dataset.digits`.
 _MODULES_OF_NAMES = {
     "Data": "splits",
     "Stored": "splits",
@@ -38,7 +38,7 @@ _MODULES_OF_NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, because TensorFlow takes seconds."""
+    """Import a public name at its first use, as importing TensorFlow takes seconds."""
     if name not in _MODULES_OF_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_MODULES_OF_NAMES[name]}")

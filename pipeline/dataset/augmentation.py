@@ -1,7 +1,7 @@
 """Augmentation: stateless functions of an input and a seed.
 
-The seed of an example follows from (seed of the run, epoch, number of the example), so
-neither the order nor the batch size changes how an example is augmented.
+The seed of an example depends only on the seed of the run, the epoch and the number of
+the example, so neither the order nor the batch size changes an augmented example.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,7 @@ Augment = Callable[[Any, tf.Tensor], Any]  # an input and a seed, (2,) → the n
 
 
 class Shift:
-    """Move an image by up to `pixels` in each direction.
-
-    Pixels from outside the image are zero.
-    """
+    """Shift an image by up to `pixels` in each direction. New pixels are zero."""
 
     def __init__(self, pixels: int):
         if pixels < 1:
@@ -27,7 +24,7 @@ class Shift:
         self.pixels = pixels
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        """Return the moved `image`, (height, width, channels); `seed` is (2,)."""
+        """Return the shifted `image`, (height, width, channels); `seed` is (2,)."""
         padding = [[self.pixels, self.pixels], [self.pixels, self.pixels], [0, 0]]
         padded = tf.pad(image, padding)
         return tf.image.stateless_random_crop(padded, tf.shape(image), seed)
@@ -52,9 +49,13 @@ def example_seed(seed_of_epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
 
 
 def augmented(source: Source, augment: Augment, seed_of_epoch: tf.Tensor) -> Source:
-    """Return the source of augmented examples.
+    """Return a source whose examples have augmented inputs.
 
-    The first part of a key of `source` is the number of the example.
+    Args:
+        source: the source of the examples. The first part of each key is the number of
+            the example.
+        augment: the augmentation.
+        seed_of_epoch: see `batches.epoch_seed`, (2,).
     """
     make = source.make
     assert make is not None
@@ -70,7 +71,9 @@ def augmented(source: Source, augment: Augment, seed_of_epoch: tf.Tensor) -> Sou
 def check_keeps_inputs(spec: Any, augmented_spec: Any) -> None:
     """Raise a `ConfigError` if augmentation changes the shape or dtype of inputs.
 
-    Both are specs of the inputs of a batch, before and after augmentation.
+    Args:
+        spec: the spec of the inputs in a batch without augmentation.
+        augmented_spec: the spec of the inputs in a batch with augmentation.
     """
     if not _compatible(spec, augmented_spec):
         rule = f"must keep the shape and dtype of an input, {spec}"

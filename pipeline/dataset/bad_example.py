@@ -1,4 +1,7 @@
-"""Finds which example of which file cannot be read: TensorFlow reports only why."""
+"""Finds the example and the file that cannot be read.
+
+TensorFlow's error gives only the reason.
+"""
 
 import itertools
 import time
@@ -12,16 +15,17 @@ from pipeline.common.signals import Terminated
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
 
-SECONDS = 120.0  # limit of the search, which reads the splits once more
-SILENCE = 5.0  # seconds of searching before a line says so
+SECONDS = 120.0  # limit of the search, which reads the splits again
+SILENCE = 5.0  # seconds of searching before a message is printed
 
 
 @contextmanager
 def located(data: Data, files: DataFiles) -> Iterator[None]:
-    """Turn an error of reading `data` into a `DataError` that names the example.
+    """Turn an error raised while `data` are read into a `DataError`.
 
-    If the example is not found, the `DataError` has TensorFlow's reason. Errors of the
-    model pass through. A file in `files` that has changed is reported instead.
+    The `DataError` names the example, or gives TensorFlow's reason if the example is
+    not found. If a file in `files` has changed, the error names that file instead.
+    Errors of the model pass through.
     """
     try:
         yield
@@ -44,16 +48,17 @@ def located(data: Data, files: DataFiles) -> Iterator[None]:
         place = ""
         if not in_loader and "[dataset.pad" not in text:
             place = _search(data)
-        # Every example can be read: the text named the iterator after a good batch.
+        # If every example can be read, the data are not at fault: errors of the model
+        # may also mention the iterator. Pass the error through.
         if not place and not is_of_data:
             raise
-        # The error of a loader names the batch.
+        # An error in a loader already names the batch.
         cause = first_line(error).removeprefix("DataError: ")
         raise DataError(f"the data cannot be read: {place or cause}") from error
 
 
 def _search(data: Data) -> str:
-    """Return what `_first_unreadable` returns; an interrupt ends only the search."""
+    """Return the result of `_first_unreadable`, or "" if the search is interrupted."""
     try:
         return _first_unreadable(data)
     except (KeyboardInterrupt, Terminated):
@@ -61,9 +66,10 @@ def _search(data: Data) -> str:
 
 
 def _first_unreadable(data: Data) -> str:
-    """Return the first example that cannot be read, and why.
+    """Return a phrase with the first unreadable example and the reason.
 
-    The text is empty if all can be read, or if the search takes too long.
+    The phrase is empty if all examples can be read, or if the search takes longer than
+    `SECONDS`.
     """
     start = time.monotonic()
     announced = False
@@ -74,7 +80,7 @@ def _first_unreadable(data: Data) -> str:
                 example = next(examples, None)
             except tf.errors.OpError as error:
                 place = f"example {number} of the {name} split"
-                # If a split is shorter than its cardinality, no file is at fault.
+                # Name no file if the split is only shorter than its stated cardinality.
                 if "expected to contain" not in str(error):
                     place += _place_in_file(data, name, number)
                 return f"{place}, counted from 0: {first_line(error)}"
@@ -91,7 +97,7 @@ def _first_unreadable(data: Data) -> str:
 
 
 def _place_in_file(data: Data, name: str, number: int) -> str:
-    """Return where in a file an example of a split is; empty if that is unknown."""
+    """Return a phrase with the file of an example; empty if the file is unknown."""
     shards = data.shards.get(name, ())
     stored_examples = sum(shard.examples for shard in shards)
     if stored_examples != int(data.splits[name].cardinality()):

@@ -3,10 +3,10 @@
     keys ─► shuffle by (seed, epoch) ─► make the examples
          ─► augment by (seed, epoch, number) ─► batch of E
 
-The order depends on (dataset, seed, epoch) only, and not on the factor, the micro-batch
-size, the replicas or the device. Effective batch sizes only decide where it is cut.
-Each of several workers shuffles all keys in the same way, and makes only the examples
-of its own replicas.
+The order depends only on the dataset, the seed and the epoch, not on the factor, the
+micro-batch size, the replicas or the device. The effective batch size E decides only
+where the sequence of examples is cut. With several workers, all of them shuffle the
+keys in the same way, and each makes the examples of its own replicas.
 """
 
 import functools
@@ -38,8 +38,8 @@ from pipeline.dataset.splits import Data, Stored
 from pipeline.dataset.stream import Stream
 from pipeline.trust import instantiate
 
-# Bytes of an example. Decoding a smaller one takes no longer than a step of tf.data, so
-# small examples are decoded a batch at a time.
+# Maximum size of a small example in bytes. Small examples are decoded a batch at a
+# time: decoding one takes no longer than the overhead of a tf.data step.
 SMALL = 2**16
 
 Reader = ShareReader  # the name by which `components` imports it
@@ -53,20 +53,21 @@ def effective_batches(
     weigh: Weigh = None,
     reader: ShareReader | None = None,
 ) -> tf.data.Dataset:
-    """Return the training split, epoch after epoch; an element is an update's batch.
+    """Return the effective batches of the training split, epoch after epoch.
 
-    The last batch of an epoch is its tail. Examples before the first of a slice are not
-    gathered or augmented, but streamed ones are read and shuffled.
+    The last batch of an epoch may be smaller. Skipped examples before the start of a
+    slice are not made or augmented, but if they are streamed, they are read and
+    shuffled.
 
     Args:
         node: the `dataset` group of the config.
         data: the loaded dataset.
-        slices: the parts of the epochs that are read, each cut into batches of a size.
-        seed: seed of the run; the order and the augmentation follow from it and the
-            epoch.
+        slices: the parts of the epochs to read, each with its batch size.
+        seed: seed of the run; it determines the order and the augmentation.
         weigh: adds sample weights to a batch.
-        reader: one of several workers. An element is then its `Share`, and only its
-            examples are made, unless their shapes depend on those of the others.
+        reader: one of several workers, if there are any. Each element is then the
+            `Share` of that worker, unless examples differ in shape: each element is
+            then the whole batch.
 
     Raises:
         ConfigError: the augmentation changes the shape or dtype of an input.
@@ -87,7 +88,7 @@ def effective_batches(
     def batches_of_slice(part: Slice) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
         def batches_of_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
-            # The first epoch begins with the first example that was not trained on.
+            # Only the first epoch of a slice skips examples.
             first = tf.constant(part.first, tf.int64)
             skipped = tf.where(epoch == part.epoch, first, 0)
             seed_of_epoch = epoch_seed(seed, epoch)
@@ -114,11 +115,11 @@ def effective_batches(
 
 
 def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
-    """Return the seed of an epoch, (2,): its order and its augmentation follow from it.
+    """Return the seed, (2,), for the order and the augmentation of an epoch.
 
     Args:
         seed: seed of the run.
-        epoch: number of the epoch from 0 on, scalar of int64.
+        epoch: number of the epoch, counted from 0, scalar of int64.
     """
     seed_of_run = tf.constant([seed, 0], tf.int64)
     return tf.random.experimental.stateless_fold_in(seed_of_run, epoch)
@@ -132,16 +133,19 @@ def in_order(
     made_of: Stored | None = None,
     keep: bool = False,
 ) -> tf.data.Dataset:
-    """Return a split once, unshuffled, in batches; the last one may be smaller.
+    """Return the batches of one unshuffled pass over a split.
+
+    The last batch may be smaller.
 
     Args:
         examples: the split.
-        size: examples of a batch.
+        size: number of examples per batch.
         pad: `dataset.pad` of the config.
-        reader: one of several workers; an element is then its `Share`.
-        made_of: the records that the split is made from. With them, a reader makes its
-            own examples only.
-        keep: whether the first pass keeps the batches in memory, for later passes.
+        reader: one of several workers, if there are any. Each element is then the
+            `Share` of that worker, unless examples differ in shape.
+        made_of: the records that the split is made from, if they are known. With
+            `made_of`, a reader makes only its own examples.
+        keep: whether to keep the batches in memory after the first pass.
     """
     spec = examples.element_spec
     reader = _independent_reader(reader, spec, pad)
@@ -160,7 +164,7 @@ def stream_batches(
 ) -> tf.data.Dataset:
     """Return the effective batches of a stream from `first_update` on.
 
-    Each element is a `Batches`. Otherwise it is like those of `effective_batches`.
+    Each element is a `Batches`, the batches of a user's loader that make one update.
     """
     batches = map_batches(stream.batches(first_update), _cast_to_floatx)
     if weigh is not None:
@@ -176,9 +180,10 @@ def evaluation_batches(
     reader: ShareReader | None,
     keep: bool,
 ) -> tf.data.Dataset:
-    """Return the batches of a split in its order.
+    """Return the unshuffled batches of a split: from its loader, if it has one.
 
-    They come from its loader if it has one, otherwise from `in_order`.
+    With a loader, the batch sizes are those of the loader. For the other arguments, see
+    `in_order`.
     """
     loader = data.loaders.get(name)
     if loader is None:
@@ -190,16 +195,19 @@ def evaluation_batches(
 
 
 def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:
-    """Return one batch of the first examples of a split, at most `count`."""
+    """Return the first `count` examples of a split as a batch.
+
+    With a loader, the batch may be smaller: it comes from the loader's first batch.
+    """
     if name not in data.loaders:
         return next(iter(in_order(data.splits[name], count, pad)))
     return _cast_to_floatx(*slice_of(data.loaders[name].first, 0, count))
 
 
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
-    """Return a warning if the first shuffle buffer holds examples of one class only.
+    """Return a warning if the first shuffle buffer has examples of only one class.
 
-    The text is empty if there is nothing to warn about.
+    Otherwise, and for data in memory or without class labels, return "".
     """
     if node.get("in_memory", True) or not _has_class_labels(data):
         return ""
@@ -231,7 +239,10 @@ def _has_class_labels(data: Data) -> bool:
 def _independent_reader(
     reader: ShareReader | None, spec: tuple, pad: Mapping[str, Any] | None
 ) -> ShareReader | None:
-    """Return the reader if its examples' shapes do not depend on other readers'."""
+    """Return `reader`, or None if examples differ in shape or are padded.
+
+    The shape of a batch then depends on examples of other workers.
+    """
     if pad is not None or not fixed(spec):
         return None
     return reader
@@ -267,9 +278,9 @@ def _keys_of_train(
 def _streamed(
     node: DictConfig, data: Data, reader: ShareReader | None, numbered: bool
 ) -> SourceOfEpoch:
-    """Return the function from an epoch to its source, for streamed examples.
+    """Return a function from the seed of an epoch to its source, for streamed examples.
 
-    If `numbered`, the first part of a key is the number of the example.
+    If `numbered`, the first part of each key is the number of the example.
     """
     spec = data.train.element_spec
     keys = _keys_of_train(node, data, reader)
@@ -283,8 +294,8 @@ def _streamed(
         make_batch = one_by_one(make, spec)
 
     def source_of_epoch(seed: tf.Tensor, skipped: tf.Tensor) -> Source:
-        # This seed concerns only the traced function. Without it, the seed of the
-        # process would change the order. It may not be 0.
+        # Fix TensorFlow's seed within this traced function: otherwise, the seed of the
+        # process would change the order. The seed may not be 0.
         tf.random.set_seed(1)
         seed_of_order = seed[0] ^ seed[1]
         ordered = keys.by_seed(seed_of_order)
@@ -324,7 +335,7 @@ def _cast_to_floatx(*batch: Any) -> tuple:
     floatx = keras.config.floatx()
 
     def cast(leaf: Any) -> Any:
-        # An output without sample weights has None for them.
+        # The sample weights of an output may be None.
         if leaf is None or not leaf.dtype.is_floating:
             return leaf
         return tf.cast(leaf, floatx)
@@ -342,10 +353,10 @@ def _inputs_spec(batches: tf.data.Dataset) -> Any:
 def _read_ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
     """Read `AHEAD` batches ahead, without autotuning.
 
-    The parallel steps use all cores from the start. TensorFlow 2.21 wakes the thread
-    that tunes an iterator before it sets the flag to stop it: one deletion of an
-    iterator in four to twenty then takes as long as the iterator has lived, up to a
-    minute.
+    Without autotuning, parallel steps use all cores from the start. With autotuning in
+    TensorFlow 2.21, the deletion of an iterator may miss the signal that stops the
+    tuning thread: one deletion in 4 to 20 then takes as long as the iterator has
+    existed, up to a minute.
     """
     options = tf.data.Options()
     options.autotune.enabled = False

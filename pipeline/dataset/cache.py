@@ -1,4 +1,4 @@
-"""Keeps splits in memory: which ones (`dataset.in_memory`), and how they are read."""
+"""Decides which splits are kept in memory (`dataset.in_memory`), and reads them."""
 
 import math
 from collections.abc import Callable
@@ -21,11 +21,13 @@ from pipeline.dataset.splits import Data
 
 # The training split is kept if it fits in 1/4 of the memory.
 SHARE = 4
-# The validation split is then kept too, if it fits in 1/32: that is less than a trial
-# of a micro-batch size leaves free.
+# If the training split is kept, the validation split is kept too if it fits in 1/32 of
+# the memory. The search for a micro-batch size leaves more than that free.
 EVALUATED = 32
-BUFFER = 128 * 2**20  # bytes of the shuffle buffer of streamed examples
-_SAMPLE = 64  # examples that are measured if their shapes do not determine their size
+BUFFER = (
+    128 * 2**20
+)  # default size of the shuffle buffer of streamed examples, in bytes
+_SAMPLE = 64  # examples to measure if the size of an example is not fixed
 
 
 def decide_in_memory(
@@ -34,17 +36,17 @@ def decide_in_memory(
     agreed: Callable = bool,
     processes: int = 1,
 ) -> tuple[dict[str, Any], str]:
-    """Decide whether the training split is kept, if `in_memory` is `auto`.
+    """Decide whether the training split is kept in memory, if `in_memory` is `auto`.
 
     Args:
         node: the `dataset` group of the config.
         data: the loaded dataset.
         agreed: returns whether a condition holds on all workers.
-        processes: processes of the run that share the memory.
+        processes: number of processes of the run that share the memory.
 
     Returns:
-        The values that replace those of the group, as the order depends on them, and a
-        line for the user.
+        The decided values of the group, to be recorded as the order of examples depends
+        on them, and a line for the user. Both are empty if nothing was to decide.
     """
     if node.get("in_memory") != "auto" or data.loaders:
         return {}, ""
@@ -81,18 +83,18 @@ def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:
 
 
 def in_memory(data: Data) -> SourceOfEpoch:
-    """Return the function from an epoch to its source, for examples kept in memory.
+    """Return a function from the seed of an epoch to its source, for data in memory.
 
-    A key is the number of an example.
+    Each key is the number of an example.
     """
     count = data.examples
     split = batched(data.train, count).get_single_element()
     _check_weights(split[2:])
 
     def gather(numbers: tf.Tensor) -> tuple:
-        """Return the example of a number, or the batch of several numbers.
+        """Return one example for a scalar, or a batch of examples for a vector.
 
-        This takes a twentieth of the time of gathering the examples one by one.
+        Gathering a batch at once takes 1/20 of the time of gathering single examples.
         """
 
         def gather_leaf(leaf: Any) -> Any:
@@ -122,7 +124,7 @@ def _check_weights(sample_weights: Any) -> None:
 
 
 def _example_bytes(split: tf.data.Dataset) -> float:
-    """Return the bytes of an example: by its shape, or the mean of the first ones."""
+    """Return the bytes per example, from the spec or as the mean of a sample."""
     specs = tf.nest.flatten(split.element_spec)
     if fixed(specs) and all(spec.dtype != tf.string for spec in specs):
         return max(1.0, float(bytes_of_spec(specs)))

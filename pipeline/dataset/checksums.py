@@ -1,6 +1,6 @@
-"""Checksums of data files, computed while the run trains.
+"""Computes checksums of data files, while the run trains.
 
-A checksum is remembered until the file's size, dates or inode change.
+A checksum is cached until the size, a date or the inode of the file changes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 from pipeline.common import disk_cache
 from pipeline.common.errors import DataError, described, say
 
-# Seconds for which a file must not have changed before its checksum is remembered: the
-# resolution of its date may be that coarse.
+# A checksum is cached only if the file has not changed for this many seconds: file
+# dates may have so coarse a resolution that they miss a later change.
 SETTLED = 2.0
-SILENCE = 10.0  # seconds of waiting before a line says why
+SILENCE = 10.0  # seconds of waiting before a message is printed
 
 
 class _FileState(NamedTuple):
-    """Attributes that change with a file; times are in nanoseconds since the epoch."""
+    """File attributes that reveal a change; times are in ns since the Unix epoch."""
 
     size: int  # in bytes
     modified_ns: int
@@ -34,14 +34,14 @@ class _FileState(NamedTuple):
         return list(self)
 
     def looks_like(self, other: _FileState) -> bool:
-        """Return whether size and time of modification are equal."""
+        """Return whether the sizes and the times of modification are equal."""
         return (self.size, self.modified_ns) == (other.size, other.modified_ns)
 
 
 def sha256_of(path: Path) -> str:
-    """Return a SHA-256 of a file's size and content.
+    """Return the SHA-256 of a file's size and content, from a cache if it is valid.
 
-    A GiB in the page cache takes 0.7 s on two busy cores.
+    Hashing a GiB from the page cache takes 0.7 s on two busy cores.
     """
     state = _file_state(path)
     entry_file = disk_cache.place("checksums", str(path.absolute()))
@@ -49,7 +49,7 @@ def sha256_of(path: Path) -> str:
     if entry.get("stat") == state.as_list():
         return str(entry["sha256"])
 
-    # The content follows the size in one hash.
+    # Hash the size, then the content.
     begun_with_size = hashlib.sha256(str(state.size).encode())
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, lambda: begun_with_size).hexdigest()
@@ -66,12 +66,14 @@ def sha256_of(path: Path) -> str:
 
 
 class DataFiles:
-    """The files of a run's data, in their state when the object is created.
+    """The data files of a run, and their checksums.
+
+    The state of each file is noted when the object is created, to detect changes.
 
     Attributes:
-        paths: all of the files.
-        reread: the files that are read again while the run trains.
-        checksums: the checksums, by the files' names; empty until they are known.
+        paths: all files.
+        reread: the files that are read during training.
+        checksums: the checksums by file name; empty until they are computed.
     """
 
     def __init__(self, paths: Sequence[Path] = ()):
@@ -82,18 +84,18 @@ class DataFiles:
         self._states: dict[Path, _FileState] = {}
         self._thread: threading.Thread | None = None
         for path in self.paths:
-            with suppress(OSError):  # only TensorFlow may be able to read it
+            with suppress(OSError):  # Only TensorFlow may be able to access the file.
                 self._states[path] = _file_state(path)
 
     def compute(self, then: Callable[[dict[str, str]], None]) -> None:
-        """Compute the checksums in a thread, which then calls `then` with them."""
+        """Start a thread that computes the checksums and passes them to `then`."""
         self._thread = threading.Thread(
             target=self._compute, args=(then,), name="checksums", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the checksums are computed, or could not be."""
+        """Wait until the thread that computes the checksums has ended."""
         if self._thread is None:
             return
         self._thread.join(SILENCE)
@@ -114,7 +116,7 @@ class DataFiles:
             )
 
     def known(self) -> None:
-        """Compute the checksums in this thread."""
+        """Compute the checksums now, in the calling thread."""
         self.checksums = self._computed()
 
     def _computed(self) -> dict[str, str]:
@@ -126,8 +128,8 @@ class DataFiles:
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
             checksums = self._computed()
-            # The checksum of a file that changed may not be that of the data that the
-            # run trains on. The text that is recorded then is no file's checksum.
+            # If a file has changed, its checksum may not be that of the data that the
+            # run trains on: record a text that cannot equal a checksum.
             changed = self._first_changed(self.paths)
             if changed is not None:
                 say(
@@ -136,19 +138,19 @@ class DataFiles:
                 )
                 checksums[changed.name] = "changed while the run began"
             then(checksums)
-            # This comes last, so that a run that ends now logs what `then` has written.
+            # Set the attribute last: it shows that `then` has recorded the checksums.
             self.checksums = checksums
-        except Exception as error:  # training does not need checksums
+        except Exception as error:  # Training does not need checksums.
             say(f"the data have no checksums: {described(error)}")
 
     def _first_changed(self, paths: Sequence[Path]) -> Path | None:
         """Return the first file that has changed since this object was created.
 
-        A file has changed if its size or date differs, and also its checksum if that is
-        known.
+        A file has changed if its size or date differs. If its checksum is known, the
+        checksum must differ too.
         """
         for path in paths:
-            # A deleted file has been read for the last time.
+            # Ignore a deleted file.
             with suppress(OSError):
                 before = self._states.get(path)
                 if before is None or _file_state(path).looks_like(before):

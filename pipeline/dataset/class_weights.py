@@ -1,4 +1,4 @@
-"""`training.class_weight`: sample weights by the class of each label."""
+"""Computes sample weights from the class of each label, for `training.class_weight`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +18,9 @@ Weigh = Callable[..., tuple] | None  # adds sample weights to a batch
 def weigher(training: TrainingConfig, data: Data) -> Weigh:
     """Return a function that adds sample weights to a batch `(x, y)`.
 
-    The weight of a class that `training.class_weight` does not name is 1. One-hot
-    labels get a weight for each vector. Other labels get one for each element, since a
-    label map has a class for each pixel.
+    Classes that are not in `training.class_weight` have a weight of 1. One-hot labels
+    get one weight per vector; other labels get one weight per element, such as per
+    pixel of a label map. Without `training.class_weight`, return None.
 
     Raises:
         ConfigError: the labels have no classes, or the axis of the classes is
@@ -55,7 +55,7 @@ def weigher(training: TrainingConfig, data: Data) -> Weigh:
 
 
 def _labels_spec(data: Data) -> tf.TensorSpec:
-    """Return the spec of an example's labels, if they can have class weights."""
+    """Return the spec of an example's labels; raise if they cannot have weights."""
     parts = data.train.element_spec
     if len(parts) == 2 and isinstance(parts[1], tf.TensorSpec):
         if None not in (parts[1].shape or ()):
@@ -68,7 +68,11 @@ def _labels_spec(data: Data) -> tf.TensorSpec:
 
 
 def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
-    """Return whether the last axis of labels holds classes; raise if it is unknown."""
+    """Return whether labels of this shape are one-hot on their last axis.
+
+    Raises:
+        ConfigError: neither the loss nor the dataset shows whether they are.
+    """
     names = [
         str(node["_target_"]).rpartition(".")[2].lower()
         for _, node in by_output(loss)

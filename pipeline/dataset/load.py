@@ -1,4 +1,4 @@
-"""Config → the splits of a dataset, example by example, in a fixed order."""
+"""Loads the splits of a dataset, example by example in a fixed order."""
 
 import contextlib
 import logging
@@ -15,7 +15,8 @@ from pipeline.dataset import stream, tfds_files
 from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
 
-# Keys of the program. All other keys are arguments of the target.
+# Keys of the `dataset` group that this package reads. All others are arguments of the
+# target.
 _KEYS_OF_PROGRAM = (
     "augment",
     "batched",
@@ -27,20 +28,19 @@ _KEYS_OF_PROGRAM = (
 )
 
 
-# Examples that are read to see whether they have one size.
+# Number of examples to read to find whether all have the same size.
 _SAMPLE = 20
 
 
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
-    """Load the data that the `dataset` group of the config names.
+    """Load the dataset that the `dataset` group of the config describes.
 
     Args:
-        node: the group.
-        prepare: whether data that are not there may be downloaded and prepared.
+        node: the `dataset` group.
+        prepare: whether missing data may be downloaded and prepared.
 
     Raises:
-        ConfigError: the target is wrong, its data are not there, or they have a wrong
-            form.
+        ConfigError: the target is wrong, or its data are missing or of a wrong form.
     """
     data = _as_data(node, _build(node, prepare))
     if data.shuffled is not None:
@@ -53,8 +53,8 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         splits = {name: loader.examples() for name, loader in loaders.items()}
     else:
         splits = {name: _checked(split, name) for name, split in data.splits.items()}
-    # With padding, images get one size anyway. Files are not only read through the
-    # splits.
+    # Fix the size of images of unknown size, except if padding gives them one, or if
+    # examples are also made from stored records, which would not have the fixed size.
     if not loaders and node.get("pad") is None and not data.shards:
         splits = {name: _with_image_sizes(split) for name, split in splits.items()}
     _check_labels(splits)
@@ -62,13 +62,13 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
 
 
 def _build(node: DictConfig, prepare: bool) -> Any:
-    """Return what the target of the `dataset` group returns."""
+    """Call the target of the `dataset` group; return its result."""
     target = instantiate.locate(node, "dataset")
     arguments = node.copy()
     with open_dict(arguments):
         for key in _KEYS_OF_PROGRAM:
             arguments.pop(key, None)
-        # null is the default in conf/, so that targets need not have the argument.
+        # Drop a null, the default in conf/: the target may not have this parameter.
         if arguments.get("test_split") is None:
             arguments.pop("test_split", None)
         if not prepare:
@@ -83,8 +83,8 @@ def _build(node: DictConfig, prepare: bool) -> Any:
 
 @contextlib.contextmanager
 def _quiet_downloads() -> Iterator[None]:
-    """Silence what TFDS prints about a missing dataset: the error is one line."""
-    # This level stays: other downloads go on after one has failed.
+    """Within the block, suppress output such as TFDS' log about a missing dataset."""
+    # Do not restore this level: after one download has failed, others still run.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     absl = logging.getLogger("absl")
     level = absl.level
@@ -97,7 +97,7 @@ def _quiet_downloads() -> Iterator[None]:
 
 
 def _as_data(node: DictConfig, built: Any) -> Data:
-    """Return what a target has returned, a `Data` or a tuple of splits, as `Data`."""
+    """Return the result of a target, a `Data` or a tuple of splits, as a `Data`."""
     if isinstance(built, tuple) and len(built) in (2, 3):
         parts = dict(zip(("train", "validation", "test"), built, strict=False))
         return Data(**parts, name=str(node.get("_target_")))
@@ -128,12 +128,12 @@ def digits(
 ) -> Data:
     """Load scikit-learn's handwritten digits, with inputs from 0 to 1.
 
-    There are 1437 images to train, 180 for validation and 180 in the split `test`.
+    The split `train` has 1437 images; `validation` and `test` have 180 each.
 
     Args:
-        data_dir: where TFDS keeps the dataset; None for its default.
-        download: whether to prepare the dataset if it is not there.
-        test_split: TFDS' name of the test split; None for none.
+        data_dir: folder of TFDS datasets, or None for the default of TFDS.
+        download: whether to prepare the dataset if it is missing.
+        test_split: name of the test split in TFDS, or None to load none.
     """
     from pipeline.dataset.builtin.digits import Digits
 
@@ -148,16 +148,16 @@ def digits(
 def topics(
     data_dir: str | None = None, download: bool = True, test_split: str | None = None
 ) -> Data:
-    """Load the help texts of Python's standard library as bytes to be predicted.
+    """Load Python's help topics as byte sequences, for next-byte prediction.
 
-    x and y are integers, (length,), of at most 127 bytes: y is x moved by one, so that
-    each byte is predicted from those before it. A byte b is stored as b + 1, since 0 is
-    padding.
+    x and y are int32 vectors of equal length, at most 127. y is x shifted by one byte,
+    so that each byte is predicted from the bytes before it. A byte b is represented by
+    b + 1, since 0 is padding.
 
     Args:
-        data_dir: where TFDS keeps the dataset; None for its default.
-        download: whether to prepare the dataset if it is not there.
-        test_split: TFDS' name of the test split; None for none.
+        data_dir: folder of TFDS datasets, or None for the default of TFDS.
+        download: whether to prepare the dataset if it is missing.
+        test_split: name of the test split in TFDS, or None to load none.
     """
     from pipeline.dataset.builtin.topics import Topics
 
@@ -192,17 +192,17 @@ def from_tfds(  # noqa: PLR0913  keys of the config
     """Load a TFDS dataset by its name or its builder.
 
     Args:
-        name: the name that `tfds.builder` takes.
-        data_dir, download: the folder of the prepared dataset, and whether to download
-            and prepare it if it is not there.
-        train_split, validation_split, test_split: TFDS' names of the splits, or slices
-            such as `train[:90%]`.
-        input_key, label_key: the features that are x and y.
-        scale, resize: the factor and the (height, width) of x.
-        preprocess: in place of the four above, a function from the features to (x, y)
-            or (x, y, sample_weight).
-        builder: in place of `name`, the dotted name of a `tfds.core.DatasetBuilder` of
-            your own.
+        name: name of the dataset in TFDS, see `tfds.builder`.
+        data_dir: folder of TFDS datasets, or None for the default of TFDS.
+        download: whether to download and prepare the dataset if it is missing.
+        train_split, validation_split, test_split: names of the splits in TFDS, or
+            slices such as `train[:90%]`.
+        input_key, label_key: names of the features to use as x and y.
+        scale: factor by which x is multiplied.
+        resize: (height, width) to which x is resized, or None.
+        preprocess: a function from the features to (x, y) or (x, y, sample_weight). It
+            replaces `input_key`, `scale` and `resize`, and chooses the labels.
+        builder: dotted name of your own `tfds.core.DatasetBuilder`, instead of `name`.
     """
     if (name is None) == (builder is None):
         rule = "must give one of name and builder"
@@ -227,7 +227,7 @@ def from_tfds(  # noqa: PLR0913  keys of the config
 
 
 def _own_builder(builder: str, data_dir: str | None) -> Any:
-    """Return an instance of the user's builder, which has the dotted name `builder`."""
+    """Return an instance of the user's builder with the dotted name `builder`."""
     import tensorflow_datasets as tfds
 
     node = OmegaConf.create({"_target_": builder})
@@ -300,10 +300,11 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
 
 
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:
-    """Check a split, and return it as `_as_parts` does.
+    """Check a split; return it as a dataset of tuples, see `_as_parts`.
 
     Raises:
-        ConfigError: it is not a dataset of a known number of single examples.
+        ConfigError: the split is not a dataset of single examples, or its number of
+            examples is unknown or 0.
     """
     if not isinstance(dataset, tf.data.Dataset):
         rule = f"must give its {split} split as a tf.data.Dataset"
@@ -334,8 +335,8 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
 def check_single_examples(data: Data, model: keras.Model) -> None:
     """Raise a `ConfigError` if an example has the shape of a batch of the model.
 
-    A batch of decoded images looks like a single example of another kind, as no size is
-    known. Only the model tells them apart, if its inputs are known.
+    A batch of decoded images of unknown size may look like a single example. Only the
+    shapes of the model's inputs, if they are known, can tell the two apart.
     """
     inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
     batch_shapes = [tf.TensorShape(tensor.shape) for tensor in inputs]
@@ -358,17 +359,17 @@ def check_single_examples(data: Data, model: keras.Model) -> None:
 
 
 def _is_image_of_unknown_size(leaf: Any) -> bool:
-    """Return whether a part of an example may come out of an image decoder."""
+    """Return whether a part of an example may be a decoded image of unknown size."""
     if not isinstance(leaf, tf.TensorSpec) or leaf.shape.rank is None:
         return False
     return leaf.shape.rank >= 3 and leaf.shape[:2].as_list() == [None, None]
 
 
 def _with_image_sizes(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Give images of unknown size the size that the first `_SAMPLE` of them share.
+    """Set the unknown size of images if the first `_SAMPLE` images have the same size.
 
-    A later image of another size fails when it is read. If the first ones differ, the
-    dataset stays as it is, and batches of it are ragged.
+    Reading a later image of another size then raises an error. If the sizes of the
+    first images differ, the dataset is unchanged, and its batches are ragged.
     """
     leaves = _leaves(dataset)
     unknown = [i for i, leaf in enumerate(leaves) if _is_image_of_unknown_size(leaf)]
@@ -408,8 +409,8 @@ def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
 def _is_batched(dataset: tf.data.Dataset) -> bool:
     """Return whether the elements of a dataset look like batches.
 
-    They do if the size of the first axis is unknown in each part, and is nevertheless
-    the same in all elements. Only that of the last element may be smaller.
+    They do if the first axis of each part has no fixed size, but has the same size in
+    each of the first `_SAMPLE` elements. The last of these may be smaller.
     """
     for leaf in _leaves(dataset):
         if not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:
@@ -431,7 +432,7 @@ def _leaves(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset of tuples, without the labels that are None."""
+    """Return a dataset of tuples, without labels that are None."""
     has_none = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in _leaves(dataset))
     if isinstance(dataset.element_spec, tuple) and not has_none:
         return dataset

@@ -1,4 +1,4 @@
-"""The batch that takes the most memory: it has the longest examples, if they differ."""
+"""Makes the batches that need the most memory: those of the longest examples."""
 
 import functools
 from dataclasses import replace
@@ -16,9 +16,10 @@ from pipeline.dataset.splits import Data
 
 
 def for_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.Dataset:
-    """Return an endless dataset of effective batches made of the longest examples.
+    """Return an endless dataset of effective batches of the longest training examples.
 
-    They are prepared as in training.
+    The examples are augmented, padded and weighted as in training. If all have the same
+    size, ordinary effective batches are returned.
     """
     longest = _longest(spec, data.train, effective_batch_size)
     if longest is not None:
@@ -32,7 +33,7 @@ def for_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.
 def for_evaluation(
     spec: RunSpec, split: tf.data.Dataset, batch_size: int
 ) -> tf.data.Dataset:
-    """Return one batch of the longest examples of a split, for its evaluation."""
+    """Return a dataset with one evaluation batch of the longest examples of a split."""
     examples = _longest(spec, split, batch_size)
     if examples is None:
         examples = split
@@ -42,14 +43,14 @@ def for_evaluation(
 def _longest(
     spec: RunSpec, split: tf.data.Dataset, count: int
 ) -> tf.data.Dataset | None:
-    """Return `count` copies of the longest examples of a split.
+    """Return `count` examples that repeat the longest ones of a split.
 
-    Return None if all examples have one size. With `dataset.pad`, the longest examples
-    are those with the greatest length of some axis, in turn. Otherwise it is the one
-    with the most elements.
+    With `dataset.pad`, the longest examples are those with the maximum length along
+    some axis, or with the most elements. Otherwise, the longest example is the one with
+    the most elements. Return None if all examples have the same size.
 
     Raises:
-        ConfigError: the examples are streamed, so that the longest is not known.
+        ConfigError: the examples are streamed, so the longest ones are unknown.
     """
     part_specs = tf.nest.flatten(split.element_spec)
     if not any(_varies(part_spec) for part_spec in part_specs):
@@ -72,11 +73,11 @@ def _longest(
 def _numbers_of_longest(
     split: tf.data.Dataset, part_specs: list[tf.TypeSpec], padded: bool
 ) -> list[int]:
-    """Return the numbers of the examples that are the longest by some length.
+    """Return the numbers of the examples that have the maximum of some length.
 
-    For a `padded` split, the lengths are the number of elements and the axes of each
-    part that varies. Otherwise there is one length: the number of elements of all these
-    parts.
+    For a `padded` split, the lengths are the number of elements and the size of each
+    axis, for each part of varying size. Otherwise, the only length is the total number
+    of elements in these parts.
     """
 
     def lengths_of(example: Any) -> tf.Tensor:
@@ -121,16 +122,17 @@ def _varies(spec: tf.TypeSpec) -> bool:
 
 
 def _rank(spec: Any) -> int:
-    """Return the number of axis lengths that `_lengths` returns for a part."""
+    """Return the number of axes for which `_lengths` returns a length."""
     if isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) and spec.shape.rank:
         return int(spec.shape.rank)
     return 0
 
 
 def _lengths(leaf: Any) -> tf.Tensor:
-    """Return the number of elements of a part, then the length of each of its axes.
+    """Return the number of elements in a part, then the length of each of its axes.
 
-    The elements of a text are its bytes. A sparse part has only the first number.
+    Each byte of a string counts as an element. For a sparse tensor, return only the
+    number of stored values.
     """
     if isinstance(leaf, tf.SparseTensor):
         return tf.reshape(tf.size(leaf.values, tf.int64), [1])

@@ -1,4 +1,4 @@
-"""Finds data that are not finite, after a loss was not."""
+"""Finds NaN and infinite values in the data, once a loss or a metric is not finite."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ _PARTS = ("inputs", "labels", "sample weights")
 
 
 def non_finite_part(batch: Any) -> str:
-    """Return the part of a batch that has a NaN or an infinite value.
+    """Return the name of the first part of a batch that has a NaN or infinite value.
 
     Args:
         batch: the batch of an update or of an evaluation.
@@ -36,11 +36,11 @@ def warning_of_evaluation(
     Args:
         split: the name of the split.
         results: the loss and the metrics by name.
-        batches: the batches of the split. They are read again if a result is not
-            finite.
+        batches: the batches of the split, which are searched if a result is not finite.
 
     Returns:
-        The line; empty if all results are finite.
+        A line with the results that are not finite and the part of the data, if any,
+        that is not finite either. It is empty if all results are finite.
     """
     wrong = []
     for name, value in results.items():

@@ -1,6 +1,6 @@
-"""Examples of unequal length → dense batches with weights that mask the padding.
+"""Pads examples of unequal length to dense batches, for `dataset.pad`.
 
-See `dataset.pad` in the config.
+Sample weights of 0 mask padded labels.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,16 +15,16 @@ from pipeline.common.errors import ConfigError
 def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
     """Return a function that pads a batch `(x, y, sample_weight)`.
 
-    The last two parts may be missing. Each ragged part is padded to the longest of the
-    batch, rounded up to a multiple of `pad.multiple`: inputs with `pad.value`, texts
-    with "", labels and sample weights with 0.
+    `y` and `sample_weight` may be missing. Each ragged part is padded to its maximum
+    length in the batch, rounded up to a multiple of `pad.multiple`. Inputs are padded
+    with `pad.value`, strings with "", labels and sample weights with 0.
 
-    Ragged labels without sample weights get a weight of 1 for each of their steps. The
-    weight of an example is repeated for each of its steps.
+    With ragged labels, each step has a sample weight: the weight of its example, or 1
+    without sample weights.
 
     Args:
         pad: the node of the config, with `multiple` and `value`.
-        spec: the spec of an example. An axis that has a size there keeps it.
+        spec: the spec of an example. Axes of the inputs with a fixed size keep it.
     """
     multiple = int(pad["multiple"])
     value = pad["value"]
@@ -53,9 +53,10 @@ def _has_ragged_part(nest: Any) -> bool:
 
 
 def _padded_weights(labels: Any, sample_weight: Any, multiple: int) -> Any:
-    """Return the sample weights of each output, in the structure of the labels.
+    """Return padded sample weights in the structure of the labels: one per output.
 
-    Weights that are not such a structure themselves belong to every output.
+    If the labels are a dict or a tuple and `sample_weight` is not, each output gets the
+    same weights.
     """
     if isinstance(labels, dict):
         weights_by_output = sample_weight
@@ -80,7 +81,7 @@ def _weights_of_output(labels: Any, weights: Any, multiple: int) -> Any:
     if not isinstance(labels, tf.RaggedTensor) or isinstance(weights, tf.RaggedTensor):
         return _dense(weights, multiple)
 
-    # A step has one weight, whatever the shape of its labels.
+    # Give each step one weight: ignore further axes of its labels.
     steps = tf.shape(labels.flat_values)[:1]
     ones = tf.ones(steps, keras.config.floatx())
     mask = _dense(labels.with_flat_values(ones), multiple)
@@ -91,10 +92,10 @@ def _weights_of_output(labels: Any, weights: Any, multiple: int) -> Any:
 
 
 def _dense(leaf: Any, multiple: int, filling: Any = 0, spec: Any = None) -> Any:
-    """Return a part of a batch, padded with `filling` if it is ragged.
+    """Return a part of a batch as a dense tensor; pad ragged parts with `filling`.
 
-    `spec` is the part's spec in an example. Without it, the batch tells which axes have
-    a size.
+    Axes with a fixed size in `spec`, the spec of the part in an example, keep it.
+    Without `spec`, the fixed sizes are those in the shape of `leaf`.
     """
     if not isinstance(leaf, tf.RaggedTensor):
         return leaf
@@ -120,10 +121,10 @@ def _dense(leaf: Any, multiple: int, filling: Any = 0, spec: Any = None) -> Any:
 
 
 def _without(value: Any, leaf: Any) -> Any:
-    """Return a part of the inputs, with a check.
+    """Return a part of the inputs with a check that it does not contain `value`.
 
-    Reading the part fails if it is ragged, has integers, and contains the padding's
-    value.
+    `value` is the padding value. Only ragged integers are checked. Evaluating the
+    returned tensor raises an error if the check fails.
     """
     if not isinstance(leaf, tf.RaggedTensor) or not leaf.dtype.is_integer:
         return leaf
@@ -140,7 +141,7 @@ def _without(value: Any, leaf: Any) -> Any:
 
 
 def _in_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return the padding's value in the dtype of a part; texts are padded with ""."""
+    """Return the padding value in the dtype of a part; for strings, return ""."""
     if dtype == tf.string:
         return tf.constant("")
     if dtype.is_integer:

@@ -1,7 +1,7 @@
-"""Keys → examples → batches, of all examples or of a worker's share.
+"""Makes examples from keys, and batches or a worker's shares of batches from examples.
 
-A key is what an example is made from: its number if the examples are kept in memory,
-its record in a file, or the streamed example itself.
+A key identifies an example: it is the number of an example in memory, the record of an
+example in a file, or a streamed example itself.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import tensorflow as tf
 
 from pipeline.accumulation.internals import Batches, Share
 
-# Effective batches that are prepared ahead. A constant, because tf.data's own tuning
-# kept 3 GB of batches of 6 MB.
+# Number of effective batches to prepare ahead. It is fixed, because the autotuning of
+# tf.data buffered 3 GB of batches of 6 MB.
 AHEAD = 2
 
-# The seed of an epoch, (2,), and how many of its keys are skipped → its source.
+# The seed of an epoch, (2,), and the number of keys to skip → the source of the epoch.
 SourceOfEpoch = Callable[[tf.Tensor, tf.Tensor], "Source"]
 
 
 class ShareReader(NamedTuple):
-    """A worker that reads its share of each batch: the examples of its replicas.
+    """Reads one worker's share of each batch: the examples of the worker's replicas.
 
     Attributes:
         first: number of the worker's first replica among all replicas.
@@ -43,13 +43,14 @@ class ShareReader(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Keys of the examples in the order of the batches, and how to make examples.
+    """Keys in the order of the batches, and functions that make examples from keys.
 
     Attributes:
-        keys: elements are the arguments of `make`.
-        make: one key → one example; None if the keys are the examples.
-        make_batch: a batch of keys → its examples, if that is faster than one by one.
-        parallel: concurrent calls of `make_batch`; None for one at a time.
+        keys: a dataset of keys, the arguments of `make`.
+        make: one key → one example, or None if the keys are the examples.
+        make_batch: a batch of keys → a batch of examples, or None to call `make` per
+            key.
+        parallel: number of concurrent calls of `make_batch`, or None for one at a time.
     """
 
     keys: tf.data.Dataset
@@ -60,8 +61,8 @@ class Source:
     def batches(self, size: int, reader: ShareReader | None) -> tf.data.Dataset:
         """Return batches of `size` examples.
 
-        With a `reader`, an element is its share of the batch if all examples have one
-        shape, so that the reader can make its own examples only.
+        With a `reader`, if all examples have the same fixed shape, each element is the
+        reader's share of a batch, and only the examples of that share are made.
         """
         make_batch = self.make_batch
         parallel = self.parallel
@@ -85,8 +86,8 @@ class Source:
     def _example_spec(self) -> Any:
         """Return the spec of an example.
 
-        The spec is not taken from `keys.map(make)`: tf.data cannot fuse a `map` whose
-        spec was read.
+        Trace `make` for this instead of reading the spec of `keys.map(make)`, since
+        tf.data cannot fuse a `map` whose spec was read.
         """
         key = self.keys.element_spec
         if self.make is None:
@@ -97,7 +98,7 @@ class Source:
 
 
 def fixed(spec: Any) -> bool:
-    """Return whether all examples have the same shape."""
+    """Return whether a spec consists of dense tensors of fixed shape."""
     return all(
         isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
         for leaf in tf.nest.flatten(spec)
@@ -105,7 +106,7 @@ def fixed(spec: Any) -> bool:
 
 
 def bytes_of_spec(spec: Any) -> int:
-    """Return the bytes of an example whose shape is `fixed`."""
+    """Return the size in bytes of an example with this spec, which is `fixed`."""
     return sum(
         leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(spec)
     )
@@ -114,8 +115,8 @@ def bytes_of_spec(spec: Any) -> int:
 def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., tuple]:
     """Return a function that turns a batch of keys into a batch of examples.
 
-    It calls `make` for one key after the other, in one step of tf.data. `spec` is the
-    spec of an example.
+    The function calls `make` for each key, all in one tf.data step. `spec` is the spec
+    of an example. If `make` is None, the keys are returned as the examples.
     """
     if make is None:
         return lambda *examples: examples
@@ -133,7 +134,7 @@ def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., 
 
 
 def batched(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Return batches of `size`, ragged if the shapes of the examples differ."""
+    """Return batches of `size` examples, ragged unless all sizes are fixed."""
     for leaf in tf.nest.flatten(examples.element_spec):
         if isinstance(leaf, tf.NoneTensorSpec):
             continue
@@ -149,7 +150,7 @@ def map_batches(
 ) -> tf.data.Dataset:
     """Apply a function to the `(x, y, sample_weight)` of each element.
 
-    An element is a batch, a worker's `Share` of one, or several `Batches`.
+    An element is a batch, a worker's `Share` of a batch, or a `Batches`.
     """
     if isinstance(batches.element_spec, Share | Batches):
         return batches.map(

@@ -1,4 +1,4 @@
-"""The splits of a dataset, example by example."""
+"""Defines `Data`, the splits of a dataset, and the records they are made from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from pipeline.dataset.stream import Loader
 
 
 class Shard(NamedTuple):
-    """The part of a file that belongs to a split.
+    """A range of examples in a file that are part of a split.
 
     Attributes:
         path: the file.
-        first: number, in the file, of the first example that belongs to the split.
-        examples: number of examples from `first` on that belong to the split.
+        first: index in the file of the first example of the range.
+        examples: number of examples in the range.
     """
 
     path: Path
@@ -33,8 +33,8 @@ class Stored:
             only while its split is this same object.
         records: the records in the order of the split.
         make: one record → its example, a tuple as in the split.
-        shuffled: a seed, scalar of int64 → the records, with their files in an order
-            that follows from the seed; None if they are not in files.
+        shuffled: a seed, scalar of int64 → the records, read from files in an order
+            that depends on the seed; None if the order of files cannot be shuffled.
     """
 
     split: tf.data.Dataset
@@ -49,21 +49,21 @@ class Data:
 
     Attributes:
         train, validation, test: elements are `(x, y)`, `(x, y, sample_weight)` or,
-            without labels, `(x,)` of one example; each is a tensor or a nest of tensors
-            without a batch axis. The number of examples is known.
+            without labels, `(x,)` of one example; each part is a tensor or a nest of
+            tensors without a batch axis. The number of examples is known.
         classes: number of classes, if the labels are classes.
         name, version: name and version of the dataset.
         files: prepared files from which the examples are read, if there are any.
         shards: the parts of files that make each split, by the split's name, in the
             order in which they are read.
-        shuffled: a seed, scalar of int64 → the training split, with its files in an
-            order that follows from the seed; None if it is not read from files, or if
-            `stored` has them.
-        stored: the records that splits are made from, by the split's name. With them,
-            streamed examples are made after shuffling, and each of several workers
-            makes only its share.
-        loaders: with `dataset.batched`, the sources of the batches of each split. The
-            split itself then has the first batch only.
+        shuffled: a seed, scalar of int64 → the training split, read from files in an
+            order that depends on the seed; None if the order cannot be shuffled, or if
+            `stored` has the records.
+        stored: the records that splits are made from, by the split's name. With stored
+            records, streamed examples are made after shuffling, and each of several
+            workers makes only its share.
+        loaders: with `dataset.batched`, the loader of each split, by the split's name.
+            The split itself then has only the examples of the first batch.
     """
 
     train: tf.data.Dataset
@@ -85,13 +85,13 @@ class Data:
         return {name: split for name, split in splits.items() if split is not None}
 
     def count(self, name: str) -> int | None:
-        """Return the number of examples of a split; None if only reading shows it."""
+        """Return the number of examples in a split, or None if a loader makes it."""
         if name in self.loaders:
             return None
         return int(self.splits[name].cardinality())
 
     def made_of(self, name: str) -> Stored | None:
-        """Return the records that a split is made from; None if they are unknown."""
+        """Return the records that a split is made from, or None if they are unknown."""
         stored = self.stored.get(name)
         if stored is None or stored.split is not self.splits.get(name):
             return None
@@ -99,7 +99,7 @@ class Data:
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:
-        """Shape of one example's input; None if the input is a nest."""
+        """Shape of the input of one example, or None if the input is a nest."""
         spec = self.train.element_spec[0]
         if not isinstance(spec, tf.TypeSpec):
             return None

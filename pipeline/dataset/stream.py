@@ -1,12 +1,12 @@
-"""Batches that the user's own loader makes → effective batches.
+"""Makes effective batches from the batches of a user's own loader.
 
     loader ─► epoch after epoch, K batches at a time
            ─► concatenated on the host, with their sizes ─► one update
 
-The loader is iterated in one thread, once per epoch. Its state is not saved, so a
-resumed run also begins with its first epoch. The order is thus that of a loop that the
-user would write. What was read for each update is remembered. An epoch ends where the
-loader ends.
+The loader is iterated once per epoch, in one thread, as in a plain training loop. An
+epoch ends where the loader ends. The state of the loader is not saved, so a resumed run
+reads the loader again from its first epoch on. For each update, the sizes and a
+checksum of its batches are recorded.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ KEY = "dataset._target_"
 
 
 class Loader:
-    """The batches of a split.
+    """Reads the batches of a split from a user's source.
 
-    They are made by a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
+    The source is a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
     function.
 
     Attributes:
         first: the first batch of the first epoch.
         spec: the spec of a batch.
-        count: number of batches in an epoch; None if it is unknown before reading.
-        endless: whether the first epoch is known not to end.
+        count: number of batches per epoch, or None if it is unknown before reading.
+        endless: whether the source states that an epoch does not end.
 
     Raises:
         ConfigError: the source has no batch, or a split other than `train` has no end.
@@ -47,8 +47,8 @@ class Loader:
         self._source = source
         self._split = split
 
-        # The first batch shows the form of all batches. The rest of the first epoch
-        # follows when it is trained on.
+        # Read the first batch now, as it shows the form of all batches. `epoch` later
+        # returns it with the rest of the first epoch.
         self._begun_epoch: Iterator[tuple] | None = None
         epoch = self.epoch()
         first = next(epoch, None)
@@ -91,8 +91,8 @@ class Loader:
         """Yield the checked batches of an epoch.
 
         Raises:
-            DataError: a batch cannot be read. It is named, with its file if the source
-                knows its files.
+            DataError: a batch cannot be read. The error gives its number and, if the
+                source has `file_paths`, the first file that is not an image.
         """
         for number in itertools.count():
             try:
@@ -133,10 +133,10 @@ class Loader:
 
 
 def _unreadable_image(paths: Iterable[str]) -> str:
-    """Return the first of these files that is not an image; empty if all are images.
+    """Return the first file that cannot be decoded as an image, or "" if there is none.
 
-    `keras.utils.image_dataset_from_directory` leaves its files in its dataset. Their
-    order is not that of the batches.
+    `keras.utils.image_dataset_from_directory` lists the files in an attribute of its
+    dataset, but not in the order of the batches.
     """
     for path in paths:
         try:
@@ -162,7 +162,11 @@ def _spec_of_batches(source: Any, first: tuple) -> tuple:
 
 
 def _batches_in_epoch(source: Any) -> int | None:
-    """Return the source's number of batches; negative or None if it is unknown."""
+    """Return the number of batches per epoch.
+
+    If it is unknown or infinite, return a negative number for a `tf.data.Dataset`, and
+    None for another source.
+    """
     if isinstance(source, tf.data.Dataset):
         return int(source.cardinality())
     return getattr(source, "num_batches", None)
@@ -179,12 +183,12 @@ def _batches_of(source: keras.utils.PyDataset) -> Iterator[Any]:
 
 
 class Stream:
-    """Effective batches of `factor` batches of a loader.
+    """Joins each `factor` batches of a loader into an effective batch.
 
     Attributes:
-        windows: what was read for each update so far.
-        per_epoch: number of updates in an epoch; `ENDLESS` if the epoch does not end,
-            and None if the number is unknown before reading.
+        windows: a record of the batches that were read for each update so far.
+        per_epoch: number of updates per epoch, `ENDLESS` if an epoch does not end, or
+            None if the number is unknown before reading.
     """
 
     def __init__(self, loader: Loader, factor: int):
@@ -198,9 +202,10 @@ class Stream:
             self.per_epoch = -(-loader.count // factor)
 
     def batches(self, first_update: int) -> tf.data.Dataset:
-        """Return the effective batches from `first_update` on, for one iteration.
+        """Return the effective batches from `first_update` on.
 
-        The batches before it are read here.
+        The earlier batches are read and skipped in this call. The dataset can be
+        iterated only once.
         """
         effective_batches = self._effective_batches()
         for _ in range(first_update):
@@ -225,7 +230,8 @@ class Stream:
                 )
             index = 0
             while window:
-                # The next window is read first: without one, this update is the last.
+                # Read the next window first, to learn whether this update is the last
+                # one of its epoch.
                 next_window = list(itertools.islice(batches, self._factor))
                 batch = tf.nest.map_structure(_concatenated, self._loader.spec, *window)
                 sizes = tuple(int(examples_in(part)) for part in window)
@@ -246,7 +252,7 @@ class Stream:
 
 
 def _last_varying_axis(spec: tf.TensorSpec) -> int:
-    """Return the last axis whose size differs between batches; axis 0 always does."""
+    """Return the last axis without a fixed size. Axis 0, the batch axis, has none."""
     return max(axis for axis, size in enumerate(spec.shape) if size is None)
 
 
@@ -269,7 +275,7 @@ def _concatenated(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
 
 
 def digest(nest: Any, previous: int = 0) -> int:
-    """Return a CRC-32 of the content of tensors, continued from a `previous` one."""
+    """Return a CRC-32 of the content of tensors, starting from the CRC `previous`."""
     checksum = previous
     for leaf in tf.nest.flatten(nest, expand_composites=True):
         array = np.asarray(leaf)

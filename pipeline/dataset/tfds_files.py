@@ -1,7 +1,4 @@
-"""Datasets that TFDS prepares: downloaded and written to files once.
-
-They are read in order, or by shuffled files.
-"""
+"""Prepares TFDS datasets, and reads their files in a fixed or a shuffled order."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +11,11 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.dataset import tfds_internals
 from pipeline.dataset.splits import Data, Shard, Stored
 
-FILES_AT_ONCE = 16  # files that are read in turn when files are shuffled
-# Bytes that are read from a file at a time. TFDS would keep 128 MB for all files.
+FILES_AT_ONCE = 16  # number of files to interleave if the order of files is shuffled
+# Size of the read buffer of a file in bytes. TFDS would buffer 128 MB for all files.
 BUFFER = 2**20
-# Retries of a download. With the ten of TFDS, it takes over three minutes to find that
-# there is no network.
+# Number of retries of a download. With TFDS' default of ten, a download without a
+# network takes over three minutes to fail.
 RETRIES = 5
 
 
@@ -33,11 +30,11 @@ def read(
 
     Args:
         builder: a `tfds.core.DatasetBuilder`.
-        download: whether to prepare the dataset if it is not there.
-        splits: TFDS' names of the training, validation and test split; None for no
-            split.
+        download: whether to prepare the dataset if it is missing.
+        splits: names in TFDS of the training, validation and test split, each None to
+            load no such split.
         make: the features of an example → the example.
-        label_key: the feature that has the number of classes.
+        label_key: name of the feature that states the number of classes.
     """
     _prepare(builder, download)
     names = {}
@@ -49,7 +46,7 @@ def read(
     datasets: dict[str, Any] = {"validation": None}
     for part, records in stored.items():
         datasets[part] = records.split
-    # The records of such a builder do not show which examples it makes from them.
+    # If the builder makes examples in its own way, do not make them from the records.
     if tfds_internals.overrides_reading(builder):
         stored = {}
 
@@ -66,13 +63,13 @@ def read(
 
 
 def _prepare(builder: Any, download: bool) -> None:
-    """Prepare the dataset if it is not there.
+    """Prepare the dataset if it is missing.
 
-    One process does it, and others wait for it.
+    A lock lets only one process prepare it, while others wait.
 
     Raises:
-        ConfigError: the dataset is not there and may not be downloaded, or preparing it
-            failed.
+        ConfigError: the dataset is missing and `download` is false, or preparing the
+            dataset has failed.
     """
     if builder.is_prepared():
         return
@@ -83,7 +80,7 @@ def _prepare(builder: Any, download: bool) -> None:
         )
         raise ConfigError("dataset.data_dir", rule, builder.data_dir)
 
-    # The folder of the dataset or its TFDS config, for all versions.
+    # Lock the folder that has all versions of the dataset or its TFDS config.
     folder = Path(builder.data_dir).parent
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +97,7 @@ def _prepare(builder: Any, download: bool) -> None:
 def _prepare_locked(builder: Any) -> None:
     import tensorflow_datasets as tfds
 
-    # Another process may have prepared it since this one looked.
+    # Check again: another process may have prepared the dataset while this one waited.
     if builder.is_prepared():
         builder.info.read_from_directory(builder.data_dir)
         return
@@ -110,24 +107,25 @@ def _prepare_locked(builder: Any) -> None:
 
 
 def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
-    """Return a split, and the records that it is made from.
+    """Return a split together with the records that it is made from.
 
     Args:
         builder: a `tfds.core.DatasetBuilder`, prepared.
         part: `train`, `validation` or `test`.
-        name: TFDS' name of the split, which may be a slice.
+        name: name of the split in TFDS, or a slice.
         preprocess: the features of an example → the example.
     """
     split = _as_dataset(builder, part, name)
     split = split.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
-    # `map` converts by AutoGraph: the user's function may have an `if` of a tensor.
+    # Convert with AutoGraph, as `map` does: the user's function may branch on tensors.
     converted = tf.function(preprocess)
 
     @tf.autograph.experimental.do_not_convert
     def make(record: tf.Tensor) -> Any:
         return converted(builder.info.features.deserialize_example(record))
 
-    # TFDS would parse each record before it is shuffled, which is half of the cost.
+    # Read the records unparsed, so that each worker parses only its own, after
+    # shuffling: parsing is half of the cost.
     records_in_order, records_by_seed = _records(builder, name)
     records = records_in_order.apply(
         tf.data.experimental.assert_cardinality(split.cardinality())
@@ -157,9 +155,10 @@ def _as_dataset(builder: Any, part: str, name: str) -> tf.data.Dataset:
 def _records(
     builder: Any, name: str
 ) -> tuple[tf.data.Dataset, Callable[[tf.Tensor], tf.data.Dataset]]:
-    """Return the records of a split in the order of its files, and by shuffled files.
+    """Return the records of a split, and a function that shuffles their files.
 
-    The second is a function from a seed, scalar of int64, to the records.
+    The records are in the order of the files. The function maps a seed, scalar of
+    int64, to the records with their files in an order that depends on the seed.
     """
     instructions = builder.info.splits[name].file_instructions
     names = [str(file.filename) for file in instructions]
@@ -198,7 +197,7 @@ def _shards(builder: Any, name: str) -> list[Shard]:
 
 
 def _files(builder: Any) -> tuple[Path, ...]:
-    """Return the files of a prepared dataset, without TFDS' description of it."""
+    """Return the files of a prepared dataset, except `dataset_info.json`."""
     files = []
     for path in Path(builder.data_dir).iterdir():
         if path.is_file() and path.name != "dataset_info.json":

@@ -1,18 +1,18 @@
-"""Private interfaces of TFDS that are used here, as of TFDS 4.9.
+"""Uses of private interfaces of TFDS, as of TFDS 4.9.
 
-tests/dataset/test_tfds_internals.py checks that they are unchanged, and in which
-version.
+tests/dataset/test_tfds_internals.py checks the version and that the interfaces are
+unchanged.
 """
 
 from typing import Any
 
 import tensorflow as tf
 
-READ_IN = "4.9"  # the version of TFDS in whose source this was read
+READ_IN = "4.9"  # the version of TFDS that these uses were written for
 
 
 def limit_download_retries(retries: int) -> None:
-    """Let a download fail after this many retries; TFDS' default is ten."""
+    """Set the number of retries after which a download fails. TFDS' default is ten."""
     from tensorflow_datasets.core.download import downloader
 
     downloader.MAX_RETRIES = retries
@@ -21,12 +21,12 @@ def limit_download_retries(retries: int) -> None:
 def records_of_file(
     builder: Any, file: tf.Tensor, buffer_bytes: int
 ) -> tf.data.Dataset:
-    """Return the serialized records of one of the builder's files, in their order.
+    """Return the serialized records in a file of the builder, in order.
 
     Args:
         builder: a `tfds.core.DatasetBuilder`.
         file: path of the file, scalar string.
-        buffer_bytes: how much is read from the file at a time.
+        buffer_bytes: size of the read buffer.
     """
     from tensorflow_datasets.core import file_adapters
 
@@ -36,10 +36,10 @@ def records_of_file(
 
 
 def overrides_reading(builder: Any) -> bool:
-    """Return whether a builder has its own way of making examples from its files."""
+    """Return whether a builder overrides how TFDS makes examples from files."""
     import tensorflow_datasets as tfds
 
     usual = tfds.core.GeneratorBasedBuilder
     cls = type(builder)
-    # Not `is not`: TFDS wraps `as_dataset`, and each access makes a new wrapper.
+    # Compare by value, as each access to `as_dataset` makes a new wrapper object.
     return cls.as_dataset != usual.as_dataset or cls._as_dataset != usual._as_dataset

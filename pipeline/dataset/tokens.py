@@ -1,4 +1,4 @@
-"""Tokens of an effective batch: positions of its sequences that are not padding."""
+"""Counts the tokens in an effective batch: sequence positions that are not padding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +11,20 @@ from pipeline.accumulation.internals import Share, parts_of
 def counter(
     inputs: Any, padding: Any = None, masked: bool = False
 ) -> Callable[[Any], tf.Tensor] | None:
-    """Return a function that counts the tokens of the effective batch of all workers.
+    """Return a function that counts the tokens in an effective batch, of all workers.
 
     Args:
-        inputs: spec of an example's inputs. The first part that is a sequence counts: a
-            vector of integers, or a part whose first axis, and no other, has no fixed
-            size.
-        padding: the value with which `dataset.pad` fills sequences; None without it.
-            Positions with it do not count.
-        masked: whether the model masks zeros; they then do not count.
+        inputs: spec of the inputs of an example. Tokens are counted in the first part
+            that is a sequence: a ragged part, a vector of integers with more than one
+            element, or a part of which only the first axis has no fixed size.
+        padding: the value with which `dataset.pad` fills sequences of unequal length,
+            or None without `dataset.pad`. Positions with this value do not count.
+        masked: whether the model masks zeros. Zeros in sequences of fixed length then
+            do not count.
 
     Returns:
-        A function from a batch to the count, scalar of int64; None if examples have no
-        sequence.
+        A function from a batch to the number of tokens, scalar of int64, or None if no
+        part of the inputs is a sequence.
     """
     specs = tf.nest.flatten(inputs)
     positions = [n for n, spec in enumerate(specs) if _is_sequence(spec)]
@@ -38,7 +39,7 @@ def counter(
 
     def tokens(batch: Any) -> tf.Tensor:
         sequence = tf.nest.flatten(parts_of(batch)[0])[position]
-        with tf.device("CPU:0"):  # where the batch is
+        with tf.device("CPU:0"):  # The batch is on the CPU.
             if isinstance(sequence, tf.RaggedTensor):
                 return tf.reduce_sum(sequence.row_lengths())
             if not_counted is None:
@@ -67,14 +68,14 @@ def _varies(spec: Any) -> bool:
 
 
 def _examples(batch: Any, sequence: tf.Tensor) -> tf.Tensor:
-    """Return the examples of all workers; a share has those of one worker."""
+    """Return the number of examples in the effective batch, of all workers."""
     if isinstance(batch, Share):
         return batch.examples
     return tf.shape(sequence)[0]
 
 
 def _count_others(sequence: tf.Tensor, not_counted: Any) -> tf.Tensor:
-    """Return the number of steps with an element that differs from `not_counted`."""
+    """Return the number of steps in which some element differs from `not_counted`."""
     value: Any = ""
     if sequence.dtype != tf.string:
         value = tf.cast(not_counted, sequence.dtype)

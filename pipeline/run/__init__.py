@@ -1,6 +1,3 @@
-"""One run, and the search for a micro-batch size that fits.
-
-In: a composed config. Out: a closed run in MLflow and its last loss.
-"""
+"""Trains one run from a composed config, and searches for its micro-batch size."""
 
 __all__ = ["run"]

@@ -1,10 +1,10 @@
-"""`accumulation.micro_batch_size=auto`: the largest micro-batch that fits into memory.
+"""Searches for a micro-batch size, for `accumulation.micro_batch_size`.
 
-`auto_fastest` finds the fastest one.
+`auto` finds the largest size that fits into memory, `auto_fastest` the fastest one.
 
     share of a replica ─► powers of two ─► sizes between ─► [powers below, timed] ─► cached
 
-Each trial is a process of its own, whose death means that the size does not fit. This
+Each trial runs in its own process; if the process dies, the size does not fit. This
 module does not import TensorFlow.
 """
 
@@ -35,13 +35,13 @@ from pipeline.config.schema import Kind
 from pipeline.config.sizes import MICRO, Batching
 from pipeline.tracking import provenance
 
-# A size counts as fast as the fastest one if it reaches this share of its speed. The
-# smallest such size is used, as it leaves the most memory free.
+# Sizes that reach this share of the best speed count as equally fast. The smallest of
+# them is used, as it leaves the most memory free.
 ALIKE = 0.98
-# Once two sizes in a row reach less than this share of the best speed, smaller ones are
-# not timed.
+# Once two sizes in a row reach less than this share of the best speed, smaller sizes
+# are not timed.
 SLOWER = 0.9
-SILENCE = 5.0  # seconds of waiting for another process until a line says so
+SILENCE = 5.0  # seconds of waiting for another process before a message is printed
 COLUMNS = (
     "micro_batch_size",
     "factor",
@@ -53,21 +53,21 @@ COLUMNS = (
 )
 TABLE = "micro_batch_sizes.json"
 TAG = "micro_batch_size.found"
-# The form of an entry of the cache, and of the fields of `Found`.
+# The types of the fields of `Found`, which are also those of a cache entry.
 _ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}
 
-# Takes a micro-batch size and whether its updates are timed; returns the answer of
-# `pipeline.run.batch_size_trial`.
+# Tries a micro-batch size. The second argument is whether to time its updates, and the
+# result is an answer of `pipeline.run.batch_size_trial`.
 Trial = Callable[[int, bool], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A micro-batch size that was searched for.
+    """The result of a search for a micro-batch size.
 
     Attributes:
         micro_batch_size: examples per forward and backward pass on one replica.
-        how: how it was found, such as `the largest of at most 128 that fits`.
+        how: how the size was chosen, such as `the largest of at most 128 that fits`.
         tries: a row of `COLUMNS` for each trial.
     """
 
@@ -78,17 +78,18 @@ class Found:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One trial of a micro-batch size.
+    """The outcome of a trial of a micro-batch size.
 
     Attributes:
-        size: examples of the micro-batch.
+        size: number of examples per micro-batch.
         factor: micro-batches per update.
-        peak: peak of the memory in bytes; None if the trial did not get that far.
-        update_seconds: the time of an update; None if the updates were not timed.
-        examples_per_second: the speed; None if the updates were not timed.
+        peak: peak memory in bytes, or None if the trial ended before it was measured.
+        update_seconds: time per update, or None if no update was timed.
+        examples_per_second: training speed, or None if no update was timed.
         why: why the size does not fit; empty if it fits.
-        failed: whether the error only suggests a lack of memory.
-        seconds: the time that the trial took.
+        failed: whether the trial failed with an error that may have another cause than
+            a lack of memory.
+        seconds: duration of the trial.
     """
 
     size: int
@@ -128,13 +129,13 @@ class _Attempt:
 
 
 def search(spec: RunSpec) -> tuple[RunSpec, Found]:
-    """Search for the micro-batch size of a run, or recall it.
+    """Return the micro-batch size of a run, from a cache or by a search.
 
-    Of several processes that search for the same size, only one does the search. If the
-    effective batch changes during the run, the size is that for the largest one.
+    If several processes need the same size, one searches and the others wait. If the
+    effective batch size changes during the run, the search uses the largest one.
 
     Returns:
-        The spec with the size, and how it was found.
+        The spec with the size, and the result of the search.
 
     Raises:
         ConfigError: no size fits, or the update fails at any size.
@@ -158,19 +159,25 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
 
 
 def balanced(share: int, size: int) -> int:
-    """Return the smallest micro-batch that needs no more pieces than `size` does.
+    """Return the smallest micro-batch size that needs no more pieces than `size`.
 
-    `share` examples are cut into these pieces.
+    Args:
+        share: number of examples to cut into pieces.
+        size: a micro-batch size.
     """
     pieces = -(-share // size)  # rounded up
     return -(-share // pieces)
 
 
 def largest(share: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest micro-batch that fits, of up to `share` examples.
+    """Return the largest micro-batch size that fits, or None if no size fits.
 
-    Return None if not even one example fits. `fits` is called for powers of two by
-    bisection, then for the sizes between the last that fits and the next.
+    If `share` itself does not fit, bisect the powers of two, then the sizes between the
+    largest power that fits and the next one. Each size is made even by `balanced`.
+
+    Args:
+        share: number of examples of an update on one replica, the maximum.
+        fits: returns whether a size fits.
     """
     if fits(share):
         return share
@@ -188,14 +195,14 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
 def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> int:
     """Return the smallest micro-batch size that is about as fast as the fastest one.
 
-    `most` is tried and, from large to small, the sizes of evenly cut shares that powers
-    of two lead to, until two in succession are clearly slower.
+    Time `most` and the powers of two below, each made even by `balanced`, from large to
+    small. Stop after two sizes in a row that are clearly slower than the best one.
 
     Args:
         most: the largest size that fits.
         share: number of examples that are cut into micro-batches.
-        rate_of: returns the examples per second of a size; None if it does not fit, as
-            updates that are timed may need more memory.
+        rate_of: returns the speed at a size in examples per second, or None if the size
+            does not fit: a timed update may need more memory than one without timing.
     """
     exponents = range(most.bit_length())
     sizes = {balanced(share, 2**exponent) for exponent in exponents}
@@ -220,13 +227,13 @@ def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> in
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the last of the ascending `sizes` that fits, by bisection."""
+    """Return the last of the ascending `sizes` that fits, by bisection, or None."""
     count = bisect.bisect(sizes, False, key=lambda size: not fits(size))
     return sizes[count - 1] if count else None
 
 
 def _resident_budget(spec: RunSpec) -> int | None:
-    """Return the bytes that this worker may keep in memory."""
+    """Return the limit of this worker's resident memory in bytes."""
     memory = spec.config.hardware.memory
     if memory is None:
         return memory_budget.limit() // spec.workers_on_machine
@@ -234,9 +241,9 @@ def _resident_budget(spec: RunSpec) -> int | None:
 
 
 def _locked(file: Path) -> AbstractContextManager[Any]:
-    """Return an acquired lock, so that one process searches at a time.
+    """Acquire the lock that lets only one process search at a time; return it.
 
-    If no lock file can be written, return a context that does nothing.
+    If the lock file cannot be written, return a context that does nothing.
     """
     lock = FileLock(f"{file}.lock")
     with suppress(OSError, NotImplementedError):
@@ -250,7 +257,10 @@ def _locked(file: Path) -> AbstractContextManager[Any]:
 
 
 def _recalled(file: Path, most: int) -> Found | None:
-    """Return the entry of the cache; None if it is missing or cannot be right."""
+    """Return the result in the cache, or None if it is missing or invalid.
+
+    A size above `most` is invalid.
+    """
     entry = disk_cache.recall(file, _ENTRY)
     if not entry:
         return None
@@ -316,7 +326,7 @@ def _attempt(cut: Batching, timed: bool, answer: dict[str, Any]) -> _Attempt:
 def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
     """Return the error for a search in which not even one example fit."""
     if smallest.failed:
-        # The smallest size fails, too, so the error is not about memory.
+        # Even the smallest size fails, so memory is not the cause of the error.
         rule = f"must be a number, as the update that is tried fails ({smallest.why})"
         return ConfigError(MICRO, rule)
     example = f"a micro-batch of one example, which does not fit ({smallest.why})"
@@ -328,17 +338,16 @@ def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
 
 
 def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that a search's result depends on: the key of its cache."""
+    """Return the cache key of a search: everything that its result depends on."""
     config = spec.resolved
-    # Of a number, it only matters whether it is 0: without momentum there is no
-    # velocity in memory.
+    # Reduce numbers to whether they are 0: for example, the memory depends on whether
+    # there is momentum, but not on its value.
     optimizer = dict(config["optimizer"])
     for key, value in optimizer.items():
         if isinstance(value, int | float):
             optimizer[key] = bool(value)
     hardware: dict[str, Any] = {}
-    # A trial also depends on the memory and the GPUs of the machine, but not on the
-    # ports and files that the run opens.
+    # Leave out paths, ports and settings of logging, which do not affect a trial.
     for key, value in config["hardware"].items():
         facts = key_kinds.facts_of(f"hardware.{key}")
         if facts.kind not in (Kind.PLACE, Kind.LOG) and not facts.of_one_call:
@@ -348,7 +357,7 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
     if config["hardware"]["device"] != "cpu":
         hardware["gpus"] = _gpus(environment["gpus"])
 
-    # The objective is the part of the training that a resumed run may not change.
+    # Keep the keys that define the objective: those that a resumed run may not change.
     training = {}
     for key, value in config["training"].items():
         if key_kinds.facts_of(f"training.{key}").fixed:
@@ -376,8 +385,11 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
 def _gpus(names: Sequence[str]) -> Sequence[str]:
     """Return the names of the GPUs that this process may use.
 
-    `names` are those of all GPUs of the machine. In `CUDA_VISIBLE_DEVICES`, CUDA
-    ignores what follows an index that does not exist.
+    In `CUDA_VISIBLE_DEVICES`, CUDA ignores all entries after an invalid index, and so
+    does this function. A GPU listed by its UUID is returned by its UUID.
+
+    Args:
+        names: names of all GPUs of the machine.
     """
     if not names:
         return names
@@ -393,15 +405,16 @@ def _gpus(names: Sequence[str]) -> Sequence[str]:
 
 
 def _code_hash(targets: Sequence[str]) -> str:
-    """Return a SHA-256 of the user's modules that define the `targets`.
+    """Return a SHA-256 of the user's code that may define or be used by `targets`.
 
-    The other files of their folders are included, as they may be imported.
+    The hash covers all Python files of a target's package, or all those in the folder
+    of a module that is not in a package.
     """
     tops = {target.partition(".")[0] for target in targets}
     digest = hashlib.sha256()
     for name in sorted(tops - {"pipeline", "keras", "tensorflow"}):
         spec = importlib.util.find_spec(name)
-        # An installed package counts by its version, which is in the environment.
+        # Skip installed packages: their versions are in the cache key already.
         if spec is None or "site-packages" in str(spec.origin):
             continue
         files: list[Path] = []
@@ -416,7 +429,10 @@ def _code_hash(targets: Sequence[str]) -> str:
 
 @contextmanager
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
-    """Yield a function that tries a size in a process, which is killed afterwards."""
+    """Start a process that tries sizes; yield a function that sends it a size.
+
+    The process is killed when the block ends.
+    """
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stderr,
         imports.started(
@@ -445,12 +461,12 @@ def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
             yield trial
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-            with suppress(OSError):  # The process may not have read everything.
+            with suppress(OSError):  # Closing flushes unread requests, which fails.
                 process.stdin.close()
 
 
 def _last_line(file: Any) -> str:
-    """Return the last line of an open text file that is not empty."""
+    """Return the last non-blank line of an open text file, or "" if there is none."""
     file.seek(0)
     last = ""
     for line in file:
@@ -460,7 +476,7 @@ def _last_line(file: Any) -> str:
 
 
 def _config_error(attributes: dict[str, Any]) -> ConfigError:
-    """Return the error whose attributes another process has sent."""
+    """Rebuild a ConfigError from the attributes that the trial process has sent."""
     error = ConfigError(attributes["key"], attributes["rule"])
     vars(error).update(attributes)
     return error

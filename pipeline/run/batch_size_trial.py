@@ -1,18 +1,20 @@
 """The process that tries micro-batch sizes.
 
-It imports TensorFlow once. Each trial is a fork of it, which may die.
+The process imports TensorFlow once and forks itself for each trial, so that a trial
+may die.
 
-It reads lines of JSON. The first one has the spec and the budget: `resident` and
-`address_space` in bytes. Each other line is a request with a `micro_batch_size` and
-whether it is `timed`. The answer to a request is a line with
+Its input is lines of JSON. The first line has the `spec` and the `budget`: `resident`
+and `address_space` in bytes. Each further line is a request with a `micro_batch_size`,
+and with `timed`, whether to time updates. The answer to a request is a line of JSON
+with some of these keys:
 
     took            seconds
     on_gpu          whether the trial computed on a GPU
     peak            the peak memory, in bytes
-    address_space   the largest address space so far, in bytes
+    address_space   the peak size of the address space, in bytes
     update          the shortest time of an update, in seconds
     why             why the size does not fit, if it does not
-    failed          true if the error only suggests a lack of memory
+    failed          true if the error may have another cause than a lack of memory
     refused         the attributes of a ConfigError, if the config is wrong for any size
 """
 
@@ -45,21 +47,21 @@ with imports.without_chatter():
     from pipeline.dataset import longest_batch
     from pipeline.training.evaluator import SplitEvaluator
 
-POLL_SECONDS = 0.01  # between two measurements of the memory of a trial
-STUCK_SECONDS = 300.0  # without CPU time, after which a trial counts as stuck
-# Messages of GPU kernels that get no memory for a convolution, or that get a tensor of
-# more than 2^31 elements.
+POLL_SECONDS = 0.01  # interval between measurements of a trial's memory
+STUCK_SECONDS = 300.0  # time without CPU use after which a trial counts as stuck
+# Messages of GPU kernels that fail for lack of memory in a convolution, or because a
+# tensor has more than 2^31 elements.
 UNCLEAR_ERRORS = re.compile(
     r"No algorithm worked|int32|32-bit|2\^31|too large|overflow"
 )
-LEAST_UPDATES = 3  # the least number of updates that are timed
-LEAST_SECONDS = 1.0  # the least time for which updates are timed
+LEAST_UPDATES = 3  # minimum number of updates to time
+LEAST_SECONDS = 1.0  # minimum total time of these updates
 
 
 def main() -> None:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What the user's code prints is not an answer.
+    os.dup2(2, 1)  # Send the output of the user's code to stderr, apart from answers.
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
     opening = json.loads(sys.stdin.readline())
     spec = resolve.from_text(opening["spec"])
@@ -74,9 +76,13 @@ def main() -> None:
 def _run_fork(
     spec: RunSpec, timed: bool, resident: float, address_space: float | None
 ) -> dict[str, Any]:
-    """Try a cut in a fork of this process; return the answer.
+    """Try the batching of `spec` in a fork of this process; return the answer.
 
-    `resident` and `address_space` are the budget, in bytes.
+    Args:
+        spec: the spec of the run, with the micro-batch size to try.
+        timed: whether to time updates.
+        resident: maximum resident memory in bytes.
+        address_space: maximum size of the address space in bytes, or None.
     """
     began = time.monotonic()
     parent_id = os.getppid()
@@ -86,8 +92,8 @@ def _run_fork(
     )
     process.start()
     sender.close()
-    # A new process would have loaded all libraries. In a fork they count only once they
-    # are used.
+    # Add the memory of loaded libraries that the fork has not touched yet: they belong
+    # to the resident memory of a real run.
     unused = max(0, _resident_bytes() - _resident_bytes(process.pid))
 
     answer: dict[str, Any] = {}
@@ -97,7 +103,7 @@ def _run_fork(
             if answers.poll(POLL_SECONDS):
                 answer |= json.loads(answers.recv_bytes())
             else:
-                # Only TensorFlow knows how much memory of a GPU is used.
+                # Watch the memory on CPUs only: this process cannot see GPU memory.
                 watches_memory = answer.get("on_gpu") is False
                 memory = _resident_bytes(process.pid) + unused
                 if watches_memory and memory > resident:
@@ -107,11 +113,11 @@ def _run_fork(
                     process.kill()
                     answer["why"] = f"it stood still for {STUCK_SECONDS:.0f} s"
         except psutil.Error:
-            pass  # It has just ended: its answer is still to be read.
+            pass  # The trial has just ended. Read its answer in the next iteration.
         except EOFError:
             process.join()
             answer["why"] = _why_it_died(process.exitcode)
-        if os.getppid() != parent_id:  # The process that sends requests is dead.
+        if os.getppid() != parent_id:  # The process that sends requests has died.
             process.kill()
             sys.exit(1)
     process.join()
@@ -134,7 +140,7 @@ class _StuckClock:
         self._last_progress = time.monotonic()
 
     def seconds(self, process_id: int) -> float:
-        """Return the seconds since the process has last used a tenth of a second."""
+        """Return the seconds without progress: 0.1 s of CPU time count as progress."""
         times = psutil.Process(process_id).cpu_times()
         cpu_seconds = times.user + times.system
         if cpu_seconds > self._cpu_seconds + 0.1:
@@ -163,17 +169,21 @@ def _try(spec: RunSpec, timed: bool, answers: Connection) -> None:
     except BaseException as error:
         answer = _failure(error)
     answers.send_bytes(json.dumps(answer).encode())
-    os._exit(0)  # without waiting for its threads
+    os._exit(0)  # Do not wait for threads.
 
 
 def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
-    """Do what takes memory in a run, with the longest examples; return the answer."""
+    """Measure the steps of a run that need the most memory; return the answer.
+
+    These are an update and evaluations with the longest examples, and copies of the
+    variables as for a checkpoint.
+    """
     parts = assembly.assemble(spec)
     update = parts.update()
     effective_batch_size = spec.batching.effective_batch_size
     examples = effective_batch_size
     if not timed and not _memory_grows_with_factor(parts, update):
-        # Two micro-batches on each replica take as much memory as more do.
+        # Measure two micro-batches per replica: more would need the same memory.
         examples = 2 * spec.batching.micro_batch_size * spec.batching.replicas
     step = tf.function(update, autograph=False, reduce_retracing=True)
 
@@ -182,21 +192,22 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
     )
     full = next(batches)
     batch = _first_examples(full, examples)
-    step(batch)["loss"].numpy()  # It is traced here, and not timed.
+    step(batch)["loss"].numpy()  # Trace the update, untimed.
     _evaluate_splits(parts, effective_batch_size)
-    # A checkpoint takes two copies, as it is read back once it is written.
+    # Allocate two copies of the variables, as a checkpoint does: it is written, then
+    # read back.
     variables = [*parts.model.variables, *update.optimizer.variables]
     copies = [np.array(variable) for variable in [*variables, *variables]]
 
     seconds: list[float] = []
     while not _timed_enough(seconds, timed):
-        # The previous batch is still held, as a run holds it for a retry.
+        # Keep the previous batch alive meanwhile, as a run keeps it for a retry.
         full = next(batches)
         began = time.monotonic()
         batch = _first_examples(full, examples)
         step(batch)["loss"].numpy()
         seconds.append(time.monotonic() - began)
-    del copies  # They were held until here.
+    del copies  # Keep the copies alive until here.
 
     peak = devices.peak_memory(parts.devices)
     if parts.devices.on_gpu:
@@ -209,10 +220,11 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
 
 
 def _memory_grows_with_factor(parts: Any, update: Any) -> bool:
-    """Return whether the memory of an update grows with its number of micro-batches.
+    """Return whether an update with more micro-batches needs more memory.
 
-    Sparse gradients of an embedding grow with the rows that are looked up, and a loss
-    over the effective batch holds the outputs of all examples.
+    It does with an embedding, whose sparse gradient grows with the number of rows
+    looked up, and with a loss over the effective batch, which keeps the outputs of all
+    examples.
     """
     if update.objective.over_batch:
         return True
@@ -247,9 +259,10 @@ def _does_not_fit(name: str, size: int) -> None:
 
 
 def _update_with_margin_allocated(step: Any, batch: Any, peak: int) -> None:
-    """Update once with the margin of the budget allocated on each GPU.
+    """Run an update while a margin of free memory is allocated on each GPU.
 
-    Only TensorFlow knows the budget of a GPU.
+    The update fails if the margin is not available. The memory limit of a GPU cannot be
+    checked directly, since only TensorFlow knows it.
     """
     margin = int(peak * (1 / memory_budget.MARGIN - 1))
     tensors = []
@@ -277,7 +290,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then its cause, then the cause of that one, and so on."""
+    """Yield an error, then its chain of causes or contexts."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -285,7 +298,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _suggests_memory(error: BaseException) -> bool:
-    """Return whether libraries on a GPU raise such an error when they lack memory."""
+    """Return whether GPU libraries raise this kind of error also for lack of memory."""
     if isinstance(error, tf.errors.InternalError | tf.errors.UnknownError):
         return True
     is_unclear = UNCLEAR_ERRORS.search(str(error)) is not None

@@ -1,4 +1,4 @@
-"""One run, from a composed config to a closed run in MLflow."""
+"""Trains one run, from a composed config to a closed run in MLflow."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.tracker import Tracker
 
-if TYPE_CHECKING:  # importing these takes seconds, in which the store is opened
+if TYPE_CHECKING:  # Importing these takes seconds; do it while the store opens.
     from pipeline.accumulation import Update
     from pipeline.components.assembly import Parts
     from pipeline.training.recorder import Recorder
 
-# Takes the record of the data, as `provenance.dataset` returns it, and may reject it.
+# Called with the record of the data, see `provenance.dataset`; raises to reject it.
 CheckDataset = Callable[[dict[str, Any]], None]
 
 
@@ -59,21 +59,22 @@ def run(
     check_dataset: CheckDataset | None = None,
     resume: bool = False,
 ) -> tuple[str, float]:
-    """Train a run by its config, and record it.
+    """Train and record the run that a config describes.
 
     Args:
         composed: the config, as Hydra composed it from `overrides`.
-        overrides: the overrides of the command line.
-        run_dir: directory of this run, which exists. It stays as it is if the config is
+        overrides: the overrides from the command line.
+        run_dir: directory of this run, which exists. It is unchanged if the config is
             rejected.
-        tags: tags of the run, in addition to its own.
-        check_dataset: takes the record of the data, and may reject it.
-        resume: whether to continue the run in `run_dir`. With `training.resume=auto`,
-            it is continued if it exists.
+        tags: additional tags of the run.
+        check_dataset: called with the record of the data; raises an error to reject it.
+        resume: whether to require and continue the run in `run_dir`. With
+            `training.resume=auto`, a run is also continued if there is one.
 
     Returns:
-        The run's ID in MLflow, and its last loss, of the validation split if there is
-        one.
+        The ID of the run in MLflow, and its last validation loss, or its last training
+        loss without a validation split. On a worker other than the chief, an empty ID
+        and infinity.
 
     Raises:
         ConfigError: the config is wrong. Nothing was created.
@@ -96,11 +97,12 @@ def run(
 
 
 def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
-    """Return the spec of a config; if it is rejected, tell the other workers."""
+    """Return the spec of a config. If it is rejected, notify the other workers."""
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
-        # The environment may be wrong, or the config too wrong to name the workers.
+        # Ignore errors of the notification: the config or the environment may be too
+        # wrong to identify the workers.
         with suppress(Exception):
             if chief.tell_workers(composed.hardware, error):
                 raise SystemExit(2) from None
@@ -115,10 +117,10 @@ class _Job:
         parts: the parts of the run.
         update: applies one effective batch.
         tracker: records the run.
-        tags: tags in addition to the run's own.
-        before: the run that is resumed; None for a new one.
-        start: the checkpoint that the training starts from.
-        found: how its micro-batch size was found, if it was searched for.
+        tags: additional tags of the run.
+        before: the run that is resumed, or None for a new run.
+        start: the checkpoint that training starts from, if there is one.
+        found: the result of the search for a micro-batch size, if there was one.
     """
 
     parts: Parts
@@ -138,7 +140,7 @@ def _prepare(
     check_dataset: CheckDataset | None,
     workers: Chief,
 ) -> _Job:
-    """Do everything that may reject a run before it is created; open its store."""
+    """Build the run and open its store; all that may reject the run happens here."""
     with ExitStack() as undo:
         fork_updates_done = None
         if before is not None:
@@ -155,7 +157,7 @@ def _prepare(
         if start is None:
             start = fork.find_fork(spec, run_dir, fork_updates_done)
 
-        # The store opens in a thread, while TensorFlow is imported.
+        # Open the store in a thread, while TensorFlow is imported.
         tracking = spec.config.tracking
         journal = Journal(
             tracking.uri,
@@ -167,7 +169,7 @@ def _prepare(
 
         found = None
         if spec.searches:
-            # A search takes minutes: a store that rejects the run does so before.
+            # A search takes minutes, so first wait until the store accepts the run.
             journal.ready()
             spec, found = batch_size_search.search(spec)
         parts = _gather(spec, run_dir, start, check_dataset, workers)
@@ -191,7 +193,7 @@ def _gather(
     check_dataset: CheckDataset | None,
     workers: Chief,
 ) -> Parts:
-    """Return the parts of the run, once all workers have met."""
+    """Return the parts of the run, once all workers have started and connected."""
     workers.start(spec, run_dir)
     with imports.without_chatter():
         from pipeline.components import assembly
@@ -208,7 +210,11 @@ def _updates_before(start: Checkpoint | Fork | None) -> int:
 
 
 def _finished(before: Continuation, workers: Chief) -> float:
-    """Ship what the store of a finished run lacks; return the run's last loss."""
+    """Send the rest of a finished run's records to its store; return its last loss.
+
+    Raises:
+        NotShippedError: the store still lacks some of the records.
+    """
     before.past.close()
     say(
         f"run {before.run_id} has finished in {before.run_dir}: "
@@ -254,12 +260,12 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
             )
         recorder.progress.close()
         tracker.check_files()
-        # The link is written again: of two runs that begin at one moment, one may have
-        # overwritten the link of the other.
+        # Write the link again: another run that began at the same time may have
+        # overwritten it.
         _link_fork(job)
         if log_model:
-            recorder.traced.set()  # There may have been nothing left to train.
-            mlflow_import.join()  # No interruption breaks into an import.
+            recorder.traced.set()  # Nothing was traced if no update was left.
+            mlflow_import.join()  # Imports in a thread are not cut off by a signal.
             _log_model(job.parts, tracker)
     if closing.unshipped is not None:
         raise NotShippedError(closing.unshipped, loss)
@@ -267,7 +273,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
 
 
 def _begin(job: _Job) -> None:
-    """Create the run, or continue it, and print which run it is."""
+    """Create or continue the run in the store, and print its first lines."""
     from pipeline.components import description
 
     tracker = job.tracker
@@ -310,15 +316,16 @@ def _begin(job: _Job) -> None:
 
 
 def _link_fork(job: _Job) -> None:
-    """Record this run in the one whose checkpoint it starts from."""
+    """Record this run as a fork in the run whose checkpoint it starts from."""
     if isinstance(job.start, Fork) and job.start.run_id:
         job.tracker.journal.write({"fork_of": job.start.run_id})
 
 
 def _continue_counting(job: _Job, recorder: Recorder) -> None:
-    """Keep the number of micro-steps of earlier updates that were cut smaller.
+    """Restore the micro-batch sizes of earlier updates, to count their micro-steps.
 
-    From here on, the config decides how an update is cut.
+    The sizes of a resumed run differ from the config if micro-batches were halved. New
+    updates use the size in the config.
     """
     before = job.before
     if before is None:
@@ -331,11 +338,10 @@ def _continue_counting(job: _Job, recorder: Recorder) -> None:
 
 @dataclass
 class _Closing:
-    """How a run was closed.
+    """The outcome of closing a run.
 
     Attributes:
-        unshipped: the line that names what the store lacks, if the run has finished
-            but the store did not get all of it.
+        unshipped: a line about records that the store lacks, or None if it has all.
     """
 
     unshipped: str | None = None
@@ -343,7 +349,7 @@ class _Closing:
 
 @contextmanager
 def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
-    """Close the run when the block ends, however it ends."""
+    """Close the run when the block ends, also with an error or an interruption."""
     closing = _Closing()
     status = "FINISHED"
     failure = None
@@ -353,7 +359,7 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
         interrupted = isinstance(error, KeyboardInterrupt | Terminated)
         status = "KILLED" if interrupted else "FAILED"
         failure = "".join(traceback.format_exception_only(error)).strip()
-        # A second failure, such as of a lost device, must not hide the first one.
+        # Suppress further errors, such as of a lost device, to raise the first one.
         with suppress(Exception):
             recorder.fetch()
         raise
@@ -368,7 +374,8 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
             if status != "FINISHED" or not interrupted:
                 say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
                 raise
-            # The run has trained: `pipeline sync` makes it FINISHED in the store.
+            # Training is complete: an interruption only leaves records unsent, which
+            # `pipeline sync` sends later.
             why = "interrupted"
         if why:
             uri = tracker.journal.uri
@@ -383,12 +390,12 @@ def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
 
 
 def _warm_up(traced: threading.Event) -> None:
-    """Prepare MLflow for `_log_model` once the update is traced.
+    """Import and prepare MLflow for `_log_model`, once the update is traced.
 
-    Meanwhile the update is compiled, and the device trains.
+    Tracing needs Python itself; afterwards, Python is idle while the device trains.
     """
     traced.wait()
-    # A failure is seen again when the model is logged.
+    # Ignore errors here: they recur when the model is logged.
     with suppress(Exception), imports.without_collections():
         from pipeline.tracking import logged_model
 
@@ -396,7 +403,7 @@ def _warm_up(traced: threading.Event) -> None:
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:
-    """Log the trained model. A failure to do so does not fail the run."""
+    """Log the trained model. If that fails, print and record why; the run goes on."""
     from pipeline.components import description
     from pipeline.tracking import logged_model  # imports TensorFlow
 
@@ -409,6 +416,6 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
                     targets.append(str(value))
             code = logged_model.own_code(parts.model, targets)
         tracker.log_model(parts.model, description.example_inputs(parts), code)
-    except Exception as error:  # The run is trained and recorded all the same.
+    except Exception as error:  # The run is valid without a logged model.
         tracker.journal.write({"tags": {"model.not_logged": mask(first_line(error))}})
         say(f"the model was not logged: {first_line(error)}")

@@ -1,7 +1,7 @@
-"""The training loop: update, record, evaluate, checkpoint.
+"""The training loop, and the parts that record, evaluate and retry updates.
 
-In: an update, effective batches, a recorder. Out: rows for the tracker, checkpoints,
-the last loss.
+From an update, effective batches and a recorder, the loop produces rows for the
+tracker, checkpoints and the last loss.
 """
 
 __all__ = ["evaluator", "loop", "oom_retry", "profiler", "progress", "recorder"]

@@ -1,7 +1,4 @@
-"""The loss and the metrics over a split: when they are computed, and how.
-
-The best evaluation so far is kept here, too.
-"""
+"""Evaluates the loss and the metrics over a split, and tracks the best evaluation."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,20 +16,22 @@ from pipeline.config.plan import Plan
 from pipeline.dataset import non_finite
 from pipeline.training.oom_retry import assign_all, halve
 
-# Called between two batches. What it raises ends the evaluation.
+# Called between two batches of an evaluation; raises an exception to end it.
 Check = Callable[[], None]
 Evaluate = Callable[[Check], dict[str, float]]
 
 
 @dataclass
 class Best:
-    """The best evaluation so far, for `training.keep_best`; a tie keeps the first one.
+    """The best evaluation so far, for `training.keep_best`.
+
+    Of two evaluations with the same value, the first one counts as the best.
 
     Attributes:
         metric: name of the metric, without `val/`.
         mode: `min` or `max`.
-        value: its best value; None before the first evaluation that gives a number.
-        update: completed updates before that evaluation.
+        value: best value of the metric, or None if there is none yet. NaN is ignored.
+        update: number of completed updates at the best evaluation.
     """
 
     metric: str
@@ -41,7 +40,7 @@ class Best:
     update: int = 0
 
     def take(self, update: int, results: Mapping[str, float]) -> bool:
-        """Keep these results if they are the best so far; return whether they are."""
+        """Store `results` if they are the best so far; return whether they are."""
         value = results[self.metric]
         if math.isnan(value) or not self._improves(value):
             return False
@@ -55,13 +54,13 @@ class Best:
         return value < self.value if self.mode == "min" else value > self.value
 
     def row(self) -> dict[str, float]:
-        """Return the metrics to log; there are none before the first evaluation."""
+        """Return the metrics to log, or an empty dict if there is no best value yet."""
         if self.value is None:
             return {}
         return {f"best/val/{self.metric}": self.value, "best/update": self.update}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, as a dict, if it has the same metric and mode."""
+        """Restore the fields from a dict, if it has the same metric and mode."""
         if (state["metric"], state["mode"]) == (self.metric, self.mode):
             self.value = state["value"]
             self.update = state["update"]
@@ -69,16 +68,17 @@ class Best:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """What a run evaluates, and when.
+    """The evaluations of a run, and their schedule.
 
     Attributes:
         validation: returns the loss and the metrics over the validation split.
-        test: returns them over the test split. It is called once, after the training.
-        every: updates between two evaluations, `epoch`, or a part of an epoch such as
-            `epoch/4`, which is as many examples for every batch size. The last update
-            is always followed by an evaluation.
-        best: the best evaluation so far, whose checkpoint is kept and whose weights
-            `test` uses. None if no checkpoint is kept for it.
+        test: returns the loss and the metrics over the test split. Called once, after
+            training.
+        every: number of updates between two evaluations, `epoch`, or a fraction of an
+            epoch such as `epoch/4`. The validation split is always evaluated after the
+            last update.
+        best: the best evaluation so far, or None if its checkpoint is not kept. `test`
+            uses the weights of this checkpoint.
     """
 
     validation: Evaluate | None = None
@@ -101,8 +101,11 @@ class Evaluations:
 
 
 def _parts_done(plan: Plan, update: int, parts: int) -> int:
-    """Return how many of the `parts` of each epoch are over after `update` updates."""
-    # A part that is over but for rounding is over.
+    """Return the number of completed parts after `update` updates, over all epochs.
+
+    Each epoch has `parts` parts.
+    """
+    # Tolerate rounding errors at the end of a part.
     return math.floor(plan.epoch(update) * parts + 1e-9)
 
 
@@ -118,12 +121,13 @@ class SplitEvaluator:
         evaluation: evaluates one batch.
         batches: the batches of the split.
         name: the name of the split.
-        on_halved: called with the split's name and the new size when micro-batches do
-            not fit into memory and are halved.
-        changed: variables that a forward pass may change. They are restored before a
-            second try.
-        retry: whether a batch that does not fit is evaluated in smaller micro-batches.
-            One of several workers cannot do that, as the others go on.
+        on_halved: called with the split's name and the new micro-batch size when
+            micro-batches do not fit into memory and are halved.
+        changed: variables that a forward pass may change. They are restored before an
+            evaluation is repeated.
+        retry: whether to repeat an evaluation with smaller micro-batches if a batch
+            does not fit into memory. It has to be False with several workers, since the
+            others would not repeat theirs.
     """
 
     evaluation: Evaluation
@@ -138,8 +142,9 @@ class SplitEvaluator:
         """Return the loss and the metrics over the split.
 
         Raises:
-            tf.errors.ResourceExhaustedError: a batch cannot be read into memory.
-            OutOfMemoryError: not even a micro-batch of one example fits.
+            tf.errors.ResourceExhaustedError: reading a batch exceeds the memory, or a
+                batch does not fit and `retry` is False.
+            OutOfMemoryError: not even a micro-batch of one example fits into memory.
         """
         before = [tf.identity(variable) for variable in self.changed]
         results = self._evaluate(check)
@@ -150,9 +155,9 @@ class SplitEvaluator:
         return results
 
     def _warn_once(self, results: dict[str, float]) -> None:
-        """Print a warning, only once, if a result is not finite.
+        """Print a warning if a result is not finite, but only once per split.
 
-        The warning says so if the data themselves are not finite.
+        If the data are not finite either, the warning names the part of the data.
         """
         if self._warned:
             return
@@ -163,7 +168,7 @@ class SplitEvaluator:
 
     @cached_property
     def _evaluate_batch(self) -> Callable[[Any], Any]:
-        """A function that evaluates a batch; tracing fixes its micro-batch size."""
+        """A function that evaluates a batch, traced for one micro-batch size."""
         return tf.function(
             lambda batch: self.evaluation(batch),
             [self.batches.element_spec],
@@ -171,9 +176,9 @@ class SplitEvaluator:
         )
 
     def _evaluate(self, check: Check) -> dict[str, float] | None:
-        """Return the results, or None if a batch did not fit into memory.
+        """Return the results over the split.
 
-        The micro-batches have then been halved.
+        If a batch does not fit into memory, halve the micro-batches and return None.
         """
         metrics = self.evaluation.measured
         for metric in metrics.values():
@@ -196,7 +201,7 @@ class SplitEvaluator:
                 sums = batch_sums
             else:
                 sums = tf.nest.map_structure(tf.add, sums, batch_sums)
-            del batch  # It is freed before the next one is read.
+            del batch  # Free the batch before the next one is read.
         assert sums is not None
         results = {}
         for name, value in sums.results(metrics).items():
@@ -208,9 +213,9 @@ class SplitEvaluator:
 def averaged_weights(
     optimizer: keras.optimizers.Optimizer, model: keras.Model
 ) -> Iterator[None]:
-    """With `use_ema`, give the model its averaged weights within the block.
+    """Within the block, replace the model's weights by their moving averages.
 
-    Every evaluation of a run, including the last one, then uses averaged weights.
+    Without `use_ema` in the optimizer, the weights stay the same.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     variables = model.trainable_variables if inner.use_ema else []

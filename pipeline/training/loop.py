@@ -33,10 +33,10 @@ BATCH_HOOKS = (
 
 
 class Interrupted(BaseException):
-    """The run was asked to end.
+    """Ends the training loop between two updates or evaluation batches.
 
-    Its argument is the reason, which `Trainer.fit` raises after it has written a
-    checkpoint.
+    The argument is the exception that `Trainer.fit` raises instead, once it has written
+    a checkpoint if one is due.
     """
 
 
@@ -53,25 +53,25 @@ class Trainer:
             a compiled model.
         batches: the effective batches, one per update, from the first update of this
             process on.
-        recorder: takes the results of every update. Its plan says how many updates
-            there are and where epochs end.
+        recorder: records the results of every update. Its plan determines the number
+            of updates and the ends of epochs.
         evaluations: the evaluations of the validation and the test split.
         callbacks: the callbacks, by name. They see each update as one batch.
         checkpoints: writes the checkpoints that are due, each after the rows of all
             updates before it.
         oom_retry: repeats an update that does not fit into memory in smaller
-            micro-batches. Without it, such an update ends the run.
-        stop: called after each update and after each batch of an evaluation. If it
-            returns an exception, that is raised once the rows so far are logged and a
-            checkpoint is written.
+            micro-batches. If it is None, such an update ends the run.
+        stop: called after each update and between two batches of an evaluation. If it
+            returns an exception, `fit` logs all rows, writes a checkpoint if one is
+            due, and raises the exception.
         profiler: traces some of the updates.
-        agree: returns, once every worker has called it, whether all passed True.
-        done: the number of completed updates.
-        pending: whether the evaluation and the callbacks after the last update are
-            still to come.
-        validation: the results of the evaluation after the last update; empty if there
-            was none.
-        stopped_by: the name of the callback that has set `model.stop_training`.
+        agree: waits for all workers; returns whether each of them passed True.
+        done: number of completed updates.
+        pending: whether the evaluation and the callbacks after the last update have
+            not run yet.
+        validation: results of the evaluation after the last update; empty if there was
+            none.
+        stopped_by: name of the callback that has set `model.stop_training`, if any.
     """
 
     update: Update
@@ -116,7 +116,7 @@ class Trainer:
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
-            ConfigError: `start` belongs to another model or optimizer. No weight was
+            ConfigError: `start` is of another model or optimizer. No weight was
                 changed.
         """
         self.model.stop_training = False
@@ -136,22 +136,27 @@ class Trainer:
                     self.raise_if_stopped()
                 self.evaluate()
                 self.checkpoint(last=self.ended)
-            del iterator  # It holds batches that it has read ahead.
+            del iterator  # Free the batches that were read ahead.
             self.finish()
             self.test()
 
-        self.agree(True)  # No worker leaves while another one still computes.
+        self.agree(True)  # Wait until no other worker still computes.
         if self.validation:
             return self.validation["loss"]
         return self.recorder.last["loss"]
 
     @property
     def ended(self) -> bool:
-        """Whether there is no further update."""
+        """Whether there are no further updates."""
         return bool(self.recorder.plan.ended(self.done) or self.model.stop_training)
 
     def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
-        """Restore a checkpoint. `iterator` is the one that `update_once` reads."""
+        """Restore a checkpoint.
+
+        Args:
+            start: the checkpoint.
+            iterator: the iterator that `update_once` reads.
+        """
         if isinstance(start, Checkpoint):
             saved = snapshot.read(start)
             restore: Any = snapshot.restore
@@ -160,8 +165,8 @@ class Trainer:
             restore = start.restore
         snapshot.restore_normalization(saved, self.update)
 
-        # The update is traced before its state is restored, as a layer may draw a seed
-        # while it is traced.
+        # Trace the update first, then restore the state: a layer may draw a seed during
+        # tracing, which would change a restored seed.
         self._next_update.get_concrete_function(iterator)
         self.update.begun.assign(start.updates_done)
         loop = restore(saved, self.update, self.recorder, self.callbacks)
@@ -263,8 +268,9 @@ class Trainer:
     def checkpoint(self, *, last: bool = False) -> None:
         """Write a checkpoint if one is due.
 
-        It is due after the `last` update, and while an evaluation or callbacks are
-        pending. Otherwise `Checkpoints.due` decides, by updates, epochs or minutes.
+        One is always due after the `last` update, and while the evaluation or the
+        callbacks after an update are pending, except if the config turns checkpoints
+        off. Otherwise `Checkpoints.due` decides, by updates, epochs or minutes.
         """
         if self.checkpoints is None:
             return
@@ -274,14 +280,14 @@ class Trainer:
             self.recorder.finish()
         else:
             self.recorder.fetch()
-        # The state is copied now and written by a thread.
+        # Copy the state now; a thread writes the copy.
         self._save(self.checkpoints, self.pending, self.validation)
         self.recorder.restart_clock()
 
     def finish(self) -> None:
-        """Log what is left; end the training for the optimizer and the callbacks."""
+        """Log the remaining rows, and finish the optimizer and the callbacks."""
         self.recorder.finish()
-        # With `use_ema`, the averaged weights become the model's.
+        # With `use_ema`, replace the model's weights by their moving averages.
         self.update.optimizer.finalize_variable_values(self.model.trainable_variables)
         self._hooks.on_train_end()
         self.recorder.user_metrics.report_other_run("", ended=True)
@@ -290,7 +296,8 @@ class Trainer:
     def test(self) -> None:
         """Evaluate the test split, if there is one.
 
-        It uses the weights of the best evaluation if they are kept, else the last ones.
+        Use the weights of the best evaluation if its checkpoint is kept, and the last
+        weights otherwise.
         """
         if self.evaluations.test is None:
             return
@@ -349,9 +356,9 @@ class Trainer:
 
     @contextmanager
     def _checkpoint_on_interruption(self) -> Iterator[None]:
-        """Write a checkpoint on an interruption or when a worker is lost.
+        """Write a checkpoint on an interruption, or if another worker is lost.
 
-        It writes none in the middle of an update.
+        A checkpoint is written only if the state is that after a complete update.
         """
         try:
             yield
@@ -369,7 +376,7 @@ class Trainer:
             raise
 
     def _roll_back(self) -> bool:
-        """Undo a failed update; return whether the state before it is restored."""
+        """Undo a failed update; return whether the state before it was restored."""
         return self.oom_retry is not None and self.oom_retry.rollback()
 
     def _save(
@@ -403,7 +410,7 @@ class Trainer:
         if best is None or best.value is None or checkpoints is None:
             return None
         checkpoints.wait()
-        self.agree(True)  # One of several workers writes it, and each one reads it.
+        self.agree(True)  # Only the chief writes it: wait until the file is complete.
         checkpoint = checkpoints.best(best.update)
         if self.agree(checkpoint is not None):
             return checkpoint
@@ -415,10 +422,11 @@ class Trainer:
         return None
 
 
-class _Watch(keras.callbacks.Callback):
-    """Runs after a callback: did it stop the run, add to the logs, use MLflow?"""
+        One is always due after the `last` update, and while the evaluation or the
+        callbacks after an update are pending, except if the config turns checkpoints
+        off. Otherwise `Checkpoints.due` decides, by updates, epochs or minutes.
 
-    # With this, Keras calls the other callbacks as it would without this one.
+    # Without this flag, Keras would call the hooks of all callbacks synchronously.
     async_safe = True
 
     def __init__(self, trainer: Trainer, name: str):
@@ -428,7 +436,7 @@ class _Watch(keras.callbacks.Callback):
 
     def _look(self, *_: Any, **__: Any) -> None:
         if not self.model.stop_training:
-            # A callback may reset `stop_training` before the loop reads it.
+            # The flag may have been reset by a callback before the loop has read it.
             self._trainer.stopped_by = None
         elif self._trainer.stopped_by is None:
             self._trainer.stopped_by = self._name
@@ -445,7 +453,8 @@ class _Watch(keras.callbacks.Callback):
 def _has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
     """Return whether the callback overrides a batch hook.
 
-    Passing the logs of an update to such a hook waits for the device.
+    Batch hooks are called only if a callback has one, since passing the results of an
+    update to a hook may wait for the device.
     """
     for name in BATCH_HOOKS:
         hook = getattr(callback, name)  # LambdaCallback sets plain functions.

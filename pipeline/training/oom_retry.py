@@ -1,7 +1,7 @@
 """Repeats an update that does not fit into memory, in micro-batches of half the size.
 
-The repeated update has the same batch, random seeds and moving statistics, so its
-result is the one that the failed update would have had.
+The repeated update uses the same batch, random seeds and moving statistics, as if the
+failed attempt had not happened.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,19 +12,19 @@ import tensorflow as tf
 from pipeline.accumulation import Evaluation, Update
 from pipeline.common.errors import OutOfMemoryError, first_line, say
 
-# Takes an effective batch, and returns the results of its update.
+# Applies an effective batch; returns the results of the update.
 Step = Callable[[Any], tf.Tensor]
 
 
 class OomRetry:
-    """Runs updates so that one which does not fit into memory can be repeated.
+    """Runs updates, and can repeat or undo one that does not fit into memory.
 
     Args:
         update: the update to run.
         changed: variables that a forward pass changes: moving statistics and seeds.
         spec: the nest of specs of an effective batch.
-        retry: whether to repeat an update at all. One of several workers cannot, as
-            the others are in the middle of that update.
+        retry: whether to repeat updates. It has to be False with several workers, since
+            the others are still in the middle of the failed update.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class OomRetry:
             with tf.device(variable.device):
                 copy = tf.Variable(variable, trainable=False, shape=variable.shape)
                 self._copies.append(copy)
-        # The copies have a function of their own, called only if there is something to
-        # copy. A control edge from the copies to the reading of the batch would make
-        # the host wait for a GPU at every update.
+        # Copy in a separate function instead of in the update: a control edge from the
+        # copies to the reading of the batch would make the host wait for the GPU at
+        # every update.
         self._copy_changed = tf.function(
             lambda: assign_all(self._copies, changed), autograph=False
         )
@@ -55,8 +55,8 @@ class OomRetry:
         self._runs = 0
         self._completed_runs = 0
 
-        # The queue holds the number of a run and its batch until the next run. If a run
-        # fails and its number is not in the queue, it failed to read its batch.
+        # The queue holds the number of the latest run and its batch. If a run fails and
+        # the queue does not have its number, the run failed while it read its batch.
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):
             self._run_number = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -106,8 +106,8 @@ class OomRetry:
 
         Raises:
             tf.errors.ResourceExhaustedError: the batch could not be read.
-            OutOfMemoryError: not even one example fits, or the update may have been
-                applied in part.
+            OutOfMemoryError: not even one example fits, the update may have been
+                applied in part, or there are several workers.
         """
         self._check_not_applied(error, number)
         if not self._retry:
@@ -120,7 +120,7 @@ class OomRetry:
             halve(self._update, f"update {number}", error)
             assign_all(self._changed, self._copies)
             self._update.begun.assign(number - 1)
-            # The size of the micro-batches is a constant of a trace.
+            # Trace again: the micro-batch size is a constant in a trace.
             traced_anew = tf.function(
                 step, autograph=False, input_signature=[self._spec]
             )
@@ -171,8 +171,12 @@ def halve(
 ) -> int:
     """Halve the micro-batches of an update or an evaluation; return their new size.
 
-    A function that has traced `step` has to be traced again. Messages call the step
-    `name`.
+    Functions that have traced `step` must be traced again.
+
+    Args:
+        step: the update or the evaluation.
+        name: name of the step in messages.
+        error: the error that showed a lack of memory.
 
     Raises:
         OutOfMemoryError: the micro-batches have only one example.
@@ -193,6 +197,6 @@ def halve(
 
 
 def assign_all(variables: Iterable[tf.Variable], values: Iterable[Any]) -> None:
-    """Assign to each variable its value."""
+    """Assign each value to the variable at the same position."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

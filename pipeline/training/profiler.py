@@ -1,4 +1,4 @@
-"""Traces some updates of a run, as `hardware.profile` says."""
+"""Profiles some updates of a run, for `hardware.profile`."""
 
 import gzip
 import shutil
@@ -23,9 +23,9 @@ class Profiler(AbstractContextManager["Profiler"]):
     Attributes:
         folder: where the traces are written.
         start: number of the first update that is traced.
-        updates: how many updates are traced. Those that an earlier process of the run
-            has completed are left out.
-        log: called with the name of each file.
+        updates: number of updates to trace. A resumed run traces only those that an
+            earlier process has not completed.
+        log: called with the name of each file that is written.
     """
 
     folder: Path = Path()
@@ -65,8 +65,8 @@ class Profiler(AbstractContextManager["Profiler"]):
         name = f"profile_{self._first_traced}"
         self._first_traced = 0
         tf.profiler.experimental.stop()
-        # `tensorboard --logdir` finds the trace by this path, in the run directory and
-        # among the artifacts.
+        # Copy the trace to where `tensorboard --logdir` finds it, in the run directory
+        # and among the artifacts.
         traces = self.folder.glob("plugins/profile/*/*.xplane.pb")
         latest = max(traces, key=lambda path: path.stat().st_mtime)
         shutil.copy(latest, self.folder / f"{name}.xplane.pb")

@@ -1,7 +1,7 @@
-"""Private interfaces of TensorFlow's profiler, as of TensorFlow 2.21.
+"""Uses of private interfaces of TensorFlow's profiler, as of TensorFlow 2.21.
 
-TensorFlow writes a trace as `xplane.pb`, which only TensorBoard reads. Its plugin
-converts the trace for a browser; there is no public function for that.
+TensorFlow writes a trace as `xplane.pb`, which only TensorBoard reads. TensorFlow's
+converter to JSON, which browsers can show, has no public function.
 """
 
 from pathlib import Path
@@ -15,5 +15,5 @@ def trace_json(xplane: Path) -> bytes:
         [str(xplane)], "trace_viewer@", {}
     )
     for cache in xplane.parent.glob("*.SSTABLE"):
-        cache.unlink()  # The plugin would read it the next time.
+        cache.unlink()  # A later conversion would read this outdated cache.
     return trace

@@ -1,4 +1,7 @@
-"""Progress of a run on standard error: a bar on a terminal, else lines at intervals."""
+"""Shows the progress of a run on standard error.
+
+On a terminal this is a progress bar, otherwise a line every few seconds.
+"""
 
 import os
 import sys
@@ -11,7 +14,7 @@ from tqdm import tqdm
 
 from pipeline.common.errors import QUIET, say
 
-SECONDS = 5.0  # between two plain lines
+SECONDS = 5.0  # minimum interval between two plain lines
 
 
 class Progress:
@@ -20,8 +23,8 @@ class Progress:
     Args:
         updates: the number of updates of the whole run; 0 if unknown.
         shown: whether this process shows anything.
-        work: returns a number that is proportional to the time of the first n updates.
-            It is needed if updates have different sizes.
+        work: returns a number proportional to the time of the first n updates, by
+            default n. Pass a function if the sizes of updates differ.
 
     Attributes:
         done: the number of updates that were completed before this process.
@@ -36,20 +39,20 @@ class Progress:
         self._silent = not shown or QUIET in os.environ
         self._total = f"/{updates}" if updates else ""
         self._on_terminal = sys.stderr.isatty()
-        # The bar is drawn with the first update, so that what is printed before stays
-        # readable.
+        # Create the bar at the first update, so that it does not mix with lines printed
+        # before.
         self._bar: tqdm[Any] | None = None
         now = time.monotonic()
         self._started = now
         self._last_shown = now
         self._last_evaluation_shown = now
-        # The latest lines that were not due, by kind: `train`, or a split.
+        # The latest line of each kind, `train` or a split, that was not printed yet.
         self._postponed: dict[str, str] = {}
 
     def show(
         self, update: int, row: Mapping[str, float], examples_per_second: float | None
     ) -> None:
-        """Show the row of `update`, the latest one that was fetched."""
+        """Show the row of `update`, the last update whose results were fetched."""
         if self._silent:
             return
         if examples_per_second is None:
@@ -63,7 +66,7 @@ class Progress:
             self._show_line(update, row, rate)
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Show the results over a split: `val`, or `test`, which comes last."""
+        """Show the results over a split, `val` or `test`. `test` closes the display."""
         if self._silent:
             return
         values = [f"{split}/{name} {value:.4f}" for name, value in results.items()]
@@ -88,7 +91,11 @@ class Progress:
         self._print(split, line)
 
     def close(self) -> None:
-        """End the bar. If the number of updates is unknown, show what was postponed."""
+        """Close the bar.
+
+        If the number of updates is unknown, print the postponed lines: the last update
+        could not be recognized before.
+        """
         self._close_bar()
         if not self.updates:
             say(*self._postponed.values())

@@ -1,6 +1,6 @@
-"""Results of updates on their way to the tracker.
+"""Passes the results of updates to the tracker.
 
-They are kept on the device, fetched in groups, and logged as one row per update.
+Results are kept on the device, fetched in groups, and logged as one row per update.
 """
 
 import math
@@ -19,9 +19,9 @@ from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 
-FETCH_SECONDS = 1.0  # the longest time for which results stay on the device
-FETCH_UPDATES = 200  # the largest number of updates whose results stay there
-TOKENS = "tokens"  # a result of an update that is logged per second
+FETCH_SECONDS = 1.0  # time after which an update triggers a fetch of the results
+FETCH_UPDATES = 200  # maximum number of updates between two fetches
+TOKENS = "tokens"  # name of the token count among the results of an update
 
 
 class NonFiniteError(ArithmeticError):
@@ -42,10 +42,10 @@ class _UnfetchedUpdate(NamedTuple):
 
     Attributes:
         update: the update's number.
-        wall_time: the time of its row: when it was called, in seconds since the epoch.
-        results: the vector that `Recorder.add` takes.
-        traces: how often the update had been traced by then.
-        called_at: when its call returned, on the clock of `time.perf_counter`.
+        wall_time: the timestamp of its row, in seconds since the Unix epoch.
+        results: the vector of results, see `Recorder.add`.
+        traces: number of times the update function had been traced so far.
+        called_at: when the results were added, on the clock of `time.perf_counter`.
     """
 
     update: int
@@ -59,24 +59,25 @@ class _UnfetchedUpdate(NamedTuple):
 class Recorder:
     """Keeps the results of updates on the device and fetches them in groups.
 
-    Reading a result in Python waits for the device; a group waits once.
+    Reading a result in Python waits for the device, so reading a group waits only once.
 
     Attributes:
-        tracker: takes the rows. None in a worker other than the chief, which logs for
-            all of them.
+        tracker: logs the rows. None on a worker other than the chief, which logs for
+            all workers.
         plan: counts examples, epochs and micro-steps of each update.
-        log_every: updates between two logged rows. `finish` logs the last one anyway.
-        peak_memory: returns the peak so far, in bytes.
+        log_every: updates between two logged rows. `finish` logs the last row anyway.
+        peak_memory: returns the peak memory so far, in bytes.
         progress: shows the rows.
         skips: whether the optimizer skips an update whose gradient is not finite, as a
             `LossScaleOptimizer` does.
-        share_of_peak: the share of the devices' peak FLOP/s that a training speed of
-            one example per second takes; 0 if unknown.
-        tokens: counts the tokens of an effective batch, where examples are sequences.
-        names: names of an update's results, in their order.
+        share_of_peak: the fraction of the devices' peak FLOP/s that a training speed of
+            one example per second uses, or 0 if unknown.
+        tokens: counts the tokens in an effective batch, or None if examples are not
+            sequences.
+        names: names of the results of an update, in the order of the vector.
         traced: set once the update has been traced for the first time.
-        last: results of the latest update that was fetched.
-        compile_seconds: the time of all updates that were traced or compiled.
+        last: results of the last update that was fetched.
+        compile_seconds: total time of the updates that were traced or compiled.
         user_metrics: takes what the user's own code logs.
     """
 
@@ -92,12 +93,12 @@ class Recorder:
     traced: Event = field(default_factory=Event)
     last: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
-    # Each kind is a number of traces and a result of `shapes_compiled`. The first
-    # update of a kind was traced or compiled.
+    # Kinds of updates so far: pairs of the number of traces and the result of
+    # `shapes_compiled`. The first update of a kind includes tracing or compilation.
     _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    # The arguments of `Tracker.update` for the latest row that `log_every` left out.
+    # The arguments of `Tracker.update` for the last row; empty once it is logged.
     _unlogged: tuple[Any, ...] = ()
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
@@ -108,13 +109,13 @@ class Recorder:
         self.user_metrics = UserMetrics(self.tracker)
 
     def add(self, update: int, results: tf.Tensor, traces: int) -> None:
-        """Keep the results of an update, and fetch when enough are waiting.
+        """Keep the results of an update; fetch all kept results if that is due.
 
         Args:
             update: the update's number, counted from 1.
-            results: a vector in the order of `names`. Its last entry is what
-                `shapes_compiled` returns, or 0 without XLA.
-            traces: how often the update has been traced so far.
+            results: a vector in the order of `names`, followed by the result of
+                `shapes_compiled`, or by 0 without XLA.
+            traces: number of times the update function has been traced so far.
         """
         now = time.perf_counter()
         self._unfetched.append(
@@ -124,16 +125,17 @@ class Recorder:
         if self._compiled_kinds:
             due = now - self._last_fetch >= FETCH_SECONDS or count >= FETCH_UPDATES
         else:
-            # The first update is traced, which says nothing about an update's time.
+            # Do not fetch after the first update alone: its time includes tracing.
             due = count > 1
         if due:
             self.fetch()
 
     def fetch(self) -> None:
-        """Write the rows of all kept results.
+        """Fetch all kept results from the device, and log their rows.
 
         Raises:
-            NonFiniteError: an update is not finite. Its row has been logged.
+            NonFiniteError: the loss or the gradient of an update is not finite. The row
+                of that update has been logged.
         """
         if not self._unfetched:
             return
@@ -141,7 +143,7 @@ class Recorder:
         values_by_update = tf.stack([entry.results for entry in group]).numpy().tolist()
         performance = self._performance(group, values_by_update)
         for entry, values in zip(group, values_by_update, strict=True):
-            # Results are removed one at a time: after an interruption, the remaining
+            # Remove results one at a time, so that after an interruption, the remaining
             # ones are fetched at the end of the run.
             del self._unfetched[0]
             self.last = dict(zip(self.names, values, strict=True))
@@ -154,7 +156,7 @@ class Recorder:
             if non_finite or entry.update % self.log_every == 0:
                 self._log_last()
             if non_finite:
-                self._unfetched.clear()  # Their weights are not finite.
+                self._unfetched.clear()  # Later updates have non-finite weights.
                 results = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
                     f"{' and '.join(results)} at update {entry.update}, found when "
@@ -165,7 +167,7 @@ class Recorder:
         self.progress.show(group[-1].update, self.last, examples_per_second)
 
     def finish(self) -> None:
-        """Fetch what is left; log the last update even if `log_every` leaves it out."""
+        """Fetch the remaining results. Log the last row in spite of `log_every`."""
         self.fetch()
         self._log_last()
 
@@ -186,12 +188,12 @@ class Recorder:
         self.restart_clock()
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Log that the training has ended or was interrupted."""
+        """Record that training has ended or was interrupted after `updates` updates."""
         if self.tracker is not None:
             self.tracker.trained(updates, stopped_by, best)
 
     def cut(self, plan: Plan) -> None:
-        """Continue with a plan of other micro-batches. Call `fetch` before."""
+        """Continue with a plan that has other micro-batches. Call `fetch` first."""
         self.plan = plan
         self._compiled_kinds = set()
         if self.tracker is not None:
@@ -202,9 +204,9 @@ class Recorder:
         self._last_fetch = time.perf_counter()
 
     def epoch_means(self) -> dict[str, float]:
-        """Return the means over the epoch, and begin the next epoch.
+        """Return the mean results over the epoch, and start a new epoch.
 
-        Each update is weighted by the number of its examples.
+        Each update is weighted by its number of examples.
         """
         means = {}
         for name, total in self._epoch_sums.items():
@@ -214,7 +216,7 @@ class Recorder:
         return means
 
     def get_state(self) -> dict[str, Any]:
-        """Return what later rows depend on, as JSON. Call `fetch` before."""
+        """Return the state that later rows depend on, for JSON. Call `fetch` first."""
         return {
             "last": dict(self.last),
             "skipped": self._skipped,
@@ -234,9 +236,9 @@ class Recorder:
         self._epoch_examples = state["epoch_examples"]
 
     def _smooth_noise(self, results: dict[str, float]) -> None:
-        """Replace an update's noise estimates by their averages and the noise scale.
+        """Replace the noise estimates of an update by averages and the noise scale.
 
-        An update has none if the noise is never measured.
+        Results without noise estimates are left unchanged.
         """
         if "gradient_variance" not in results:
             return
@@ -286,7 +288,7 @@ class Recorder:
             "peak_memory_bytes": self.peak_memory(),
         }
         if computed:
-            # Updates that compiled something do not show how fast an update is.
+            # Measure the speed without updates that were traced or compiled.
             sizes = [self.plan.batch_size(group[i].update) for i in computed]
             examples = sum(sizes)
             performance["update_seconds"] = seconds / len(computed)
@@ -304,9 +306,11 @@ class Recorder:
         return performance
 
     def _non_finite(self, results: dict[str, float]) -> list[str]:
-        """Return the names of the results that end the run because they are not finite.
+        """Return the names of non-finite results that end the run.
 
-        A skipped update does not end the run; it is counted in `results`.
+        An update that the optimizer skips for its gradient does not end the run; it is
+        counted as `skipped_updates` in `results`. Only the chief ends the run: on other
+        workers, the list is empty.
         """
         non_finite = []
         for name in ("loss", "gradient_norm"):

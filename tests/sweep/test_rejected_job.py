@@ -40,6 +40,7 @@ def test_the_first_job_that_is_rejected_ends_the_sweep(tmp_path):
     assert children == {}
 
 
+@pytest.mark.slow
 def test_running_jobs_are_interrupted_when_the_first_to_end_is_rejected(tmp_path):
     long = ("training.epochs=100000", "hardware.parallel_jobs=2", SOME_WRONG)
     call = ("train", "-m", *TINY, *long, "hydra.sweep.dir=jobs")

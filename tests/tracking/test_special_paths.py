@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from sqlalchemy.engine import make_url
 
 from pipeline.checkpoints import run_dirs, snapshot
-from pipeline.checkpoints.snapshot import State
+from pipeline.checkpoints.snapshot import Snapshot
 from pipeline.common import sqlite_uri
 from pipeline.common.errors import ConfigError
 from pipeline.config import validate
@@ -32,10 +32,12 @@ def test_a_checkpoint_is_written_and_read_back(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     array = np.arange(3.0)
-    meta = State({"a": array}, {}).write(folder)
+    saved = Snapshot({"a": array}, {})
+    saved.write_arrays(folder)
     assert (folder / "arrays.index").exists()
     assert list((tmp_path / "a6b").iterdir()) == []
-    np.testing.assert_array_equal(snapshot.read(folder, meta).arrays["a"], array)
+    arrays = snapshot.read_arrays(folder, saved.specs())
+    np.testing.assert_array_equal(arrays["a"], array)
 
 
 @pytest.mark.parametrize("name", EACH)

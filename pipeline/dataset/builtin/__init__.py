@@ -1,6 +1,6 @@
-"""TFDS builders that the package brings along.
+"""Datasets that come with the package.
 
-A new one needs a module here, and the name of its function both in the public names of
+To add a dataset, add a module here, and list its function in the public names of
 `pipeline.dataset` and in `trust.trusted_names`.
 """
 

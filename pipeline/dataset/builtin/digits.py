@@ -1,6 +1,6 @@
-"""The handwritten digits that scikit-learn bundles, as a TFDS dataset.
+"""A TFDS dataset of the handwritten digits bundled with scikit-learn.
 
-They are from UCI's repository: Alpaydin and Kaynak 1998.
+Source: UCI repository, Alpaydin and Kaynak 1998.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-        # Importing scikit-learn takes a second, and only preparing needs it.
+        # Import scikit-learn only when the dataset is prepared: that takes a second.
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 

@@ -1,6 +1,6 @@
-"""Two tables that scikit-learn bundles: measurements, and one number to predict.
+"""Two tables bundled with scikit-learn: measurements, and a number to predict.
 
-Both are in fixed splits of 60, 20 and 20%.
+Each has fixed splits: 60% for training, 20% for validation and 20% for the test.
 """
 
 from typing import Any
@@ -25,8 +25,8 @@ def breast_cancer() -> Data:
 def diabetes() -> Data:
     """Load the diabetes table of Efron et al. 2004.
 
-    It has 442 patients with 10 measurements each, and the progress of the disease in a
-    year.
+    It has 442 patients with 10 measurements each. The label is the progression of the
+    disease after one year.
     """
     from sklearn.datasets import load_diabetes
 
@@ -36,9 +36,13 @@ def diabetes() -> Data:
 def _split(
     name: str, table: Any, kind: type, classes: np.ndarray | None = None
 ) -> Data:
-    """Return a table's rows in three splits, stratified by `classes`.
+    """Split the rows of a table into training, validation and test split.
 
-    `kind` is the dtype of the labels.
+    Args:
+        name: name of the dataset.
+        table: the table, as scikit-learn loads it.
+        kind: dtype of the labels.
+        classes: the classes, 0 or 1, by which to stratify the splits, if there are any.
     """
     from sklearn.model_selection import train_test_split
 

@@ -1,7 +1,4 @@
-"""The help texts of Python's standard library, in pieces, as a TFDS dataset.
-
-They are in `pydoc_data.topics`.
-"""
+"""A TFDS dataset of Python's help topics, from `pydoc_data.topics`."""
 
 import sys
 from collections.abc import Iterator
@@ -10,18 +7,19 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-MOST = 128  # bytes of a piece
-# The name of TFDS' config, because each version of Python has other texts.
+MOST = 128  # maximum size of a piece in bytes
+# Name of the TFDS config. Help topics differ between versions of Python, so each
+# version has its own config.
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class Topics(tfds.core.GeneratorBasedBuilder):
-    """Paragraphs of the texts, cut where longer than 128 bytes; every tenth text is for
-    validation, or for the test.
+    """Paragraphs of Python's help topics in pieces of at most 128 bytes. Of every ten
+    topics, eight are for training, one for validation and one for the test.
     """
 
     VERSION = tfds.core.Version("1.0.0")
-    # TFDS reads it from the class.
+    # TFDS requires this class attribute.
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=PYTHON)]  # noqa: RUF012
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -56,7 +54,7 @@ class Topics(tfds.core.GeneratorBasedBuilder):
 
 
 def _pieces(texts: list[str]) -> Iterator[bytes]:
-    """Yield the paragraphs of the texts in pieces of at most `MOST` bytes."""
+    """Yield the paragraphs of help topics, cut into pieces of at most `MOST` bytes."""
     for text in texts:
         for paragraph in text.split("\n\n"):
             content = paragraph.strip().encode()
