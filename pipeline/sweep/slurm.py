@@ -64,7 +64,7 @@ class SlurmLauncher(SweepLauncher):
         return f"pipeline-{self.sweep.run_id}"
 
     def _slots(self, hardware: Sequence[schema.HardwareConfig]) -> list[list[str]]:
-        """Set `gpus_per_node` if the jobs need GPUs, and return one slot per job.
+        """Set submitit's `gpus_per_node` if the jobs need GPUs; return empty slots.
 
         Nothing is set if the user requests GPUs, or if no job requires a GPU and
         `sinfo` lists none. There are `array_parallelism` slots, by default 256.
