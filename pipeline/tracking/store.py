@@ -71,7 +71,7 @@ class Store:
         return self.database is not None and not self.database.exists()
 
     def file_id(self) -> tuple[int, int] | None:
-        """Return the device and the inode of a SQLite file, or None if there is none."""
+        """Return the device and the inode of a SQLite file, or None without a file."""
         if self.database is None or self.is_new():
             return None
         status = self.database.stat()
@@ -89,7 +89,7 @@ class Store:
                 self._new_database = new.read_bytes()
 
     def client(self) -> MlflowClient:
-        """Return MLflow's client of the store; create the file of a new SQLite store."""
+        """Return MLflow's client of the store; first create a new SQLite store."""
         if self.database is not None and self.is_new():
             self.database.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.database}.lock"):

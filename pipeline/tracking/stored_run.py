@@ -111,7 +111,7 @@ class StoredRun:
         self.confirmed.inputs.add(line["dataset"]["name"])
 
     def _tag_source(self, source: str) -> None:
-        """Add this run to the tag `FORKS` of the run that wrote its first checkpoint."""
+        """Add this run to the tag `FORKS` of the run that it was forked from."""
         try:
             tags = self.client.get_run(source).data.tags
             forks = [name for name in tags.get(FORKS, "").split(", ") if name]
