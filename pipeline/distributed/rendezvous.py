@@ -78,7 +78,7 @@ class Server:
         address = cluster.rendezvous or cluster.addresses[0]
         self._listener = Listener(address, len(cluster.addresses), secret)
         self.address = self._listener.address
-        self._reserved_port: socket.socket | None = None  # for TensorFlow
+        self._reserved_port: socket.socket | None = None  # the port for TensorFlow
         self._workers: dict[int, WorkerConnection] = {}
         self._lost: dict[int, LostWorker] = {}
         self._closed = False

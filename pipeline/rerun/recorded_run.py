@@ -106,7 +106,7 @@ class RecordedRun:
             return False
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
-        """Return the config with current key names, moved to the directory `run_dir`."""
+        """Return the config with current key names, moved to another run directory."""
         old_dir = self.run_dir.rstrip("/")
 
         def move(text: str) -> str:
@@ -117,7 +117,7 @@ class RecordedRun:
         return former_names.migrated(plain.mapped(self.config, move))
 
     def check_schema(self) -> None:
-        """Reject a record of an unknown schema, and print a message for an older schema.
+        """Reject a record of an unknown schema; print a message for an older schema.
 
         Schemas 0 to 2 need no conversion, since the defaults of new keys keep the
         earlier behavior. In schema 3, two keys were renamed, see `former_names`.

@@ -18,7 +18,7 @@ Each line is a JSON object with a time in milliseconds and a checksum, see
     {"tags": {…}}                               tags to set
     {"artifact": name}                          a file in the run directory
     {"model": ID}                               a model in `logged_model-ID` there
-    {"fork_of": run_id}                         the run that wrote the first checkpoint
+    {"fork_of": run_id}                         the run that this run was forked from
     {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
     {"resume": {…}}                             the start of another segment
 

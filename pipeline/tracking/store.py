@@ -296,7 +296,7 @@ def _check_server(uri: str, port: int) -> None:
             "percent-encode what its password holds"
         ) from None
     if parts.hostname is None and not parts.scheme.startswith("http"):
-        return  # a database that is reached by a Unix socket
+        return  # the URI is that of a database behind a Unix socket
     try:
         address = (parts.hostname or "", port)
         socket.create_connection(address, timeout=CONNECT_SECONDS).close()
