@@ -23,7 +23,7 @@ from pipeline.config import cluster, resolve, session
 from pipeline.distributed import rendezvous
 from pipeline.trust import gate
 
-if TYPE_CHECKING:  # importing it takes seconds
+if TYPE_CHECKING:  # not at run time, since the import takes seconds
     from pipeline.components.assembly import Parts
 
 TRAIN = "pipeline.distributed.worker.train"

@@ -58,7 +58,7 @@ def adapt(
 def placed(
     recorded: RecordedRun, own_config: DictConfig, gate: Gate, experiment: str
 ) -> dict[str, Any]:
-    """Return the recorded config with the store, machine and folders of this call.
+    """Return the recorded config with this call's store, machine keys and folders.
 
     The arguments are those of `adapt`.
     """
@@ -116,7 +116,7 @@ def _remove_replaced(config: dict[str, Any], request: Request) -> None:
     """
     for key in request.values.keys() - request.deleted:
         is_merged = isinstance(request.values[key], dict)
-        # The data directory is already in place.
+        # Keep the data directory, which `placed` has already replaced.
         is_replaced = key != "dataset.data_dir" and not is_merged
         if is_replaced or key in request.groups:
             _remove(config, key)
@@ -162,7 +162,7 @@ def _check_secrets(config: dict[str, Any], request: Request) -> None:
 def _check_rate(recorded: RecordedRun, request: Request) -> None:
     """Reject another learning rate if the schedule may depend on it without a link.
 
-    Records of older versions have no links. They need an override of the schedule, too.
+    A record without links, as of an older version, needs an override of the schedule.
     """
     if _RATE not in request.values or recorded.links:
         return

@@ -144,7 +144,7 @@ class Rerun:
         Returns:
             The ID of the new run, or None with `--dry`.
         """
-        from pipeline.run import run  # takes seconds
+        from pipeline.run import run  # imported late, since the import takes seconds
 
         new_run_ids: list[str] = []
 

@@ -46,7 +46,7 @@ GRACE = 60.0
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The jobs of a batch, before any has started."""
+    """The planned jobs of a batch."""
 
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
     varied: list[str]  # config keys in which the jobs differ
@@ -68,7 +68,7 @@ class Slot:
 class SweepLauncher(Launcher):
     """Plans the jobs of a batch, then runs those that have not finished.
 
-    A subclass defines `_slots`, `_job`, `_wait` and `_ask_to_end`.
+    Subclasses override `_slots`, `_job`, `_wait` and `_ask_to_end`.
     """
 
     config: Any  # `setup` sets `config`, `hydra_context` and `task_function`

@@ -92,7 +92,7 @@ def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
             return True
-        except (BlockingIOError, PermissionError):  # which one depends on the system
+        except (BlockingIOError, PermissionError):  # the type depends on the system
             if time.monotonic() >= deadline:
                 return False
         time.sleep(_LOCK_INTERVAL)

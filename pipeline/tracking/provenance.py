@@ -236,7 +236,7 @@ def own_code() -> dict[str, str]:
 
 
 def _is_own(module: str, file: str) -> bool:
-    """Return whether a module is neither installed nor this package's."""
+    """Return whether a module is user code: not installed, and not of this package."""
     if file.startswith(sysconfig.get_path("stdlib")):
         return False
     if "/site-packages/" in file or "/dist-packages/" in file:

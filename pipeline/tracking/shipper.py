@@ -156,7 +156,7 @@ def _answer(answer: dict[str, Any]) -> None:
     try:
         print(json.dumps(answer), flush=True)
     except BrokenPipeError:
-        sys.stdout = None  # the trainer is gone
+        sys.stdout = None  # the trainer has died: drop this and all later answers
 
 
 if __name__ == "__main__":

@@ -276,7 +276,8 @@ def _check_database(database: Path) -> None:
     if tables and "alembic_version" not in tables:  # MLflow would add its tables
         raise ValueError(f"{database} is a database of something other than MLflow")
     if not os.access(database, os.W_OK):
-        # SQLite would open it read-only, without an error.
+        # Check the permission, since SQLite opens such a file read-only, without an
+        # error.
         raise OSError(f"{database} cannot be written")
 
 

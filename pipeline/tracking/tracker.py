@@ -243,7 +243,7 @@ class Tracker:
         """
         from pipeline.tracking import logged_model
 
-        self.journal.ship_now()  # while the model is saved
+        self.journal.ship_now()  # ship the lines while the model is being saved
         name = uuid.uuid4().hex
         folder = self.run_dir / MODEL.format(name)
         logged_model.save(folder, model, example, code)
