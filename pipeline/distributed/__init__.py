@@ -1,7 +1,7 @@
-"""Several workers that train one run: they meet, agree, and notice which one is lost.
+"""Coordinates several workers of one run: connects them, and detects lost workers.
 
-In: the spec of a run, with the addresses of its workers. Out: every worker has the
-chief's spec. The training itself is TensorFlow's.
+Input: the spec of a run, with the addresses of its workers. Output: every worker has
+the chief's spec. TensorFlow does the distributed training itself.
 """
 
 __all__ = ["chief", "worker"]

@@ -1,4 +1,4 @@
-"""The chief of several workers: it starts, informs, watches and ends the others."""
+"""The chief of several workers: starts, configures, monitors and ends the others."""
 
 import json
 import os
@@ -24,22 +24,22 @@ from pipeline.distributed import rendezvous, worker
 from pipeline.distributed.straggler import LostWorker
 from pipeline.trust import gate
 
-# Seconds within which TensorFlow itself notices that a worker is gone, once all workers
-# have joined.
+# Seconds after the loss of a worker until this process ends itself if not all workers
+# have joined. Once they have joined, TensorFlow detects the loss within this time.
 JOINING = 20.0
 
 
 class WorkerError(RunError):
-    """A worker is gone, or has failed; the message is one line."""
+    """Another worker has died or failed; the message is one line."""
 
 
 class Chief(AbstractContextManager["Chief"]):
-    """The chief's control of the other workers of a run, within a `with` block.
+    """A context manager with which the chief controls the other workers of a run.
 
-    A run with one worker has a chief too, which does nothing.
+    In a run with one worker, its methods do nothing.
 
     Attributes:
-        reductions_ready: the `tf.Variable` that counts all-reduces; None until the
+        reductions_ready: the `tf.Variable` that counts all-reduces, or None before the
             devices are set up.
     """
 
@@ -74,18 +74,19 @@ class Chief(AbstractContextManager["Chief"]):
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
-            process.kill()  # it hangs
+            process.kill()  # has no effect on a process that has ended
             process.wait()
         if isinstance(error, ConfigError):
-            self._remove_logs()  # nothing was created
+            self._remove_logs()  # the run was not created
 
     def start(self, spec: RunSpec, run_dir: Path, task: str = worker.TRAIN) -> None:
-        """Start the other workers on this machine, unless something else starts them.
+        """Start the other workers on this machine, if the chief has to start them.
 
         Args:
             spec: the spec of the run.
-            run_dir: the directory of the run; the workers' logs are in it.
-            task: dotted name of the function that they call, see `worker.run`.
+            run_dir: the directory of the run; the workers' logs are in its folder
+                `workers`.
+            task: dotted name of the function that the workers call, see `worker.run`.
         """
         if self._server is None or not self._server.cluster.started:
             return
@@ -114,22 +115,27 @@ class Chief(AbstractContextManager["Chief"]):
                 "pipeline.distributed.worker", variables, stdout=log, stderr=log
             )
         self._processes.append(process)
-        # If the process has ended already, `_check_processes` finds that.
+        # Ignore a process that has already ended: `_check_processes` detects it.
         with suppress(OSError), process.stdin as pipe:
             pipe.write(json.dumps(message, default=os.fspath) + "\n")
 
     def gather(
         self, spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None
     ) -> RunSpec:
-        """Wait for all workers, and send them the spec and the start.
+        """Wait for all workers, send them the spec and the start, and monitor them.
 
         Args:
             spec: the spec of the run.
             run_dir: the directory of the run.
-            start: the checkpoint that the training starts from, if there is one.
+            start: the checkpoint from which training starts, or None.
 
         Returns:
-            The spec with TensorFlow's addresses.
+            The spec with the addresses at which TensorFlow listens.
+
+        Raises:
+            ConfigError: a worker is missing, rejects its config, or has a different
+                one.
+            WorkerError: the process of a worker has ended.
         """
         if self._server is None:
             return spec
@@ -152,20 +158,24 @@ class Chief(AbstractContextManager["Chief"]):
         return replace(spec, workers=workers)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell the workers that are waiting that there will be no run.
+        """Tell waiting workers that this process will not train.
 
-        With an `error`, the chief rejects the config; without one, the run has
-        finished.
+        Workers that the chief has started are not told.
+
+        Args:
+            error: why the chief rejects the config, or None if the run has finished.
         """
         if self._server is not None and not self._server.cluster.started:
             self._server.dismiss(error)
 
     @contextmanager
     def as_worker_error(self) -> Iterator[None]:
-        """Replace TensorFlow's error by one line if another worker is the cause.
+        """Replace an error in the `with` block if another worker is the cause.
+
+        TensorFlow's error would be long and would not name the cause.
 
         Raises:
-            WorkerError: another worker is gone or has failed.
+            WorkerError: another worker has died or failed.
             ConfigError: another worker rejects its config or data.
         """
         try:
@@ -186,7 +196,7 @@ class Chief(AbstractContextManager["Chief"]):
             ) from error
 
     def _check_processes(self) -> None:
-        """Raise a `WorkerError` if a worker has ended before it began."""
+        """Raise a `WorkerError` if a started worker's process has ended."""
         for index, process in enumerate(self._processes, start=1):
             if process.poll() is not None:
                 last_line = _last_line(self._logs / f"{index}.log")
@@ -196,15 +206,16 @@ class Chief(AbstractContextManager["Chief"]):
                 )
 
     def _count_reductions(self) -> Any:
+        """Return the number of all-reduces for which this process was ready."""
         if self.reductions_ready is None:
             return 0
         return self.reductions_ready
 
     def _on_lost(self, lost: LostWorker) -> None:
-        """Kill a worker that hangs, so that TensorFlow notices.
+        """Kill a worker that hangs, so that TensorFlow detects the loss.
 
-        While TensorFlow still waits for workers to join, it notices nothing. This
-        process then ends itself after a while.
+        While TensorFlow waits for workers to join, it does not detect a loss. In that
+        case, end this process after `JOINING` seconds.
         """
         if self._processes and lost.late:
             self._processes[lost.index - 1].kill()
@@ -214,7 +225,10 @@ class Chief(AbstractContextManager["Chief"]):
             timer.start()
 
     def _give_up(self, lost: LostWorker) -> None:
-        """End this process if TensorFlow still waits for a worker to join."""
+        """End this process if TensorFlow still waits for workers to join.
+
+        The exit status is 2 if the worker rejected its config or data, else 1.
+        """
         if self.reductions_ready is not None or self._ended:
             return
         reason = lost.rejected or lost.failed or "it was killed, or is cut off"
@@ -231,14 +245,16 @@ class Chief(AbstractContextManager["Chief"]):
 
 
 def tell_workers(hardware: DictConfig, error: ConfigError) -> bool:
-    """Tell workers that run elsewhere that the config is rejected.
+    """Tell the other workers of a cluster that this process rejects the config.
+
+    Does nothing if the run has one worker, or if the chief starts the workers.
 
     Args:
         hardware: the `hardware` group of the config.
-        error: why it is rejected.
+        error: why the config is rejected.
 
     Returns:
-        Whether the chief, another process, prints the error.
+        Whether the chief, in another process, prints the error.
     """
     workers = cluster.workers_of_run(hardware.workers, os.environ)
     if workers is None or workers.started:
@@ -261,7 +277,7 @@ def _say_open_ports(workers: cluster.Cluster) -> None:
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty; "" if there is none."""
+    """Return the last non-empty line of a log, or "" if there is none."""
     text = log.read_text(encoding="utf-8", errors="replace")
     for line in reversed(text.split("\n")):
         if line.strip():
@@ -270,7 +286,7 @@ def _last_line(log: Path) -> str:
 
 
 def _start_as_json(start: Checkpoint | Fork | None) -> dict[str, Any] | None:
-    """Return the start of a run in the form that `worker` reads."""
+    """Return the start of a run as a JSON object for `worker._start_from_json`."""
     if start is None:
         return None
     if isinstance(start, Fork):

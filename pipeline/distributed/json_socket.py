@@ -1,8 +1,8 @@
 """Connections between processes: either side may send a line of JSON at any time.
 
-A message can be sealed. It then proves that its sender knows a secret, which is not
-sent. It also proves that it answers the challenge of this connection, so that nobody
-can send it again.
+A message can be sealed with an HMAC. The HMAC proves that the sender knows a secret,
+without sending the secret. It covers the challenge of the connection, so that a
+recorded message cannot be sent again over another connection.
 """
 
 import hmac
@@ -14,16 +14,16 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-LONGEST = 2**24  # bytes of a message
+LONGEST = 2**24  # default limit of unread bytes
 
 
 class JsonSocket:
     """A connection whose messages are lines of JSON of at most `longest` bytes.
 
     Attributes:
-        socket: the connection.
-        longest: limit of a message in bytes.
-        heard: when the other side last sent something, by `time.monotonic`.
+        socket: the underlying socket.
+        longest: maximum size of a message in bytes.
+        heard: the time of the last received bytes, by `time.monotonic`.
     """
 
     def __init__(self, connection: socket.socket, longest: int = LONGEST):
@@ -33,19 +33,19 @@ class JsonSocket:
         self._unread = b""
 
     def write(self, message: Mapping[str, Any]) -> None:
-        """Send a message. If the other side is gone, the next `read` shows it."""
+        """Send a message. If sending fails, the next `read` returns None."""
         try:
             self.socket.settimeout(5.0)
             self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # the other side is gone, or got half a line
+        except OSError:  # the connection is closed, or an incomplete line was sent
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def read(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Return the next message.
+        """Wait for the next message and return it.
 
-        Return None if the other side is gone, sends something else, or is silent for
-        `seconds`.
+        Return None if the connection is closed, if nothing arrives for `seconds`, or if
+        the message is too long or is no JSON object.
         """
         while b"\n" not in self._unread:
             if not self._receive(seconds):
@@ -54,9 +54,10 @@ class JsonSocket:
         return _parsed(text)
 
     def received(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived.
+        """Return the messages that have arrived, without waiting for more.
 
-        Return None if the other side is gone, or sends something else.
+        Return None if the connection is closed, or if a message is too long or is no
+        JSON object.
         """
         if b"\n" not in self._unread and readable([self.socket], 0.0):
             if not self._receive(1.0):
@@ -71,7 +72,7 @@ class JsonSocket:
         return messages
 
     def _receive(self, seconds: float | None) -> bool:
-        """Read what arrives within `seconds`; return whether the connection is good."""
+        """Read bytes within `seconds`; return whether the connection is usable."""
         try:
             self.socket.settimeout(seconds)
             content = self.socket.recv(65536)
@@ -90,8 +91,9 @@ def sealed(
     Args:
         message: the message to send.
         secret: the secret that both sides know.
-        sender: role of the sender, so that its own messages cannot be sent back to it.
-        challenge: the text of the other side that this message answers.
+        sender: role of the sender. It is part of the proof, so that a message cannot be
+            sent back to its sender.
+        challenge: the random text that the other side has sent.
     """
     text = json.dumps(message)
     return {"sealed": text, "proof": _proof(text, secret, sender, challenge)}
@@ -100,9 +102,10 @@ def sealed(
 def unsealed(
     message: Mapping[str, Any], secret: bytes, sender: str, challenge: str
 ) -> dict[str, Any] | None:
-    """Return the message that was `sealed`.
+    """Verify a message of `sealed`, and return the original message.
 
-    Return None if it is malformed, or if its sender does not know the secret.
+    Return None if the proof is wrong or the message is malformed. The arguments must be
+    those of `sealed`.
     """
     text = str(message.get("sealed"))
     proof = str(message.get("proof")).encode(errors="replace")
@@ -113,10 +116,10 @@ def unsealed(
 
 
 def readable(sockets: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
-    """Return the sockets that can be read, or are closed, within `seconds`."""
+    """Wait up to `seconds`, and return the sockets that can be read or are closed."""
     try:
         return wait(sockets, seconds)  # type: ignore[return-value]
-    except ValueError:  # one was closed, perhaps meanwhile
+    except ValueError:  # a socket was closed, perhaps by another thread
         return [connection for connection in sockets if connection.fileno() < 0]
 
 

@@ -1,7 +1,8 @@
-"""The port where the chief waits for the workers.
+"""The port at which the chief accepts connections of workers.
 
-The chief sends a challenge to whoever connects. If the answer proves that its sender
-knows the secret of the run, the sender is a worker.
+The chief sends a challenge over each new connection. The other side is accepted as a
+worker if its answer proves that it knows the secret of the run. Until then, it is
+called a stranger.
 """
 
 import errno
@@ -21,9 +22,9 @@ from pipeline.distributed.json_socket import (
     unsealed,
 )
 
-ANSWERING = 5.0  # seconds for the answer to the challenge
-LONGEST_GREETING = 2**20  # bytes of the answer
-# Limit of connections that have not answered. With one more, the oldest is closed.
+ANSWERING = 5.0  # seconds within which a stranger must answer the challenge
+LONGEST_GREETING = 2**20  # maximum bytes of the answer
+# Maximum number of connections that have not answered; the oldest ones are closed.
 MOST_STRANGERS = 128
 FREE = "must have an address of its own that is free"
 
@@ -32,11 +33,10 @@ class WorkerConnection(JsonSocket):
     """A connection to the chief, from a worker or from a stranger.
 
     Attributes:
-        challenge: the text that the proof in the answer has to include.
-        until: when the connection is closed if it has not answered, by
-            `time.monotonic`.
-        greeting: the answer of a worker, with its index, its statement and its own
-            challenge; empty for a stranger.
+        challenge: the random text that the proof in the answer must cover.
+        until: the time by which the answer must arrive, by `time.monotonic`.
+        greeting: the answer of a worker: its index, its statement and a challenge for
+            the chief. Empty for a stranger.
     """
 
     def __init__(self, connection: socket.socket):
@@ -47,7 +47,7 @@ class WorkerConnection(JsonSocket):
         self.write({"challenge": self.challenge})
 
     def tell(self, message: dict[str, Any], secret: bytes) -> None:
-        """Send a worker a message with a proof that the chief knows the secret."""
+        """Send the worker a message, sealed with the secret."""
         self.write(sealed(message, secret, "chief", self.greeting["challenge"]))
 
 
@@ -55,12 +55,12 @@ class Listener:
     """Listens at an address for the workers of a run.
 
     Args:
-        address: `host:port`; port 0 takes a free one.
-        count: number of workers of the run, including the chief.
+        address: `host:port`; port 0 selects a free port.
+        count: number of workers in the run, including the chief.
         secret: the secret of the run.
 
     Attributes:
-        address: `host:port`, with the port that it listens at.
+        address: `host:port`, with the selected port.
 
     Raises:
         ConfigError: the address is taken.
@@ -76,9 +76,10 @@ class Listener:
         self.address = f"{host}:{self._server.getsockname()[1]}"
 
     def arrivals(self, seconds: float) -> Iterator[WorkerConnection]:
-        """Yield the workers that answer within `seconds`.
+        """Wait up to `seconds` for events, and yield workers that have answered.
 
-        It never waits for a stranger: a stranger is read once it has sent something.
+        Strangers are read only when bytes have arrived, so a silent stranger does not
+        delay the workers.
         """
         for connection in readable([self._server, *self._strangers], seconds):
             if connection is self._server:
@@ -90,24 +91,25 @@ class Listener:
         self._close_silent_strangers()
 
     def close(self) -> None:
-        """Close the port and all strangers. Workers stay connected."""
+        """Close the port and the strangers' connections. Workers stay connected."""
         self._server.close()
         for connection in self._strangers:
             connection.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it is gone again
+        with suppress(OSError):  # the other side has already disconnected
             connection, _ = self._server.accept()
             self._strangers[connection] = WorkerConnection(connection)
 
     def _read_greeting(self, connection: socket.socket) -> WorkerConnection | None:
-        """Return the stranger at `connection` if its answer shows that it is a worker.
+        """Return the stranger at `connection` if its answer proves that it is a worker.
 
-        A wrong answer closes the connection.
+        Return None if the answer is incomplete or wrong. After a wrong answer, the
+        connection is closed.
         """
         messages = self._strangers[connection].received()
         if messages == []:
-            return None  # it has sent half of its answer
+            return None  # the answer is incomplete
         stranger = self._strangers.pop(connection)
         if messages is None:
             connection.close()
@@ -115,7 +117,7 @@ class Listener:
 
         greeting = unsealed(messages[0], self._secret, "worker", stranger.challenge)
         if greeting is None or not _is_greeting(greeting, self._count):
-            stranger.write({})  # a worker without the secret then reports that
+            stranger.write({})  # a worker with another secret then reports this error
             connection.close()
             return None
         stranger.greeting = greeting
@@ -123,7 +125,7 @@ class Listener:
         return stranger
 
     def _close_silent_strangers(self) -> None:
-        """Close strangers whose time is over; if there are none, close the surplus."""
+        """Close strangers that are too late, or else the oldest of too many."""
         now = time.monotonic()
         closed = [
             connection
@@ -146,14 +148,14 @@ def _create_server(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        # In a container, the host may be a name that only exists outside.
+        # Listen at all addresses: in a container, the host's address may not exist.
         return socket.create_server(("", port), family=family)
 
 
 def reserve_port(key: str, address: str) -> socket.socket:
     """Return a socket that reserves the port of an address for TensorFlow.
 
-    Port 0 takes a free one. The port is reserved until the socket is closed.
+    Port 0 selects a free port. The port is reserved until the socket is closed.
 
     Raises:
         ConfigError: the port is taken; the message begins with `key`.
@@ -162,8 +164,8 @@ def reserve_port(key: str, address: str) -> socket.socket:
         port = int(address.rpartition(":")[2])
         reserved = close_on_error.enter_context(socket.socket())
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # It does not listen: TensorFlow's server takes a port number and not a socket,
-        # and listens there itself.
+        # Bind but do not listen: TensorFlow accepts only a port number, and listens at
+        # the port itself.
         reserved.bind(("", port))
         close_on_error.pop_all()
     return reserved

@@ -1,12 +1,15 @@
-"""The workers of a run meet before TensorFlow joins them: its errors are late and long.
+"""Connects the workers of a run, and compares their configs, before TensorFlow starts.
+
+Without this, a difference would cause a late and long error of TensorFlow.
 
     each worker ─ its config and versions, or why it rejects its config ─► chief
     chief ─ the spec and the start, or why it rejects the config ─► each worker
 
 Each side proves to the other that it knows the run's secret (`cluster.secret`). The
-connections, to the chief's own address, stay open to the end of the run. Over them a
-worker reports why it fails and notices that the chief is gone. Heartbeats carry the
-number of all-reduces for which a worker was ready: the lowest names the straggler.
+workers connect to the chief's address, and the connections stay open until the run
+ends. A worker uses its connection to report why it fails and to detect that the chief
+has died. Heartbeats carry the number of all-reduces for which a worker was ready; the
+worker with the lowest number is the straggler.
 """
 
 import importlib.metadata
@@ -37,18 +40,19 @@ from pipeline.distributed.straggler import (
     OnLost,
 )
 
-# Seconds for all workers to connect: a cluster starts them one after the other.
+# Seconds within which all workers must connect; a cluster may start them one by one.
 PATIENCE = 300.0
-# Seconds for which a chief that rejects its config waits for workers, to tell them.
+# Seconds for which a process that rejects its config tries to tell the other side.
 REJECTING = 10.0
-# The same for a run that has finished: workers import TensorFlow before they connect.
+# Seconds for which the chief of a finished run waits for workers, to tell them. It is
+# longer, since workers import TensorFlow before they connect.
 FINISHED = 60.0
 
 
 def statement(spec: RunSpec) -> dict[str, Any]:
-    """Return what all workers must have in common.
+    """Return the versions and settings that must be equal on all workers.
 
-    It is the versions, and the config without the keys that belong to one machine.
+    The settings are the config without the keys that may differ between machines.
     """
     versions = {"python": platform.python_version()}
     for name in ("tensorflow", "keras", "numpy", "tensorflow-datasets", "scikit-learn"):
@@ -62,7 +66,7 @@ class Server:
 
     Attributes:
         cluster: the workers of the run.
-        address: `host:port` where the chief waits for them.
+        address: `host:port` at which the chief waits for the workers.
 
     Raises:
         ConfigError: the port is taken.
@@ -74,7 +78,7 @@ class Server:
         address = cluster.rendezvous or cluster.addresses[0]
         self._listener = Listener(address, len(cluster.addresses), secret)
         self.address = self._listener.address
-        self._reserved_port: socket.socket | None = None  # for TensorFlow
+        self._reserved_port: socket.socket | None = None  # the port for TensorFlow
         self._workers: dict[int, WorkerConnection] = {}
         self._lost: dict[int, LostWorker] = {}
         self._closed = False
@@ -88,16 +92,17 @@ class Server:
         """Wait for all workers and send them the `answer`.
 
         Args:
-            chief_statement: what every worker has to state, see `statement`.
-            answer: the message to all workers. The addresses are added to it.
-            check: called while the chief waits; it may raise.
+            chief_statement: the statement that every worker must match, see
+                `statement`.
+            answer: the message to all workers, to which the addresses are added.
+            check: called repeatedly while the chief waits. It may raise an error.
 
         Returns:
-            The cluster with the ports of TensorFlow.
+            The cluster with the ports at which TensorFlow listens.
 
         Raises:
             ConfigError: a worker is missing, rejects its config, or has a different
-                statement. All workers get the reason.
+                statement. All connected workers are told the reason.
         """
 
         def check_statement(worker: WorkerConnection) -> None:
@@ -117,10 +122,13 @@ class Server:
         return replace(self.cluster, addresses=addresses)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell all workers, also those that connect soon, that there is nothing to do.
+        """Tell all workers that this run will not train, and close all connections.
 
-        With an `error`, the chief rejects the config; without one, the run has
-        finished.
+        Workers that have not connected are waited for, for up to `REJECTING` or
+        `FINISHED` seconds.
+
+        Args:
+            error: why the chief rejects the config, or None if the run has finished.
         """
         if not self._closed:
             message: dict[str, Any] = {"finished": True}
@@ -138,9 +146,12 @@ class Server:
         self.close()
 
     def watch(self, reductions: CountReductions, on_lost: OnLost) -> None:
-        """Watch all workers from now on, in a thread.
+        """Start a thread that exchanges heartbeats with all workers.
 
-        The thread calls `on_lost` for a worker that is gone or that is a straggler.
+        Args:
+            reductions: returns the number of all-reduces for which this process was
+                ready.
+            on_lost: called for a worker that has disconnected or is a straggler.
         """
 
         def note_lost(worker: LostWorker) -> None:
@@ -152,21 +163,21 @@ class Server:
         threading.Thread(target=heartbeats.exchange, daemon=True).start()
 
     def lost(self, patience: float = 3.0) -> LostWorker | None:
-        """Return the first worker that is silent or gone.
+        """Return a worker that is silent, or else the first one that was lost.
 
-        Return None if there is no such worker within `patience`, in seconds.
+        Return None if there is no such worker within `patience` seconds.
         """
         until = time.monotonic() + patience
         while True:
             now = time.monotonic()
-            # Silent workers come first: the others lose a silent one, too, and end
-            # before it is noticed to be gone.
+            # Check for silent workers first: a silent worker is the cause if the other
+            # workers lose it, fail, and disconnect before it does.
             for index, worker in self._workers.items():
                 if now - worker.heard > SILENCE and index not in self._lost:
                     return LostWorker(index)
             if self._lost or now > until:
                 return next(iter(self._lost.values()), None)
-            time.sleep(0.05)  # the thread reads meanwhile
+            time.sleep(0.05)  # meanwhile, the thread of `watch` reads messages
 
     def close(self) -> None:
         """Close all connections; the workers then end."""
@@ -183,7 +194,7 @@ class Server:
         check: Callable[[], None],
         check_statement: Callable[[WorkerConnection], None],
     ) -> None:
-        """Wait for all workers to arrive; a `ConfigError` names the missing ones."""
+        """Wait for all workers to connect; raise a `ConfigError` after `until`."""
         while len(self._workers) + 1 < len(self.cluster.addresses):
             check()
             if time.monotonic() >= until:
@@ -231,8 +242,7 @@ class Client:
 
     Attributes:
         cluster: the workers of the run.
-        told: whether the chief knows why this worker, or another one, does not take
-            part.
+        told: whether the chief knows why this or another worker does not take part.
     """
 
     def __init__(self, cluster: Cluster, secret: bytes):
@@ -249,16 +259,16 @@ class Client:
         """Send this worker's statement, and return the chief's answer.
 
         Args:
-            worker_statement: the result of `statement`, or a dict with a reason as
-                `refused`.
-            patience: seconds for the chief to answer.
+            worker_statement: the result of `statement`, or a dict with the key
+                `refused` and the reason why this worker rejects its config.
+            patience: seconds for which to try to reach the chief.
 
         Returns:
-            The answer; None if the run has finished.
+            The answer, or None if the run has finished.
 
         Raises:
-            ConfigError: a worker or the chief rejects the config, the chief does not
-                answer, or it knows another secret.
+            ConfigError: a worker or the chief rejects the config, the chief cannot be
+                reached, or the chief has a different secret.
         """
         challenge = secrets.token_hex(16)
         until = time.monotonic() + patience
@@ -283,21 +293,23 @@ class Client:
     def reject(self, error: ConfigError) -> bool:
         """Tell the chief that this worker rejects its config.
 
-        Return whether the chief knows.
+        Returns:
+            Whether the chief has confirmed the message.
         """
         with suppress(ConfigError):
             self.join({"refused": str(error)}, REJECTING)
         return self.told
 
     def watch(self, reductions: CountReductions) -> None:
-        """Watch the chief from now on, in a thread.
+        """Start a thread that exchanges heartbeats with the chief.
 
-        This process ends when the chief is gone or is the straggler.
+        The thread ends this process when the chief has disconnected or is the
+        straggler.
         """
         assert self._connection is not None
 
         def end(chief: LostWorker) -> None:
-            # The main thread waits in TensorFlow, and cannot be woken.
+            # Exit without cleanup: the main thread is blocked in TensorFlow.
             if chief.rejected is not None:
                 os._exit(2)
             if not self._done:
@@ -314,24 +326,28 @@ class Client:
         threading.Thread(target=heartbeats.exchange, daemon=True).start()
 
     def fail(self, reason: Mapping[str, str]) -> None:
-        """Tell the chief why this worker ends: `failed` or `refused`, with a reason."""
+        """Tell the chief why this worker ends.
+
+        Args:
+            reason: a dict with the key `failed` or `refused` and the reason.
+        """
         if self._connection is not None:
             self._connection.write(reason)
             self.told = True
 
     def wait(self) -> None:
-        """Wait until the chief has closed the run and ended, which ends this process.
-
-        The thread of `watch` does so.
-        """
+        """Block until the chief ends and the thread of `watch` ends this process."""
         self._done = True
         sys.stderr.flush()
-        # TensorFlow may still report that it misses the chief.
+        # Discard error messages of TensorFlow about the end of the chief.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         threading.Event().wait()
 
     def _with_port(self, worker_statement: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the statement with the port that is reserved for TensorFlow."""
+        """Reserve a port for TensorFlow, and return the statement with this port.
+
+        If the port is taken, return a dict with the reason as `refused` instead.
+        """
         index = self.cluster.index
         try:
             self._reserved_port = reserve_port(
@@ -344,8 +360,8 @@ class Client:
     def _greet(
         self, connection: JsonSocket, greeting: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Answer the chief's challenge and return its reply; None if there is none."""
-        # The chief may first search for a micro-batch size.
+        """Answer the chief's challenge; return the reply, or None without a reply."""
+        # Wait without a time limit: the chief may first search for a micro-batch size.
         message = connection.read()
         if message is None:
             return None
@@ -354,6 +370,11 @@ class Client:
         return connection.read()
 
     def _answer(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the answer in the chief's message, or None if the run has finished.
+
+        Raises:
+            ConfigError: the chief rejects the config, or the proof was wrong.
+        """
         match message:
             case {"answer": dict(answer)}:
                 return answer
@@ -378,7 +399,7 @@ def _connect(address: str) -> JsonSocket:
 def _check_statement(
     greeting: Mapping[str, Any], chief_statement: Mapping[str, Any]
 ) -> None:
-    """Raise a `ConfigError` if a worker's statement differs from the chief's."""
+    """Raise a `ConfigError` if a worker's statement is a rejection or differs."""
     index = greeting["index"]
     if "refused" in greeting:
         reason = greeting["refused"][:LONGEST].rstrip(".")
@@ -387,7 +408,7 @@ def _check_statement(
         chief_values = chief_statement[part]
         worker_values = greeting[part]
         for key in chief_values | worker_values:
-            # Compared as text, since NaN is not equal to itself.
+            # Compare the `repr`, since NaN is not equal to itself.
             chief_text = repr(chief_values.get(key))
             worker_text = repr(worker_values.get(key))
             if chief_text != worker_text:

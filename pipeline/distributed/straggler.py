@@ -1,9 +1,10 @@
-"""Heartbeats between workers: which one is lost, and for which one the others wait.
+"""Heartbeats between workers, which detect lost workers and stragglers.
 
-TensorFlow notices a worker that is killed or stopped, but not one that hangs. Its time
-limit for an all-reduce costs a sleeping thread for each reduction of each update, which
-is thousands within seconds. So the workers tell each other by heartbeats for how many
-all-reduces they were ready. The lowest count names the straggler.
+TensorFlow detects a worker that was killed or stopped, but not a worker that hangs. Its
+time limit for all-reduces is not used, since it starts a sleeping thread per
+all-reduce, which amounts to thousands of threads within seconds. Instead, each
+heartbeat carries the number of all-reduces for which its sender was ready. The worker
+with the lowest number is the straggler.
 """
 
 import time
@@ -14,12 +15,13 @@ from typing import Any
 from pipeline.distributed.json_socket import JsonSocket, readable
 
 INTERVAL = 2.0  # seconds between two heartbeats
-# Seconds without a heartbeat, from a worker that hangs or is cut off.
+# Seconds without a heartbeat after which a worker counts as hanging or disconnected.
 SILENCE = 3 * INTERVAL
-# Seconds for the first two all-reduces: a store may be slow, and TensorFlow compiles.
+# Seconds for which a worker may keep the others waiting for its first two all-reduces.
+# A store may be slow, and TensorFlow compiles.
 STARTUP_TIMEOUT = 600.0
-TIMEOUT = 90.0  # seconds for which a worker may keep the others waiting
-LONGEST = 300  # characters of another worker's text
+TIMEOUT = 90.0  # seconds for which a worker may keep the others waiting later
+LONGEST = 300  # maximum characters of a text from another worker
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class LostWorker:
 
     Attributes:
         index: index of the worker; 0 is the chief.
-        rejected: why it rejects its config or data; None if it does not.
-        failed: why it fails; None if it gave no reason.
-        late: whether it has kept the others waiting for too long.
+        rejected: why the worker rejects its config or data, or None if it does not.
+        failed: why the worker failed, or None if no reason is known.
+        late: whether the worker has kept the others waiting for too long.
     """
 
     index: int
@@ -45,25 +47,25 @@ OnLost = Callable[[LostWorker], None]
 
 
 class ReductionCounts:
-    """Tracks each worker's count of all-reduces, and since when one is behind."""
+    """Stores each worker's number of all-reduces, and since when a worker is behind."""
 
     def __init__(self, workers: int):
         self._counts = [0] * workers
         self._since = time.monotonic()
 
     def note(self, worker: int, count: int) -> None:
-        """Record the count of a worker."""
+        """Record the number of all-reduces of a worker."""
         if self._counts[worker] == count:
             return
         least = min(self._counts)
         were_even = least == max(self._counts)
         self._counts[worker] = count
-        # The waiting begins, or the last worker has caught up.
+        # Restart the time when workers begin to wait, or when the slowest one advances.
         if were_even or min(self._counts) > least:
             self._since = time.monotonic()
 
     def straggler(self) -> int | None:
-        """Return the worker that has kept the others waiting for too long, if any."""
+        """Return the worker that has kept the others waiting too long, or None."""
         least = min(self._counts)
         if least == max(self._counts):
             return None
@@ -78,11 +80,14 @@ class Heartbeats:
     """Exchanges heartbeats with other workers until all of them are lost.
 
     Args:
-        others: connections to the other workers, by index. A lost one is removed.
+        others: connections to the other workers, by index. Lost workers are removed
+            from this dict.
         index: index of this worker.
         reductions: returns the number of all-reduces for which this process was ready.
-        on_lost: called for a worker that is gone, or late if this process `waits`.
-        waits: returns whether this process still takes part in all-reduces.
+        on_lost: called for a worker that has disconnected, reported an error, or is the
+            straggler.
+        waits: returns whether this process still takes part in all-reduces. If not, it
+            does not look for stragglers.
     """
 
     def __init__(
@@ -120,12 +125,12 @@ class Heartbeats:
     def _read_worker(self, index: int, other: JsonSocket) -> None:
         messages = other.received()
         if messages is None:
-            messages = [{}]  # it is gone without a reason
+            messages = [{}]  # the worker has disconnected without a reason
         for message in messages:
             match message:
                 case {"reductions": int(count)}:
                     self._counts.note(index, count)
-                case _:  # it tells why it ends, or is gone
+                case _:  # the reason why the worker ends, or {}
                     del self._others[index]
                     self._on_lost(_lost_worker(index, message))
                     return
@@ -140,7 +145,7 @@ class Heartbeats:
         if not self._waits():
             return
         straggler = self._counts.straggler()
-        # If it is this process, the others end it.
+        # If this process is the straggler, the other workers handle it.
         if straggler is None or straggler not in self._others:
             return
         self._others.pop(straggler).socket.close()
@@ -149,7 +154,7 @@ class Heartbeats:
 
 
 def _lost_worker(index: int, last_message: dict[str, Any]) -> LostWorker:
-    """Return the worker that is lost after its last message, with its texts cut."""
+    """Return the `LostWorker` for a last message; reasons are cut to `LONGEST`."""
     rejected = None
     failed = None
     if "refused" in last_message:

@@ -1,8 +1,8 @@
 """A worker other than the chief.
 
-It computes as the chief does. Only the chief logs, writes checkpoints and prints. The
-chief starts `python -m pipeline.distributed.worker`, which reads a line of JSON with
-the cluster and the spec.
+A worker trains like the chief, but only the chief logs, writes checkpoints and prints.
+The chief may start workers as `python -m pipeline.distributed.worker`. Such a worker
+reads the cluster and the spec from standard input, as a line of JSON.
 """
 
 import json
@@ -23,22 +23,21 @@ from pipeline.config import cluster, resolve, session
 from pipeline.distributed import rendezvous
 from pipeline.trust import gate
 
-if TYPE_CHECKING:  # importing it takes seconds
+if TYPE_CHECKING:  # not at run time, since the import takes seconds
     from pipeline.components.assembly import Parts
 
 TRAIN = "pipeline.distributed.worker.train"
 
 
 def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
-    """Work for the chief to the end of the run.
+    """Take part in the chief's run until it ends.
 
-    A worker that rejects its config ends this process with status 2, one that fails
-    with status 1; the others notice at once.
+    If this worker rejects its config or data, the process ends with status 2; if it
+    fails otherwise, with status 1. The chief is told the reason.
 
     Args:
         spec: this worker's own spec.
-        task: dotted name of a function of the parts of the run, its directory, and the
-            checkpoint that it starts from.
+        task: dotted name of the function to call, with the arguments of `train`.
     """
     assert spec.workers is not None
     secrets.remember(spec.config.tracking.uri)
@@ -53,7 +52,7 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
 
 
 def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bool:
-    """Join the chief and run the task; return whether the run had finished before."""
+    """Join the chief and run the task; return whether the run was already finished."""
     assert spec.workers is not None
     with imports.without_chatter():
         from pipeline.components import assembly
@@ -61,13 +60,13 @@ def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bo
     if answer is None:
         return True
 
-    # Signals are ignored, as the chief ends the run.
+    # Ignore signals: the chief handles them, and ends the run on all workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     workers = replace(spec.workers, addresses=tuple(answer["addresses"]))
     spec = replace(spec.adopting(answer["spec"]), workers=workers)
 
-    # The variable that counts all-reduces, once the devices are set up.
+    # Holds the variable that counts all-reduces; empty until the devices are set up.
     reductions_ready: list[Any] = []
 
     def count_reductions() -> Any:
@@ -89,9 +88,13 @@ def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bo
 def _end_with(
     error: BaseException, client: rendezvous.Client, started: bool
 ) -> NoReturn:
-    """Tell the chief about the error, and end this process.
+    """Tell the chief about the error, and end this process with status 1 or 2.
 
-    If the chief has `started` this worker, the output is a log.
+    Args:
+        error: why the worker ends.
+        client: the connection to the chief.
+        started: whether the chief has started this worker. If so, its output is a log,
+            and the traceback is always printed.
     """
     rejects = isinstance(error, ConfigError)
     if started or not rejects:
@@ -112,7 +115,13 @@ def _end_with(
 def train(
     parts: "Parts", run_dir: Path, start: files.Checkpoint | fork.Fork | None
 ) -> None:
-    """Train as the chief does, without writing anything."""
+    """Train like the chief, but without logging or writing files.
+
+    Args:
+        parts: the parts of the run.
+        run_dir: the directory of the run.
+        start: the checkpoint from which training starts, or None.
+    """
     from pipeline.components import fitting
 
     update = parts.update()
@@ -127,7 +136,7 @@ def train(
 def _start_from_json(
     message: dict[str, Any] | None,
 ) -> files.Checkpoint | fork.Fork | None:
-    """Return the start of the run from the form that `chief` sends."""
+    """Return the start of the run from the JSON object of `chief._start_as_json`."""
     if message is None:
         return None
     checkpoint = files.at(Path(message["folder"]), message["update"])
@@ -138,7 +147,7 @@ def _start_from_json(
 
 
 def _gate_of(passed: dict[str, Any] | None) -> AbstractContextManager[Any]:
-    """Return a context in which the chief's gate, if it has one, is in force."""
+    """Return a context manager that applies the chief's gate, if it has one."""
     if not passed:
         return nullcontext()
     paths = {}
@@ -150,7 +159,7 @@ def _gate_of(passed: dict[str, Any] | None) -> AbstractContextManager[Any]:
 
 def main() -> None:
     """Run the task that the chief writes to standard input."""
-    sys.path.append(os.getcwd())  # the user's own modules, as for the run
+    sys.path.append(os.getcwd())  # to import the user's own modules, like the chief
     message = json.loads(sys.stdin.readline())
     workers = cluster.Cluster(
         tuple(message["addresses"]),

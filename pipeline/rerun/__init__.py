@@ -1,6 +1,6 @@
 """Reruns a recorded run and compares the two point by point.
 
-In: a run ID and overrides. Out: a new run, the verdict, and an exit status.
+Input: a run ID and overrides. Output: a new run, a verdict, and an exit status.
 """
 
 __all__ = ["command"]

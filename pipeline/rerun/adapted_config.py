@@ -1,7 +1,7 @@
-"""The recorded config of a run, adapted to this call and this machine.
+"""Adapts the recorded config of a run to this call and this machine.
 
-The record says what runs. Only where it runs comes from the user's own config: the
-store, the ports and the GPUs.
+The record decides what runs. The user's own config decides where it runs: the store,
+the ports and the GPUs.
 """
 
 from pathlib import Path
@@ -19,7 +19,8 @@ from pipeline.rerun.request import Request
 from pipeline.trust.artifact_locations import is_inside
 from pipeline.trust.gate import Gate, check_config, drop_writers
 
-# A limit of memory is not a place on a machine, so a rerun keeps the recorded limit.
+# Memory limits belong to the keys of the machine, but a rerun keeps the recorded
+# limits.
 _LIMITS = ("hardware.memory", "hardware.gpu_memory")
 _RATE = "optimizer.learning_rate"
 
@@ -31,13 +32,13 @@ def adapt(
     gate: Gate,
     experiment: str,
 ) -> dict[str, Any]:
-    """Return the config to compose with the overrides, once it has passed the gate.
+    """Adapt and check the recorded config; return the config to compose with overrides.
 
     Args:
         recorded: the record of the run.
-        request: the command line.
+        request: the parsed command line.
         own_config: the user's own config.
-        gate: what the recorded config may reach.
+        gate: the permissions of the recorded config.
         experiment: the experiment of the new run.
 
     Raises:
@@ -57,7 +58,7 @@ def adapt(
 def placed(
     recorded: RecordedRun, own_config: DictConfig, gate: Gate, experiment: str
 ) -> dict[str, Any]:
-    """Return the recorded config with the store, machine and folders of this call.
+    """Return the recorded config with this call's store, machine keys and folders.
 
     The arguments are those of `adapt`.
     """
@@ -82,7 +83,7 @@ def placed(
 
     start = config.get("start") or {}
     if start.get("run") is not None:
-        # It was recorded as the user wrote it, which may be ambiguous by now.
+        # Replace the recorded value, a prefix of an ID that may have become ambiguous.
         tags = recorded.run.data.tags
         start["run"] = f"{tags.get(fork.RUN_TAG)}@{tags.get(fork.UPDATE_TAG)}"
     dataset = config.get("dataset") or {}
@@ -92,10 +93,10 @@ def placed(
 
 
 def data_dir(recorded: RecordedRun, gate: Gate) -> str | None:
-    """Return where the rerun reads its data; None for the default of the dataset.
+    """Return the folder from which the rerun reads its data.
 
-    It is the folder that the user names. Without one it is the recorded folder, if that
-    lies below the working directory.
+    It is the folder that the user names, or else the recorded folder if it exists below
+    the working directory, or else None, which selects the dataset's default.
     """
     if gate.data_dir is not None:
         return str(gate.data_dir)
@@ -108,14 +109,14 @@ def data_dir(recorded: RecordedRun, gate: Gate) -> str | None:
 
 
 def _remove_replaced(config: dict[str, Any], request: Request) -> None:
-    """Remove the values that an override replaces: they are not checked.
+    """Remove the values that overrides replace, so that they are not checked.
 
-    A value that an override deletes stays, as Hydra has to find it. So does a mapping
-    that is overridden, which Hydra merges.
+    A value that an override deletes is kept, since Hydra requires it to exist. A
+    mapping is also kept, since Hydra merges the override into it.
     """
     for key in request.values.keys() - request.deleted:
         is_merged = isinstance(request.values[key], dict)
-        # The data directory is already in place.
+        # Keep the data directory, which `placed` has already replaced.
         is_replaced = key != "dataset.data_dir" and not is_merged
         if is_replaced or key in request.groups:
             _remove(config, key)
@@ -146,7 +147,8 @@ def _without_writers(config: dict[str, Any], gate: Gate) -> dict[str, Any]:
 
 def _check_secrets(config: dict[str, Any], request: Request) -> None:
     """Reject a config in which the value of a secret is missing."""
-    # The store is the user's own, and the experiment's name is masked in the store too.
+    # Skip `tracking`: the store is the user's own, and the name of the experiment is
+    # masked in the store, too.
     unchecked = ["tracking."]
     for key in request.deleted:
         unchecked.append(f"{key}.")
@@ -158,7 +160,10 @@ def _check_secrets(config: dict[str, Any], request: Request) -> None:
 
 
 def _check_rate(recorded: RecordedRun, request: Request) -> None:
-    """Reject another learning rate if the record cannot tell which keys follow it."""
+    """Reject another learning rate if the schedule may depend on it without a link.
+
+    A record without links, as of an older version, needs an override of the schedule.
+    """
     if _RATE not in request.values or recorded.links:
         return
     if any(key.startswith("sched") for key in request.values):

@@ -1,6 +1,6 @@
-"""Compares the points of two runs under `train/` and `val/`, and decides if they agree.
+"""Decides whether two runs agree, from their points under `train/` and `val/`.
 
-`compare` takes the histories of the runs, `compare_runs` the runs themselves in MLflow.
+`compare` compares two histories; `compare_runs` first reads them from MLflow.
 """
 
 import math
@@ -22,8 +22,8 @@ WITHIN_ROUNDING = "equal within rounding"
 DIFFERENT = "different"
 NO_POINTS = "nothing to compare"
 
-# A share of the examples may differ by this many examples, if there are more than
-# these.
+# A metric that is a share of examples, such as the accuracy, may differ by this many
+# examples if it is computed over more examples than that.
 MOST_EXAMPLES = 2
 
 History = Mapping[str, Mapping[int, float]]  # value by step, by metric
@@ -31,7 +31,7 @@ History = Mapping[str, Mapping[int, float]]  # value by step, by metric
 
 @dataclass(frozen=True)
 class Point:
-    """One point of two runs; a value is None if that run lacks it."""
+    """The values of one metric at one step in two runs; None if a run lacks it."""
 
     metric: str
     step: int
@@ -42,7 +42,8 @@ class Point:
     def relative_difference(self) -> float:
         """Return |new − old| / max(|old|, |new|).
 
-        It is 0 for two NaNs, and infinite if only one value is a finite number.
+        It is 0 for two equal values or two NaNs. Otherwise it is infinite if a value is
+        missing or is not finite.
         """
         if self.old is None or self.new is None:
             return math.inf
@@ -98,11 +99,11 @@ def compare(
         precision: the coarser precision of the two runs, a key of
             `rounding.BY_PRECISION`.
         validation_examples: the size of the validation split; 0 if it is unknown.
-        same_cut: whether both runs cut a batch into as many micro-batches, on as many
-            replicas.
-        until: the last update of the recorded run, if it was interrupted.
-        changed: metrics that are computed in another way since the recorded run. They
-            are left out.
+        same_cut: whether both runs have equal numbers of micro-batches and replicas.
+            Otherwise, metrics that depend on these numbers are left out.
+        until: the last update to compare, if the recorded run was interrupted.
+        changed: metrics whose computation has changed since the recorded run. They are
+            left out.
     """
     compared = [
         metric
@@ -151,18 +152,18 @@ def compare_runs(
     in_tf32: bool = False,
     schema: int = SCHEMA,
 ) -> tuple[Agreement, str]:
-    """Compare two runs of MLflow.
+    """Compare two runs in MLflow.
 
     Args:
-        client: MLflow's client of their store.
+        client: MLflow's client of the store.
         old: the recorded run.
-        new: its rerun.
-        validation_examples: the size of the validation split; None if it is unknown.
+        new: the rerun.
+        validation_examples: the size of the validation split, or None if it is unknown.
         in_tf32: whether one of the runs computed float32 in TF32.
         schema: the schema of the old run's record.
 
     Returns:
-        The outcome, and an HTML page with plots of both runs.
+        The agreement, and an HTML page with plots of both runs.
     """
     old_history = _history(client, old)
     new_history = _history(client, new)
@@ -187,13 +188,13 @@ def compare_runs(
 def page(old: History, new: History, title: str, about: str) -> str:
     """Return a self-contained HTML page with the losses of two runs.
 
-    It plots the losses by update, and how far they differ.
+    It plots the losses and their relative differences by update.
 
     Args:
         old: the history of the recorded run.
         new: the history of its rerun.
         title: the heading.
-        about: the text below it.
+        about: the text below the heading.
     """
     losses: list[Trace] = []
     differences: list[Trace] = []
@@ -205,7 +206,7 @@ def page(old: History, new: History, title: str, about: str) -> str:
         losses.append(trace(f"{metric}, then", then, then.values(), color, mode))
         losses.append(trace(f"{metric}, now", now, now.values(), color + 1, mode))
 
-        # A logarithmic axis has no zero.
+        # Leave out equal values: a logarithmic axis cannot show 0.
         relative = {}
         for step, value in then.items():
             if step in now and value != now[step]:
@@ -250,7 +251,7 @@ def _shown(value: float | None) -> str:
 def _points(
     old: History, new: History, metrics: Iterable[str], until: float
 ) -> list[Point]:
-    """Return the points of these metrics up to an update, the earliest first."""
+    """Return the points of `metrics` up to the update `until`, the earliest first."""
     points = []
     for metric in metrics:
         old_values = old[metric]
@@ -264,14 +265,18 @@ def _points(
 
 
 def _order(point: Point) -> tuple[int, bool, str]:
-    """Return the sort key of a point: within one update the training loss is first."""
+    """Return the sort key of a point: by step, the training loss first."""
     return point.step, point.metric != "train/loss", point.metric
 
 
 def _text_of_difference(
     differing: list[Point], beyond_rounding: list[Point], scope: str
 ) -> str:
-    """Return a text that says where two runs differ beyond rounding."""
+    """Return the message for two runs that differ by more than rounding.
+
+    It names the first and the largest such difference, an earlier difference within
+    rounding if there is one, and the scope of the comparison.
+    """
     first = beyond_rounding[0]
     within = ""
     if differing[0].step < first.step:
@@ -292,8 +297,8 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
     Args:
         point: a point at which the runs differ.
         precision: a key of `rounding.BY_PRECISION`.
-        examples: number of examples that the values are computed over; None if it is
-            unknown.
+        examples: the number of examples from which the values are computed, or None if
+            it is unknown.
     """
     metric = metric_names.treatment_of(point.metric)
     if metric.counted or point.old is None or point.new is None:
@@ -302,7 +307,8 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
     if point.relative_difference <= bound:
         return True
 
-    # A share of the examples, such as the accuracy, changes by at least one of them.
+    # A share of examples, such as the accuracy, changes in steps of one example: allow
+    # a difference of a few examples.
     if not metric.share or examples is None:
         return False
     if not MOST_EXAMPLES < examples < math.inf:
@@ -315,10 +321,10 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
 
 
 def _count(share: float, examples: float) -> int | None:
-    """Return a share as a number of examples; None if that is not a whole number."""
+    """Convert a share to a number of examples; None if it is not a whole number."""
     total = share * examples
-    # In float32 a count is exact up to 2^24, and its division by the examples rounds by
-    # at most 2^-24 of the share.
+    # The tolerance is twice the rounding error of a float32 division, which is at most
+    # 2^-24 of the share. Counts up to 2^24 are exact in float32.
     if 0 <= total <= examples and math.isclose(total, round(total), rel_tol=2**-23):
         return round(total)
     return None
@@ -344,7 +350,7 @@ def _have_same_cut(old: Any, new: Any) -> bool:
 
 
 def _last_update(run: Any, history: History) -> float:
-    """Return the last update that can be compared; infinity for a finished run."""
+    """Return the last recorded step of an unfinished run; infinity if it finished."""
     if run.info.status == "FINISHED":
         return math.inf
     steps: list[int] = []
@@ -354,5 +360,5 @@ def _last_update(run: Any, history: History) -> float:
 
 
 def _finite(points: Mapping[int, float]) -> dict[int, float]:
-    """Return the points that can be drawn."""
+    """Return the points with finite values, which can be plotted."""
     return {step: value for step, value in points.items() if math.isfinite(value)}

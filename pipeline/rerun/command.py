@@ -35,14 +35,14 @@ from pipeline.trust.artifact_locations import confined
 from pipeline.trust.gate import Gate, check_config, strict, texts
 
 DIFFERENT = 3  # exit status
-# Overrides of these groups also apply to the user's own config.
+# Matches overrides that also apply to the user's own config.
 _OF_OWN_CONFIG = re.compile(rf"[+~]*({'|'.join(key_kinds.groups_apart())})[.=]")
 
 
 def rerun(arguments: Sequence[str]) -> int:
     """Run a recorded run again and compare the two."""
     request = parse_command_line(arguments, rerun.__doc__)
-    # Only the user's own config says where the store is and what is trusted, never the
+    # The store and the trusted names come from the user's own config, never from the
     # record.
     overrides = [text for text in request.overrides if _OF_OWN_CONFIG.match(text)]
     own_config = compose.composed([*request.own_config_options, *overrides])
@@ -62,11 +62,11 @@ class Rerun:
     """The rerun of one recorded run, in the store that holds it.
 
     Attributes:
-        request: the command line.
+        request: the parsed command line.
         own_config: the user's own config.
-        store: where the recorded run is, and the new one will be.
+        store: the store of the recorded run and of the new run.
         recorded: the record of the run.
-        gate: what the recorded config may reach.
+        gate: the permissions of the recorded config.
     """
 
     request: Request
@@ -76,7 +76,7 @@ class Rerun:
     gate: Gate
 
     def run(self) -> int:
-        """Rerun the run, and compare the two; return the exit status."""
+        """Rerun the run, compare the two runs, and return the exit status."""
         self._say_plan()
         try:
             experiment = self._experiment()
@@ -84,8 +84,8 @@ class Rerun:
                 self.recorded, self.request, self.own_config, self.gate, experiment
             )
         finally:
-            # By now the gate has loaded TensorFlow, which knows the versions of CUDA
-            # and cuDNN.
+            # Compare the environments only now: the gate has loaded TensorFlow, from
+            # which the versions of CUDA and cuDNN are read.
             self._say_differences_of_environment()
         new_run_id = self._train(config)
         if new_run_id is None:
@@ -112,10 +112,13 @@ class Rerun:
             )
 
     def _experiment(self) -> str:
-        """Return the recorded experiment if artifacts may lie there, else the user's.
+        """Return the name of the experiment for the new run.
+
+        It is the recorded experiment if its artifact location is allowed and no
+        override names another experiment; otherwise, it is the user's experiment.
 
         Raises:
-            ConfigError: artifacts of the user's experiment may not lie where they do.
+            ConfigError: the artifact location of the user's experiment is not allowed.
         """
         own_experiment = str(self.own_config.tracking.experiment)
         recorded_experiment = self.recorded.experiment
@@ -137,12 +140,12 @@ class Rerun:
             say(f"  differs: {line}")
 
     def _train(self, config: dict[str, Any]) -> str | None:
-        """Train by the adapted config, or check it if the run is dry.
+        """Train with the adapted config; with `--dry`, only check it.
 
         Returns:
-            The ID of the new run; None if the run is dry.
+            The ID of the new run, or None with `--dry`.
         """
-        from pipeline.run import run  # takes seconds
+        from pipeline.run import run  # imported late, since the import takes seconds
 
         new_run_ids: list[str] = []
 
@@ -173,7 +176,7 @@ class Rerun:
         return new_run_ids[0]
 
     def _check_composed(self, config: DictConfig) -> None:
-        """Check the config again, since links of the record are resolved now."""
+        """Check the composed config, in which the recorded links are now resolved."""
         with hydra_errors.as_config_error():
             check_config(plain(config), self.gate, imports=False)
         micro_batch_size = config.accumulation.micro_batch_size
@@ -184,7 +187,7 @@ class Rerun:
     def _check_without_running(
         self, config: DictConfig, overrides: Sequence[str]
     ) -> None:
-        """Check everything that training would check first, and load the data."""
+        """Make the checks that precede training, including those of the data."""
         spec = resolve(config, overrides)
         fork.find_fork(spec, self.gate.run_dir)
         with imports.without_chatter():
@@ -200,7 +203,7 @@ class Rerun:
         """Reject data other than the recorded data, unless an override changes them.
 
         Args:
-            now: the record of the data that are here.
+            now: the record of the current data.
 
         Raises:
             ConfigError: the data differ, or the recorded run has no points.
@@ -254,7 +257,7 @@ class Rerun:
         return DIFFERENT
 
     def _link_to(self, new_run_id: str) -> None:
-        """Add the new run to those that the recorded run names as its reruns."""
+        """Add the new run to the tag `rerun.by` of the recorded run."""
         client = self.store.client()
         run_id = self.recorded.run_id
         try:
@@ -265,18 +268,18 @@ class Rerun:
                 reruns = new_run_id
             client.set_tag(run_id, "rerun.by", reruns)
         except Exception as error:
-            # The verdict holds, even if the recorded run is read-only.
+            # Do not fail: the verdict is valid even if the recorded run is read-only.
             say(f"run {run_id} has no link to its rerun: {first_line(error)}")
 
 
 def _gate(request: Request, own_config: DictConfig) -> Gate:
-    """Return what the recorded config may reach; only the user decides that."""
+    """Return the permissions of the recorded config, as the user defines them."""
     own_data_dir = OmegaConf.select(own_config, "dataset.data_dir")
     data_dir = request.values.get("dataset.data_dir", own_data_dir)
     data_folder = None
     if data_dir is not None:
         data_folder = Path(str(data_dir)).absolute()
-    # Everything in a group that the user chose is the user's own.
+    # Trust all values in a config group whose option the user selects.
     groups: dict[str, str | None] = dict.fromkeys(request.groups)
     return Gate(
         run_dir=request.run_dir,
@@ -290,13 +293,13 @@ def _gate(request: Request, own_config: DictConfig) -> Gate:
 
 
 def _changes_data(key: str) -> bool:
-    """Return whether an override of a key or a group changes which data are used."""
+    """Return whether an override of `key` may change the data that are used."""
     in_group = f"{key}.".startswith("dataset.")
     return in_group and not key_kinds.facts_of(key).same_data
 
 
 def _is_in_tf32(new: Any) -> bool:
-    """Return whether a run of this process computed float32 in TF32."""
+    """Return whether a run in this process computed float32 in TF32."""
     is_float32 = new.data.params.get("hardware.precision") == "float32"
     return is_float32 and nvidia.computes_in_tf32()
 
@@ -337,7 +340,7 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
 
 
 def _worst(statuses: list[int]) -> int:
-    """Return the exit status of a sweep: a failure counts more than a difference."""
+    """Return the exit status of a sweep: the highest failure, else `DIFFERENT` or 0."""
     failures = [status for status in statuses if status not in (0, DIFFERENT)]
     if failures:
         return max(failures)

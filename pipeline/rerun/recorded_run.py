@@ -1,6 +1,6 @@
 """The record of a run, fetched from a store.
 
-It is untrusted input: nothing in it is used before it is checked.
+The record is untrusted input: its content is checked before it is used.
 """
 
 import re
@@ -17,7 +17,7 @@ from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
 
-# The files of a record, and what each must hold.
+# The files of a record, with the required types of their values.
 _FORMS = {
     "config.yaml": {
         "dataset?": dict,
@@ -34,11 +34,12 @@ _FORMS = {
     "dataset.json": provenance.DATASET,
     "links.json": {str: str},
 }
-# No link may refer to these: the store's URI may hold a password.
+# Groups to which links must not refer: for example, the store's URI may hold a
+# password.
 _NOT_LINKED = {"hydra", *key_kinds.groups_apart()}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-LARGEST = 16 * 2**20  # bytes of one file of a record
-_LONGEST_VERSION = 40  # characters
+LARGEST = 16 * 2**20  # maximum size of one file of a record, in bytes
+_LONGEST_VERSION = 40  # maximum characters of a version in an error
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class RecordedRun:
     """The record of a run.
 
     Attributes:
-        run: the run of MLflow.
-        config: the resolved config as it was written, of any schema.
-        environment: what `provenance.environment` returned; empty if none is recorded.
-        dataset: what `provenance.dataset` returned; empty if none is recorded.
-        links: the links between keys of the config before it was resolved, by the
-            dotted name of the key that had the link.
+        run: the run in MLflow.
+        config: the resolved config as it was recorded, in any schema version.
+        environment: the result of `provenance.environment`; empty if not recorded.
+        dataset: the result of `provenance.dataset`; empty if not recorded.
+        links: the interpolations in the config before it was resolved, by the dotted
+            name of the key.
     """
 
     run: Any
@@ -71,12 +72,12 @@ class RecordedRun:
 
     @property
     def data_dir(self) -> str | None:
-        """Return where the recorded run kept its data; None if it is not known."""
+        """Return the data directory of the recorded run, or None if it is not known."""
         return _text_or_none(self._group("dataset").get("data_dir"))
 
     @property
     def experiment(self) -> str | None:
-        """Return the experiment of the recorded run; None if it is not known."""
+        """Return the experiment of the recorded run, or None if it is not known."""
         return _text_or_none(self._group("tracking").get("experiment"))
 
     def is_in_tf32(self) -> bool:
@@ -101,11 +102,11 @@ class RecordedRun:
         try:
             tag = str(self.run.data.tags.get("config.hash"))
             return provenance.has_hash(self.config, self.run_dir, tag)
-        except TypeError:  # JSON does not allow its keys; the gate rejects them
+        except TypeError:  # a key is not valid in JSON; the gate rejects it later
             return False
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
-        """Return the config with current names, and in another run directory."""
+        """Return the config with current key names, moved to another run directory."""
         old_dir = self.run_dir.rstrip("/")
 
         def move(text: str) -> str:
@@ -116,10 +117,10 @@ class RecordedRun:
         return former_names.migrated(plain.mapped(self.config, move))
 
     def check_schema(self) -> None:
-        """Reject a record of an unknown schema, and print the version of an older one.
+        """Reject a record of an unknown schema; print a message for an older schema.
 
-        From 0 to 2 nothing has to change, since the defaults of new keys do what older
-        code did. From 2 to 3 two keys were renamed, see `former_names`.
+        Schemas 0 to 2 need no conversion, since the defaults of new keys keep the
+        earlier behavior. In schema 3, two keys were renamed, see `former_names`.
         """
         version = self.config.get("schema", 0)
         if type(version) is not int or not 0 <= version <= schema.SCHEMA:
@@ -131,7 +132,7 @@ class RecordedRun:
             f"the record of {self.run_id} is of schema {version}: "
             f"brought to schema {schema.SCHEMA}"
         )
-        # Before 2, only the last validation used the averaged weights.
+        # Before schema 2, only the last validation used the averaged weights.
         if version < 2 and self._group("optimizer").get("use_ema"):
             say(
                 "  differs: val/…: all are of the averaged weights now, "
@@ -145,14 +146,14 @@ class RecordedRun:
             f"must have a record of schema 0 to {schema.SCHEMA}; the version that made "
             f"it, {made_by}, runs it: pipeline rerun {self.run_id}"
         )
-        # Anything but a small number may be long.
+        # Show only a small integer, since any other value may be long.
         received: object = type(version).__name__
         if type(version) is int and abs(version) < 10**9:
             received = version
         return ConfigError("RUN_ID", rule, received)
 
     def _group(self, name: str) -> dict[str, Any]:
-        """Return a group of the config; it is empty if the record lacks it."""
+        """Return a group of the config, or an empty dict if the record lacks it."""
         return self.config.get(name) or {}
 
 
@@ -196,13 +197,13 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
 def relinked(
     config: dict[str, Any], links: Mapping[str, str], changed: Collection[str]
 ) -> dict[str, Any]:
-    """Return a config in which values that follow changed keys are links again.
+    """Return a config in which values that depend on changed keys are links again.
 
-    Without this, an override of the learning rate would not reach the schedule. A link
-    that refers to anything but keys is ignored.
+    For example, an override of the learning rate then also changes the schedule. A link
+    that contains anything other than references to keys is ignored.
 
     Args:
-        config: the config: plain, resolved and checked.
+        config: the plain, resolved and checked config.
         links: the recorded links, by the dotted name of the key that had the link.
         changed: the keys that overrides set.
     """
@@ -238,7 +239,7 @@ def _references(
 ) -> dict[str, list[str]]:
     """Return the keys that each link refers to, by the key that has the link.
 
-    Links that are not trusted, and those that an override replaces, are left out.
+    Untrusted links, and links that an override replaces, are left out.
     """
     references = {}
     for key, link in links.items():
@@ -287,7 +288,7 @@ def _download(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
     contents = {}
     with tempfile.TemporaryDirectory() as folder:
         for artifact in client.list_artifacts(run_id):
-            # A folder has no size that could be checked before it is downloaded.
+            # Skip folders: their size cannot be checked before the download.
             if artifact.path not in _FORMS or artifact.is_dir:
                 continue
             if (artifact.file_size or 0) > LARGEST:

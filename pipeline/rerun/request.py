@@ -20,10 +20,10 @@ _APPLIED_BEFORE = ("hydra.run.dir", "tracking", "dataset.data_dir")
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for.
+    """The parsed command line of `pipeline rerun`.
 
     Attributes:
-        run_id: the run in the store, or the start of its ID.
+        run_id: the run's ID, or the beginning of the ID.
         dry: whether to only show the plan and the differences.
         sweep: whether `run_id` is a sweep, all of whose jobs are rerun.
         allow: dotted names and places that the user trusts.
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def changes(self) -> list[str]:
-        """Return the overrides that change what runs, not where."""
+        """Return the overrides that change what the run computes, not where it runs."""
         changes = []
         for override in self.overrides:
             key = override.lstrip("+~").partition("=")[0]
@@ -69,7 +69,7 @@ class Request:
 
     @cached_property
     def parsed_overrides(self) -> list[Override]:
-        """Return the overrides as Hydra reads them.
+        """Return the overrides as parsed by Hydra.
 
         Raises:
             ConfigError: an override does not follow Hydra's grammar.
@@ -87,7 +87,7 @@ class Request:
 
     @cached_property
     def groups(self) -> set[str]:
-        """Return the groups of which an option is chosen, as by `optimizer=lion`."""
+        """Return the config groups whose option is selected, as in `optimizer=lion`."""
         groups = hydra_errors.groups(self._folders)
         return {group for group in groups if isinstance(self.values.get(group), str)}
 
@@ -103,7 +103,7 @@ class Request:
     def run_dir(self) -> Path:
         """Return the run directory of the rerun.
 
-        For a sweep it is the folder in which each job gets its own.
+        For a sweep, each job gets its own folder in this directory.
 
         Raises:
             ConfigError: `hydra.run.dir` is overridden, and does not name a plain
@@ -117,10 +117,10 @@ class Request:
         return Path(folder).absolute()
 
     def overrides_of_record(self) -> list[str]:
-        """Return the overrides in the form in which they compose with the record.
+        """Return the overrides in a form that Hydra can apply to the recorded config.
 
-        The record has no defaults list that could have a group, and it lacks the keys
-        that the overrides replace, so both are added.
+        Selected groups get the prefix `+`, since the record has no defaults list.
+        Replaced values get the prefix `++`, since they were removed from the record.
         """
         overrides = []
         for text, override in zip(self.overrides, self.parsed_overrides, strict=True):
@@ -139,12 +139,12 @@ class Request:
 
     @property
     def _folders(self) -> list[str]:
-        """Return the folders with config groups, the package's first."""
+        """Return the folders with config groups: the package's, then the user's own."""
         return [compose.directory(), *self.own_folders]
 
 
 def parse_command_line(arguments: Sequence[str], description: str | None) -> Request:
-    """Return what the arguments of `pipeline rerun` ask for.
+    """Parse the arguments of `pipeline rerun`.
 
     Args:
         arguments: the command line, without the verb.

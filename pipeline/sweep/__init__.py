@@ -1,8 +1,8 @@
-"""Sweeps: one parent run in MLflow with a child run for each job, here or on Slurm.
+"""Sweeps: a parent run in MLflow with a child run per job, run locally or on Slurm.
 
-In: the jobs of a Hydra multirun. Out: the parent run with its page in MLflow's UI, and
-the jobs that have not finished. Slurm's own options are `hydra.launcher.*`, and need no
-code here.
+Input: the jobs of a Hydra multirun. Output: the parent run with its page in MLflow's
+UI, and a run for each job that has not finished before. Slurm options are set as
+`hydra.launcher.*` and passed to submitit.
 """
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""`pipeline sweep NAME --again SWEEP`: the recorded overrides for missing jobs.
+"""`pipeline sweep NAME --again SWEEP`: reuses the recorded overrides of a sweep.
 
-They come from a tracking store, so the user has to repeat each one that could name
-code, a folder or a host.
+The overrides come from a tracking store and are not trusted. The user has to repeat
+each override that could name code, a folder or a host on the command line.
 """
 
 import itertools
@@ -21,8 +21,8 @@ from pipeline.config import former_names, key_kinds, plain, trust_entries
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
-# Where one call of the command reads and writes, and what it opens. These keys are not
-# part of the sweep.
+# Keys that are not recorded with a sweep: they say where one call of the command reads
+# and writes, or which ports it opens.
 _LOCATIONS = (
     "tracking",
     *key_kinds.keys_where(lambda facts: facts.of_one_call),
@@ -48,7 +48,8 @@ _LAUNCHER_KEYS = (
 _HYDRA_KEYS = re.compile(
     rf"hydra\.(sweeper\.({_SWEEPER_KEYS})|launcher\.({_LAUNCHER_KEYS}))"
 )
-# Parameters of other launchers: the sweep may have run on another one before.
+# By launcher, a pattern of the launcher parameters that it lacks. They are dropped,
+# since the recorded sweep may have used another launcher.
 _FOREIGN_PARAMETERS = {
     **dict.fromkeys(_LOCAL, r"hydra\.launcher\.(?!timeout_min=)"),
     "basic": r"hydra\.launcher\.",
@@ -57,7 +58,7 @@ _PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # safe in a line of a batch script
 _SWEPT = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
 _DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")
-_MAX_VALUES = 10_000  # the most that one override may be swept over
+_MAX_VALUES = 10_000  # maximum number of values of one swept override
 
 _OWN_CONFIG = "must be of your own config, not of one from a tracking store"
 
@@ -65,7 +66,7 @@ _OWN_CONFIG = "must be of your own config, not of one from a tracking store"
 def recordable(overrides: Iterable[str]) -> list[str]:
     """Return the overrides that define a sweep, with secrets masked.
 
-    They are those of the command line that do not say where it reads and writes.
+    Overrides that only say where the command reads and writes are left out.
     """
     return [mask(text) for text in overrides if _key(text) not in _LOCATIONS]
 
@@ -73,11 +74,15 @@ def recordable(overrides: Iterable[str]) -> list[str]:
 def trusted_overrides(
     tags: Mapping[str, str], command_line: Sequence[str], own: DictConfig
 ) -> list[str]:
-    """Return the recorded overrides of a sweep that are used again.
+    """Return the recorded overrides to apply again, after checking that they are safe.
+
+    Overrides that the command line repeats, and parameters that the chosen launcher
+    lacks, are left out.
 
     Args:
         tags: the tags of the sweep's parent run.
-        command_line: the user's overrides; one that is recorded, too, is trusted.
+        command_line: the user's overrides. A recorded override that is repeated here is
+            trusted.
         own: the user's config.
 
     Raises:
@@ -106,9 +111,9 @@ def trusted_overrides(
 def _recorded_overrides(
     tags: Mapping[str, str], command_line: Sequence[str]
 ) -> list[str]:
-    """Return the recorded overrides that are not on the command line again."""
+    """Return the recorded overrides that the command line does not repeat."""
     repeated = {mask(text) for text in command_line}
-    # Older records hold `tracking=server`; this call says where the store is.
+    # Drop `tracking=…` from older records: the current command line selects the store.
     recorded = []
     for text in listed(tags, "sweep.overrides"):
         if mask(text) not in repeated and _key(text) != "tracking":
@@ -119,7 +124,7 @@ def _recorded_overrides(
 def _without_foreign_parameters(
     recorded: Sequence[str], command_line: Sequence[str]
 ) -> list[str]:
-    """Return the overrides without parameters that the chosen launcher lacks."""
+    """Return `recorded` without parameters that the chosen launcher lacks."""
     launcher = ""
     for text in (*recorded, *command_line):
         if _key(text) == "hydra/launcher":
@@ -132,7 +137,7 @@ def _without_foreign_parameters(
 
 
 def _values_by_section(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what the overrides set, nested as in a config."""
+    """Return the values that the overrides set, nested as in a config."""
     values: dict[str, Any] = {}
     for text in overrides:
         for key, value in _values(text):
@@ -141,9 +146,15 @@ def _values_by_section(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield each key that an override sets with its value, or a list if it is swept.
+    """Check an override, and yield the config key that it sets with its value.
 
-    Hydra's own keys are checked here, and not yielded.
+    The value of a swept key is the list of its alternatives. For an override of
+    `hydra.sweeper.params.KEY`, KEY is yielded. Overrides of other keys of Hydra, and
+    overrides that delete a key, are checked but yield nothing.
+
+    Raises:
+        ConfigError: the override is malformed, holds a masked secret, or sets a key
+            that must not come from a store.
     """
     try:
         override = OverridesParser.create().parse_override(text)
@@ -185,18 +196,19 @@ def _check_hydra_value(key: str, value: str) -> None:
 
 
 def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
-    """Reject values that may reach a file or a host.
+    """Reject values that could make a job access a file or a host.
 
-    They pass the gate, but may do so together with the user's own config.
+    The gate accepts these values by themselves. In combination with the user's own
+    config, they could open ports, start a download or write a file.
     """
     for key, value in leaves.items():
         if key in _LOCATIONS:
             raise ConfigError(key, _OWN_CONFIG, text)
-        if key == "hardware":  # a group of the user's own may open ports, too
+        if key == "hardware":  # the user's own `hardware` groups may open ports
             raise ConfigError(key, "may open ports of this machine", text)
         if key in _DOWNLOADING or "from_tfds" in str(value):
             raise ConfigError(key, "may start a download", text)
-        # The gate checks the arguments of a `_target_`.
+        # Skip the arguments of a `_target_`: the gate checks them.
         is_argument = f"{key.rpartition('.')[0]}._target_" in leaves
         if key.startswith("training.callbacks") and not is_argument:
             if _has_text(value):
@@ -210,16 +222,16 @@ def _has_text(value: Any) -> bool:
 
 
 def _alternatives(override: Override) -> list[Any]:
-    """Return the values that an override may have."""
+    """Return all values that an override may set; `[None]` for an interval."""
     if not override.is_sweep_override():
         return [override.value()]
     if override.is_interval_sweep():
-        return [None]  # a number between two others
+        return [None]  # any number in the interval, which needs no check
 
     value = override.value()
     swept: Iterable[Any]
     if isinstance(value, RangeSweep):
-        # Hydra's own iterator lists all of a range before it shuffles it.
+        # Do not use Hydra's iterator: to shuffle a range, it first lists all values.
         swept = value.range()
     else:
         swept = override.sweep_iterator(transformer=Transformer.encode)
@@ -233,10 +245,10 @@ def _alternatives(override: Override) -> list[Any]:
 
 
 def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set the value at a path of keys.
+    """Set the value at a path of keys in nested dicts.
 
-    Where a config group is chosen and one of its keys is set, the choice is at
-    `choice`.
+    If a config group is selected and one of its keys is also set, the selected option
+    is stored under the key `choice` of the group's dict.
     """
     *parents, last = path
     for part in parents:

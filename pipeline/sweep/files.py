@@ -1,6 +1,6 @@
-"""Sweep files, in `sweeps/` of the working directory and of the package.
+"""Finds sweep files in `sweeps/` of the working directory and of the package.
 
-Each asks one question.
+The header of each sweep file states the question that the sweep answers.
 """
 
 import re
@@ -10,7 +10,7 @@ from pipeline.config.compose import directory
 
 
 def sweep_files() -> dict[str, Path]:
-    """Return the sweep files by name.
+    """Return the paths of the sweep files by name, without the ending.
 
     A file of the working directory replaces the package's file of the same name.
     """
@@ -22,7 +22,7 @@ def sweep_files() -> dict[str, Path]:
 
 
 def question(name: str) -> str:
-    """Return the question in the header of a sweep file; empty if there is none."""
+    """Return the question in the header of a sweep file, or "" if there is none."""
     file = sweep_files().get(name)
     if file is None:
         return ""

@@ -1,14 +1,14 @@
-"""What sweeps use of `multiprocessing` and `atexit` beyond their documentation.
+"""Undocumented parts of `multiprocessing` and `atexit` that sweeps rely on.
 
-It was read in Python 3.11 to 3.13.
+They were checked in the source of Python 3.11 to 3.13.
 
-ensure_running  of `multiprocessing.forkserver`: starts the server, which imports what
-                is to be preloaded, before the first process is forked from it
-255             `exitcode` of a process whose forkserver has died, as that one alone
-                could learn its status; the process may still run
-cmdline         of the server: it names the module `multiprocessing.forkserver`
-_run_exitfuncs  of `atexit`: a forked process ends by `os._exit`, which does not call
-                what is registered
+ensure_running  in `multiprocessing.forkserver`: starts the server. The server imports
+                the preloaded modules before it forks the first process.
+255             the `exitcode` of a process whose forkserver has died. Only the
+                forkserver could read the exit status; the process may still run.
+cmdline         the command line of the server names `multiprocessing.forkserver`.
+_run_exitfuncs  in `atexit`: calls the registered functions. A forked process ends with
+                `os._exit`, which does not call them.
 """
 
 import atexit
@@ -22,7 +22,7 @@ LOST = 255
 
 
 def start(module: str) -> None:
-    """Start the forkserver, which imports `module` while this process goes on."""
+    """Start the forkserver, which imports `module` in the background."""
     multiprocessing.set_forkserver_preload([module])
     forkserver.ensure_running()
 

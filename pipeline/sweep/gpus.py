@@ -13,14 +13,18 @@ DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio")
 def slots(
     hardware: Sequence[schema.HardwareConfig], at_once: int | None
 ) -> list[list[str]]:
-    """Return the GPUs of each job that runs at once.
+    """Return the GPUs of each concurrent job.
 
     Args:
         hardware: the `hardware` group of each job.
-        at_once: jobs at once; by default as many as the GPUs allow, one without GPUs.
+        at_once: maximum number of concurrent jobs. If None, as many as the GPUs allow,
+            or one job without GPUs.
 
     Returns:
-        A list of GPUs for each job at once, empty if jobs run on the CPU.
+        One list of GPUs per concurrent job. The lists are empty if jobs run on the CPU.
+
+    Raises:
+        ConfigError: a job sets `hardware.gpu`, or needs more GPUs than there are.
     """
     for job in hardware:
         if job.gpu is not None:
@@ -46,8 +50,8 @@ def slots(
 
 
 def per_job(hardware: Sequence[schema.HardwareConfig]) -> int:
-    """Return the largest number of GPUs that a job needs, 0 if all run on the CPU."""
-    # On a cluster, each worker has GPUs of its own.
+    """Return the largest number of GPUs that a job needs; 0 if all run on the CPU."""
+    # On a cluster, workers run on other machines and need no GPUs of this one.
     workers_are_here = not cluster.is_named(os.environ)
     largest = 0
     for job in hardware:
@@ -61,10 +65,16 @@ def per_job(hardware: Sequence[schema.HardwareConfig]) -> int:
 
 
 def _usable_gpus(hardware: Sequence[schema.HardwareConfig], size: int) -> list[str]:
-    """Return the GPUs that TensorFlow lists, none if a job needs none.
+    """Return the visible GPUs that TensorFlow can use; none if `size` is 0.
+
+    If there are GPUs but TensorFlow can use none of them, print the reason.
+
+    Args:
+        hardware: the `hardware` group of each job.
+        size: number of GPUs per job.
 
     Raises:
-        ConfigError: a job requires a GPU, and there is none that can be used.
+        ConfigError: a job requires a GPU, but none can be used.
     """
     required = any(job.device.name == "gpu" for job in hardware)
     gpus = []

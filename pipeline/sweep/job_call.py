@@ -1,4 +1,4 @@
-"""A job of a sweep as a picklable call: this process or another one runs it."""
+"""A job of a sweep as a picklable callable, to be run in this or another process."""
 
 import contextlib
 import io
@@ -15,19 +15,20 @@ from omegaconf import DictConfig, open_dict
 from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, first_line
 
-WORST = math.inf  # loss of a job that returned none, for a sweeper that searches
+WORST = math.inf  # the loss that a sweeper gets for a job that returned none
 FINISHED = "finished"
 FAILED = "failed"
-REJECTED = "rejected"  # for its config, before it trained
+REJECTED = "rejected"  # its config was invalid; the job did not train
 
 
 @dataclass(frozen=True)
 class Ending:
     """How a job ended."""
 
-    how: str  # one of these, or what ended it, such as `killed by SIGKILL`
+    # FINISHED, FAILED or REJECTED, or the cause, such as `killed by SIGKILL`.
+    how: str
     loss: float = WORST
-    reason: str = ""  # one line; empty if it finished
+    reason: str = ""  # one line; empty if the job finished
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class JobCall:
     singletons: Any  # Hydra's global state
 
     def __call__(self) -> Ending:
-        sys.argv = ["pipeline", *self.overrides]  # the run records how it was started
+        sys.argv = ["pipeline", *self.overrides]  # recorded as the command of the run
         Singleton.set_state(self.singletons)
         setup_globals()
         config = self.hydra_context.config_loader.load_sweep_config(
@@ -60,7 +61,8 @@ class JobCall:
             self.hydra_context,
         )
         try:
-            # The ending has what Hydra prints when the result of a failed job is read.
+            # Reading the result of a failed job makes Hydra print the error. Suppress
+            # that output: the returned `Ending` holds the reason.
             with contextlib.redirect_stderr(io.StringIO()):
                 loss = float(returned.return_value)
         except ConfigError as error:
@@ -73,7 +75,10 @@ class JobCall:
 def killed(how: str, printed: str) -> Ending:
     """Return the ending of a job that was killed.
 
-    Its reason is `how` and the last line that the job printed.
+    Args:
+        how: what killed the job.
+        printed: the output of the job. The reason of the ending is `how`, followed by
+            the last non-empty line of the output.
     """
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     reason = how
@@ -85,10 +90,11 @@ def killed(how: str, printed: str) -> Ending:
 def importing_only_this_package(
     **variables: str,
 ) -> contextlib.AbstractContextManager[None]:
-    """Set `variables`, and those that let a new Python process import this package.
+    """Set environment variables with which a new Python process imports this package.
 
-    Until it is a job, that process imports nothing from the user's folder, where a file
-    may have the name of a library, such as `random.py`.
+    PYTHONSAFEPATH keeps the process from importing modules of the working directory,
+    where a file such as `random.py` could hide a library. `variables` are set, too. The
+    previous values are restored at the end of the `with` block.
     """
     return imports.variables_set(
         PYTHONSAFEPATH="1", PYTHONPATH=imports.path_of_processes(), **variables

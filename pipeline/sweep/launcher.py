@@ -1,6 +1,6 @@
-"""Hydra launchers that plan a batch of jobs and run as many at once as there are slots.
+"""Hydra launchers that plan a batch of jobs and run one job per slot at a time.
 
-They note how each job ended.
+They record how each job ended. `SweepLauncher` is the base class.
 """
 
 import signal
@@ -40,14 +40,14 @@ from pipeline.sweep.job_call import (
 
 # Hydra's sweeper that runs all combinations of the swept values.
 _GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-# Seconds that an interrupted job has to close its run, besides its patience with the
-# store.
+# Seconds that an interrupted job has to close its run, in addition to
+# `tracking.patience`.
 GRACE = 60.0
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The jobs of a batch, before any has started."""
+    """The planned jobs of a batch."""
 
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
     varied: list[str]  # config keys in which the jobs differ
@@ -60,20 +60,24 @@ class Slot:
 
     gpus: list[str]
     name: str = ""
-    # It has `start()` and `ending()`, which returns None while the job runs.
+    # The current job, with the methods `start()` and `ending()`. `ending()` returns
+    # None while the job runs.
     job: Any = None
-    started_at: float = 0.0  # in seconds of the monotonic clock
+    started_at: float = 0.0  # when the job started, by `time.monotonic`, in seconds
 
 
 class SweepLauncher(Launcher):
-    """Plans the jobs of a batch, then runs those that have not finished."""
+    """Plans the jobs of a batch, then runs those that have not finished.
 
-    config: Any  # Hydra sets this and the next two
+    Subclasses override `_slots`, `_job`, `_wait` and `_ask_to_end`.
+    """
+
+    config: Any  # `setup` sets `config`, `hydra_context` and `task_function`
     hydra_context: HydraContext
     task_function: TaskFunction
-    sweep: parent_run.ParentRun  # from the first batch on
+    sweep: parent_run.ParentRun  # set when the first batch is launched
     interval = 0.1  # seconds between two polls of the jobs
-    _trained_before = False  # whether an earlier call or batch has trained a job
+    _trained_before = False  # whether an earlier command or batch has started a run
 
     def setup(
         self,
@@ -82,7 +86,14 @@ class SweepLauncher(Launcher):
         task_function: TaskFunction,
         config: DictConfig,
     ) -> None:
-        """Keep what Hydra gives; let SIGTERM and SIGHUP end the sweep in order."""
+        """Store the arguments, check the size of a grid, and install signal handlers.
+
+        SIGTERM and SIGHUP raise `Terminated`, so that running jobs are interrupted and
+        close their runs.
+
+        Raises:
+            ConfigError: a grid has no jobs, or too many.
+        """
         self.config = config
         self.hydra_context = hydra_context
         self.task_function = task_function
@@ -95,7 +106,18 @@ class SweepLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run the jobs of a batch that have not finished; return the loss of each."""
+        """Run the jobs of a batch that have not finished; return the loss of each job.
+
+        The first call creates or reopens the parent run.
+
+        Args:
+            job_overrides: the overrides of each job.
+            initial_job_idx: number of the first job.
+
+        Raises:
+            ConfigError: there are no jobs, or the config of a job is invalid.
+            RunError: the first job to end was rejected because of its config.
+        """
         if not job_overrides:
             swept = [
                 override.input_line
@@ -126,7 +148,7 @@ class SweepLauncher(Launcher):
         return [completed_with(losses.get(name, WORST)) for name in plan.jobs]
 
     def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> SweepPlan:
-        """Compose and check all jobs before any starts.
+        """Compose and check the configs of all jobs before any job starts.
 
         Args:
             job_overrides: the overrides of each job.
@@ -150,14 +172,14 @@ class SweepLauncher(Launcher):
         return SweepPlan(jobs, varied, hardware)
 
     def _varied(self, values: Sequence[Mapping[str, str]]) -> list[str]:
-        """Return the keys that the sweep varies, from the values of each job by key."""
-        # A swept key is in the name even if this batch has only one value of it.
+        """Return the keys that the sweep varies, given each job's values by key."""
+        # A swept key counts even if it has the same value in all jobs of this batch.
         swept = set()
         for override in _parsed(self._task_overrides()):
             if override.is_sweep_override():
                 swept.add(_key(override))
 
-        keys: dict[str, None] = {}  # in their order, each once
+        keys: dict[str, None] = {}  # an ordered set
         for job in values:
             keys.update(dict.fromkeys(job))
         varied = []
@@ -167,7 +189,7 @@ class SweepLauncher(Launcher):
         return varied
 
     def _task_overrides(self) -> list[str]:
-        """Return the overrides of the sweep: its sweeper's, then the command line's."""
+        """Return the overrides in `hydra.sweeper.params`, then the command line's."""
         overrides = []
         params = self.config.hydra.sweeper.get("params") or {}
         for key, value in params.items():
@@ -185,7 +207,8 @@ class SweepLauncher(Launcher):
         before = HydraConfig.instance().cfg
         try:
             with open_dict(config):
-                # Configs may refer to these as `${hydra:…}`; the job has no number yet.
+                # Set placeholders, since configs may refer to these keys as
+                # `${hydra:…}` and the job has no number yet.
                 config.hydra.job.num = 0
                 config.hydra.job.id = "0"
                 output_dir = Path(config.hydra.sweep.dir).absolute() / "0"
@@ -198,8 +221,11 @@ class SweepLauncher(Launcher):
             HydraConfig.instance().cfg = before
 
     def _interrupted_run_dirs(self) -> dict[str, Path]:
-        """Return the run directories of interrupted jobs that are here, by the name."""
-        run_dirs_by_id = by_id("SWEEP")  # those below the working directory
+        """Return the run directories of interrupted jobs, by the job's name.
+
+        Only directories below the working directory are found.
+        """
+        run_dirs_by_id = by_id("SWEEP")
         run_dirs = {}
         for name, run in self.sweep.children().items():
             run_id = run.info.run_id
@@ -208,13 +234,17 @@ class SweepLauncher(Launcher):
         return run_dirs
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        """Return the GPUs of each job that runs at once."""
+        """Return one list of GPUs per concurrent job.
+
+        Overridden methods also check the launcher's requirements and prepare it for the
+        jobs.
+        """
         return [[]]
 
     def _call(
         self, name: str, overrides: Sequence[str], number: int, run_dir: Path | None
     ) -> JobCall:
-        """Return the call of a job, which resumes from the checkpoint in `run_dir`."""
+        """Return the callable of a job; it resumes the run in `run_dir`, if given."""
         overrides = [
             *overrides,
             f"tracking.sweep={hydra_quoted(self.sweep.run_id)}",
@@ -240,7 +270,10 @@ class SweepLauncher(Launcher):
         )
 
     def _run(self, calls: Mapping[str, JobCall], slots: list[Slot]) -> dict[str, float]:
-        """Run all jobs; `calls` and the returned losses are by the job's name."""
+        """Run all jobs, and return their losses. Both dicts are keyed by job name.
+
+        If an exception is raised, all running jobs are interrupted first.
+        """
         losses: dict[str, float] = {}
         waiting = deque(calls.items())
         try:
@@ -258,11 +291,13 @@ class SweepLauncher(Launcher):
         return losses
 
     def _start(self, slot: Slot, name: str, call: JobCall) -> None:
+        """Start a job in a slot. A job that cannot be started counts as failed."""
         say(f"  {name}: started")
         slot.name = name
         slot.started_at = time.monotonic()
         try:
-            # Set before the job starts, since an interruption may come at any time.
+            # Assign the job before it starts, so that `_stop` finds it if the start is
+            # interrupted.
             slot.job = self._job(call, slot.gpus)
             slot.job.start()
         except Exception as error:
@@ -281,6 +316,7 @@ class SweepLauncher(Launcher):
         return losses
 
     def _note(self, slot: Slot, ending: Ending) -> None:
+        """Record and print how the job of a slot ended, and free the slot."""
         is_first = not self.sweep.ended and not self._trained_before
         if is_first and ending.how == REJECTED:
             self.sweep.ended_by = slot.name
@@ -294,7 +330,7 @@ class SweepLauncher(Launcher):
     def _check_first_ending(self) -> None:
         """Raise a `RunError` if the first job to end was rejected for its config.
 
-        The other jobs are likely to have the same fault.
+        The configs of the other jobs probably have the same error.
         """
         name = self.sweep.ended_by
         if name:
@@ -304,7 +340,10 @@ class SweepLauncher(Launcher):
             )
 
     def _stop(self, slots: Sequence[Slot]) -> None:
-        """Interrupt all running jobs, so that each closes its run; kill late ones."""
+        """Interrupt all running jobs, so that each closes its run, and wait for them.
+
+        Jobs that still run after `GRACE` plus `tracking.patience` seconds are killed.
+        """
         deadline = time.monotonic() + GRACE + self.config.tracking.patience
         while any(slot.job for slot in slots):
             try:
@@ -316,14 +355,15 @@ class SweepLauncher(Launcher):
                 deadline = 0.0  # a second signal kills at once
 
     def _job(self, call: JobCall, gpus: list[str]) -> Any:
-        """Return the job that a `Slot` runs for a call."""
+        """Return the job, not yet started, that runs `call` on `gpus`."""
         return _InProcessJob(call)
 
     def _wait(self) -> None:
+        """Wait for `interval` seconds; a subclass may also poll the jobs' states."""
         time.sleep(self.interval)
 
     def _ask_to_end(self, running: Sequence[Any], late: bool) -> None:
-        """Ask the jobs to end, or kill them if it is `late`; called at every poll."""
+        """Ask running jobs to end, or kill them if `late`. Called at every poll."""
 
 
 @dataclass
@@ -339,15 +379,15 @@ class _InProcessJob:
 
 
 class BasicLauncher(SweepLauncher):
-    """Runs all jobs in this process, one after the other, for a debugger.
+    """Runs all jobs in this process, one after the other, for use with a debugger.
 
-    They share TensorFlow's global state.
+    The jobs share TensorFlow's global state.
     """
 
     interval = 0.0
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        # TensorFlow joins a cluster only once in a process.
+        # Reject several workers: a process can join a TensorFlow cluster only once.
         if any(job.workers != 1 for job in hardware):
             raise ConfigError(
                 "hydra/launcher", "must not be basic with several workers", "basic"
@@ -360,7 +400,7 @@ def _terminate(number: int, _frame: object) -> NoReturn:
 
 
 def completed_with(loss: float) -> JobReturn:
-    """Return `loss` as Hydra's result of a job; it is `WORST` if the job failed."""
+    """Return a completed `JobReturn` with `loss`, which is `WORST` for a failed job."""
     returned = JobReturn(status=JobStatus.COMPLETED)
     returned.return_value = loss
     return returned
@@ -383,7 +423,7 @@ def _key(override: Override) -> str:
 
 
 def _check_for_secrets(config: DictConfig) -> None:
-    """Reject a secret in a config file: Hydra and submitit write configs into files."""
+    """Reject a config with a secret: Hydra and submitit write configs to files."""
     values = OmegaConf.to_container(config, resolve=False)
     for key, value in leaves(values).items():
         if isinstance(value, str) and mask(value) != value:

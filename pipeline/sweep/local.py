@@ -1,9 +1,9 @@
-"""Runs each job in a process on this machine, forked from one that has TensorFlow.
+"""Runs each job in a process on this machine.
 
     sweep ─► forkserver of `multiprocessing`, which imports `sweep.warm` ─► jobs
 
-Importing TensorFlow takes most of the time of a small job. Without a forkserver, a job
-is a new process.
+On Linux, jobs are forked from a forkserver that has imported TensorFlow, since the
+import takes most of the time of a small job. Elsewhere each job is a new process.
 """
 
 import contextlib
@@ -51,14 +51,19 @@ class LocalLauncher(SweepLauncher):
     def __init__(self, timeout_min: int, **unknown: Any):
         self.timeout_min = timeout_min
         self._unknown = unknown
-        # Start methods of `multiprocessing`, best first. On other systems than Linux,
-        # libraries may not work in a forked process.
+        # Start methods of `multiprocessing`, in order of preference. Only Linux uses
+        # the forkserver: on other systems, libraries may not work in a forked process.
         self._methods = ["spawn"]
         if sys.platform == "linux":
             self._methods = ["forkserver", "spawn"]
 
     def setup(self, *, config: DictConfig, **context: Any) -> None:
-        """Check the launcher's own parameters."""
+        """Check the launcher's parameters, then set up the launcher.
+
+        Raises:
+            ConfigError: a parameter is unknown, or `timeout_min` is not a positive
+                integer.
+        """
         for key, value in self._unknown.items():
             raise ConfigError(
                 f"hydra.launcher.{key}",
@@ -66,7 +71,7 @@ class LocalLauncher(SweepLauncher):
                 value,
                 ["timeout_min"],
             )
-        # A bool is an int, too.
+        # `type` and not `isinstance`, since a bool is an int.
         if type(self.timeout_min) is not int or self.timeout_min < 1:
             raise ConfigError(
                 "hydra.launcher.timeout_min", "must be at least 1", self.timeout_min
@@ -74,7 +79,7 @@ class LocalLauncher(SweepLauncher):
         super().setup(config=config, **context)
 
     def launch(self, job_overrides: Any, initial_job_idx: int) -> Any:
-        """Run the jobs; if that is interrupted, leave no forkserver behind."""
+        """Run the jobs. If an exception is raised, kill the forkserver."""
         try:
             return super().launch(job_overrides, initial_job_idx)
         except BaseException:
@@ -82,9 +87,11 @@ class LocalLauncher(SweepLauncher):
             raise
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
+        """Return the GPUs of each concurrent job, and start the forkserver."""
         slots = gpus_of_machine.slots(hardware, self.config.hardware.parallel_jobs)
         if "forkserver" in self._methods:
-            # It imports TensorFlow while this process imports MLflow.
+            # Start it now, so that it imports TensorFlow while this process imports
+            # MLflow.
             with importing_only_this_package():
                 forkserver_internals.start("pipeline.sweep.warm")
         return slots
@@ -105,9 +112,9 @@ class LocalLauncher(SweepLauncher):
 
 
 def _sets_variables(call: JobCall) -> bool:
-    """Return whether the job sets environment variables.
+    """Return whether the job sets environment variables with `hydra.job.env_set`.
 
-    TensorFlow reads some of them when it is imported, so such a job is not forked.
+    Such a job is not forked, since TensorFlow reads some variables when it is imported.
     """
     for override in call.overrides:
         if override.lstrip("+").startswith("hydra.job.env_set"):
@@ -117,12 +124,12 @@ def _sets_variables(call: JobCall) -> bool:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What a job's process takes over before it gets its job."""
+    """Settings that a job's process applies before it receives its job."""
 
-    log: Path  # standard output and standard error go there
-    variables: dict[str, str]  # the environment
-    shares_gpus: bool
-    start_method: str | None  # of processes that the job starts
+    log: Path  # the file for standard output and standard error
+    variables: dict[str, str]  # the environment variables
+    shares_gpus: bool  # whether other jobs may use the same GPUs
+    start_method: str | None  # `multiprocessing` start method for the job's processes
 
 
 class LocalJob:
@@ -133,11 +140,12 @@ class LocalJob:
         gpus: the GPUs that it uses.
         log: the file for its output.
         limit: time limit in minutes.
-        methods: start methods, best first; one that fails is removed from the list.
-        patience: seconds that its run waits for the store when it is interrupted.
+        methods: start methods in order of preference. A method that fails is removed
+            from this list.
+        patience: seconds that an interrupted job may wait for the store.
     """
 
-    shared = False  # whether other jobs may use its GPUs, too
+    shared = False  # whether other jobs may use the same GPUs
 
     def __init__(
         self,
@@ -148,7 +156,7 @@ class LocalJob:
         methods: list[str],
         patience: float = 0,
     ):
-        self.deadline = float("inf")  # in seconds of the monotonic clock
+        self.deadline = float("inf")  # by `time.monotonic`, in seconds
         self._call = call
         self._gpus = gpus
         self._log = log
@@ -164,20 +172,21 @@ class LocalJob:
 
     @property
     def _pid(self) -> int | None:
-        """Return the ID of the process, None before it has started."""
+        """Return the ID of the process, or None if it has not started."""
         return getattr(self._process, "pid", None)
 
     def start(self) -> None:
-        """Start the process, then send it the job.
+        """Start the process, then send the job to the process.
 
-        If this is interrupted in between, the process ends by itself.
+        If the call is interrupted before the job is sent, the pipe is closed and the
+        process ends by itself.
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._start_process()
             self.deadline = time.monotonic() + 60 * self._limit
             self._pipe_of_job.close()
-            # A process that has died already is found by `ending`.
+            # Ignore a process that has already died: `ending` detects it.
             with contextlib.suppress(OSError):
                 self._pipe.send_bytes(cloudpickle.dumps(self._call))
         except BaseException:
@@ -187,7 +196,8 @@ class LocalJob:
     def _start_process(self) -> None:
         surroundings = _Surroundings(
             log=self._log,
-            # Set before TensorFlow looks for GPUs.
+            # The job's process sets CUDA_VISIBLE_DEVICES before TensorFlow looks for
+            # GPUs.
             variables={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)},
             shares_gpus=self.shared,
             start_method=multiprocessing.get_start_method(allow_none=True),
@@ -202,16 +212,17 @@ class LocalJob:
             with importing_only_this_package():
                 self._process.start()
         except (EOFError, OSError):
-            # The forkserver could not import everything, or it may not be forked.
+            # Try the next start method if the forkserver could not import everything or
+            # cannot fork.
             if len(self._methods) == 1:
                 raise
             del self._methods[0]
             self._start_process()
 
     def ending(self) -> Ending | None:
-        """Return how the job ended.
+        """Return how the job ended, or None while its process runs and uses its GPUs.
 
-        Return None until its process has ended, and has thus released its GPUs.
+        A job that exceeds its time limit is asked to end, and later killed.
         """
         self._receive()
         if self._pid is None:
@@ -235,7 +246,7 @@ class LocalJob:
         return killed(self._how_it_ended(status), printed)
 
     def end(self, late: bool) -> None:
-        """Ask the job to end, once; kill it if it is `late`."""
+        """Send SIGTERM at the first call, or SIGKILL if `late`."""
         pid = self._pid
         if pid is None:
             return
@@ -250,7 +261,7 @@ class LocalJob:
             os.kill(pid, number)
 
     def _receive(self) -> None:
-        """Read what the job has sent; close the pipe if the job has closed it."""
+        """Read the ending if the job has sent it. Close the pipe if the job has."""
         try:
             while not self._pipe.closed and self._pipe.poll():
                 self._ending = self._pipe.recv()
@@ -258,19 +269,20 @@ class LocalJob:
             self._pipe.close()
 
     def _how_it_ended(self, status: int) -> str:
+        """Return how a process with this exit status ended, for an `Ending`."""
         if self._is_overdue:
             return f"killed at its time limit of {self._limit} min"
         if status < 0:
             number = -status
         else:
-            number = status - 128  # as a shell says it
+            number = status - 128  # the shell's convention for a signal
         if number in _SIGNALS:
             return f"killed by {signal.Signals(number).name}"
         return f"ended with status {status}"
 
 
 def _main(sweep: connection.Connection, surroundings: _Surroundings) -> None:
-    """Run the job that `sweep` sends, and send back how it ended."""
+    """Run the job that is received from `sweep`, and send back its `Ending`."""
     _settle_in(surroundings)
     try:
         call = sweep.recv_bytes()
@@ -295,7 +307,11 @@ def _main(sweep: connection.Connection, surroundings: _Surroundings) -> None:
 
 
 def _settle_in(surroundings: _Surroundings) -> None:
-    """Give this process the session, the environment and the output of a job."""
+    """Prepare this process for its job.
+
+    Start a new session, replace the environment variables, redirect standard output and
+    standard error to the log, and set the start method of `multiprocessing`.
+    """
     os.setsid()
     os.environ.clear()
     os.environ.update(surroundings.variables)
@@ -307,9 +323,9 @@ def _settle_in(surroundings: _Surroundings) -> None:
 
 
 def _end_with(sweep: connection.Connection) -> None:
-    """End this job, like SIGTERM, when the sweep's process is gone.
+    """Send SIGTERM to this process when the sweep's process has ended.
 
-    That process alone has the other end of the pipe.
+    Only the sweep's process holds the other end of the pipe, which closes with it.
     """
     with contextlib.suppress(OSError):
         sweep.poll(None)

@@ -1,8 +1,8 @@
-"""A sweep in MLflow's UI: its parent run's description, and a view that compares jobs.
+"""A sweep in MLflow's UI: the parent run's description, and a view that compares jobs.
 
-A saved view is a tag of the experiment in a private format of MLflow's UI. The keys
-below are those of MLflow 3.17.2; it uses defaults for missing ones. With a version that
-is not in `TRIED`, the link opens the experiment's plain page.
+A saved view is stored as a tag of the experiment, in a private format of MLflow's UI.
+The keys below are the keys of MLflow 3.17.2; MLflow uses defaults for missing keys.
+With a version that is not in `TRIED`, the link opens the experiment's plain page.
 """
 
 import base64
@@ -21,20 +21,23 @@ from pipeline.tracking.foreign_store import LONGEST_TAG
 
 TRIED = ("3.17.", "3.18.")  # versions of MLflow with which the saved view was tested
 EXAMPLES = "train/examples_seen"  # the x axis of training metrics
-LOCAL = "http://127.0.0.1:5000"  # address of `pipeline ui`
-TAG = "mlflow.sharedViewState."
-# Tag of each job: its name without the seed. By it the UI averages seeds. The UI hashes
-# the tag's name and value to a color: with this name, those of usual sweeps differ.
+LOCAL = "http://127.0.0.1:5000"  # default address of `pipeline ui`
+TAG = "mlflow.sharedViewState."  # experiment tag of a view, followed by the sweep's ID
+# Tag of each job: the job's name without the seed. The UI groups jobs by this tag to
+# average over seeds. The UI derives a group's color from a hash of the tag's name and
+# value; this name was chosen because it gives the groups of usual sweeps different
+# colors.
 GROUP = "sweep.repeats"
-# A value that is so many times farther from the bulk of the values than these are from
-# each other is left out of a chart's range.
+# A chart's range leaves out values whose distance from the middle 96% of the values is
+# more than this many times the width of these 96%.
 SPIKE = 3.0
-# Of the description's characters, these are for the verdict of the report.
+# Characters of the description that are reserved for the verdict of the report.
 FOR_VERDICT = 2400
-# Color-blind safe (Okabe and Ito 2008), without black and yellow because of the UI's
-# two backgrounds.
+# Color-blind safe (Okabe and Ito 2008), without black and yellow, which are hard to see
+# on one of the UI's two backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# The derived sizes, as one of the configured ones may be null.
+# Config key → the param that is shown instead: the derived size, since a configured
+# size may be null.
 DERIVED = {
     "accumulation.factor": "derived.factor",
     "accumulation.effective_batch_size": "derived.effective_batch_size",
@@ -43,9 +46,9 @@ DERIVED = {
 
 
 def announce(sweep: ParentRun) -> None:
-    """Save the view of a new sweep and the parent's description; print the view's URL.
+    """Save the view that compares the jobs of a new sweep, and print its URL.
 
-    The view compares the sweep's jobs.
+    Also set the description of the parent run, without results.
     """
     url = link(sweep.uri, _describe(sweep, []))
     condition = ""
@@ -55,9 +58,12 @@ def announce(sweep: ParentRun) -> None:
 
 
 def complete(sweep: ParentRun) -> dict[str, Any]:
-    """Color the jobs and add their results to the parent's description.
+    """Color the jobs, add their results to the parent's description, and set ranges.
 
-    The charts get the range of the jobs' values. Return the jobs' runs by name.
+    The ranges of the saved view's charts are computed from the jobs' values.
+
+    Returns:
+        The jobs' runs by the job's name.
     """
     children = sweep.children()
     client = sweep.client()
@@ -82,16 +88,16 @@ def description(
     Args:
         sweep: the sweep.
         anchor: URL fragment of the view that compares the jobs.
-        results: rows of a table, the header first; rows that do not fit the tag,
-            which has the verdict of the report too, are counted instead. Empty before
-            the sweep has ended.
+        results: rows of a table, the header first; empty before the sweep has ended.
+            Rows that would exceed the tag's limit, less `FOR_VERDICT` characters, are
+            replaced by their number.
     """
     varied = ", ".join(f"`{key}`" for key in sweep.varied) or "nothing"
     title = f"**{sweep.name}**"
     asks = question(sweep.name)
     if asks:
         title += f": {asks}"
-    # The link comes first, since the UI folds all but three lines.
+    # The link comes first, since the UI shows only three lines until it is expanded.
     lines = [
         f"[Compare the runs of this sweep]({anchor}). They differ in {varied}.",
         "",
@@ -113,9 +119,10 @@ def description(
 
 
 def plain_page(experiment_id: str) -> str:
-    """Return the URL fragment of an experiment's runs.
+    """Return the URL fragment of the page that lists an experiment's runs.
 
-    Without a workflow type, a new browser opens every experiment as one for GenAI.
+    The fragment sets the workflow type. Without it, the UI shows the page for GenAI in
+    a browser that has not opened the experiment before.
     """
     return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
 
@@ -129,13 +136,14 @@ def view_page(experiment_id: str, sweep_id: str) -> str:
 def saved_view(
     sweep: ParentRun, ranges: Mapping[str, tuple[float, float]] | None = None
 ) -> str:
-    """Save the view of a sweep; return its URL fragment from `#/` on.
+    """Save the view of a sweep, and return its URL fragment, which begins with `#/`.
 
-    If MLflow would not show the view, the fragment is that of the plain page.
+    If the installed MLflow is not in `TRIED`, or the view is too long for a tag, save
+    nothing and return the fragment of the plain page.
 
     Args:
         sweep: the sweep.
-        ranges: the lowest and the highest value of a chart, by metric.
+        ranges: the lowest and the highest value of a chart's y axis, by metric.
     """
     import mlflow
 
@@ -159,9 +167,9 @@ def saved_view(
 
 
 def link(uri: str, fragment: str) -> str:
-    """Return the URL of `fragment` on the server of the store.
+    """Return the URL of `fragment` on the store's server.
 
-    A store without a server is shown by `pipeline ui`.
+    If the store has no server, return the URL on the server of `pipeline ui`.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
@@ -171,9 +179,13 @@ def link(uri: str, fragment: str) -> str:
 
 
 def color(client: Any, runs: Mapping[str, str]) -> None:
-    """Color runs in the order of the jobs; `runs` has their IDs by the job's name.
+    """Set the colors of runs in MLflow's UI.
 
-    Jobs that differ only by the seed share a color.
+    Jobs that differ only in the seed have the same color.
+
+    Args:
+        client: MLflow's client of the store.
+        runs: the runs' IDs by the job's name. The colors are assigned in this order.
     """
     settings = {name: without_seed(name) for name in runs}
     order = list(dict.fromkeys(settings.values()))
@@ -183,10 +195,13 @@ def color(client: Any, runs: Mapping[str, str]) -> None:
 
 
 def robust_range(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the range of a chart: all values but spikes; None without any.
+    """Return the range of a chart's y axis: the finite values except spikes.
 
-    A value is a spike if it is beyond the middle 96% of the values by more than `SPIKE`
-    times their extent.
+    A value is a spike if its distance from the middle 96% of the values exceeds `SPIKE`
+    times the width of these 96%. A margin of 4% is added on both sides.
+
+    Returns:
+        The lower and the upper bound, or None if no two of the values differ.
     """
     import numpy as np
 
@@ -206,9 +221,9 @@ def robust_range(values: Sequence[float]) -> tuple[float, float] | None:
 def view_state(
     sweep: ParentRun, ranges: Mapping[str, tuple[float, float]] | None = None
 ) -> dict[str, Any]:
-    """Return the part of the UI's state that differs from its default.
+    """Return the settings of MLflow's UI that differ from its defaults.
 
-    For the arguments see `saved_view`.
+    For the arguments, see `saved_view`.
     """
     params = [_param(key) for key in sweep.varied if key != "seed"]
     losses = _losses_and_metrics(sweep)
@@ -218,8 +233,8 @@ def view_state(
     columns += [f"metrics.`{loss}`" for loss in losses]
     return {
         "searchFilter": f"tags.sweep = '{sweep.run_id}'",
-        # By its other name, `attributes.start_time`, the UI nests the jobs in the
-        # parent, out of its charts.
+        # Not `attributes.start_time`, which means the same: ordered by it, the UI nests
+        # the jobs below the parent and omits them from its charts.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
         "groupBy": _grouping(sweep.varied),
@@ -237,12 +252,12 @@ def view_state(
 
 
 def _losses_and_metrics(sweep: ParentRun) -> list[str]:
-    """Return the training loss, the validation loss and the validation metrics."""
+    """Return the names of the training loss, the validation loss and the metrics."""
     return ["train/loss", "val/loss", *(f"val/{metric}" for metric in sweep.metrics)]
 
 
 def _values(client: Any, runs: Iterable[Any], metric: str) -> list[float]:
-    """Return all values of a metric in the runs."""
+    """Return the values of a metric at all steps of all runs."""
     values = []
     for run in runs:
         if metric in run.data.metrics:
@@ -256,7 +271,10 @@ def _describe(
     results: Sequence[Sequence[object]],
     ranges: Mapping[str, tuple[float, float]] | None = None,
 ) -> str:
-    """Save the view and the parent's description; return the view's URL fragment."""
+    """Save the view and the parent's description, and return the URL fragment.
+
+    The fragment is the result of `saved_view`.
+    """
     fragment = saved_view(sweep, ranges)
     text = description(sweep, fragment, results)
     sweep.client().set_tag(sweep.run_id, "mlflow.note.content", text)
@@ -264,7 +282,7 @@ def _describe(
 
 
 def _results(sweep: ParentRun, children: Mapping[str, Any]) -> list[list[object]]:
-    """Return the last metrics of each job as rows, the header first."""
+    """Return a table with the last metrics of each planned job, the header first."""
     measured: set[str] = set()
     for run in children.values():
         measured.update(run.data.metrics)
@@ -298,7 +316,7 @@ def _charts(
     validation: Sequence[str],
     ranges: Mapping[str, tuple[float, float]],
 ) -> list[dict[str, Any]]:
-    """Return the charts, in their order in each section."""
+    """Return the settings of all charts; the UI keeps this order in each section."""
     losses = ["train/loss", *validation]
     charts = []
     for metric in (*losses, "train/learning_rate", "train/gradient_noise_scale"):
@@ -324,7 +342,7 @@ def _sections() -> list[dict[str, Any]]:
         "axes": "By updates and by time",
     }
     sections = [_section(key, name, display=True) for key, name in names.items()]
-    # The UI makes these itself for the many other metrics; they begin folded.
+    # The UI creates these sections for all other metrics. Collapse them at first.
     for name in ("perf", "train", "val", "Model metrics", "System metrics"):
         sections.append(_section(name, name, display=False))
     return sections
@@ -337,9 +355,10 @@ def _section(key: str, name: str, *, display: bool) -> dict[str, Any]:
 def _range(
     ranges: Mapping[str, tuple[float, float]], metric: str
 ) -> dict[str, dict[str, float]]:
-    """Return the part of a chart with its range.
+    """Return the range setting of a chart; empty if the metric has no range.
 
-    Without one, the UI begins at 0 where it averages runs: their band is filled to 0.
+    Without a range, a chart that averages runs starts at 0, since the UI fills the area
+    below the runs' band.
     """
     if metric not in ranges:
         return {}
@@ -348,10 +367,12 @@ def _range(
 
 
 def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
-    """Return the grouping that averages seeds; None if they do not vary.
+    """Return the grouping that averages over seeds.
 
-    It is by a tag, whose values are short names such as `scaling=sqrt factor=4`: config
-    groups have no param that tells them apart, and several params are cut by the UI.
+    Return None if the seed does not vary, or if nothing else does. The runs are grouped
+    by the tag `GROUP`, whose values are short names such as `scaling=sqrt factor=4`.
+    They are not grouped by params, since no param names the option of a config group,
+    and the UI truncates a list of several params.
     """
     if "seed" not in varied or len(varied) == 1:
         return None
@@ -360,9 +381,9 @@ def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _param(key: str) -> str:
-    """Return the param that shows a varied config key.
+    """Return the name of the param that shows a varied config key.
 
-    A config group is shown by its `_target_`.
+    For a config group, it is the param of the group's `_target_`.
     """
     if "." not in key:
         return f"{key}._target_"
@@ -380,12 +401,12 @@ def _chart(kind: str, section: str, metric: str, axis: str = "") -> dict[str, An
 
 
 def _line(section: str, metric: str, axis: str = "metric") -> dict[str, Any]:
-    """Return a line chart; the axis "metric" is that of examples seen."""
+    """Return a line chart. With the axis "metric", x is the number of examples seen."""
     examples = ""
     if axis == "metric":
-        # The UI samples a metric and its x axis separately, then joins them by step.
-        # Most evaluations would have no row of `train/` at their step, so `val/` has
-        # its own axis.
+        # Give `val/` metrics their own x-axis metric. The UI samples a metric and its
+        # x-axis metric separately, then joins them by step, and most evaluations would
+        # have no sampled `train/` row at their step.
         examples = metric.split("/")[0] + "/examples_seen"
     options = {
         "xAxisKey": axis,

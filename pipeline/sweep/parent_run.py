@@ -1,7 +1,7 @@
-"""The parent run of a sweep in MLflow: it holds the plan, and how each job ended.
+"""The parent run of a sweep in MLflow, which records the planned jobs and their ends.
 
-The launcher calls `begin` before the first job starts; the command line calls `close`
-after the last one.
+The launcher calls `begin` before the first job starts. The command line calls
+`ParentRun.close` after the last job has ended.
 """
 
 import json
@@ -37,17 +37,22 @@ from pipeline.tracking.params import param_text
 
 NOTE = "sweep.json"  # in the sweep's folder; locked while a process works on the sweep
 ALIVE = "sweep.alive"  # tag of the parent: the last heartbeat, in ms since the epoch
-# Metrics that show that a job is alive. System metrics come every few seconds, also
-# where an update takes minutes.
+# Metrics whose newest point shows when a job was last alive. System metrics are logged
+# every few seconds, even if an update takes minutes.
 SIGNS = ("train/loss", "system/cpu_utilization_percentage")
 HEARTBEAT = 20.0  # seconds between two heartbeats
-GONE = 120.0  # seconds of silence after which a process is gone
-CLAIM = "sweep.claim"  # tag of the parent while somebody reopens it: when, and who
-# Seconds in which two that begin at once see each other: more than a request takes.
+GONE = 120.0  # seconds without a sign of life after which a process counts as dead
+# Tag of the parent while a process reopens it: the time in ms since the epoch, and a
+# random ID of the process.
+CLAIM = "sweep.claim"
+# Seconds to wait before checking that no other process has overwritten the claim. It
+# must exceed the duration of a request.
 CLAIM_SECONDS = 3.0
-CLAIM_LASTS = 30.0  # seconds: somebody who claimed it then is gone, or shows heartbeats
-# Seconds that a job's shipper has to close the run after the job ended, besides its
-# patience.
+# Seconds after which a claim is ignored: the process that made it has died, or writes
+# heartbeats.
+CLAIM_LASTS = 30.0
+# Seconds that a job's shipper has to close the run after the job has ended, in addition
+# to `patience`.
 GRACE = 15.0
 
 
@@ -56,29 +61,30 @@ class ParentRun(SweepRecord):
     """The parent run, and the state of its jobs."""
 
     name: str = ""  # the name of the sweep file, or `multirun`
-    places: tuple[str, ...] = ()  # where artifacts may be, besides the store
+    places: tuple[str, ...] = ()  # where artifacts may lie, in addition to the store
     names: list[str] = field(default_factory=list)  # all planned jobs, in order
     # Config keys in which the jobs differ.
     varied: list[str] = field(default_factory=list)
     # Metrics that the jobs measure besides the loss.
     metrics: list[str] = field(default_factory=list)
-    # Why a job returned no loss, by its name.
+    # Why a job returned no loss, by the job's name.
     lost: dict[str, str] = field(default_factory=dict)
-    # Name of the experiment of a sweep that is reopened; empty for a new sweep.
+    # Name of the experiment of a reopened sweep; empty for a new sweep.
     experiment: str = ""
     # The job whose rejected config ended the sweep; empty if none did.
     ended_by: str = ""
-    # When a job's process ended, by its name, in seconds of a monotonic clock.
+    # When a job's process ended, by the job's name, in seconds of `time.monotonic`.
     ended: dict[str, float] = field(default_factory=dict)
     folder: str = ""  # the folder of the sweep
-    patience: float = 60.0  # of a job's shipper with the store, in seconds
-    closed: threading.Event = field(default_factory=threading.Event)  # no heartbeats
-    note: TextIO | None = None  # open and locked file in `folder`, see `left_open`
+    patience: float = 60.0  # seconds that a job's shipper waits for the store
+    closed: threading.Event = field(default_factory=threading.Event)  # ends heartbeats
+    note: TextIO | None = None  # the open, locked file `NOTE`, see `left_open`
 
     def finished(self) -> dict[str, float]:
-        """Return the last loss of each finished job, which does not run again.
+        """Return the last loss of each finished job, by the job's name.
 
-        The loss is infinite if the job logged none.
+        It is the validation loss, or else the training loss, or infinity if neither was
+        logged.
         """
         losses = {}
         for name, run in self.children().items():
@@ -89,9 +95,9 @@ class ParentRun(SweepRecord):
         return losses
 
     def plan(self, names: Iterable[str], varied: Sequence[str]) -> None:
-        """Record jobs before they start.
+        """Record jobs in the tags of the parent run, before the jobs start.
 
-        A sweeper that searches plans more after each batch.
+        Called once per batch; the names are added to those of earlier batches.
         """
         self.names += [name for name in names if name not in self.names]
         self.tag("sweep.varied", json.dumps(list(varied)))
@@ -100,7 +106,8 @@ class ParentRun(SweepRecord):
     def tag(self, key: str, text: str) -> None:
         """Set a tag of the parent run.
 
-        A long text continues in KEY.1, KEY.2 and so on, see `listed`.
+        A text longer than `LONGEST_TAG` is continued in the tags KEY.1, KEY.2 and so
+        on; `listed` reads them.
         """
         for number, start in enumerate(range(0, len(text), LONGEST_TAG)):
             part = text[start : start + LONGEST_TAG]
@@ -112,7 +119,7 @@ class ParentRun(SweepRecord):
     def beat(self) -> None:
         """Write heartbeats to the store until the sweep is closed."""
         while not self.closed.is_set():
-            with suppress(Exception):  # the store may be away for a while
+            with suppress(Exception):  # the store may be unreachable for a while
                 self.show_alive()
             self.closed.wait(HEARTBEAT)
 
@@ -123,8 +130,11 @@ class ParentRun(SweepRecord):
     def close(self, status: str | None = None) -> int:
         """End the parent run, and print how each job ended.
 
+        First wait until the runs of all ended jobs are closed.
+
         Args:
-            status: `KILLED` or `FAILED` if the sweep itself was killed or failed.
+            status: `KILLED` or `FAILED` if the sweep itself was killed or failed. If
+                None, the status is `FINISHED` if all jobs finished, else `FAILED`.
 
         Returns:
             0 if all jobs finished, else 1.
@@ -137,7 +147,7 @@ class ParentRun(SweepRecord):
             rows = list(self._rows(children, interrupted))
             self.tag("sweep.lost", json.dumps(self.lost))
         except BaseException:
-            with suppress(Exception):  # the store may be away
+            with suppress(Exception):  # the store may be unreachable
                 client.set_terminated(self.run_id, "KILLED")
             raise
 
@@ -160,10 +170,11 @@ class ParentRun(SweepRecord):
     def _rows(
         self, children: Mapping[str, Any], interrupted: bool
     ) -> Iterator["_JobRow"]:
+        """Yield the line to print for each planned job."""
         for name in self.names:
             lost = self.lost.get(name, "")
             if name == self.ended_by:
-                lost = "rejected, which ended the sweep"  # the error says why
+                lost = "rejected, which ended the sweep"  # the error gives the reason
             run = children.get(name)
             if run is None:
                 status = "NOT RUN" if interrupted else "NO RUN"
@@ -179,10 +190,10 @@ class ParentRun(SweepRecord):
             yield _JobRow(name, run.info.status, reason)
 
     def _closed_children(self) -> dict[str, Any]:
-        """Return the children once the runs of all ended jobs are closed.
+        """Wait until the runs of all ended jobs are closed, and return all children.
 
-        Their shippers close them; the run of a job whose shipper has ended, too, is
-        closed here.
+        Usually the job's shipper closes the run. A run that is still open `GRACE` plus
+        `patience` seconds after the job ended is closed here as KILLED.
         """
         while True:
             children = self.children()
@@ -200,7 +211,7 @@ class ParentRun(SweepRecord):
 
 @dataclass(frozen=True)
 class _JobRow:
-    """A line that is printed when a sweep ends."""
+    """The line about one job that is printed when a sweep ends."""
 
     name: str
     status: str
@@ -210,12 +221,18 @@ class _JobRow:
 def begin(
     config: DictConfig, names: Collection[str], varied: Sequence[str]
 ) -> ParentRun:
-    """Create the parent run of a multirun, or reopen it; start its heartbeats.
+    """Create the parent run of a multirun, or reopen it with `tracking.sweep`.
+
+    Also store the sweep in the session, record the jobs, start a thread that writes
+    heartbeats, and write the locked file `NOTE` to the sweep's folder.
 
     Args:
         config: the config of the multirun.
-        names: the names of the first jobs.
-        varied: config keys in which they differ.
+        names: the names of the jobs in the first batch.
+        varied: the config keys in which these jobs differ.
+
+    Raises:
+        ConfigError: the sweep cannot be reopened, or another process works on it.
     """
     name = config.hydra.job.config_name
     if name == "config":
@@ -239,11 +256,16 @@ def begin(
 
 
 def left_open(folder: Path, own: OwnStore) -> ParentRun | None:
-    """Return the sweep in `folder` if its process did not close it, else None.
+    """Return the sweep in `folder` if its process died before closing it, else None.
+
+    A sweep whose process still runs is not returned either.
 
     Args:
         folder: the folder of the sweep.
-        own: the user's store, in which the sweep has to be.
+        own: the user's store, which must hold the sweep.
+
+    Raises:
+        ConfigError: the sweep is recorded in a store other than the user's.
     """
     try:
         with (folder / NOTE).open("r+", encoding="utf-8") as file:
@@ -280,7 +302,7 @@ def names_of(
         if batches_differ and not has_batch:
             parts.append(f"batch={batch}")
         name = " ".join(parts) or "job"
-        names.append(name.replace("${", "{"))  # not an interpolation
+        names.append(name.replace("${", "{"))  # OmegaConf would interpolate it
 
     if len(set(names)) < len(names):
         names = [f"{name} #{number}" for number, name in enumerate(names, first)]
@@ -288,18 +310,18 @@ def names_of(
 
 
 def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:
-    """Close runs whose processes ended without closing them.
+    """Close the RUNNING runs of a sweep's jobs whose processes have died, as KILLED.
 
     Args:
         client: MLflow's client of the store.
-        parent: the sweep's parent run.
-        children: runs of its jobs; those that are RUNNING are closed.
+        parent: the sweep's parent run, which stays open.
+        children: the runs of the sweep's jobs.
 
     Raises:
-        ConfigError: the sweep is alive.
+        ConfigError: the sweep or a job gave a sign of life in the last `GONE` seconds.
     """
     running = [run for run in children if run.info.status == "RUNNING"]
-    signs = []  # of life, in ms since the epoch
+    signs = []  # times of signs of life, in ms since the epoch
     if parent.info.status == "RUNNING":
         heartbeat = parent.data.tags.get(ALIVE, "")
         if re.fullmatch("[0-9]{1,15}", heartbeat):
@@ -325,6 +347,7 @@ def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:
 def _create(
     config: DictConfig, name: str, jobs: int, varied: Sequence[str]
 ) -> ParentRun:
+    """Create the parent run of a new sweep, with its tags and params."""
     from mlflow.entities import Param
 
     from pipeline.tracking.store import Store
@@ -332,8 +355,8 @@ def _create(
     store = Store(config.tracking.uri)
     experiment_id = store.experiment(str(config.tracking.experiment))
 
-    # Without the store: `--again` gets it again, and its URI may hold a password.
-    # Unresolved, since resolved they may hold secrets.
+    # Do not resolve the overrides, since resolved values may hold secrets. `recordable`
+    # leaves out the store: `--again` requires it anew, and its URI may hold a password.
     recorded: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
     overrides = again.recordable([*recorded["hydra"], *recorded["task"]])
     tags = {
@@ -361,13 +384,19 @@ def _create(
     client.log_batch(run_id, params=entries)
     say(f"sweep {run_id} ({name}): {params['jobs']} jobs")
 
-    # The user's own store chose this place.
+    # Allow the run's artifact location, since the user's own store chose it.
     places = tuple(trust_entries.allowed_places([run.info.artifact_uri]))
     return ParentRun(config.tracking.uri, run_id, experiment_id, name, places)
 
 
 def _reopen(config: DictConfig, name: str) -> ParentRun:
-    # `pipeline train` sets this if the command line names the sweep.
+    """Reopen the sweep `tracking.sweep`, after closing the runs of its dead jobs.
+
+    Raises:
+        ConfigError: the command line does not name the sweep, the sweep is still
+            running, or another process reopens it.
+    """
+    # `pipeline train` sets `confined` if the command line names the sweep.
     if not config.tracking.confined:
         raise ConfigError(
             "tracking.sweep", "must be given on the command line", config.tracking.sweep
@@ -383,24 +412,28 @@ def _reopen(config: DictConfig, name: str) -> ParentRun:
         listed(parent.data.tags, "sweep.jobs"),
     )
     client = sweep.client()
-    # It may have been renamed: its jobs go where it is.
+    # Use the experiment's current name for new jobs, since it may have been renamed.
     sweep.experiment = client.get_experiment(sweep.experiment_id).name
     store.check_experiment(sweep.experiment)
     close_abandoned(client, parent, sweep.children().values())
     _claim(client, sweep.run_id)
     client.update_run(sweep.run_id, "RUNNING")
     sweep.show_alive()
-    with suppress(Exception):  # another one that is rejected may have replaced it
+    with suppress(Exception):  # a process that was rejected may have replaced the claim
         client.delete_tag(sweep.run_id, CLAIM)
     return sweep
 
 
 def _claim(client: Any, run_id: str) -> None:
-    """Reject a sweep that another process has just reopened, or is reopening.
+    """Claim a sweep, so that only one of several processes reopens it.
 
-    Nothing but a request lies between the look at the sweep and the claim. So of two
-    that begin at once, the second one sees the claim of the first, or the heartbeat
-    that follows it, or it overwrites the claim before the first looks at it again.
+    The process reads the sweep, writes its claim, waits `CLAIM_SECONDS`, and reads the
+    claim again. If two processes reopen the sweep at once, either the second one sees
+    the claim or the heartbeat of the first, or it overwrites the claim before the first
+    reads it again. Then the first one is rejected.
+
+    Raises:
+        ConfigError: another process has just reopened the sweep, or is reopening it.
     """
     rule = "must not be run by two commands at once: another one has just begun"
     parent = client.get_run(run_id)
@@ -418,7 +451,7 @@ def _claim(client: Any, run_id: str) -> None:
 
 
 def _leave_note(sweep: ParentRun) -> None:
-    """Write the file that `left_open` reads; this process keeps it locked."""
+    """Write the file that `left_open` reads, and keep it open and locked."""
     note = {
         "store": mask(absolute(sweep.uri)),
         "run_id": sweep.run_id,
@@ -433,6 +466,7 @@ def _leave_note(sweep: ParentRun) -> None:
 
 
 def _close_lost(client: Any, run: Any) -> None:
+    """Close a run as KILLED, with the reason in the tag `failure`."""
     client.set_tag(
         run.info.run_id, "failure", "The job ended, and its shipper, without a word."
     )

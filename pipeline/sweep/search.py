@@ -1,13 +1,13 @@
 """`hydra/sweeper=search`: Optuna chooses the jobs of a sweep to minimize their loss.
 
-The published `hydra-optuna-sweeper` 1.3.0 is pinned to Optuna 2; this one uses the
-ask-and-tell interface of current Optuna. The search space has the same grammar, under
-`hydra.sweeper.params`:
+The published `hydra-optuna-sweeper` 1.3.0 requires Optuna 2. This sweeper uses the
+ask-and-tell interface of current Optuna versions. The search space is defined in
+`hydra.sweeper.params`, in the grammar of `hydra-optuna-sweeper`:
 
-    KEY: interval(1e-4, 1e-1)               a number between the two
-    KEY: tag(log, interval(1e-4, 1e-1))     the same on a log scale
-    KEY: 1,2,4,8    or choice(…), range(…)  one of these
-    KEY: value                              the same for every job
+    KEY: interval(1e-4, 1e-1)               a number between the two bounds
+    KEY: tag(log, interval(1e-4, 1e-1))     the same, sampled on a logarithmic scale
+    KEY: 1,2,4,8    or choice(…), range(…)  one of the listed values
+    KEY: value                              the same value for every job
 """
 
 import json
@@ -24,30 +24,31 @@ from hydra.types import HydraContext
 
 from pipeline.common.errors import ConfigError, say
 
-# Digits of a sampled number: enough for a learning rate, and few enough for a job's
-# name.
+# Significant digits of a sampled number. Four are precise enough for a learning rate,
+# and keep the job's name short.
 DIGITS = 4
 
 
 @dataclass(frozen=True, order=True)
 class _Result:
-    """The last loss of a job, infinite if it failed, and its overrides."""
+    """The last loss of a job (infinity if the job failed) and the job's overrides."""
 
     loss: float
     overrides: list[str]
 
 
 class SearchSweeper(Sweeper):
-    """Runs jobs in batches; Optuna chooses each batch from the losses before it.
+    """Runs jobs in batches; Optuna chooses each batch based on the losses so far.
 
-    Set `hardware.parallel_jobs` to `at_once`, too. With the same `seed`, `--again`
-    chooses the same jobs.
+    Set `hardware.parallel_jobs` to the value of `at_once`, so that a whole batch runs
+    at once. With the same `seed`, `--again` chooses the same jobs.
 
     Args:
-        trials: number of jobs in all.
-        at_once: number of jobs in a batch.
+        trials: total number of jobs.
+        at_once: number of jobs per batch.
         seed: seed of Optuna's sampler.
-        params: the search space of the config; that of the command line is added.
+        params: the search space in the config. Overrides on the command line add keys
+            and replace values.
     """
 
     def __init__(
@@ -59,14 +60,22 @@ class SearchSweeper(Sweeper):
         self.params = params or {}
 
     def setup(self, *, hydra_context: HydraContext, **context: Any) -> None:
-        """Prepare the parser of overrides and the launcher."""
+        """Create the parser of overrides and the launcher."""
         self._parser = OverridesParser.create(config_loader=hydra_context.config_loader)
         self._launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, **context
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run all trials, and record the best one in the sweep's parent run."""
+        """Run all trials, and record the best trial in the sweep's parent run.
+
+        Args:
+            arguments: the overrides on the command line.
+
+        Raises:
+            ConfigError: Optuna is not installed, or a parameter or an interval is
+                invalid.
+        """
         try:
             import optuna
         except ImportError:
@@ -99,12 +108,16 @@ class SearchSweeper(Sweeper):
         self._record_best(min(results), space)
 
     def _space(self, arguments: list[str]) -> dict[str, Override]:
-        """Return the overrides of a job by key; those of the command line win."""
+        """Return the overrides that define the search space, by key.
+
+        Overrides on the command line take precedence over `params`.
+        """
         texts = [f"{key}={value}" for key, value in self.params.items()]
         overrides = self._parser.parse_overrides([*texts, *arguments])
         return {override.get_key_element(): override for override in overrides}
 
     def _record_best(self, best: _Result, space: Mapping[str, Override]) -> None:
+        """Print the best result, and set the tag `sweep.best` of the parent run."""
         chosen = []
         for text, override in zip(best.overrides, space.values(), strict=True):
             if override.is_sweep_override():
@@ -112,16 +125,19 @@ class SearchSweeper(Sweeper):
         say(f"best of {self.trials}: loss {best.loss:.4g} with {' '.join(chosen)}")
 
         parent = getattr(self._launcher, "sweep", None)
-        if parent is not None:  # the launcher is one of this package
+        if parent is not None:  # only launchers of this package have a parent run
             record = {"loss": best.loss, "overrides": chosen}
             parent.tag("sweep.best", json.dumps(record))
 
 
 def _choices(space: Mapping[str, Override]) -> dict[str, list[str]]:
-    """Return the values among which is chosen, by key: the same ones for each trial.
+    """Return the list of alternatives of each swept key that is not an interval.
+
+    It is computed once, since Optuna requires the same alternatives in every trial.
 
     Raises:
-        ConfigError: an interval has no values, or none on its scale.
+        ConfigError: the start of an interval is above its end, or is not positive on a
+            logarithmic scale.
     """
     choices: dict[str, list[str]] = {}
     for key, override in space.items():
@@ -129,7 +145,7 @@ def _choices(space: Mapping[str, Override]) -> dict[str, list[str]]:
         if isinstance(swept, IntervalSweep):
             _check_interval(override, swept)
         elif override.is_sweep_override():
-            # `shuffle` draws an order each time.
+            # Iterate once only: `shuffle` would change the order each time.
             values = override.sweep_iterator(transformer=Transformer.encode)
             choices[key] = [str(value) for value in values]
     return choices
@@ -149,7 +165,7 @@ def _check_interval(override: Override, interval: Any) -> None:
 def _choose(
     trial: Any, space: Mapping[str, Override], choices: Mapping[str, list[str]]
 ) -> list[str]:
-    """Return the overrides of a trial, with the values that Optuna suggests for it."""
+    """Return the overrides of a trial, with the values that Optuna suggests."""
     overrides = []
     for key, override in space.items():
         swept: Any = override.value()
@@ -163,7 +179,11 @@ def _choose(
 
 
 def _suggested_number(trial: Any, key: str, interval: Any) -> str:
-    """Return a number in an interval; a whole one for `int(interval(…))`."""
+    """Return the number that Optuna suggests in an interval, as a string.
+
+    It is an integer if both bounds are, as in `int(interval(…))`; otherwise it has
+    `DIGITS` significant digits.
+    """
     log = "log" in interval.tags
     if isinstance(interval.start, int) and isinstance(interval.end, int):
         return str(trial.suggest_int(key, interval.start, interval.end, log=log))

@@ -27,7 +27,7 @@ from pipeline.sweep.job_call import (
 )
 from pipeline.sweep.launcher import SweepLauncher
 
-GONE = "gone"  # state of a job that Slurm has forgotten, some minutes after its end
+GONE = "gone"  # state of a job that `squeue` no longer lists, minutes after its end
 ENDED = (
     "COMPLETED",
     "CANCELLED",
@@ -39,31 +39,39 @@ ENDED = (
     "OUT_OF_MEMORY",
     GONE,
 )
-# Polls after Slurm ended a job until its result must be visible on a network file
-# system.
+# Number of polls after the end of a job until it counts as killed if it has no result:
+# on a network file system, the result may become visible late.
 LATE = 3
 
 
 class SlurmLauncher(SweepLauncher):
-    """Runs each job as a Slurm job; Slurm decides how many run at once, and where.
+    """Runs each job as a Slurm job; Slurm decides when and where each job runs.
 
-    The parameters are submitit's.
+    The parameters are those of submitit's Slurm executor.
     """
 
-    interval = 5.0  # one `squeue` for all jobs in that time
+    interval = 5.0  # seconds between two calls of `squeue`, which lists all jobs
 
     def __init__(self, **params: Any):
         self.params: Any = OmegaConf.to_container(OmegaConf.create(params))
-        # States of the jobs by their Slurm ID; None if Slurm does not answer.
+        # States of the jobs by their Slurm ID, or None if `squeue` failed.
         self.states: dict[str, str] | None = None
         self._was_cancelled = False
 
     @property
     def name(self) -> str:
-        """Return the name of all Slurm jobs of the sweep."""
+        """Return the name that all Slurm jobs of the sweep share."""
         return f"pipeline-{self.sweep.run_id}"
 
     def _slots(self, hardware: Sequence[schema.HardwareConfig]) -> list[list[str]]:
+        """Set submitit's `gpus_per_node` if the jobs need GPUs; return empty slots.
+
+        Nothing is set if the user requests GPUs, or if no job requires a GPU and
+        `sinfo` lists none. There are `array_parallelism` slots, by default 256.
+
+        Raises:
+            ConfigError: this machine has no `sbatch`.
+        """
         if shutil.which("sbatch") is None:
             rule = "must be one of this machine, which has no sbatch"
             raise ConfigError("hydra/launcher", rule, "submitit_slurm")
@@ -83,6 +91,7 @@ class SlurmLauncher(SweepLauncher):
         return False
 
     def _cluster_has_gpus(self) -> bool:
+        """Return whether `sinfo` lists GPUs in the partition."""
         command = ["sinfo", "--noheader", "--format=%G"]
         if self.params.get("partition"):
             command.append(f"--partition={self.params['partition']}")
@@ -93,9 +102,13 @@ class SlurmLauncher(SweepLauncher):
         return SlurmJob(call, self)
 
     def _wait(self) -> None:
+        """Wait for `interval` seconds, then poll the states of all jobs with `squeue`.
+
+        If `squeue` fails, the states are None.
+        """
         super()._wait()
-        # `squeue` works on every cluster. Submitit calls `sacct`, and waits forever for
-        # a job that died on a cluster without a database.
+        # Submitit would call `sacct`. On a cluster without an accounting database, it
+        # would wait forever for a job that died. `squeue` works on every cluster.
         lines = imports.output_of(
             "squeue",
             "--noheader",
@@ -113,8 +126,9 @@ class SlurmLauncher(SweepLauncher):
                 self.states[job_id] = state
 
     def _ask_to_end(self, running: Sequence["SlurmJob"], late: bool) -> None:
-        # Slurm removes pending jobs; running ones get SIGTERM, and SIGKILL after its
-        # KillWait.
+        """Cancel all jobs of the sweep: once, and at every poll if `late`."""
+        # `scancel` removes pending jobs. It sends SIGTERM to running jobs, and SIGKILL
+        # after Slurm's KillWait.
         if late or not self._was_cancelled:
             self._was_cancelled = True
             subprocess.run(["scancel", f"--name={self.name}"], check=False)
@@ -127,22 +141,23 @@ class SlurmJob:
         self._call = call
         self._launcher = launcher
         self._job: Any = None
-        self._polls = 0  # since Slurm ended it
+        self._polls = 0  # number of polls since Slurm ended the job
 
     def start(self) -> None:
         """Submit the job."""
         call = _RemoteCall(self._call, list(sys.path), os.environ.get("PYTHONPATH", ""))
         executor = self._executor()
-        # The tasks of a job prove to each other that they know this secret.
+        # The workers of a job authenticate each other with this secret. `sbatch` passes
+        # the environment on to them.
         secret = {cluster.SECRET: secrets.token_hex(32)}
-        with importing_only_this_package(**secret):  # sbatch passes the environment on
+        with importing_only_this_package(**secret):
             self._job = executor.submit(call)
 
     def _executor(self) -> Any:
         import submitit
 
         params = {**self._launcher.params, "name": self._launcher.name}
-        # Slurm reuses its job numbers: each job of the sweep has a folder of its own.
+        # Give each job of the sweep its own folder, since Slurm reuses job IDs.
         folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")
         executor = submitit.AutoExecutor(
             folder, cluster="slurm", slurm_max_num_timeout=params.pop("max_num_timeout")
@@ -157,14 +172,14 @@ class SlurmJob:
         return executor
 
     def ending(self) -> Ending | None:
-        """Return how the job ended; None while it is pending or running."""
+        """Return how the job ended, or None while the job is pending or running."""
         if self._job is None:
             return Ending("interrupted")
         if not self._job.paths.result_pickle.exists():
             return self._ending_without_result()
         try:
-            return self._job.task(0).result()  # task 0 is the chief of several workers
-        except Exception as error:  # its text is a traceback
+            return self._job.task(0).result()  # with several workers, 0 is the chief
+        except Exception as error:  # the message is the traceback of the job
             reason = "the process failed"
             for line in str(error).splitlines():
                 if re.match(r"[\w.]+: ", line):
@@ -172,6 +187,7 @@ class SlurmJob:
             return Ending(FAILED, reason=reason)
 
     def _ending_without_result(self) -> Ending | None:
+        """Return a killed job's ending if Slurm has ended it `LATE` polls ago."""
         states = self._launcher.states
         state = None
         if states is not None:
@@ -189,11 +205,11 @@ class SlurmJob:
 
 @dataclass(frozen=True)
 class _RemoteCall:
-    """A job on another machine."""
+    """Runs a job in a Slurm job, with the import paths of the sweep's process."""
 
     call: JobCall
     path: list[str]  # `sys.path` of the sweep's process
-    python_path: str  # PYTHONPATH of the sweep's process
+    python_path: str  # the variable PYTHONPATH of the sweep's process
 
     def __call__(self) -> Ending:
         sys.path[:] = self.path
@@ -203,15 +219,17 @@ class _RemoteCall:
         try:
             return self.call()
         except signals.Terminated as error:
-            # The run has written its checkpoint and is closed.
+            # The run has written its checkpoint and is closed: let submitit requeue the
+            # job.
             if str(error) == "SIGUSR2" and callable(requeue):
                 requeue(signal.SIGUSR2, None)
             raise
 
     def checkpoint(self) -> Any:
-        """Return what submitit runs when Slurm requeues a job: the same job, resumed.
+        """Return the submission for a requeued job: the same job, to be resumed.
 
-        Slurm warns such a job with SIGUSR2.
+        Submitit calls this method after it has received SIGUSR2, with which Slurm warns
+        a job of its end.
         """
         from submitit.helpers import DelayedSubmission
 

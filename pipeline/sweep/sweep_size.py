@@ -1,4 +1,4 @@
-"""How many jobs a sweep asks for, before Hydra makes a list of them all."""
+"""Checks the number of jobs of a sweep before Hydra lists all of them."""
 
 import math
 from collections.abc import Sequence
@@ -9,16 +9,20 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from pipeline.common.errors import ConfigError, say
 
 MOST_JOBS = 5000
-# Hydra composes each job before the first one starts, at tens of jobs a second.
+# Number of jobs above which a message is printed: Hydra composes the configs of all
+# jobs before the first job starts, at tens of jobs per second.
 _MANY_JOBS = 200
 
 
 def check(overrides: Sequence[Override]) -> None:
-    """Raise a `ConfigError` for a grid that has no jobs, or too many.
+    """Check that a grid has at least one job and at most `MOST_JOBS`.
 
     Args:
-        overrides: the overrides of the sweep; of two with the same key, the last one
-            counts.
+        overrides: the overrides of the sweep. If two overrides have the same key, the
+            last one counts.
+
+    Raises:
+        ConfigError: a range has no values, or there are too many jobs.
     """
     jobs_by_key = {}
     for override in overrides:
@@ -39,7 +43,7 @@ def check(overrides: Sequence[Override]) -> None:
 
 
 def _count(override: Override) -> int:
-    """Return the number of values of a swept override; 1 if only Hydra knows it."""
+    """Return the number of values of a choice or a range; 1 for any other sweep."""
     swept: Any = override.value()
     key = override.get_key_element().lstrip("+~")
     if isinstance(swept, ChoiceSweep):

@@ -1,6 +1,6 @@
-"""Preloaded by the forkserver: imports what every job needs.
+"""Preloaded by the forkserver: imports the modules that every job needs.
 
-It starts no runtime and opens no device.
+The imports must not open a device, since a forked job could not use it.
 """
 
 import os
@@ -11,7 +11,9 @@ from typing import Any
 from pipeline.common import imports
 from pipeline.sweep import gpus
 
-os.setsid()  # Ctrl-C in the terminal reaches only the sweep, which ends its jobs
+# Leave the terminal's session, so that Ctrl-C reaches only the sweep, which ends its
+# jobs.
+os.setsid()
 with imports.without_chatter():
     import tensorflow_datasets  # noqa: F401
 
@@ -19,7 +21,7 @@ with imports.without_chatter():
     from pipeline.run import run  # noqa: F401
 
 for descriptor in os.listdir("/proc/self/fd"):
-    # A forked process could not use an open device.
+    # Exit if an import has opened a device. Jobs then do not use the forkserver.
     if os.path.realpath(f"/proc/self/fd/{descriptor}").startswith(gpus.DEVICES):
         sys.exit(
             "pipeline: importing TensorFlow has opened a device: "
@@ -28,7 +30,8 @@ for descriptor in os.listdir("/proc/self/fd"):
 
 
 def _print_error(kind: Any, error: Any, trace: Any) -> None:
-    # A sweep that is interrupted while it starts a job leaves a process without a job.
+    # Print no traceback for these errors: a sweep that is interrupted while it starts a
+    # job leaves a process that receives no job.
     if not issubclass(kind, EOFError | pickle.UnpicklingError):
         sys.__excepthook__(kind, error, trace)
 

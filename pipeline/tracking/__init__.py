@@ -1,10 +1,13 @@
-"""What a run logs to MLflow, and how it gets there.
+"""Logs runs to MLflow through a journal on disk.
 
-In: rows of updates and evaluations, tags, files. Out: a journal on disk, which a
-separate process ships to the store. `tracker` names what is logged, `provenance`
-describes the environment and the data, `journal` and `journal_file` say what is written
-and what survives a crash, `store` opens the user's own store, `foreign_store` any
-other, and `sync_run` ships what a trainer left behind.
+Input: rows of metrics for updates and evaluations, tags, files. Output: a journal,
+which a separate process ships to the store.
+
+- `tracker` names the logged metrics, tags and files.
+- `provenance` describes the environment and the data.
+- `journal` and `journal_file` document the journal and its state after a crash.
+- `store` opens the user's own store, `foreign_store` any other store.
+- `sync_run` ships the journal of a trainer that has died.
 """
 
 import logging
@@ -23,18 +26,18 @@ __all__ = [
     "user_metrics",
 ]
 
-# MLflow reads these when it is imported. Migrations are quiet, and a lost server causes
-# an error within seconds.
+# MLflow reads these variables when it is imported. With them, a request to a lost
+# server fails instead of being retried for minutes, and less is printed.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-# MLflow would print a server's address with its password, and would print it to the
-# pipe on which the shipper answers the trainer.
+# Keep MLflow from printing a server's address: it may contain a password, and standard
+# output is the pipe on which the shipper answers the trainer.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
-# These log the error that they raise at every retry.
+# Silence loggers that log an error at every retry, and then also raise it.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 logging.getLogger("urllib3.connectionpool").setLevel(logging.CRITICAL)

@@ -1,6 +1,6 @@
-"""What a store has confirmed of a run, and whether it has it when it is read again.
+"""Records the items that a store has confirmed, and checks that the store has them.
 
-Something between this machine and a server may answer in its place, and lose requests.
+A proxy between this machine and a server may confirm a request and lose it.
 """
 
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from mlflow import MlflowClient
 
 @dataclass
 class Confirmed:
-    """The names of what was shipped to one run.
+    """The names of everything that was shipped to one run.
 
     Attributes:
-        params: their names.
-        tags: their keys.
+        params: the names of params.
+        tags: the keys of tags.
         removed_tags: the keys of tags that were removed.
         inputs: the names of datasets.
-        artifacts: the names of files at the top.
+        artifacts: the names of files in the root folder of the run's artifacts.
     """
 
     params: set[str] = field(default_factory=set)
@@ -26,16 +26,19 @@ class Confirmed:
     removed_tags: set[str] = field(default_factory=set)
     inputs: set[str] = field(default_factory=set)
     artifacts: set[str] = field(default_factory=set)
-    # The names of the metrics in a row → the steps of such rows: a run has a few kinds
-    # of rows, and many steps.
+    # The names of the metrics in a row → the steps of the rows with these metrics. A
+    # run has few such combinations and many steps.
     _rows: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
 
     def add_row(self, step: int, metrics: dict[str, float]) -> None:
-        """Note the points of one row."""
+        """Record that the points of one row were shipped."""
         self._rows.setdefault(tuple(metrics), set()).add(step)
 
     def lacking(self, client: MlflowClient, run_id: str) -> str:
-        """Return what the store does not have; empty if it has everything."""
+        """Name the first item that the store lacks; "" if it has everything.
+
+        Metrics are checked at each step, all other items by name only.
+        """
         run = client.get_run(run_id)
         params = self.params - run.data.params.keys()
         if params:
@@ -55,7 +58,7 @@ class Confirmed:
         return self._lacking_points(client, run_id)
 
     def _lacking_points(self, client: MlflowClient, run_id: str) -> str:
-        """Return how many points of a metric are missing; empty if none are."""
+        """Describe the first metric with missing points; "" if there is none."""
         steps_by_key: dict[str, set[int]] = {}
         for keys, steps in self._rows.items():
             for key in keys:
@@ -67,15 +70,18 @@ class Confirmed:
         return ""
 
     def _listed_artifacts(self, client: MlflowClient, run_id: str) -> set[str]:
-        """Return the artifacts at the top; those that were shipped if there is no list."""
+        """Return the artifacts in the root folder.
+
+        If the artifact location cannot be listed, all shipped artifacts are returned.
+        """
         try:
             return {file.path for file in client.list_artifacts(run_id)}
-        except Exception:  # a place may take files, and list none
+        except Exception:  # some locations accept files but cannot list them
             return set(self.artifacts)
 
 
 def stored_steps(client: MlflowClient, run_id: str, key: str) -> set[int]:
-    """Ask a store for the steps of a metric."""
+    """Return the steps at which a store has a point of a metric."""
     return {point.step for point in client.get_metric_history(run_id, key)}
 
 

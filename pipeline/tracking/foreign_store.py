@@ -1,7 +1,7 @@
-"""Stores that need not be the user's own: every verb that reads a store does so here.
+"""Reads stores that may not be the user's own; used by every verb that reads a store.
 
-In: the address of a store and what the user allows. Out: runs with IDs in MLflow's
-format, whose artifacts lie where they may.
+Input: the URI of a store and the user's trust entries. Output: runs that have IDs in
+MLflow's format, and artifacts in an allowed location.
 """
 
 import json
@@ -19,20 +19,20 @@ from pipeline.config.trust_entries import allowed_places, check_allowed
 from pipeline.trust import artifact_locations
 
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
-MULTIRUN = "multirun"  # the name of a sweep without a file
-CRITICAL = "critical"  # the name of a sweep of `pipeline critical`
-LONGEST_TAG = 5000  # characters that every MLflow store accepts
+MULTIRUN = "multirun"  # the name of a sweep without a sweep file
+CRITICAL = "critical"  # the name of a sweep by `pipeline critical`
+LONGEST_TAG = 5000  # maximum characters of a tag's value in all MLflow stores
 RUN_ID = re.compile("[0-9a-f]{32}")
-_MOST_RUNS = 50_000  # the most that one search returns
-_MOST_CHOICES = 10  # the most that an error lists
+_MOST_RUNS = 50_000  # MLflow's maximum number of results per search
+_MOST_CHOICES = 10  # maximum number of runs that an error lists
 
 
 @dataclass(frozen=True)
 class ForeignStore:
-    """A store that exists and answers; `open` returns one.
+    """A store that exists and answers; create it with `open`.
 
     Attributes:
-        uri: its address.
+        uri: the URI of the store.
         places: where artifacts may lie, in addition to the store.
     """
 
@@ -44,11 +44,12 @@ class ForeignStore:
         """Return the store at `uri`.
 
         Args:
-            uri: its address.
+            uri: the URI of the store.
             allow: the entries of `trust.allow` and `--allow`.
 
         Raises:
-            ConfigError: it does not exist, or does not answer.
+            ConfigError: the store does not exist or does not answer, or an entry of
+                `allow` is invalid.
         """
         from pipeline.tracking.store import Store
 
@@ -64,7 +65,15 @@ class ForeignStore:
         return MlflowClient(self.uri)
 
     def run(self, start: str) -> Any:
-        """Return the only run whose ID begins with `start`."""
+        """Return the only run whose ID begins with `start`.
+
+        Args:
+            start: a run's ID, or at least its first 4 digits.
+
+        Raises:
+            ConfigError: no run or several runs match, or the run's artifacts lie where
+                they must not.
+        """
         from mlflow.exceptions import MlflowException
 
         if RUN_ID.fullmatch(start):
@@ -84,8 +93,12 @@ class ForeignStore:
         """Return the parent run of a sweep.
 
         Args:
-            start: the beginning of its ID, its name, or the name of its sweep file, of
-                which the newest sweep is meant.
+            start: the beginning of the sweep's ID, the name of its parent run, or the
+                name of its sweep file. A sweep file stands for its newest sweep.
+
+        Raises:
+            ConfigError: no sweep or several sweeps match, or the artifacts of the
+                parent run lie where they must not.
         """
         sweeps = self._search("tags.`sweep.name` != ''")
         named = []
@@ -99,9 +112,9 @@ class ForeignStore:
         return self._only("SWEEP", "sweep", start, named or newest, sweeps)
 
     def check_experiment(self, name: str) -> None:
-        """Reject an experiment whose artifacts lie elsewhere.
+        """Reject an experiment whose artifacts lie outside the allowed locations.
 
-        Those of a new experiment will lie with the store.
+        A new experiment is accepted, since its artifacts will lie with the store.
         """
         experiment = self.client().get_experiment_by_name(name)
         if experiment is not None:
@@ -109,7 +122,8 @@ class ForeignStore:
             artifact_locations.check(location, self.uri, self.places)
 
     def _search(self, condition: str) -> list[Any]:
-        # It imports MLflow, which takes seconds.
+        """Return up to `_MOST_RUNS` active runs that match a filter of MLflow."""
+        # Imported here, since the module imports MLflow, which takes seconds.
         from pipeline.tracking.store import all_experiments
 
         client = self.client()
@@ -124,14 +138,18 @@ class ForeignStore:
         matches: Sequence[Any],
         known: Sequence[Any] = (),
     ) -> Any:
-        """Return the only run of `matches`, once its ID and its place are checked.
+        """Return the only run in `matches`, after a check of its ID and artifact URI.
 
         Args:
-            key: the argument that named the run.
-            kind: the word for the run in an error.
+            key: the name of the argument that selects the run, for errors.
+            kind: "run" or "sweep", for errors.
             start: the value of the argument.
-            matches: the runs that it may mean.
-            known: the choices if there are none.
+            matches: the runs that match the value.
+            known: the runs that an error lists if `matches` is empty.
+
+        Raises:
+            ConfigError: there is not exactly one match, its ID is not in MLflow's
+                format, or its artifacts lie where they must not.
         """
         if len(matches) != 1:
             rule = f"must name one {kind} of the store"
@@ -143,7 +161,7 @@ class ForeignStore:
             raise ConfigError(key, rule, start, choices)
 
         run = matches[0]
-        if not RUN_ID.fullmatch(run.info.run_id):  # it is used as an argument
+        if not RUN_ID.fullmatch(run.info.run_id):  # the ID is used in commands
             rule = f"must be a {kind} with an ID of MLflow's own"
             raise ConfigError(key, rule, run.info.run_id)
         artifact_locations.check(run.info.artifact_uri, self.uri, self.places)
@@ -151,23 +169,24 @@ class ForeignStore:
 
 
 def listed(tags: Mapping[str, str], key: str) -> list[str]:
-    """Return the list of strings in a run's tag.
+    """Return the list of strings that a run's tag holds as JSON.
 
     Args:
         tags: the tags of a run.
-        key: the tag, which continues in KEY.1, KEY.2 and so on.
+        key: the tag. A long list continues in the tags KEY.1, KEY.2 and so on.
 
     Returns:
-        The strings; an empty list without the tag.
+        The strings, or an empty list if the run lacks the tag.
 
     Raises:
-        ConfigError: the tag holds anything else.
+        ConfigError: the tag holds anything other than a list of strings.
     """
     parts = [tags.get(key, "[]")]
     while (part := tags.get(f"{key}.{len(parts)}")) is not None:
         parts.append(part)
     try:
-        # Text that follows is left over from a longer list.
+        # Ignore text after the list: tags with higher numbers may be left over from an
+        # earlier, longer list.
         values, _ = json.JSONDecoder().raw_decode("".join(parts))
         is_list = isinstance(values, list)
         if not is_list or not all(isinstance(value, str) for value in values):
@@ -180,12 +199,12 @@ def listed(tags: Mapping[str, str], key: str) -> list[str]:
 
 @dataclass
 class SweepRecord:
-    """A sweep as recorded in a store: its parent run, and the latest run of each job.
+    """A sweep as recorded in a store: the parent run, and the latest run of each job.
 
     Attributes:
-        uri: the store.
-        run_id: the parent run.
-        experiment_id: the experiment of all runs.
+        uri: the URI of the store.
+        run_id: the ID of the parent run.
+        experiment_id: the ID of the experiment that holds all runs of the sweep.
     """
 
     uri: str
@@ -200,7 +219,7 @@ class SweepRecord:
         """Return the latest run of each job, by the job's name.
 
         Raises:
-            ConfigError: a run does not name its job.
+            ConfigError: a run lacks the tag `sweep.job`, or an ID in MLflow's format.
         """
         runs = self.client().search_runs(
             [self.experiment_id],
@@ -223,8 +242,9 @@ class OwnStore:
     """The store that the user's config names.
 
     Attributes:
-        uri: its address.
-        places: the places of `trust.allow`: a store in one of them may be followed too.
+        uri: the URI of the store.
+        places: the places in `trust.allow`. A recorded store in one of these places may
+            be used, too.
         on_command_line: whether the user named the store on the command line.
     """
 
@@ -233,18 +253,22 @@ class OwnStore:
     on_command_line: bool = True
 
     def followed(self, recorded: str, where: str, *, moves: bool = False) -> str:
-        """Return the URI of the store that is recorded in a file.
+        """Return the URI of the store to use for a run or sweep recorded in a file.
+
+        It is the user's store if the file records this store, or if the run `moves` to
+        it. It is the recorded store if that lies in one of `places` and the command
+        line names no store.
 
         Args:
-            recorded: the URI in the file, without a password.
-            where: the word for the file in an error.
-            moves: whether the run was in no store yet, and may go to another one that
-                is named on the command line.
+            recorded: the URI in the file, in which secrets are masked.
+            where: a description of the file, for errors.
+            moves: whether the run is not yet in any store, and may therefore be shipped
+                to a different store that the command line names.
 
         Raises:
-            ConfigError: the recorded store is not the user's.
+            ConfigError: the recorded store is neither the user's nor allowed.
         """
-        # Only the user's URI shows which parts of the recorded one are secrets.
+        # Register the secrets in the user's URI, so that both URIs are masked alike.
         remember(self.uri)
         is_same = mask(absolute(self.uri)) == mask(absolute(recorded))
         if is_same or (self.on_command_line and moves):
@@ -261,12 +285,14 @@ class OwnStore:
 
 
 def again_command(name: str, run_id: str, uri: str) -> str:
-    """Return the command that runs the rest of a sweep, as far as its record shows.
+    """Return the command that runs the unfinished jobs of a sweep.
+
+    For a multirun, the user has to fill in the overrides in place of "…".
 
     Args:
         name: the sweep's name.
-        run_id: its parent run.
-        uri: its store.
+        run_id: the ID of the parent run.
+        uri: the URI of the store.
     """
     if name == MULTIRUN:
         overrides = [f"tracking.sweep={run_id}", *store_argument(uri)]
@@ -276,17 +302,18 @@ def again_command(name: str, run_id: str, uri: str) -> str:
 
 
 def sync_command(folder: str, uri: str) -> str:
-    """Return the command that ships what is in `folder` to the store at `uri`.
+    """Return the command that ships the journal in `folder` to the store at `uri`.
 
-    The URI has no password in it: the user adds it.
+    Secrets in the URI are masked; the user has to insert them.
     """
     return shlex.join(["pipeline", "sync", folder, *store_argument(uri)])
 
 
 def store_argument(uri: str) -> list[str]:
-    """Return the override with which a command finds the store at `uri`.
+    """Return the override that selects the store at `uri`, in a list.
 
-    None is needed for the default store, unless the environment names another one.
+    The list is empty for the default store, unless the environment variable
+    MLFLOW_TRACKING_URI is set.
     """
     if uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ:
         return []

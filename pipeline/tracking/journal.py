@@ -1,45 +1,48 @@
-"""The durable outbox of a run: a file of lines that a separate process ships to MLflow.
+"""The journal of a run: a file of lines that a separate process ships to MLflow.
 
     training thread ─► journal.jsonl ─► `python -m pipeline.tracking.shipper` ─► MLflow
 
-The trainer appends lines and opens no store, so training never waits for the tracker.
-`pipeline.tracking.uploader` ships the lines in their order; shipping one twice changes
-nothing, since every line keeps its time stamp and every point its step.
+The trainer only appends lines and never opens the store, so an update never waits for
+MLflow. `pipeline.tracking.uploader` ships the lines in order. Shipping a line twice has
+no effect, since each line has a fixed time stamp and each point a fixed step.
 
 The lines
 ---------
-One line is one JSON object, with its time in milliseconds and a checksum; see
-`pipeline.tracking.journal_file`. Besides these it holds:
+Each line is a JSON object with a time in milliseconds and a checksum, see
+`pipeline.tracking.journal_file`, and one of these contents:
 
     {"start": {…}}                              the run: format, store, params, tags
-    {"run": {"run_id": …, "experiment_id": …}}  its IDs in the store
-    {"dataset": {…}, "context": "training"}     one of its inputs
-    {"step": updates, "metrics": {…}}           one row
-    {"tags": {…}}
+    {"run": {"run_id": …, "experiment_id": …}}  the run's IDs in the store
+    {"dataset": {…}, "context": "training"}     one input of the run
+    {"step": updates, "metrics": {…}}           one row of metrics
+    {"tags": {…}}                               tags to set
     {"artifact": name}                          a file in the run directory
-    {"model": ID}                               the model in `logged_model-ID` there
-    {"fork_of": run_id}                         the run whose checkpoint it begins with
-    {"end": "FINISHED" | "FAILED" | "KILLED"}
-    {"resume": {…}}                             what the next segment begins with
+    {"model": ID}                               a model in `logged_model-ID` there
+    {"fork_of": run_id}                         the run that this run was forked from
+    {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
+    {"resume": {…}}                             the start of another segment
 
-`start` is the first line, and `resume` follows the end of a segment, if it had one.
+`start` is the first line. A segment is the part of a run between its start, or a
+resume, and its end. If the trainer died, the segment has no `end` line.
 
 After a crash
 -------------
-- The trainer dies before the first line: there is no run, in the store or on disk.
-- The trainer dies later: the shipper sees its standard input end, ships all complete
-  lines, and closes the run as KILLED, with the last update in the tag `failure`.
-- The shipper dies: the trainer starts another one within `REVIVE` seconds. That one
-  finds the run by its tag `journal`, compares the store with the file, and ships what
-  is missing.
-- Both die: the lines stay in the file, and `pipeline sync` does the same.
-- The store is away: the shipper tries again every few seconds, and the lines wait in
-  the file. At its end the trainer waits for it while the store makes progress, and
-  `patience` seconds longer. What is not shipped by then is left to `pipeline sync`.
-- The disk of the journal is full: the lines wait in memory, and at the end they are
-  handed to the shipper.
-- The machine dies: the lines before the last checkpoint are on the disk, and later
-  ones as far as the operating system had written them.
+- The trainer dies before it writes the first line: there is no run, neither in the
+  store nor on disk.
+- The trainer dies later: the shipper's standard input is closed. The shipper ships all
+  complete lines and closes the run as KILLED, with the last update in the tag
+  `failure`.
+- The shipper dies: the trainer checks this every `REVIVE` seconds when it writes a
+  line, and starts another shipper. The new shipper finds the run by the tag `journal`,
+  compares the store with the journal, and ships the missing lines.
+- Both die: the lines stay in the journal, and `pipeline sync` ships the missing lines.
+- The store is unreachable: the lines stay in the journal, and the shipper retries every
+  few seconds. At the end of training, the trainer waits for the shipper until the store
+  has made no progress for `patience` seconds. `pipeline sync` can ship the rest.
+- The journal's disk is full: the lines are buffered in memory, and sent to the shipper
+  at the end of training.
+- The machine dies: all lines before the last checkpoint are on the disk. Later lines
+  may be lost if the operating system had not written them.
 """
 
 import contextlib
@@ -59,27 +62,27 @@ from pipeline.tracking.journal_file import FORMAT, Past, Position
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
-SILENCE = 10.0  # seconds without an answer before a line reports the wait
-RETRY = 5.0  # seconds between two attempts to reach a store that is waited for
+SILENCE = 10.0  # seconds without an answer after which a message reports the wait
+RETRY = 5.0  # seconds between two attempts to reach the store with `wait`
 GRACE = 2.0  # seconds that a shipper has to end before it is killed
 AWAY = "must be a store that answers ({})"
-# Failures that a run survives before it exists: shippers that die, and stores that go
-# away while they create it.
+# Maximum number of failures before the run exists: shippers that die, and stores that
+# fail while they create the run.
 LIVES = 3
-# Points that wait to be shipped before a line reports them. A store takes some seconds
-# for that many.
+# Number of unshipped points above which a message reports the delay. A store takes
+# seconds to log this many points.
 LAG = 20_000
 
 
 class ShipperProcess:
-    """A running shipper, which takes commands and answers them.
+    """A shipper in a subprocess, with methods to send commands and receive answers.
 
-    `pipeline.tracking.shipper` lists the commands and the answers. The shipper runs
-    none of the user's code. Ctrl-C reaches the trainer alone, which then says how the
-    run ended.
+    `pipeline.tracking.shipper` lists the commands and the answers. The shipper runs no
+    user code. It ignores Ctrl-C: the trainer handles the interruption and then tells
+    the shipper the status of the run.
 
     Args:
-        opening: the first command.
+        opening: the first command, `open`.
     """
 
     def __init__(self, opening: dict[str, Any]):
@@ -91,28 +94,28 @@ class ShipperProcess:
         self.send(opening)
 
     def send(self, command: dict[str, Any]) -> None:
-        """Send one command; if the shipper is gone, the next answer is an error."""
+        """Send one command. If the shipper has died, the next answer is an error."""
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(command) + "\n")
             self.process.stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next answer; None if there is none within `seconds`."""
+        """Return the next answer, or None if none arrives within `seconds`."""
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=max(0.0, seconds))
         return None
 
     def alive(self) -> bool:
-        """Return whether the process runs."""
+        """Return whether the process is running."""
         return self.process.poll() is None
 
     def close(self) -> None:
-        """Tell the shipper that no command follows."""
+        """Close the shipper's standard input, which marks the end of the commands."""
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.close()
 
     def terminate(self) -> None:
-        """End the process, and kill it if it does not end within `GRACE` seconds."""
+        """Send SIGTERM; kill the process if it does not end within `GRACE` seconds."""
         self.close()
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -121,7 +124,8 @@ class ShipperProcess:
         self.process.wait()
 
     def _listen(self) -> None:
-        # A shipper that was killed may have written half a line: a ValueError.
+        """Put the shipper's answers into the queue, and an error when it has ended."""
+        # Ignore the ValueError for an incomplete line from a shipper that was killed.
         with contextlib.suppress(ValueError), self.process.stdout as answers:
             for line in answers:
                 self._answers.put(json.loads(line))
@@ -131,18 +135,19 @@ class ShipperProcess:
 
 
 class Journal:
-    """The trainer's end: writes the lines, and keeps a shipper running.
+    """The trainer's side of the journal: writes lines, and keeps a shipper running.
 
-    The store is opened in the background at once, while TensorFlow is still being
-    imported. The experiment is created with the run if it does not exist. Call `ready`,
-    then `start` or `resume`, then `write`, then `close`; or `abandon` instead.
+    The constructor starts a shipper, which opens the store in the background while
+    TensorFlow is being imported. The experiment is created with the run if it does not
+    exist. Call `ready`, then `start` or `resume`, then `write`, then `close`. To give
+    up before the run exists, call `abandon`.
 
     Args:
-        uri: the store.
+        uri: the URI of the store.
         experiment: the name of the run's experiment.
-        patience: how many seconds to wait for an answer of the store, at the start and
-            at the end.
-        when_unreachable: `refuse` the run, `wait`, or train `offline`.
+        patience: seconds to wait for progress of the store, at the start and at the
+            end.
+        when_unreachable: `refuse` the run, `wait` for the store, or train `offline`.
     """
 
     def __init__(
@@ -167,10 +172,11 @@ class Journal:
         self.shipper = self._open()
 
     def ready(self) -> None:
-        """Wait until the store answers.
+        """Wait until the store answers, or return at once if the run is offline.
 
         Raises:
-            ConfigError: it cannot be reached, read or written. Call `abandon` then.
+            ConfigError: the store cannot be reached, read or written. The caller must
+                then call `abandon`.
         """
         while not self._is_offline:
             answer = self._answer()
@@ -183,14 +189,19 @@ class Journal:
                 raise ConfigError(key, rule, received)
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
-        """Create the run.
+        """Create the journal and the run.
 
         Args:
-            path: a new journal.
-            run: has `experiment`, `name`, `params`, `tags` and `system_metrics`.
+            path: the path of the new journal.
+            run: the description of the run, with the keys `experiment`, `name`,
+                `params`, `tags` and `system_metrics`.
 
         Returns:
-            Its `run_id` and `experiment_id`; an empty dict if the run is kept offline.
+            The run's `run_id` and `experiment_id`, or an empty dict if it is offline.
+
+        Raises:
+            ConfigError: the folder has a run already, or another process trains in it.
+            RuntimeError: the store did not accept the run.
         """
         tags = {**run["tags"], "journal": uuid.uuid4().hex}
         store = secrets.mask(sqlite_uri.absolute(self.uri))
@@ -200,7 +211,7 @@ class Journal:
             self._writer.write({"start": start})
             self._writer.flush()  # the shipper reads the line from the file
             self._writer.sync()
-            durable.sync(path.parent)  # the name of the file
+            durable.sync(path.parent)  # so that the file's name survives a crash
         except BaseException:
             self.abandon()
             raise
@@ -210,9 +221,15 @@ class Journal:
         return ids
 
     def resume(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
-        """Resume the run of `past`, and return its IDs as `start` does.
+        """Resume a run.
 
-        The `segment` describes what may have changed since; `provenance` makes it.
+        Args:
+            past: the content of the run's journal.
+            segment: the settings that may have changed, see `provenance.segment`.
+
+        Returns:
+            The run's `run_id` and `experiment_id`, or an empty dict if the run has
+            never been in a store.
         """
         self._run_id = past.run.get("run_id", "")
         ids = self._attach(past.path, may_exist=True)
@@ -223,9 +240,9 @@ class Journal:
         return ids or past.run
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, as `LineWriter.write` does.
+        """Write one line, see `LineWriter.write`, and check the shipper now and then.
 
-        Each metric may be written once at each step.
+        Each metric may be written only once per step.
         """
         self._writer.write(line)
         if time.monotonic() - self._checked_at > REVIVE:
@@ -233,24 +250,25 @@ class Journal:
             self._warn_if_behind()
 
     def position(self) -> Position:
-        """Return the end of the lines that were written so far."""
+        """Return the position after the last line that was written."""
         return self._writer.position
 
     def sync(self) -> None:
-        """Wait until the lines in the file are on the disk; any thread may call it."""
+        """Wait until the lines in the file are on the disk; safe in any thread."""
         self._writer.sync()
 
     def ship_now(self) -> None:
-        """Let the shipper ship what is written without its usual interval."""
+        """Make the shipper ship the written lines now, not at its next interval."""
         self.shipper.send({"unwritten": ""})
 
     def close(self, status: str) -> str | None:
-        """End the run, and wait for the shipper.
+        """End the run, and wait until all lines are shipped or the store fails.
 
         Returns:
-            Why something was not shipped; None if everything was.
+            The reason why lines were not shipped, or None if all lines were shipped.
         """
-        # A line that the disk does not take is handed to the shipper by `_finish`.
+        # Ignore a write error: `_finish` sends lines that are not on the disk to the
+        # shipper.
         with contextlib.suppress(OSError):
             self._writer.write({"end": status})
 
@@ -271,10 +289,9 @@ class Journal:
         return problem
 
     def abandon(self) -> None:
-        """End the shipper; if no run was started, nothing is left in the store.
+        """End the shipper, even while it imports MLflow or prepares a new store.
 
-        The shipper may still be importing MLflow, or creating a schema that is no
-        longer needed.
+        If no run was started, the store is left unchanged.
         """
         self.shipper.terminate()
 
@@ -289,10 +306,14 @@ class Journal:
         )
 
     def _attach(self, path: Path, *, may_exist: bool = False) -> dict[str, str]:
-        """Let the shipper create or find the run.
+        """Make the shipper create or find the run.
+
+        Args:
+            path: the journal.
+            may_exist: whether the run may already be in the store.
 
         Returns:
-            The IDs of the run; empty if it is kept offline.
+            The IDs of the run, or an empty dict if the run is offline.
         """
         self._path = path
         while not self._is_offline:
@@ -306,7 +327,8 @@ class Journal:
                 self.abandon()
                 raise self._attach_error(answer)
             if "died" not in answer:
-                # The store may not be away, but reject this run: do not try forever.
+                # Limit the number of attempts: the store may be reachable but reject
+                # this run.
                 self._lives -= 1
             self.ready()
             may_exist = True
@@ -319,6 +341,7 @@ class Journal:
         )
 
     def _attach_error(self, answer: dict[str, Any]) -> Exception:
+        """Return the exception for a shipper that could not create or find the run."""
         run_dir = str(self._path.parent)
         if answer.get("key") == "RUN_DIR":
             return ConfigError(answer["key"], answer["rule"], run_dir)
@@ -329,13 +352,17 @@ class Journal:
         )
 
     def _recovers(self, answer: dict[str, Any], *, final: bool) -> bool:
-        """Open the store anew, or go offline, after an error.
+        """Recover from an error: start another shipper, or go offline.
 
-        A shipper that died is replaced, `LIVES` times. Any other error means that the
-        store is away, unless the answer is `final`.
+        A shipper that died is replaced, at most `LIVES` times. Any other error is
+        handled as `when_unreachable` says, unless it is `final`.
+
+        Args:
+            answer: the shipper's answer with the error.
+            final: whether waiting or going offline cannot help.
 
         Returns:
-            False if the run cannot go on.
+            Whether training can continue.
         """
         if "died" in answer and self._lives > 0:
             self._lives -= 1
@@ -360,13 +387,18 @@ class Journal:
         return True
 
     def _answer(self, *, renew_patience: bool = True) -> dict[str, Any]:
-        """Return the shipper's next answer that is not a sign of progress.
+        """Return the shipper's next answer other than a progress report.
 
-        Lines report progress, and a store that is silent for long. Each sign of
-        progress renews the patience, as the call itself does with `renew_patience`.
+        Print a message if the store is failing or silent, and one per `SILENCE` seconds
+        while it makes progress. Each progress report restarts the time limit of
+        `patience` seconds.
+
+        Args:
+            renew_patience: whether this call also restarts the time limit.
 
         Returns:
-            The answer; an error if the store makes no progress within the patience.
+            The answer, or an error if the store makes no progress within the time
+            limit.
         """
         told_at = time.monotonic()
         if renew_patience:
@@ -394,7 +426,7 @@ class Journal:
         return {"error": problem or silent}
 
     def _revive(self) -> None:
-        """Replace a shipper that died: the new one compares store and journal."""
+        """Replace a shipper that died by one that ships what the store lacks."""
         self._checked_at = time.monotonic()
         if not self._is_offline and not self.shipper.alive():
             self.abandon()  # closes its pipes
@@ -402,7 +434,10 @@ class Journal:
             self._ship(may_exist=True)
 
     def _warn_if_behind(self) -> None:
-        """Print a line if many points have waited since the last check."""
+        """Print a message if more points are unshipped than at the last message.
+
+        The limit is `LAG` at first, and twice the reported number afterwards.
+        """
         waiting = []
         while (answer := self.shipper.answer(0)) is not None:
             waiting.append(answer.get("left", 0))
@@ -414,10 +449,10 @@ class Journal:
             self._lag = 2 * min(waiting)
 
     def _finish(self) -> str | None:
-        """Tell the shipper that the run has ended.
+        """Tell the shipper that the run has ended, and wait for its last answer.
 
         Returns:
-            Why it did not ship everything; None if it did.
+            The reason why lines were not shipped, or None if all lines were shipped.
         """
         self.shipper.send({"unwritten": self._writer.unwritten()})
         self.shipper.close()
@@ -430,7 +465,8 @@ class Journal:
                     say(f"the model was not logged: {answer['not_logged']}")
                 return None
 
-        # A shipper that has answered with an error ends; one that hangs does not.
+        # If there is time left, the shipper has answered with an error and ends by
+        # itself. Otherwise it hangs, and `close` terminates it.
         if time.monotonic() < self._deadline:
             self.shipper.process.wait()
         return str(answer["error"])

@@ -1,27 +1,27 @@
 """The file of a journal: lines with a running checksum, one writer and one shipper.
 
-One line is one JSON object on one line of text, which begins with its checksum:
+Each line of the file is a JSON object that begins with a checksum:
 
     {"crc":"9a0b1c2d","time":1700000000000,"step":7,"metrics":{…}}
 
-`crc` is a running CRC-32, in hexadecimal: it covers the rest of this line with its
-newline, and the same part of all earlier lines. So a changed byte or a lost line is
-detected wherever it is, and what precedes it stays valid. `time` is in milliseconds
-since 1970. `pipeline.tracking.journal` lists what else a line may hold.
+`crc` is a running CRC-32 in hexadecimal. It covers the rest of this line, including the
+newline, and the same part of all earlier lines. So every changed byte and every lost
+line is detected, and the lines before it stay valid. `time` is in milliseconds since
+1970. `pipeline.tracking.journal` lists the other keys of a line.
 
-What a crash leaves:
+State of the file after a failure:
 
-- A process died while it wrote a line: the line has no newline. It is not read, and it
-  is overwritten when the run is resumed. Without a first line there is no run yet, and
-  another run may begin in the folder.
-- A process died after `LineWriter.write`: the operating system has the line, and every
-  process reads it. The machine died: what followed the last `LineWriter.sync` may be
-  missing. Each checkpoint follows a sync, and knows its `Position` in the journal.
-- The disk is full: the lines wait in the memory of the writer. They are lost if it dies
-  before there is space again, unless they were handed to the shipper.
+- The writer died while it wrote a line: the line has no newline. Readers ignore the
+  line, and a resumed run overwrites it. If it was the first line, there is no run, and
+  another run may be started in the folder.
+- The writer died after `LineWriter.write`: the line is complete for all readers.
+- The machine died: lines after the last `LineWriter.sync` may be missing. Each
+  checkpoint is written after a sync, and holds its `Position` in the journal.
+- The disk is full: the writer buffers the lines in memory. They are lost if the writer
+  dies before there is space again, unless they were sent to the shipper.
 
 The writer and the shipper each lock one byte of the file. The operating system releases
-a lock when its process ends, however it ends, and a forked process never has it.
+the locks of a process that ends in any way, and a forked process does not inherit them.
 """
 
 import contextlib
@@ -43,17 +43,18 @@ from pipeline.common.recorded import FormError, check
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
-MODEL = "logged_model-{}"  # a trained model, from its saving until the store has it
+MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
 
-FORMAT = 1  # of the lines; the first line has it as `{"start": {"format": …}}`
+FORMAT = 1  # version of the line format, recorded in the first line
 
-# The bytes of the file that are locked.
+# Offsets of the bytes that are locked.
 WRITER = 0
 SHIPPER = 1
 
-MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
+MOST_WAITING = 2**28  # maximum number of bytes buffered while the disk is full
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps makes it anew
+# Create the encoder once: `json.dumps` would create one per line.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _FORM = {
     "time?": int,
     "start?": {"store?": str, "tags?": {"journal?": str}},
@@ -68,7 +69,7 @@ _FORM = {
     "end?": str,
     "step?": int,
 }
-# Keys that a line with another key has to have, too.
+# Key → other keys that a line with this key must also have.
 _COMPANIONS = {
     "metrics": ("step", "time"),
     "dataset": ("context",),
@@ -80,9 +81,9 @@ _LOCK_INTERVAL = 0.1  # seconds between two tries to lock a byte
 
 
 def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
-    """Lock one byte of the file until the file is closed.
+    """Lock one byte of a file until this process closes the file.
 
-    Closing any descriptor of the file releases all locks that this process has on it.
+    Closing any descriptor of the file releases all locks of this process on the file.
 
     Returns:
         False if another process still has the lock after `seconds`.
@@ -92,17 +93,18 @@ def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
             return True
-        except (BlockingIOError, PermissionError):  # which one depends on the system
+        except (BlockingIOError, PermissionError):  # the type depends on the system
             if time.monotonic() >= deadline:
                 return False
         time.sleep(_LOCK_INTERVAL)
 
 
 def create(path: Path) -> "LineWriter":
-    """Return the writer of a new journal, locked.
+    """Create and lock a journal, and return its writer.
 
     Raises:
-        ConfigError: there is a journal already, or another process is writing one.
+        ConfigError: the file already has a first line, or another process has locked
+            it.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     rule = ""
@@ -117,20 +119,17 @@ def create(path: Path) -> "LineWriter":
 
 
 def has_begun(path: Path) -> bool:
-    """Return whether a journal has its first line.
-
-    A trainer that was killed before it wrote the first line has no run.
-    """
+    """Return whether a journal has a complete first line; without it, no run exists."""
     return path.exists() and b"\n" in path.read_bytes()
 
 
 @dataclass(frozen=True)
 class Position:
-    """The end of a complete line: the lines up to it, and no others, end there.
+    """A position at the end of a complete line; it identifies all lines before it.
 
     Attributes:
-        offset: their bytes.
-        crc: their checksum.
+        offset: number of bytes before the position.
+        crc: running checksum of the lines before the position.
     """
 
     offset: int
@@ -138,9 +137,9 @@ class Position:
 
 
 class LineReader:
-    """Reads the lines of a journal, even while they are being written.
+    """Reads the lines of a journal, even while another process writes the journal.
 
-    A line that was changed raises a `FormError`.
+    The methods raise a `FormError` at a line that was changed or is malformed.
 
     Attributes:
         offset: the number of bytes in the complete lines that were read.
@@ -154,7 +153,7 @@ class LineReader:
         self._descriptor = descriptor
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the complete lines that follow."""
+        """Yield the complete lines after `offset`."""
         size = _CHUNK
         while True:
             chunk = os.pread(self._descriptor, size, self.offset)
@@ -165,12 +164,12 @@ class LineReader:
             elif len(chunk) < size:
                 return
             else:
-                size *= 2  # the line is longer than what was read
+                size *= 2  # the line is longer than the chunk
 
     def continued(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the lines that follow in the file, and then those in `text`.
+        """Yield the remaining lines of the file, then the lines in `text`.
 
-        A line may begin in the file and end in the text.
+        The first line of `text` may begin in the file.
         """
         yield from self.lines()
         size = os.fstat(self._descriptor).st_size
@@ -191,14 +190,14 @@ class LineReader:
         try:
             line: dict[str, Any] = json.loads(text)
             _check_line(line)
-        # Somebody wrote it, with a correct checksum.
+        # The checksum is correct, but the content was not written by this package.
         except (ValueError, RecursionError) as error:
             raise FormError(f"line {self._lines_read}: {error}") from error
         return line
 
 
 def _check_line(line: dict[str, Any]) -> None:
-    """Raise a `FormError` if a line lacks something, or is of another form."""
+    """Raise a `FormError` if a line lacks a key or has a value of a wrong type."""
     check(line, _FORM, [])
     for key, companions in _COMPANIONS.items():
         for companion in companions:
@@ -212,13 +211,13 @@ def _check_line(line: dict[str, Any]) -> None:
 class LineWriter:
     """Appends lines to a journal.
 
-    Lines that a full disk does not take are kept in memory, and are written when there
-    is space again.
+    While the disk is full, lines are buffered in memory. They are written once there is
+    space again.
 
     Args:
         descriptor: the file, opened for writing and locked.
-        offset: the number of bytes that are kept; what follows them is cut off.
-        crc: the checksum of the lines in these bytes.
+        offset: the number of bytes to keep; the rest of the file is removed.
+        crc: the running checksum of the lines in these bytes.
     """
 
     def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
@@ -230,11 +229,11 @@ class LineWriter:
         os.lseek(descriptor, offset, os.SEEK_SET)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, with the current time unless it has one.
+        """Write one line; add the current time unless the line has a `time`.
 
         Raises:
             OSError: the file cannot be written, or the disk is full and more than
-                `MOST_WAITING` bytes wait in memory.
+                `MOST_WAITING` bytes are buffered.
         """
         now = int(time.time() * 1000)
         body = (_encode({"time": now, **line})[1:] + "\n").encode()
@@ -257,26 +256,27 @@ class LineWriter:
 
     @property
     def position(self) -> Position:
-        """The end of all lines, of which some may wait in memory."""
+        """The position after the last line, including buffered lines."""
         return Position(self._offset, self._crc)
 
     def flush(self) -> None:
-        """Write what waits in memory; raise an `OSError` if the disk is full."""
+        """Write the buffered lines to the file; raise an `OSError` if this fails."""
         self._drain()
 
     def sync(self) -> None:
-        """Wait until the lines in the file are on the disk; any thread may call it."""
+        """Wait until the lines in the file are on the disk; safe in any thread."""
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
-        """Return what waits in memory.
-
-        The beginning of its first line may already be in the file.
-        """
+        """Return the buffered text, of whose first line the file may hold the start."""
         return self._waiting.decode()
 
     def close(self) -> bool:
-        """Close the file, which releases the lock; return whether it has all lines."""
+        """Write buffered lines if possible, and close the file and its lock.
+
+        Returns:
+            Whether the file has all lines.
+        """
         with contextlib.suppress(OSError):
             self._drain()
             self.sync()
@@ -290,30 +290,30 @@ class LineWriter:
 
 
 def _head(crc: int) -> bytes:
-    """Return the beginning of a line, `_HEAD_LENGTH` bytes."""
+    """Return the first `_HEAD_LENGTH` bytes of a line, which hold its checksum."""
     return f'{{"crc":"{crc:08x}",'.encode()
 
 
 @dataclass
 class Past:
-    """What a journal says about its run so far.
+    """The state of a run according to its journal.
 
-    The file stays locked for the process that resumes the run, until `close`.
+    The journal stays locked until `close`, so that only one process resumes the run.
 
     Attributes:
         path: the file.
         descriptor: the open file.
-        start: what the run was created with.
-        run: its `run_id` and `experiment_id`; empty if it was never in a store.
-        steps: the steps that have a row, by the kind of the row, such as `val`.
-        logged: the steps of each metric that the user's own code has logged.
+        start: the content of the first line: format, store, params, tags.
+    run: the run's `run_id` and `experiment_id`; empty if it was never in a store.
+    steps: the steps that have a row, by the prefix of its metrics, such as `val`.
+    logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
-        tags: the tags that were set while the run was running.
-        resumed: what each segment after the first one began with.
-        positions: the ends of its lines.
-        described: whether the run has logged everything that precedes the training.
-        status: FINISHED, FAILED or KILLED; None if the run ended without a line.
-        damage: which line is not as it was written; empty if there is none.
+        tags: the tags that were set after the start of the run.
+        resumed: the description of each segment after the first one.
+        positions: the positions after all lines.
+        described: whether all inputs and artifacts that precede training were logged.
+        status: FINISHED, FAILED or KILLED; None if there is no `end` line.
+        damage: why a line cannot be read; empty if all lines can be read.
     """
 
     path: Path
@@ -339,16 +339,16 @@ class Past:
         running: bool = False,
         seconds: float = 0.0,
     ) -> Self:
-        """Return the past of the run in `run_dir`.
+        """Read the journal in `run_dir`.
 
         Args:
             run_dir: a directory with a journal of this version.
             key: the argument that names the run in an error.
-            running: whether to accept a run that has not ended; then nothing is locked.
+            running: whether to accept a running run; the journal is then not locked.
             seconds: how long to wait for the lock.
 
         Raises:
-            ConfigError: there is no such journal, or its run is still running.
+            ConfigError: there is no journal of this version, or the run is running.
         """
         path = run_dir / JOURNAL_NAME
         with as_config_error(key, f"must have a {JOURNAL_NAME}", str(run_dir)):
@@ -365,7 +365,7 @@ class Past:
 
     @property
     def updates(self) -> set[int]:
-        """Return the updates that have a row."""
+        """Return the updates with a row of training metrics."""
         return self.steps["train"]
 
     def writer(self) -> LineWriter:

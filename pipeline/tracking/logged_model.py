@@ -1,6 +1,6 @@
-"""The trained model in MLflow.
+"""Saves a trained model in MLflow's format, together with the user's own modules.
 
-It is saved with the user's own modules, then loaded back and compared.
+The saved model is loaded again and its predictions are compared with the original's.
 """
 
 import logging
@@ -25,8 +25,8 @@ from mlflow.types import TensorSpec
 from pipeline.accumulation.internals import by_name, layers_of, slice_specs
 from pipeline.common import imports, nvidia
 
-# Run in another folder and without the user's path, as by someone who loads the model
-# from the store.
+# Runs in another folder and without the user's `sys.path`, like a program of somebody
+# who loads the model from the store.
 _PREDICT_ELSEWHERE = """
 import pickle, sys
 import numpy as np
@@ -34,8 +34,8 @@ from pipeline.tracking import logged_model
 model, example = pickle.load(sys.stdin.buffer)
 np.savez("predicted.npz", *logged_model.predicted(model, example))
 """
-# A loaded model may differ by a thousandth of its largest output. In low precision it
-# may differ by 16 roundings, since a GPU has several algorithms.
+# Outputs of the loaded model may differ by a thousandth of the largest output, or, in
+# low precision, by 16 unit roundoffs, since a GPU may choose different algorithms.
 TOLERANCE = 1e-3
 ROUNDINGS = 16
 REQUIREMENTS = ("keras", "tensorflow", "mlflow", "numpy")
@@ -44,40 +44,40 @@ REQUIREMENTS = ("keras", "tensorflow", "mlflow", "numpy")
 def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) -> None:
     """Save the model with its signature.
 
-    `mlflow.pyfunc.load_model` of the saved model predicts what the model predicts. A
-    model without a config, such as a subclass without `get_config`, is saved as a
-    SavedModel, which only predicts.
+    The result of `mlflow.pyfunc.load_model` makes the same predictions as the model. A
+    model that Keras cannot serialize, such as a subclass without `get_config`, is saved
+    as a SavedModel, which can only predict.
 
     Args:
-        folder: must not exist yet; it appears at once, with all files.
-        model: the trained model; it is not compiled anymore afterwards.
+        folder: the folder to create. It appears at once, with all files.
+        model: the trained model. Its optimizer is removed.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
-        code: files and folders that are stored with the model, and imported when it is
-            loaded.
+        code: files and folders to store with the model; they are importable when the
+            model is loaded.
 
     Raises:
-        ValueError: the model cannot be saved, or it predicts something else once it is
-            loaded.
+        ValueError: the model cannot be saved or loaded, or the loaded model makes
+            different predictions.
     """
-    # MLflow warns about what is checked below.
+    # Silence MLflow's warnings about problems that are checked below.
     logging.getLogger("mlflow.models.model").setLevel(logging.ERROR)
-    # MLflow calls the model, which would draw progress bars.
+    # Without this, Keras would draw progress bars when MLflow calls the model.
     keras.config.disable_interactive_logging()
-    # The optimizer is twice the size of the model, and may need this package when the
-    # model is loaded.
+    # Remove the optimizer: it may be twice the size of the model, and loading it may
+    # require this package.
     model.compiled = False
     model.optimizer = None
 
     outputs = tf.nest.map_structure(np.asarray, model(example, training=False))
     predictions = tf.nest.flatten(outputs)
-    if isinstance(outputs, list | tuple):  # MLflow has no signature for these
+    if isinstance(outputs, list | tuple):  # MLflow has no signatures for sequences
         outputs = by_name(model, outputs)
 
     own_classes = _own_classes(model)
     served = model
     try:
         keras.saving.serialize_keras_object(model)
-    except Exception as error:  # from the code of a class whose config is incomplete
+    except Exception as error:  # `get_config` is user code and may raise anything
         if isinstance(example, dict):  # MLflow calls a SavedModel with arrays only
             raise ValueError(" ".join(str(error).split())) from error
         served = _saved_model(model, example)
@@ -86,7 +86,7 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
     # A run that is confined loads models from a temporary folder only.
     with tempfile.TemporaryDirectory() as temporary:
         path = str(Path(temporary, "model"))
-        # `Model.log` would also load and call the model, and read all of the run.
+        # Not `Model.log`, which would also load and call the model, and read the run.
         mlflow.tensorflow.save_model(
             served,
             path,
@@ -94,13 +94,14 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
             input_example=example,
             code_paths=list(code) or None,
             custom_objects={cls.__name__: cls for cls in own_classes} or None,
-            # MLflow would infer them by loading the model in another process.
+            # To infer the requirements, MLflow would load the model in another process.
             pip_requirements=[_pinned(name) for name in REQUIREMENTS],
         )
         if own_classes:
             reloaded = _predicted_elsewhere(path, example)
         else:
-            # With deterministic operations, TensorFlow prints a false error.
+            # Suppress an unfounded error that TensorFlow prints with deterministic
+            # operations.
             with imports.without_chatter():
                 reloaded = predicted(path, example)
         _check_equal(model, reloaded, predictions)
@@ -121,9 +122,9 @@ def _check_equal(
 
 
 def _copy_at_once(path: str, folder: Path) -> None:
-    """Copy a folder to one that appears with all its files.
+    """Copy a folder so that the copy appears at once, with all files.
 
-    It is copied and not renamed, as the run directory may be on another file system.
+    The original is not renamed, since it may be on another file system.
     """
     partial = folder.with_name(f".{folder.name}")
     try:
@@ -139,10 +140,7 @@ def _pinned(name: str) -> str:
 
 
 def _saved_model(model: keras.Model, example: Any) -> tf.Module:
-    """Return a module that `tf.saved_model.save` takes.
-
-    It predicts for any number of examples.
-    """
+    """Wrap a model for `tf.saved_model.save`; it accepts any number of examples."""
     served = tf.Module()
     served.model = model
     served.state = [variable.value for variable in model.variables]
@@ -155,7 +153,7 @@ def _saved_model(model: keras.Model, example: Any) -> tf.Module:
 
 
 def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature:
-    """Return the signature of the model, with -1 for each size that it leaves open."""
+    """Return the signature of the model, with -1 for each unspecified dimension."""
     signature = infer_signature(example, outputs)
     _open_sizes(signature.inputs, getattr(model, "inputs", None))
     _open_sizes(signature.outputs, getattr(model, "outputs", None))
@@ -163,15 +161,16 @@ def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature
 
 
 def _open_sizes(schema: Any, tensors: Any) -> None:
-    """Give a schema of one tensor the shape of the model's symbolic tensor.
+    """Replace the shape in a schema of one tensor by that of the symbolic tensor.
 
-    Several tensors could be matched by name only.
+    A schema of several tensors is left unchanged, since the tensors' names may differ.
     """
     symbolic = tf.nest.flatten(tensors or [])
     if len(symbolic) != 1 or len(schema.inputs) != 1:
         return
     spec = schema.inputs[0]
-    # A `Sequential` without an `Input` keeps the number of examples that built it.
+    # Do not copy axis 0: in a `Sequential` without an `Input`, it is the number of
+    # examples with which the model was built.
     shape = [-1]
     for size in symbolic[0].shape[1:]:
         if size is None:
@@ -181,9 +180,9 @@ def _open_sizes(schema: Any, tensors: Any) -> None:
 
 
 def warm_up() -> None:
-    """Let MLflow do what it does once in a process.
+    """Save an empty model, so that MLflow's slow initialization happens now.
 
-    It imports itself, and lists all installed packages.
+    MLflow imports modules and lists all installed packages once per process.
     """
     with tempfile.TemporaryDirectory() as folder:
         mlflow.pyfunc.save_model(
@@ -194,13 +193,13 @@ def warm_up() -> None:
 
 
 def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
-    """Return the files and packages of the user that a model needs to be loaded.
+    """Return the paths of user code that is needed to load a model.
 
-    They lie in the working directory.
+    These are modules and packages below the working directory, without `site-packages`.
 
     Args:
-        model: the model, whose layers may be the user's.
-        targets: the dotted names that the config builds.
+        model: the model, whose layers may be of the user's own classes.
+        targets: the dotted names of the objects that the config builds.
     """
     modules = {cls.__module__ for cls in _own_classes(model)}
     for target in targets:
@@ -225,26 +224,26 @@ def _own_classes(model: keras.Model) -> set[type]:
 
 
 def predicted(model_uri: str, example: Any) -> list[Any]:
-    """Return a logged model's predictions for a few inputs, one array per output."""
+    """Load a model with MLflow, and return its predictions, one array per output."""
     loaded = mlflow.pyfunc.load_model(model_uri)
     arrays = list(example.values()) if isinstance(example, dict) else [example]
     predict = loaded.predict
     if any(array.dtype == object for array in arrays):
-        # Keras' `predict`, which MLflow calls, takes no strings; the model itself does.
+        # Call the model directly: MLflow calls Keras' `predict`, which rejects strings.
         predict = loaded.get_raw_model()
     return tf.nest.flatten(predict(example))
 
 
 def _predicted_elsewhere(path: str, example: Any) -> list[Any]:
-    """Return what the logged model predicts in a new process in another folder.
+    """Return the saved model's predictions in a new process in another folder.
 
     Raises:
-        ValueError: it cannot be loaded there.
+        ValueError: the model cannot be loaded there.
     """
     environment = dict(os.environ)
     environment["PYTHONPATH"] = str(Path(imports.__file__).parents[2])
     environment["CUDA_VISIBLE_DEVICES"] = "-1"
-    # Bytecode would be logged beside the code.
+    # Without this, bytecode files would be saved with the model's code.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.run(

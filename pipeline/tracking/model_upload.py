@@ -1,7 +1,7 @@
 """Ships a model that a run saved in its directory to MLflow.
 
-The model becomes a logged model of its run. A tag with the name of its folder, which no
-other model has, finds it again, so shipping it twice makes no second model.
+The model becomes a logged model of its run. It is tagged with the unique name of its
+folder and is looked up by this tag, so shipping it twice creates no second model.
 """
 
 import shutil
@@ -21,8 +21,8 @@ from mlflow.exceptions import MlflowException
 from pipeline.common import durable, imports
 
 TAG = "pipeline.model"  # of a logged model: the name of its folder
-TOLD = 1.0  # seconds between two signs that an upload goes on
-# MLflow's error codes that may not recur at another try.
+TOLD = 1.0  # seconds between two progress reports of an upload
+# MLflow's error codes for which a request is worth repeating.
 AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
 
 Tell = Callable[[], object]
@@ -41,16 +41,16 @@ def ship(
         client: MLflow's client of the store.
         experiment_id: the experiment of the run.
         run_id: the run.
-        folder: the model. If it no longer exists, the model was shipped.
-        tell: called every second while the files are uploaded, as a large model takes
-            minutes.
+        folder: the saved model. If it does not exist, the model counts as shipped.
+        tell: called every second while the files are uploaded, since the upload of a
+            large model takes minutes.
 
     Raises:
-        OSError: the folder holds a link or the like. A run directory may be somebody
-            else's.
+        OSError: the folder holds a link or a special file. These are rejected since the
+            run directory may come from somebody else.
     """
-    # The folder is renamed before it is removed, so that half of it is never shipped if
-    # the process is killed in between.
+    # At the end, the folder is renamed before it is removed. If the process is killed
+    # in between, an incomplete folder is not shipped later.
     removed = folder.with_name(f".{folder.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if not folder.is_symlink() and not folder.exists():
@@ -80,9 +80,9 @@ def ship(
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether the store may accept a request at another try.
+    """Return whether a failed request may succeed if it is repeated.
 
-    It may if it is away, or answers that it is busy.
+    This holds if the store was unreachable, busy, or had an internal error.
     """
     if isinstance(error, MlflowException):
         return error.error_code in AWAY
@@ -103,11 +103,11 @@ def _check_files(folder: Path) -> None:
 def _find_or_create(
     client: MlflowClient, experiment_id: str, name: str, run: Any
 ) -> Any:
-    """Return the logged model of the folder called `name`."""
+    """Return the logged model for the folder `name`, created if it does not exist."""
     models = client.search_logged_models([experiment_id], f"tags.`{TAG}` = '{name}'")
     entry = next(iter(models), None)
     if entry is None:
-        # Each retry of MLflow's own could leave another model behind.
+        # Disable MLflow's retries: each one could create another model.
         with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):
             entry = client.create_logged_model(
                 experiment_id,

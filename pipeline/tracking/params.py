@@ -1,13 +1,13 @@
-"""The text of a param in MLflow."""
+"""Formats the values of params for MLflow."""
 
-PARAM_LENGTH = 6000  # characters; MLflow takes no longer value
+PARAM_LENGTH = 6000  # MLflow's maximum number of characters
 
 
 def param_text(value: object) -> str:
-    """Return a value as the text of a param.
+    """Return a value as a string of at most `PARAM_LENGTH` characters.
 
-    A text that is too long is cut, and ends with a note of its full length. Secrets are
-    masked before: half of one would not be recognized.
+    A longer string is cut, and ends with a note about its full length. The caller must
+    mask secrets first, since a secret that is cut would not be recognized.
     """
     text = str(value)
     if len(text) <= PARAM_LENGTH:

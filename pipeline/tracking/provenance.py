@@ -1,6 +1,6 @@
-"""What a run records about its environment and its data.
+"""Records the environment and the data of a run.
 
-With this record, a run can be repeated, and differences can be named.
+With this record, a run can be repeated, and differences can be listed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.dataset.checksums import DataFiles
 if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
 
-LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
+LARGEST_DIFF = 1_000_000  # maximum characters of the diff of a modified tree
 MACHINE = (
     "python",
     "platform",
@@ -41,7 +41,7 @@ MACHINE = (
     "lock_file",
     "lock",
 )
-# The form of dataset.json.
+# The keys of dataset.json and the types of their values.
 DATASET = {
     "name": object,
     "version": object,
@@ -61,28 +61,30 @@ NAMED = (
 )
 
 
-HASH_VERSION = "v2:"  # begins a hash; one of version 1 begins with its first digit
+HASH_VERSION = "v2:"  # prefix of a config hash; a hash of version 1 has no prefix
 
 
 def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
-    """Return a hash of what a config runs; runs that differ in place and log share it.
+    """Return a hash of the part of a config that decides what a run computes.
 
-    It covers the keys of the training, the cut and the numerics. A key that the schema
-    lacks counts as one of the training, so a key of these kinds may be renamed or
-    removed, but no key may change its kind without a new version of the hash.
+    The hash covers the keys of the kinds in `key_kinds.WHAT_RUNS`, but not those that
+    only decide where the run takes place or what it logs. A key that the schema lacks
+    counts as a key of the training. So such a key may be renamed or removed, but a key
+    may change its kind only with a new version of the hash.
 
     Args:
-        resolved: the plain config, without secrets, as it is recorded.
-        run_dir: the run directory, whose path is left out of the hash.
+        resolved: the recorded config: plain, resolved and without secrets.
+        run_dir: the run directory; its path in values does not affect the hash.
     """
     covered = key_kinds.restricted(resolved, key_kinds.WHAT_RUNS)
     return HASH_VERSION + _sha256_of_config(covered, run_dir)
 
 
 def config_hash_1(resolved: Mapping[str, Any], run_dir: str | None) -> str:
-    """Return the hash of version 1, by which records of schema 1 and 2 are checked.
+    """Return the hash of version 1, which records of schema 1 and 2 hold.
 
-    It does not change: it covers the config as it was recorded, under its former names.
+    This function must not change. It takes the config as it was recorded, with the
+    former names of keys.
     """
     same = {
         key: value
@@ -100,7 +102,7 @@ def config_hash_1(resolved: Mapping[str, Any], run_dir: str | None) -> str:
 
 
 def has_hash(resolved: Mapping[str, Any], run_dir: str | None, recorded: str) -> bool:
-    """Return whether a recorded config has the recorded hash, of either version."""
+    """Return whether `recorded` is the hash of a config, in version 1 or 2."""
     if recorded.startswith(HASH_VERSION):
         return config_hash(resolved, run_dir) == recorded
     return config_hash_1(resolved, run_dir) == recorded
@@ -129,11 +131,11 @@ def environment(run_dir: Path) -> dict[str, Any]:
 
 
 def segment(after: int, spec: resolve.RunSpec) -> dict[str, Any]:
-    """Describe what may change when a run is resumed.
+    """Describe the settings that may change when a run is resumed.
 
     Args:
-        after: the number of updates completed before.
-        spec: what the run does from here on.
+        after: the number of updates completed before this segment.
+        spec: the spec of the run in this segment.
     """
     hardware = {}
     for key, value in plain.leaves(spec.recorded["hardware"]).items():
@@ -205,7 +207,7 @@ def _different_values(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> li
 def git() -> dict[str, Any]:
     """Return the commit of the user's repository, and whether its tree is clean.
 
-    It is the repository of the working directory; without one the result is empty.
+    The result is empty if the working directory is not in a repository.
     """
     commit = _git("rev-parse", "HEAD")
     if commit is None:
@@ -216,7 +218,7 @@ def git() -> dict[str, Any]:
 def own_code() -> dict[str, str]:
     """Return the SHA-256 of each imported file that is the user's own.
 
-    The keys are the files' paths below the folder in which they were found.
+    The keys are the files' paths relative to the folder in `sys.path`.
     """
     hashes = {}
     for name, module in list(sys.modules.items()):
@@ -234,21 +236,22 @@ def own_code() -> dict[str, str]:
 
 
 def _is_own(module: str, file: str) -> bool:
-    """Return whether a module is neither installed nor this package's."""
+    """Return whether a module is user code: not installed, and not of this package."""
     if file.startswith(sysconfig.get_path("stdlib")):
         return False
     if "/site-packages/" in file or "/dist-packages/" in file:
         return False
-    # `__main__`, and the modules that AutoGraph makes.
+    # Skip `__main__`, and the modules that AutoGraph generates.
     if module.startswith("__"):
         return False
     return module.split(".")[0] not in ("pipeline", "hydra_plugins")
 
 
 def _hash_on_path(file: str) -> str | None:
-    """Return the SHA-256 of the file that Python would import; None without one.
+    """Return the SHA-256 of the file that Python would import, or None if none exists.
 
-    The name may come from a record, and cannot lead anywhere else.
+    The path may come from an untrusted record: a path that could leave the folders in
+    `sys.path` is rejected.
     """
     if not re.fullmatch(r"\w+(/\w+)*\.py", file):
         return None
@@ -276,14 +279,14 @@ def dataset(
 ) -> dict[str, Any]:
     """Return the record of a dataset: its name, version, sizes and checksums.
 
-    The checksums are of its files, or of its examples if it has no files.
+    There is a checksum per file, or per split if the dataset has no files.
 
     Args:
         data: the dataset.
-        checksum: `full`, or `none` to leave them out.
-        files: keeps the checksums of the files.
-        of_files: whether to read all files now; otherwise only known checksums are
-            recorded.
+        checksum: `full`, or `none` to compute no checksums.
+        files: caches the checksums of the files.
+        of_files: whether to compute the checksums of all files now. If not, only the
+            cached checksums are recorded.
     """
     is_wanted = checksum == "full"
     files = files or DataFiles(data.files)
@@ -312,17 +315,17 @@ def dataset(
 def check_dataset(
     recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: str
 ) -> None:
-    """Reject data that differ from those of a recorded run.
+    """Reject data that differ from the data of a recorded run.
 
     Args:
-        recorded: the record of the run's data, by `dataset`.
-        now: the record of the data that are here.
-        run_id: the run, for the error.
+        recorded: the record of the run's data, see `dataset`.
+        now: the record of the current data.
+        run_id: the ID of the run, for the error.
 
     Raises:
-        ConfigError: they differ; the message names the file or the split.
+        ConfigError: the data differ; the message names the file or the split.
     """
-    now = json.loads(secrets.mask(json.dumps(now)))  # as the recorded one was
+    now = json.loads(secrets.mask(json.dumps(now)))  # the recorded data are masked, too
     for key in ("name", "version"):
         if recorded[key] != now[key]:
             rule = f"must have the {key} {recorded[key]!r} of run {run_id}"
@@ -347,7 +350,7 @@ def origin() -> dict[str, str]:
     """Return the tags for the user, the command and the commit."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a number without a name, as in a container
+    except (KeyError, OSError):  # a user ID without a name, as in a container
         user = "unknown"
     arguments = [secrets.mask(argument) for argument in sys.argv[1:]]
     tags = {
@@ -365,24 +368,24 @@ def origin() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str | None:
-    # Without the option git refreshes the index. A run that is killed meanwhile would
-    # leave the repository locked.
+    # Keep git from refreshing the index: a run that is killed meanwhile would leave the
+    # repository locked.
     return imports.output_of("git", "--no-optional-locks", *arguments)
 
 
 def _installed_packages() -> dict[str, str | None]:
     """Return the version of every installed distribution, by its name.
 
-    The files are read as text: the `metadata` of a distribution parses each one
-    completely.
+    The metadata files are searched as text, which is faster than the attribute
+    `metadata`, which parses each file completely.
     """
     versions: dict[str, str | None] = {}
     for distribution in metadata.distributions():
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
         head = (text or "").partition("\n\n")[0]
         fields = dict(re.findall(r"^(Name|Version): *(\S+)", head, re.MULTILINE))
-        # Of two distributions with the same name, the first one on the path is
-        # imported.
+        # If two distributions have the same name, keep the first one on the path, which
+        # is the one that is imported.
         if "Name" in fields and fields["Name"] not in versions:
             versions[fields["Name"]] = fields.get("Version")
     return dict(sorted(versions.items()))
@@ -397,8 +400,8 @@ def _hardware() -> dict[str, Any]:
         "gpus": [name for name, _ in gpus],
         "driver": driver,
     }
-    # Importing TensorFlow takes seconds. Without it the versions of CUDA's packages are
-    # recorded all the same.
+    # Do not import TensorFlow just for this, which takes seconds: the versions of
+    # CUDA's packages are recorded anyway.
     if "tensorflow" in sys.modules:
         build = sys.modules["tensorflow"].sysconfig.get_build_info()
         hardware["cuda"] = build.get("cuda_version")
@@ -417,7 +420,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[tuple[str, str]]:
-    """Return the name and the driver's version of each GPU of the machine."""
+    """Return the name and the driver version of each GPU of the machine."""
     query = ("--query-gpu=name,driver_version", "--format=csv,noheader")
     answer = imports.output_of("nvidia-smi", *query) or ""
     gpus = []
@@ -431,7 +434,7 @@ def _gpus() -> list[tuple[str, str]]:
 def _package_hash() -> str:
     """Return the SHA-256 of this package's code and configs.
 
-    An installed package has no repository.
+    It identifies an installed package, which has no repository and so no commit.
     """
     package = Path(__file__).resolve().parents[1]
     patterns = {
@@ -448,9 +451,10 @@ def _package_hash() -> str:
 
 
 def _lock() -> dict[str, str]:
-    """Return the name and the SHA-256 of the lock that the environment was made from.
+    """Return the name and the SHA-256 of the lock file that was installed last.
 
-    `make` leaves a copy of it in the environment.
+    `make` keeps a copy of each installed lock file in the environment. The result is
+    empty if there is no copy.
     """
     copies = []
     for file in Path(sys.prefix).glob("requirements*.lock.installed"):
@@ -458,7 +462,7 @@ def _lock() -> dict[str, str]:
             copies.append(file)
     if not copies:
         return {}
-    # A later lock was installed over the earlier ones.
+    # The newest copy counts: it was installed over the earlier ones.
     last = max(copies, key=lambda file: file.stat().st_mtime)
     digest = hashlib.sha256(last.read_bytes()).hexdigest()
     return {"lock_file": last.stem, "lock": digest}
@@ -467,7 +471,7 @@ def _lock() -> dict[str, str]:
 def _content_hash(split: Any) -> str:
     """Return the SHA-256 of all examples of a split, in order.
 
-    It takes 4 s for 0.6 GB of images, and 0.1 ms for each ragged or sparse example.
+    This takes 4 s for 0.6 GB of images, and 0.1 ms per ragged or sparse example.
     """
     total = hashlib.sha256()
     for leaf in _leaves(split):
@@ -477,7 +481,7 @@ def _content_hash(split: Any) -> str:
 
 
 def _leaves(split: Any) -> Iterator[Any]:
-    """Yield the arrays of each example in turn, or its scalars."""
+    """Yield the arrays or scalars of each example in turn."""
     import tensorflow as tf
 
     specs = tf.nest.flatten(split.element_spec)
@@ -486,8 +490,8 @@ def _leaves(split: Any) -> Iterator[Any]:
             for example in zip(*tf.nest.flatten(batch), strict=True):
                 yield from example
         return
-    # A ragged tensor is flat values and row splits; a sparse one is indices, values and
-    # shape.
+    # A ragged tensor is expanded to its flat values and row splits, a sparse tensor to
+    # its indices, values and shape.
     for example in split:
         for leaf in tf.nest.flatten(example, expand_composites=True):
             if leaf is not None:
@@ -501,8 +505,8 @@ def _has_fixed_shape(spec: Any) -> bool:
 
 
 def _leaf_bytes(leaf: Any) -> bytes:
-    # The bytes of an array of strings are addresses. The `repr` of a string shows where
-    # it ends.
+    # Use the `repr` of strings: the bytes of an array of strings are addresses, and
+    # `repr` marks where each string ends.
     if isinstance(leaf, bytes):
         return repr(leaf).encode()
     if leaf.dtype.hasobject:

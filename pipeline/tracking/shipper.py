@@ -1,25 +1,26 @@
 """The process that ships a journal to MLflow: `python -m pipeline.tracking.shipper`.
 
-It reads commands from standard input, in this order, each one line of JSON:
+It reads commands from standard input, one line of JSON each, in this order, and writes
+the answers to standard output:
 
-    {"open": URI, "experiment": …, "places": …, "patience": s}
+    {"open": URI, "experiment": …, "places": …, "patience": seconds}
         →  {}
     {"ship": path of the journal, "may_exist": whether the run may exist,
-     "run_id": its ID if it is known, else empty}
+     "run_id": the run's ID, or "" if it is not known}
         →  {"run_id": …, "experiment_id": …}
-    {"unwritten": lines that are in no file, perhaps none}, any number of times
-        →  no answer of its own, but what is written is shipped now
+    {"unwritten": lines that are not in the file, or ""}, any number of times
+        →  no answer; all lines so far are shipped now
 
-Until standard input ends it follows the journal, and then it ships the rest. Meanwhile
-it answers each request to the store:
+The shipper follows the journal until its standard input is closed, and then ships the
+rest. Meanwhile it reports the result of each request to the store:
 
-    {"left": about how many points the store does not have}
-    {"failing": why, in one line}, perhaps with "left"
+    {"left": approximate number of points that the store lacks}
+    {"failing": error in one line}, optionally with "left"
 
-Its last answer is one of these:
+The last answer is one of these:
 
-    {"shipped": points, "not_logged": why the model was not, or empty}
-    {"error": why, in one line}, with "key" and "rule" if it is a `ConfigError`
+    {"shipped": number of points, "not_logged": why the model was not logged, or ""}
+    {"error": error in one line}, with "key" and "rule" for a `ConfigError`
 """
 
 import atexit
@@ -38,8 +39,8 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.trust import artifact_locations
 
 if __name__ == "__main__":
-    # End without destructors, for which the trainer would wait. What is registered
-    # first runs after all others.
+    # End without running destructors, for which the trainer would have to wait. The
+    # function that is registered first is called last.
     atexit.register(os._exit, 0)
 with imports.without_collections():
     from pipeline.tracking.store import Store
@@ -49,10 +50,11 @@ INTERVAL = 5.0  # seconds between two requests, and between two system samples
 
 
 def main() -> None:
-    """Serve the process that started this one."""
-    # Ctrl-C is for the trainer: it closes standard input, which ends this process.
+    """Read commands from standard input, and serve them until it is closed."""
+    # Ignore Ctrl-C: the trainer handles it and closes the standard input of this
+    # process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # SIGTERM ends it until there is a run to close.
+    # Exit on SIGTERM. Once there is a run to close, `_serve` ignores SIGTERM, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     sys.unraisablehook = _report_unraisable
 
@@ -68,7 +70,8 @@ def main() -> None:
 
 
 def _report_unraisable(unraisable: Any) -> None:
-    # A SystemExit is SIGTERM in a destructor; the end of standard input follows it.
+    # Ignore a SystemExit, which SIGTERM raises in a destructor: standard input is
+    # closed as well, and ends this process.
     if unraisable.exc_type is not SystemExit:
         sys.__unraisablehook__(unraisable)
 
@@ -80,8 +83,8 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         store.check(experiment)
         _answer({})
         store.prepare()  # while the trainer imports TensorFlow
-        # Nothing that is loaded by now is garbage. Looking for it again and again
-        # doubled the cost of a request.
+        # Exclude all objects so far from garbage collection. Scanning them repeatedly
+        # doubled the time of a request.
         gc.freeze()
 
         command = _command()
@@ -93,7 +96,7 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
             Path(command["ship"]),
             may_exist=command["may_exist"],
             run_id=command["run_id"],
-            # A shipper that an earlier trainer left behind ships its lines first.
+            # Wait for the shipper of an earlier trainer, which may still be shipping.
             seconds=2 * patience,
             tell=lambda left: _answer({"left": left}),
         )
@@ -111,9 +114,9 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
 
 
 def _follow(uploader: Uploader) -> None:
-    """Ship what is written, until the trainer closes standard input.
+    """Ship the written lines at intervals, until the trainer closes standard input.
 
-    A request that fails is repeated at the next interval.
+    A request that fails is repeated after `INTERVAL` seconds.
     """
     has_more = False
     is_failing = False
@@ -127,7 +130,8 @@ def _follow(uploader: Uploader) -> None:
                 return
             uploader.add_unwritten(command["unwritten"])
 
-        # While the store is away, at most one request is kept in memory.
+        # Read nothing more while requests fail, so that memory holds at most the lines
+        # of one request.
         if not is_failing:
             has_more = uploader.read()
             if not has_more:
@@ -135,7 +139,7 @@ def _follow(uploader: Uploader) -> None:
         try:
             uploader.ship()
             is_failing = False
-        except StoreGoneError:  # another process opens what is there now
+        except StoreGoneError:  # the trainer starts another shipper
             raise
         except Exception as error:
             is_failing = True
@@ -143,7 +147,7 @@ def _follow(uploader: Uploader) -> None:
 
 
 def _command() -> dict[str, Any] | None:
-    """Return the next command; None at the end of standard input."""
+    """Return the next command, or None at the end of standard input."""
     line = sys.stdin.readline()
     return json.loads(line) if line else None
 
@@ -152,7 +156,7 @@ def _answer(answer: dict[str, Any]) -> None:
     try:
         print(json.dumps(answer), flush=True)
     except BrokenPipeError:
-        sys.stdout = None  # the trainer is gone
+        sys.stdout = None  # the trainer has died: drop this and all later answers
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Opens MLflow stores: rejects one that cannot be used, and creates a new SQLite store.
 
-A SQLite store appears as a whole or not at all, even if a process dies meanwhile.
+A new SQLite store appears complete or not at all, even if the process dies meanwhile.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import mask, remember
 from pipeline.common.sqlite_uri import SQLITE
 
-# The port of a server whose URI names none, by the scheme.
+# The default port of a server, by the scheme of its URI.
 PORTS = {
     "http": 80,
     "https": 443,
@@ -32,7 +32,7 @@ PORTS = {
     "mssql": 1433,
 }
 CONNECT_SECONDS = 5
-# Tags of a new experiment, without which its page opens for GenAI.
+# Tags of a new experiment. Without them, MLflow's UI shows its page for GenAI.
 TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
@@ -40,11 +40,12 @@ class Store:
     """A store that answers; a SQLite store is created when its first run starts.
 
     Attributes:
-        uri: its address.
-        database: the file of a SQLite store; None for any other.
+        uri: the URI of the store.
+        database: the file of a SQLite store, or None for any other store.
 
     Raises:
-        ConfigError: it does not answer, or it cannot be used; the message says why.
+        ConfigError: the store does not answer or cannot be used; the message gives the
+            reason.
     """
 
     def __init__(self, uri: str):
@@ -62,7 +63,7 @@ class Store:
 
     @property
     def is_served(self) -> bool:
-        """Whether a server answers, or something before it that stands in for it."""
+        """Whether the store is an HTTP server, possibly behind a proxy."""
         return self.uri.lower().startswith(("http:", "https:"))
 
     def is_new(self) -> bool:
@@ -70,16 +71,16 @@ class Store:
         return self.database is not None and not self.database.exists()
 
     def file_id(self) -> tuple[int, int] | None:
-        """Return the device and the inode of a SQLite file; None without a file."""
+        """Return the device and the inode of a SQLite file, or None without a file."""
         if self.database is None or self.is_new():
             return None
         status = self.database.stat()
         return status.st_dev, status.st_ino
 
     def prepare(self) -> None:
-        """Make the tables of a new SQLite store, which takes seconds.
+        """Create the content of a new SQLite store in memory, which takes seconds.
 
-        `client` puts the file in place.
+        `client` writes the file. For an existing store, this does nothing.
         """
         if self.is_new():
             with tempfile.TemporaryDirectory() as folder:
@@ -90,16 +91,17 @@ class Store:
                 self._new_database = new.read_bytes()
 
     def client(self) -> MlflowClient:
-        """Return MLflow's client of the store; a new store is created first."""
+        """Return MLflow's client of the store; first create a new SQLite store."""
         if self.database is not None and self.is_new():
             self.database.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.database}.lock"):
-                if self.is_new():  # another run may have been faster
+                if self.is_new():  # another run may have created it meanwhile
                     self._create(self.database)
         return MlflowClient(self.uri)
 
     def _create(self, database: Path) -> None:
-        # By a rename: MLflow makes its tables in sixty steps, and may be killed.
+        # Write the file under another name and rename it, so that no incomplete store
+        # remains if the process is killed.
         if not self._new_database:
             self.prepare()
         new = Path(f"{database}.new")
@@ -108,10 +110,10 @@ class Store:
         new.rename(database)
 
     def check(self, experiment: str) -> str | None:
-        """Return the ID of an experiment; None if it does not exist.
+        """Return the ID of an experiment, or None if it does not exist.
 
         Raises:
-            ConfigError: it is deleted.
+            ConfigError: the experiment is deleted.
         """
         if self.is_new():
             return None
@@ -125,10 +127,10 @@ class Store:
         return found.experiment_id
 
     def experiment(self, name: str) -> str:
-        """Return the ID of an experiment, which is created if it does not exist.
+        """Return the ID of an experiment; create it if it does not exist.
 
-        Its name is masked. A new one has its artifacts beside a SQLite store, or at
-        the server.
+        Secrets in the name are masked. The artifacts of a new experiment are stored
+        beside the file of a SQLite store, or where the server decides.
         """
         client = self.client()
         known = self.check(name)
@@ -152,17 +154,17 @@ class Store:
         return (self.database.parent / "artifacts").as_uri()
 
     def find_run(self, journal: str, run_id: str = "") -> Run | None:
-        """Return the run whose tag `journal` has this value; None if there is none.
+        """Return the run with a value of the tag `journal`, or None if there is none.
 
-        Its experiment may have been renamed, and is of no account.
+        All experiments are searched, including deleted ones.
 
         Args:
             journal: the value of the tag.
-            run_id: its ID, if it is known.
+            run_id: the ID of the run, or "" if it is not known.
         """
         client = self.client()
         if run_id:
-            with contextlib.suppress(MlflowException):  # the store may be another one
+            with contextlib.suppress(MlflowException):  # the ID may be of another store
                 run = client.get_run(run_id)
                 if run.data.tags.get("journal") == journal:
                     return run
@@ -176,11 +178,11 @@ class Store:
         return next(iter(runs), None)
 
     def status(self, run_id: str) -> str:
-        """Return the status of a run as other processes find it.
+        """Return the status of a run as other processes see it.
 
-        For a SQLite store it is read from the file by a new connection. MLflow keeps
-        the connections of each URI, so the URI has one parameter more, with its
-        default as the value.
+        For a SQLite store, the status is read through a new connection. Since MLflow
+        caches connections by URI, a parameter with its default value is added to the
+        URI.
         """
         uri = self.uri
         if self.database is not None:
@@ -200,10 +202,10 @@ class Store:
                 return
             _check_database(self.database)
         elif scheme in PORTS:
-            # MLflow would try to connect for minutes.
+            # Check the connection first: MLflow would try to connect for minutes.
             _check_server(self.uri, PORTS[scheme])
             if self.is_served:
-                # A run's data do not follow a redirect to another host.
+                # Do not send a run's data to a host that the server redirects to.
                 os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
                 _check_redirects(self.uri)
         else:
@@ -216,7 +218,7 @@ class Store:
 def all_experiments(
     client: MlflowClient, view_type: int = ViewType.ACTIVE_ONLY
 ) -> list[Experiment]:
-    """Return all experiments of a store: MLflow returns at most 1,000 at a time."""
+    """Return all experiments of a store, over all pages of MLflow's search."""
     experiments: list[Experiment] = []
     token = None
     while True:
@@ -228,18 +230,22 @@ def all_experiments(
 
 
 def check_id(new_id: str, kind: str) -> None:
-    """Raise an OSError if a server has answered without the ID of `kind`.
+    """Raise an OSError if an ID in a server's answer is empty.
 
-    What stands before a server may answer `{}`, with the status of a success.
+    A proxy before the server may answer `{}` with a status of success.
+
+    Args:
+        new_id: the ID in the answer.
+        kind: the kind of the object with the ID, for the error.
     """
     if not new_id:
         raise OSError(f"its answer has no ID of {kind}")
 
 
 def _check_redirects(uri: str) -> None:
-    """Raise an OSError with the final address if the server redirects."""
+    """Raise a ValueError that names the new address if the server redirects."""
     endpoint = "/api/2.0/mlflow/experiments/search"
-    with contextlib.suppress(requests.RequestException):  # MLflow says what is wrong
+    with contextlib.suppress(requests.RequestException):  # MLflow reports it later
         response = requests.post(
             uri.rstrip("/") + endpoint,
             json={"max_results": 1},
@@ -253,10 +259,11 @@ def _check_redirects(uri: str) -> None:
 
 
 def _check_folder(database: Path) -> None:
-    """Reject a database whose folder, or the one to create it in, is read-only."""
+    """Reject a database whose folder, or nearest existing parent, is not writable."""
     folder = next(parent for parent in database.parents if parent.exists())
     try:
-        # Permissions do not tell: by those of /proc, root may write there.
+        # Try to write: permissions are not reliable. For example, root has write
+        # permission in /proc but cannot create files there.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(f"{folder} is not a folder that can be written") from error
@@ -278,12 +285,18 @@ def _check_database(database: Path) -> None:
     if tables and "alembic_version" not in tables:  # MLflow would add its tables
         raise ValueError(f"{database} is a database of something other than MLflow")
     if not os.access(database, os.W_OK):
-        # SQLite would open it read-only, without an error.
+        # Check the permission, since SQLite opens such a file read-only, without an
+        # error.
         raise OSError(f"{database} cannot be written")
 
 
 def _check_server(uri: str, port: int) -> None:
-    """Reject a server that accepts no connection; `port` is that of the scheme."""
+    """Reject a server that accepts no connection.
+
+    Args:
+        uri: the URI of the store.
+        port: the port to use if the URI has none.
+    """
     try:
         parts = urlsplit(uri)
         port = parts.port or port
@@ -293,7 +306,7 @@ def _check_server(uri: str, port: int) -> None:
             "percent-encode what its password holds"
         ) from None
     if parts.hostname is None and not parts.scheme.startswith("http"):
-        return  # a database that is reached by a Unix socket
+        return  # the URI is that of a database behind a Unix socket
     try:
         address = (parts.hostname or "", port)
         socket.create_connection(address, timeout=CONNECT_SECONDS).close()

@@ -1,4 +1,4 @@
-"""Ships the lines of a journal that hold no points: tags, inputs, files, models, the end."""
+"""Ships all lines of a journal except rows of metrics: tags, files, models, the end."""
 
 import errno
 import re
@@ -19,33 +19,33 @@ from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal_file import MODEL
 from pipeline.tracking.store import Store
 
-MOST_FORKS = 140  # that fit in a tag
+MOST_FORKS = 140  # maximum number of run IDs in a tag
 
 # Tags of a run.
-FORKS = "forks"  # the runs that began with a checkpoint of this one
+FORKS = "forks"  # the IDs of runs that began with a checkpoint of this run
 NOT_LOGGED = "model.not_logged"  # why the model is not in the store
-NOT_SHIPPED = "not_shipped"  # what the store did not take, or could not be read
+NOT_SHIPPED = "not_shipped"  # a line that the store rejected, or an unreadable file
 
 
 class IncompleteError(OSError):
-    """The store lacks what it has confirmed."""
+    """The store lacks something that it has confirmed."""
 
 
 class StoredRun:
-    """One run in a store, to which lines are shipped.
+    """A run in a store, to which the lines of a journal are shipped.
 
     Args:
-        store: where the run is.
-        client: of the store.
-        run_id: the run.
-        experiment_id: the experiment of the run.
+        store: the store that holds the run.
+        client: MLflow's client of the store.
+        run_id: the ID of the run.
+        experiment_id: the ID of the run's experiment.
         folder: the run directory.
-        tell: is called while a model is uploaded.
+        tell: called about every second while a model is uploaded.
 
     Attributes:
-        confirmed: what was shipped.
-        not_logged: why the model could not be logged; empty if it could, or if there
-            is none.
+        confirmed: the names of the shipped items.
+        not_logged: why the model could not be logged; empty if it was logged, or if
+            there is no model.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class StoredRun:
         """Ship one line.
 
         Args:
-            line: without points.
-            is_last: whether no line follows yet; a run that was resumed after its end
-                goes on.
+            line: a line other than a row of metrics.
+            is_last: whether it is the last line so far. If a `resume` line follows an
+                `end` line, the run is not ended.
 
         Raises:
-            IncompleteError: the run has ended, and the store lost something of it.
+            IncompleteError: at the end of the run, the store lacks a confirmed item.
             Exception: the store did not answer, or rejected a request.
         """
         if "dataset" in line:
@@ -96,13 +96,14 @@ class StoredRun:
             self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Note in a tag what the store lacks."""
+        """Set the tag `NOT_SHIPPED` to a description of what the store lacks."""
         self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
 
     def _ship_dataset(self, line: dict[str, Any]) -> None:
         """Log one input.
 
-        MLflow rejects one that another run inserts at the same time; it is sent again.
+        MLflow may reject an input that another run inserts at the same time. The caller
+        then repeats the request.
         """
         tags = [InputTag("mlflow.data.context", line["context"])]
         dataset = DatasetInput(Dataset(**line["dataset"]), tags)
@@ -110,7 +111,7 @@ class StoredRun:
         self.confirmed.inputs.add(line["dataset"]["name"])
 
     def _tag_source(self, source: str) -> None:
-        """Name this run in the tags of the run whose checkpoint it began with."""
+        """Add this run to the tag `FORKS` of the run that it was forked from."""
         try:
             tags = self.client.get_run(source).data.tags
             forks = [name for name in tags.get(FORKS, "").split(", ") if name]
@@ -118,13 +119,14 @@ class StoredRun:
                 newest = [*forks, self.run_id][-MOST_FORKS:]
                 self.client.set_tag(source, FORKS, ", ".join(newest))
         except MlflowException as error:
-            if model_upload.may_pass(error):  # else the source is gone
+            if model_upload.may_pass(error):  # otherwise the source was deleted
                 raise
 
     def _ship_artifact(self, name: str) -> None:
-        """Log a file of the run directory; one that cannot be read is noted in a tag.
+        """Log a file of the run directory; note a file that cannot be read in a tag.
 
-        The journal may be somebody else's: only files of the directory itself are sent.
+        Since the journal may come from somebody else, only regular files directly in
+        the run directory are sent.
         """
         file = self.folder / name
         try:
@@ -139,19 +141,20 @@ class StoredRun:
 
         place = None
         if name.endswith(".xplane.pb"):
-            # TensorBoard finds a profile only in such a folder.
+            # TensorBoard requires this folder for a profile.
             place = f"plugins/profile/{name.partition('.')[0]}"
         self.client.log_artifact(self.run_id, str(file), place)
         if place is None:
             self.confirmed.artifacts.add(name)
 
     def _ship_model(self, name: str) -> None:
-        """Log the model of that name.
+        """Log the model called `name`.
 
-        A model that cannot be logged does not keep the run from its end.
+        If the model cannot be logged, the reason is set as a tag, so that the run can
+        still be ended.
         """
         try:
-            # The journal may be somebody else's.
+            # Check the name, since the journal may come from somebody else.
             if not re.fullmatch("[0-9a-f]{32}", name):
                 raise ValueError("its name is not one that this package gives")
             model_upload.ship(
@@ -168,19 +171,21 @@ class StoredRun:
             self.client.set_tag(self.run_id, NOT_LOGGED, self.not_logged[:LONGEST_TAG])
 
     def _reopen_run(self) -> None:
+        """Set the run's status to RUNNING, and remove its tag `failure`."""
         try:
             self.client.delete_tag(self.run_id, "failure")
         except MlflowException as error:
-            if model_upload.may_pass(error):  # else the run has no such tag
+            if model_upload.may_pass(error):  # otherwise the run has no such tag
                 raise
         self.confirmed.tags.discard("failure")
         self.confirmed.removed_tags.add("failure")
         self.client.update_run(self.run_id, "RUNNING")
 
     def _end_run(self, line: dict[str, Any]) -> None:
-        """Close the run, and check that other processes find it closed.
+        """Close the run, and check that other processes see the new status.
 
-        A database has what it has confirmed. For a server that is checked before.
+        If the store is a server, first check that it has everything that it confirmed.
+        A database needs no such check.
         """
         if self.store.is_served:
             lacking = self.confirmed.lacking(self.client, self.run_id)

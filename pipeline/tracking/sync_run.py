@@ -1,4 +1,4 @@
-"""Ships the journal of a run whose trainer is gone, from any process."""
+"""Ships the journal of a run whose trainer has ended, for `pipeline sync`."""
 
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +14,9 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
     Args:
         folder: the run directory.
         own: the store that the user's config names.
-        patience: seconds without progress after which the store counts as away.
+        patience: seconds without progress after which the store counts as unreachable.
         named: whether the user named the run. If not, a run that is complete in the
-            store is skipped, and so is one that is still running, with a line.
+            store is skipped, and a run that is still running is skipped with a message.
 
     Returns:
         The exit status.
@@ -25,7 +25,7 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         ConfigError: the user named the run, and it cannot be shipped to this store.
     """
     try:
-        # Another sync may also be reading the journal.
+        # Wait a second for the lock: another sync may be reading the journal.
         past = Past.read(Path(folder), "RUN_DIR", seconds=1.0)
         past.close()
     except ConfigError as error:
@@ -54,7 +54,7 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
 def _ship(
     folder: str, past: Past, own: OwnStore, patience: float, *, skip_complete: bool
 ) -> str | None:
-    """Ship the journal; return what was shipped, or None for a run that is skipped."""
+    """Ship the journal; return a summary, or None if the run was skipped."""
     place = f"the journal in {folder}"
     uri = own.followed(str(past.start["store"]), place, moves=not past.run)
 
@@ -63,13 +63,13 @@ def _ship(
 
     try:
         store = Store(uri)
-    except ConfigError as error:  # it may answer another time
+    except ConfigError as error:  # not a user error: the store may answer later
         raise OSError(str(error)) from error
 
     run_id = past.run.get("run_id", "")
     if skip_complete and not store.is_new():
         run = store.find_run(past.start["tags"]["journal"], run_id)
-        # The status is shipped last: with it, everything is there.
+        # A run with the expected status is complete, since the status is shipped last.
         expected = past.status or "KILLED"
         if run is not None and run.info.status == expected:
             return None

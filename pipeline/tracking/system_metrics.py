@@ -1,4 +1,4 @@
-"""Samples MLflow's system metrics, with only the GPUs of the run."""
+"""Samples MLflow's system metrics, restricted to the GPUs of the run."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,23 +14,24 @@ def system_sampler(
 ) -> Callable[[], dict[str, float]]:
     """Return a function that samples MLflow's system metrics.
 
-    MLflow's own thread would read all of the run before each write. This is private in
-    MLflow 3.17.2: tests/tracking/test_mlflow_internals.py fails if another version
-    differs.
+    MLflow's own sampling thread is not used, since it reads the whole run before each
+    write. The attributes used here are private in MLflow 3.17.2;
+    tests/tracking/test_mlflow_internals.py fails if another version differs.
 
     Args:
-        uri: the store.
-        run_id: the run.
-        gpus: the GPUs of the run, as places in CUDA_VISIBLE_DEVICES; `gpu_0` is the
-            first of them. None, as in an older journal, stands for all GPUs of the
-            machine.
+        uri: the URI of the store.
+        run_id: the ID of the run.
+        gpus: the GPUs of the run, as indices into CUDA_VISIBLE_DEVICES. The metrics of
+            the first one are named `gpu_0_…`. None, as in journals of older versions,
+            selects all GPUs of the machine.
 
     Returns:
         A function that returns the current metrics by name.
     """
     monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
     for part in monitor.monitors:
-        # Only NVIDIA's part has handles; MLflow has then imported its library.
+        # Only the monitor of NVIDIA GPUs has handles. If it exists, MLflow has imported
+        # `pynvml`.
         if gpus is not None and hasattr(part, "gpu_handles"):
             nvml = sys.modules["pynvml"]
             part.gpu_handles = gpu_handles(nvml, nvidia.visible(), gpus)
@@ -50,9 +51,9 @@ def gpu_handles(nvml: Any, visible: Sequence[str], gpus: Sequence[int]) -> list[
 
     Args:
         nvml: NVIDIA's library.
-        visible: the visible GPUs, each by its number or its UUID.
-        gpus: the places of the run's GPUs among them; a run that is resumed on a
-            machine with fewer GPUs may have places that do not exist.
+        visible: the number or UUID of each visible GPU.
+        gpus: the indices of the run's GPUs in `visible`. Indices that are out of range
+            are ignored: the run may be resumed on a machine with fewer GPUs.
     """
     handles = []
     for place in gpus:

@@ -1,6 +1,6 @@
-"""What a run logs to MLflow, and under which name.
+"""Names the metrics, params, tags and artifacts that a run logs to MLflow.
 
-`pipeline.tracking.journal` gets it there.
+They are written to the run's journal, see `pipeline.tracking.journal`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
     from pipeline.training.evaluator import Best
 
-LONGEST_NAME = 200  # characters of a run's name; MLflow takes 250
-LONGEST_DATASET_NAME = 500  # characters; MLflow takes no more
-LONGEST_VALUE = 40  # characters of an override's value in a run's name
+LONGEST_NAME = 200  # maximum characters of a run's name; MLflow's limit is 250
+LONGEST_DATASET_NAME = 500  # maximum characters of a dataset's name in MLflow
+LONGEST_VALUE = 40  # maximum characters of an override's value in a run's name
 
 
 class Tracker:
-    """One run in MLflow: `start` or `resume`, then rows, then `end`.
+    """Logs one run. Call `start` or `resume`, then the methods for rows, then `end`.
 
     Args:
-        journal: brings what is logged to the store.
-        run_dir: where the journal and the artifacts are written.
-        plan: turns updates into the other counters.
-        files: the files of the data, whose checksums may be computed while the run
-            trains.
+        journal: the journal, whose lines are shipped to the store.
+        run_dir: the folder for the journal and the artifacts.
+        plan: converts a number of updates to epochs, micro-steps and examples.
+        files: the files of the data. Their checksums may be computed in the background
+            while the run trains.
 
     Attributes:
-        begun: whether the run exists.
-        run_id: its ID; empty while the run is kept offline.
+        begun: whether the run was started or resumed.
+        run_id: the run's ID; empty if the run is offline.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class Tracker:
         self.begun = False
         self.run_id = ""
         self._files = files or DataFiles()
-        # The steps of rows from before the run was resumed, by the kind of the row.
+        # The steps of rows that were written before the run was resumed, by the prefix
+        # of their metrics.
         self._written: Mapping[str, Container[int]] = {}
         # The steps of the user's own metrics: from before, and of this process.
         self._logged_before: Mapping[str, Container[int]] = {}
@@ -87,18 +88,16 @@ class Tracker:
         tags: dict[str, str],
         gpus: Sequence[int] = (),
     ) -> None:
-        """Create the run, with what is logged before it trains.
-
-        These are its params, tags and inputs, and the first artifacts.
+        """Create the run, and log its params, tags, inputs and first artifacts.
 
         Args:
-            after: how many updates were completed before.
-            spec: what the run does.
-            data: what it trains on.
-            dataset: the record of the data, by `provenance.dataset`.
-            model: what it trains.
+            after: the number of updates completed before, by the run that was forked.
+            spec: the spec of the run.
+            data: the data of the run.
+            dataset: the record of the data, see `provenance.dataset`.
+            model: the model to train.
             tags: tags in addition to the tracker's own.
-            gpus: the GPUs of the run, as places among the visible ones.
+            gpus: the GPUs of the run, as indices into the visible GPUs.
         """
         tracking = spec.config.tracking
         recorded = spec.recorded
@@ -112,7 +111,8 @@ class Tracker:
             "gpus": list(gpus),
             "segment": provenance.segment(after, spec),
         }
-        # Like the config, the dataset's name and the tags may hold a secret.
+        # Mask everything: not only the config, but also the dataset's name and the tags
+        # may hold a secret.
         masked = plain.mapped(run, mask)
         self._begin(self.journal.start(self.run_dir / JOURNAL_NAME, masked))
         self._describe(spec, data, dataset)
@@ -120,9 +120,14 @@ class Tracker:
     def resume(
         self, past: Past, after: int, spec: RunSpec, data: Data, dataset: dict[str, Any]
     ) -> None:
-        """Resume the run of `past`, whose rows are not written again.
+        """Resume a run. Rows that its journal already has are not written again.
 
-        The other arguments are those of `start`.
+        Args:
+            past: the content of the run's journal.
+            after: the number of updates completed before.
+            spec: the spec of the run.
+            data: the data of the run.
+            dataset: the record of the data, see `provenance.dataset`.
         """
         segment = provenance.segment(after, spec)
         self._written = past.steps
@@ -131,7 +136,8 @@ class Tracker:
         if not past.described:
             self._describe(spec, data, dataset)
         elif dataset["files"]:
-            # The run may have ended before it had the checksums.
+            # Log the record again: the run may have ended before the checksums were
+            # computed.
             self._artifact(DESCRIBED, _json(dataset))
 
         segments = [past.start["segment"], *past.resumed, segment]
@@ -150,9 +156,9 @@ class Tracker:
 
         Args:
             update: the number of completed updates.
-            results: what is logged as `train/…`, besides the counters.
-            performance: what is logged as `perf/…`.
-            at: when the update was completed, in seconds since 1970.
+            results: the metrics to log as `train/…`, in addition to the counters.
+            performance: the metrics to log as `perf/…`.
+            at: the time at which the update was completed, in seconds since 1970.
         """
         plan = self.plan
         micro_steps = plan.micro_steps(update)
@@ -167,17 +173,17 @@ class Tracker:
         self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
 
     def cut(self, plan: Plan) -> None:
-        """Use a plan with other micro-batches from now on.
+        """Use a plan with other micro-batch sizes from now on.
 
-        Tags of the run say after which update it was cut, and how.
+        The plan's tags, which record the change and the update, are set on the run.
         """
         self.plan = plan
         self.journal.write({"tags": plan.tags})
 
     def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
-        """Tag the run with the micro-batch size that a split is evaluated with.
+        """Tag the run with the reduced micro-batch size for the evaluation of a split.
 
-        A larger one did not fit into memory.
+        The size is reduced if a larger micro-batch does not fit into memory.
         """
         tags = {f"micro_batch_size.{name}": str(micro_batch_size)}
         self.journal.write({"tags": tags})
@@ -185,7 +191,7 @@ class Tracker:
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
-        """Log a table, as MLflow's `log_table` does."""
+        """Log a table in the format of MLflow's `log_table`."""
         self._artifact(name, json.dumps({"columns": columns, "data": rows}) + "\n")
         logged = json.dumps([{"path": name, "type": "table"}])
         self.journal.write({"tags": {"mlflow.loggedArtifacts": logged}})
@@ -193,7 +199,7 @@ class Tracker:
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the evaluation after `update` updates."""
         row = _prefixed("val", results)
-        # MLflow's charts take an x axis only from the same rows.
+        # Repeat the counter: MLflow's charts need the x-axis metric at the same steps.
         row["val/examples_seen"] = self.plan.examples_seen(update)
         self._row("val", {"step": update, "metrics": row})
 
@@ -222,9 +228,9 @@ class Tracker:
         """Write the summary of a run that has trained.
 
         Args:
-            updates: how many updates it completed.
-            stopped_by: the name of the callback that ended it; None without one.
-            best: its best evaluation; None if none is kept.
+            updates: the number of completed updates.
+            stopped_by: the name of the callback that ended training, or None.
+            best: the best evaluation, or None if it is not tracked.
         """
         tags = {"updates": str(updates)}
         if stopped_by is not None:
@@ -237,26 +243,32 @@ class Tracker:
                 self._row("best", {"step": best.update, "metrics": row})
 
     def check_files(self) -> None:
-        """Wait for the checksums of the data's files.
+        """Wait for the checksums of the data's files, and check that no file changed.
+
+        An interruption ends the wait, and the checksums are left out.
 
         Raises:
             DataError: a file has changed since the run began.
         """
         try:
             self._files.wait()
-        except (KeyboardInterrupt, Terminated):  # the training is complete
+        except (KeyboardInterrupt, Terminated):  # do not fail a run that has trained
             say("the checksums of the data are left out")
         self._files.check()
 
     def log_model(self, model: keras.Model, example: Any, code: Sequence[str]) -> None:
-        """Log the trained model, as `logged_model.save` writes it."""
+        """Save the trained model to the run directory, and log it.
+
+        For the arguments, see `logged_model.save`.
+        """
         from pipeline.tracking import logged_model
 
-        self.journal.ship_now()  # while the model is saved
+        self.journal.ship_now()  # ship the lines while the model is being saved
         name = uuid.uuid4().hex
         folder = self.run_dir / MODEL.format(name)
         logged_model.save(folder, model, example, code)
-        # A folder that is not there counts as shipped.
+        # Sync before writing the line: the shipper takes a missing folder for a model
+        # that was shipped.
         durable.sync_tree(folder)
         durable.sync(self.run_dir)
         self.journal.write({"model": name})
@@ -264,8 +276,12 @@ class Tracker:
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED.
 
+        Args:
+            status: the status of the run.
+            failure: the text of the tag `failure`, or None for no tag.
+
         Returns:
-            Why something could not be shipped; None if everything was.
+            The reason why lines were not shipped, or None if all lines were shipped.
         """
         if self._computes_checksums and self._files.checksums:
             self.journal.write({"artifact": DESCRIBED})
@@ -274,7 +290,7 @@ class Tracker:
         return self.journal.close(status)
 
     def _params(self, recorded: dict[str, Any], model: keras.Model) -> dict[str, Any]:
-        """Return all leaves of the config, and what was derived from it."""
+        """Return all leaves of the config, and the derived sizes, as params."""
         params: dict[str, Any] = {}
         for key, value in plain.leaves(recorded).items():
             params[key] = value if isinstance(value, str) else json.dumps(value)
@@ -287,7 +303,7 @@ class Tracker:
         return params
 
     def _tags(self, spec: RunSpec, recorded: dict[str, Any]) -> dict[str, str]:
-        """Return the user's tags, and those for the origin of the run and its place."""
+        """Return the user's tags, and tags for the origin, the sweep and the stages."""
         tracking = spec.config.tracking
         tags = dict(tracking.tags)
         if tracking.description is not None:
@@ -299,7 +315,7 @@ class Tracker:
             tags["mlflow.parentRunId"] = tracking.sweep
             tags["sweep"] = tracking.sweep
             tags["sweep.job"] = tracking.job or ""
-            # By it, MLflow's UI averages seeds.
+            # MLflow's UI groups runs by this tag to average over seeds.
             tags["sweep.repeats"] = plain.without_seed(tags["sweep.job"])
         if self.plan.stages:
             tags[STAGES] = json.dumps(self.plan.changes)
@@ -310,7 +326,10 @@ class Tracker:
         self.run_id = ids.get("run_id", "")
 
     def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
-        """Log the inputs and the first artifacts, of which `DESCRIBED` is the last."""
+        """Log the inputs and the first artifacts; the file `DESCRIBED` comes last.
+
+        If wanted, also start to compute the checksums of the data's files.
+        """
         for name, split in data.splits.items():
             context = "training" if name == "train" else name
             entry = _dataset_entry(data, context, split, data.count(name))
@@ -318,7 +337,8 @@ class Tracker:
             self.journal.write(plain.mapped(line, mask))
 
         environment = provenance.environment(self.run_dir)
-        # Masked before YAML folds a long override, and a secret in it.
+        # Mask the overrides now: YAML could break a secret in a long override across
+        # lines.
         overrides = plain.mapped(spec.overrides, mask)
         texts = {
             "config.yaml": OmegaConf.to_yaml(spec.recorded),
@@ -342,15 +362,15 @@ class Tracker:
     def _write_checksums(
         self, dataset: dict[str, Any], checksums: dict[str, str]
     ) -> None:
-        """Write the checksums to the run directory, for a resumed run; `end` logs them.
+        """Write the checksums to the run directory. Later, `end` logs the file.
 
-        The run may be killed meanwhile.
+        If the run is killed before, a resumed run finds the checksums in the file.
         """
         text = _json({**dataset, "files": checksums})
         durable.write_text(self.run_dir / DESCRIBED, mask(text))
 
     def _artifact(self, name: str, text: str) -> None:
-        # The file is on the disk before the line that says so.
+        """Write a file to the run directory, then a line that logs it."""
         durable.write_text(self.run_dir / name, mask(text))
         self.journal.write({"artifact": name})
 
@@ -361,7 +381,7 @@ class Tracker:
 
 
 def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:
-    """Return the tag of a run in float32 that computes in TF32."""
+    """Return the tag for a float32 run that computes in TF32; empty for other runs."""
     in_float32 = spec.config.hardware.precision == Precision.float32
     if gpus and in_float32 and nvidia.computes_in_tf32():
         return {rounding.IN_TF32: "true"}
@@ -369,10 +389,10 @@ def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:
 
 
 def _name_by_overrides(overrides: Sequence[str], dataset: str) -> str:
-    """Return a run's name by its overrides, such as `text rate=0.1 seed=2`.
+    """Return a run's name derived from its overrides, such as `text rate=0.1 seed=2`.
 
-    It begins with the experiment, or else the dataset. Without an override that tells
-    this run from another one it is empty.
+    It begins with the value of the override `experiment`, or else with `dataset`. It is
+    empty if no override decides what runs.
     """
     pairs = []
     for override in overrides:

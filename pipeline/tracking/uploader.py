@@ -4,18 +4,19 @@ Every line arrives at least once, and every point of a metric exactly once, even
 processes die meanwhile:
 
 - The run has a tag `journal`, whose value is chosen before the run is created. So any
-  process that continues the work finds the run, even if the answer to the request that
-  created it was lost.
-- A process that opens the run reads which points the store has, and adds only those
-  that are missing.
-- A request that failed may still have taken effect. Its content is kept until a request
-  succeeds, and is sent again: MLflow keeps a repeated point once, and a repeated tag,
-  input or file replaces itself.
+  process that continues the upload finds the run, even if the answer to the request
+  that created the run was lost.
+- A process that opens the run reads which points the store has, and adds only the
+  missing points.
+- A failed request may still have taken effect. Its content is kept and sent again until
+  a request succeeds. MLflow stores a repeated point once; a repeated tag, input or file
+  replaces the earlier one.
 - Points are sent before the other lines that were read with them, and the end of the
-  run comes last. So the status of a run says that everything before it is there.
-- What stands before a server may confirm a request and lose it. So before the end, what
-  a server has confirmed is read again: each step of each metric, params, tags, inputs
-  and artifacts. If something is missing, all lines are shipped once more.
+  run is sent last. So a run that has its final status is complete.
+- A proxy before a server may confirm a request and lose it. So before the end of the
+  run, everything that a server has confirmed is read again: each step of each metric,
+  params, tags, inputs and artifacts. If anything is missing, all lines are shipped
+  again.
 """
 
 import contextlib
@@ -40,12 +41,13 @@ from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
 
 POINTS_PER_REQUEST = 1000  # MLflow's limit
-# Servers before 3.17 look up each point of a request that is repeated.
+# Points per request after a failure: servers before 3.17 look up each point of a
+# repeated request, which is slow.
 POINTS_AFTER_FAILURE = 50
 PARAMS_PER_REQUEST = 100  # MLflow's limit
-TRIES = 5  # of a request that the store rejects because of its content
-RETRY = 1.0  # seconds between two tries
-# MLflow's error codes of such requests.
+TRIES = 5  # maximum attempts for a request that the store rejects for its content
+RETRY = 1.0  # seconds between two attempts
+# MLflow's error codes for requests that are rejected for their content.
 REJECTIONS = (
     "INVALID_PARAMETER_VALUE",
     "BAD_REQUEST",
@@ -53,33 +55,35 @@ REJECTIONS = (
     "INVALID_STATE",
 )
 
-# Tag of a run: the segment whose end the full disk may not have.
+# Tag of a run: the number of the segment whose `end` line may be missing in the
+# journal, because the disk was full.
 UNWRITTEN = "journal.unwritten"
 
-Tell = Callable[[int], object]  # takes about how many points the store does not have
+Tell = Callable[[int], object]  # takes the approximate number of unshipped points
 
 
 class StoreGoneError(OSError):
-    """The file of a SQLite store is no longer the one that was opened."""
+    """The file of a SQLite store was moved, deleted or replaced."""
 
 
 class Uploader:
     """Ships the lines of one journal, in order, to its run.
 
     Args:
-        store: where the run is, or will be created.
+        store: the store that holds the run, or in which the run is created.
         path: the journal.
         may_exist: whether another process may have created the run.
-        run_id: its ID, if it is known. Else it is looked for by its tag `journal`.
+        run_id: the run's ID, or "" to find the run by its tag `journal`.
         seconds: how long to wait for another process that ships the journal.
-        tell: called after each request.
+        tell: called after each request with the approximate number of unshipped points.
 
     Attributes:
         run_id: the run's ID.
-        experiment_id: the ID of its experiment.
-        sent: how many points were sent that the store did not have.
-        status: the run's status by the lines read so far; None while it goes on.
-        damage: why the journal cannot be read further; empty if it can.
+        experiment_id: the ID of the run's experiment.
+        sent: the number of points that were sent.
+        status: the run's final status according to the lines read so far, or None if it
+            has not ended.
+        damage: why the journal cannot be read further; empty if it can be read.
 
     Raises:
         ConfigError: the run is deleted, is being shipped by another process, or has
@@ -100,12 +104,13 @@ class Uploader:
         self._folder = path.parent
         self._tell = tell
 
-        # Points and other lines that were read and are not in the store yet.
+        # Points, and lines without points, that were read but not confirmed.
         self._points: list[Metric] = []
         self._lines: list[dict[str, Any]] = []
-        # Metric → the steps that the store had when it was asked.
+        # Metric → the steps of the points that the store had when the run was opened.
         self._stored: dict[str, set[int]] = {}
-        # Lines that the journal's disk did not take, and those to be shipped once more.
+        # Lines that are missing in the journal because the disk was full, and those of
+        # them that must be shipped again.
         self._unwritten: list[dict[str, Any]] = []
         self._unwritten_again: list[dict[str, Any]] = []
         self._starts_over = False
@@ -136,16 +141,18 @@ class Uploader:
 
     @property
     def not_logged(self) -> str:
-        """Why the model could not be logged; empty if it could, or if there is none."""
+        """Why the model could not be logged; "" if it was, or if there is no model."""
         return self._stored_run.not_logged
 
     def read(self, *, ended: bool = False) -> bool:
-        """Read the lines of one request.
+        """Read about as many lines as one request can ship.
 
-        If the trainer has `ended` and the lines do not say so, the run ends too.
+        Args:
+            ended: whether the trainer has ended. If there are no more lines and no
+                `end` line was read, the run is then ended as KILLED.
 
         Returns:
-            Whether there were any lines.
+            Whether any lines were read.
         """
         before = self._reader.offset
         for line in self._readable(self._reader.lines()):
@@ -164,7 +171,10 @@ class Uploader:
         return False
 
     def add_unwritten(self, text: str) -> None:
-        """Read the lines that the journal's disk did not take, after those it did."""
+        """Read the rest of the journal, then the lines in `text`.
+
+        These lines are missing in the journal because the disk was full.
+        """
         if not text:
             return
         for line in self._readable(self._reader.continued(text)):
@@ -176,18 +186,18 @@ class Uploader:
             self._add(line)
 
     def left(self) -> int:
-        """Return about how many points the store does not have.
+        """Return the approximate number of points that are not shipped yet.
 
-        Those in bytes that were not read yet are estimated.
+        The number of points in the unread part of the journal is estimated.
         """
         unread_bytes = os.fstat(self._descriptor).st_size - self._reader.offset
         unread_points = unread_bytes * self._points_read // self._reader.offset
         return len(self._points) + unread_points
 
     def sample(self) -> None:
-        """Take one sample of the system's metrics.
+        """Take one sample of the system metrics, to be shipped with the next request.
 
-        Its step is the number of samples before it, as in MLflow.
+        As in MLflow, the step of a sample is the number of earlier samples.
         """
         if self._sample_system is None:
             return
@@ -198,14 +208,15 @@ class Uploader:
         self._samples += 1
 
     def ship(self) -> None:
-        """Send what was read, and keep what the store has not confirmed.
+        """Send the lines that were read. Keep them until the store confirms them.
 
         Raises:
             StoreGoneError: the store's file was moved or deleted.
-            IncompleteError: the store lost something; all is to be read once more.
+            IncompleteError: the store lost something. The next call prepares to ship
+                all lines again; the caller must then read them again.
             Exception: the store did not answer, or rejected a request.
         """
-        if self._store.file_id() != self._file_id:  # what is written there is lost
+        if self._store.file_id() != self._file_id:  # writes to the old file are lost
             raise StoreGoneError(f"{self._store.database} was moved or deleted")
         if self._starts_over:
             self._start_over()
@@ -221,11 +232,11 @@ class Uploader:
         patience: float,
         report: Callable[[Exception], object] = lambda error: None,
     ) -> None:
-        """Ship the rest, once no trainer writes.
+        """Ship all remaining lines and the end of the run, after the trainer has ended.
 
         Args:
-            patience: seconds without progress after which an error is raised.
-            report: called with each error before that.
+            patience: seconds without progress after which the last error is raised.
+            report: called with each error before.
         """
         while True:
             starts = self._starts
@@ -239,7 +250,13 @@ class Uploader:
         os.close(self._descriptor)
 
     def _open_run(self, line: dict[str, Any], may_exist: bool, run_id: str) -> None:
-        """Find or create the run of a journal's first line, and read what it has."""
+        """Find or create the run, and read which points the store already has.
+
+        Args:
+            line: the first line of the journal.
+            may_exist: whether another process may have created the run.
+            run_id: the run's ID, or "" if it is not known.
+        """
         start = line["start"]
         self.client = self._store.client()
         self._file_id = self._store.file_id()
@@ -265,14 +282,18 @@ class Uploader:
             self._prepare_run(start)
         except Exception:
             if not may_exist:
-                # The trainer gets the first failure, not one from here.
+                # Suppress errors here, so that the trainer gets the original error.
                 with contextlib.suppress(Exception):
                     self.client.set_terminated(self.run_id, "FAILED")
             raise
         self._stored = self._read_stored_points()
 
     def _find_run(self, journal: str, run_id: str = "") -> Any:
-        """Return the run with this value of the tag `journal`; None without one."""
+        """Return the run with this value of the tag `journal`, or None.
+
+        Raises:
+            ConfigError: the run is deleted.
+        """
         run = self._store.find_run(journal, run_id)
         if run is not None and run.info.lifecycle_stage != "active":
             command = f"mlflow runs restore --run-id {run.info.run_id}"
@@ -281,10 +302,10 @@ class Uploader:
         return run
 
     def _create_run(self, line: dict[str, Any]) -> Any:
-        """Create the run.
+        """Create the run, with up to `TRIES` attempts.
 
-        A request that failed may have created it. So MLflow does not repeat requests
-        here, and before each further try the run is looked for.
+        A failed request may still have created the run. So MLflow's own retries are
+        disabled, and before each further attempt the run is searched for.
         """
         start = line["start"]
         tries = 0
@@ -307,7 +328,7 @@ class Uploader:
                 return run
 
     def _prepare_run(self, start: dict[str, Any]) -> None:
-        """Check where the run keeps its artifacts, and complete its params."""
+        """Check the artifact location, log missing params, and start the sampler."""
         places = artifact_locations.confined_to
         if places is not None:
             artifact_uri = self._run.info.artifact_uri
@@ -331,7 +352,10 @@ class Uploader:
             self.client.log_batch(self.run_id, params=batch)
 
     def _read_stored_points(self) -> dict[str, set[int]]:
-        """Ask the store which points it has, of the metrics that the journal has."""
+        """Return the steps that the store has for each metric of the journal.
+
+        Also count the samples of system metrics that the store has.
+        """
         stored: dict[str, set[int]] = {}
         if not self._run.data.metrics:
             return stored
@@ -340,7 +364,8 @@ class Uploader:
         with contextlib.suppress(FormError):
             for line in reader.lines():
                 keys.update(line.get("metrics", ()))
-        # Somebody else may have logged other ones to the run.
+        # Ignore metrics that are not in the journal: somebody else may have logged
+        # them.
         for key in self._run.data.metrics:
             if key in keys:
                 stored[key] = self._stored_steps(key)
@@ -353,7 +378,7 @@ class Uploader:
         return stored_steps(self.client, self.run_id, key)
 
     def _readable(self, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield lines up to the first one that is damaged, which is noted."""
+        """Yield lines up to the first damaged line, which is reported in `damage`."""
         try:
             yield from lines
         except FormError as error:
@@ -379,9 +404,10 @@ class Uploader:
                 self._points.append(Metric(key, value, line["time"], step))
 
     def _add_end(self) -> None:
-        """End the run of a trainer that died without a last line.
+        """Add an `end` line for a trainer that died without writing one.
 
-        If the disk was full, only the store may have the end: the run keeps it.
+        If the disk was full, only the store may have the end of the run. Then the run's
+        status and end time are kept; otherwise the run is ended as KILLED.
         """
         info = self._run.info
         unwritten_segment = self._run.data.tags.get(UNWRITTEN)
@@ -399,6 +425,10 @@ class Uploader:
     def _ship_patiently(
         self, patience: float, report: Callable[[Exception], object]
     ) -> None:
+        """Ship the lines that were read, and retry until `patience` seconds pass.
+
+        Progress restarts the time limit.
+        """
         deadline = time.monotonic() + patience
         while True:
             before = (self.sent, len(self._lines))
@@ -407,12 +437,12 @@ class Uploader:
                 return
             except Exception as error:
                 if isinstance(error, IncompleteError):
-                    # What is sent once more is no progress.
+                    # Do not count lines that are shipped again as progress.
                     if self._incomplete_since is None:
                         self._incomplete_since = time.monotonic()
                     deadline = self._incomplete_since + patience
                 elif (self.sent, len(self._lines)) != before:
-                    # The store answers now and then.
+                    # There was progress: restart the time limit.
                     deadline = time.monotonic() + patience
                 if isinstance(error, StoreGoneError) or time.monotonic() > deadline:
                     raise
@@ -425,15 +455,15 @@ class Uploader:
         self._points_per_request = POINTS_AFTER_FAILURE
         self.client.log_batch(self.run_id, metrics=batch)
         self._points_per_request = POINTS_PER_REQUEST
-        # Only now does the store have them: after an error they are sent again.
+        # Remove the points only after a success: after an error, they are sent again.
         del self._points[: len(batch)]
         self.sent += len(batch)
 
     def _ship_next_line(self) -> None:
-        """Send the first line that waits.
+        """Send the first of the pending lines.
 
-        A line that the store rejects `TRIES` times is left out, and noted in a tag: it
-        does not keep the run from its end.
+        A line that the store rejects `TRIES` times is left out and noted in a tag, so
+        that the run can still be ended.
         """
         line = self._lines[0]
         try:
@@ -442,7 +472,7 @@ class Uploader:
             self._starts_over = True
             raise
         except MlflowException as error:
-            if error.error_code not in REJECTIONS:  # the store is away
+            if error.error_code not in REJECTIONS:  # the store is unreachable
                 raise
             self._tries += 1
             if self._tries < TRIES:
@@ -453,7 +483,7 @@ class Uploader:
         del self._lines[0]
 
     def _start_over(self) -> None:
-        """Prepare to ship all lines once more."""
+        """Prepare to ship all lines again, since the store lost something."""
         run = self.client.get_run(self.run_id)
         reader = LineReader(self._descriptor)
         start = next(reader.lines())["start"]
@@ -462,7 +492,7 @@ class Uploader:
         self._complete_params(start)
         self._stored = self._read_stored_points()
 
-        # Nothing fails from here on.
+        # Change the state last, since the requests above may fail.
         self._reader = reader
         self._points = []
         self._lines = []

@@ -422,9 +422,8 @@ class Trainer:
         return None
 
 
-        One is always due after the `last` update, and while the evaluation or the
-        callbacks after an update are pending, except if the config turns checkpoints
-        off. Otherwise `Checkpoints.due` decides, by updates, epochs or minutes.
+class _Watch(keras.callbacks.Callback):
+    """Runs after a callback: did it stop the run, add to the logs, use MLflow?"""
 
     # Without this flag, Keras would call the hooks of all callbacks synchronously.
     async_safe = True
