@@ -10,11 +10,12 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from sqlalchemy.engine import make_url
 
-from pipeline.checkpoints import run_dirs, snapshot
+from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.snapshot import Snapshot
 from pipeline.common import sqlite_uri
 from pipeline.common.errors import ConfigError
 from pipeline.config import validate
+from pipeline.config.overrides import hydra_quoted
 from pipeline.tracking.store import Store
 from pipeline.trust import artifact_locations
 from tests.running import TINY, one_process, pipeline
@@ -103,7 +104,7 @@ def test_a_new_store_is_made_in_a_folder_of_that_name(tmp_path, monkeypatch, nam
 
 @pytest.mark.parametrize("name", EACH)
 def test_hydra_reads_a_quoted_folder_as_it_is(name):
-    override = f"hydra.run.dir={run_dirs.quoted(name)}"
+    override = f"hydra.run.dir={hydra_quoted(name)}"
     (parsed,) = OverridesParser.create().parse_overrides([override])
     assert parsed.value() == name
 
@@ -117,9 +118,9 @@ def test_a_run_in_a_folder_with_all_of_them(tmp_path):
         *TINY[2:],
         *("model=mlp", "training.epochs=null", "training.checkpoint_every=3"),
         *("training.evaluate_every=3", "hardware.deterministic=true"),
-        f"tracking.experiment={run_dirs.quoted(CHARACTERS)}",
+        f"tracking.experiment={hydra_quoted(CHARACTERS)}",
     ]
-    sweep_dir = run_dirs.quoted(CHARACTERS)
+    sweep_dir = hydra_quoted(CHARACTERS)
     pipeline(
         *("train", "-m", *settings, "model.hidden=[8,8],[8]", "training.updates=6"),
         f"hydra.sweep.dir={sweep_dir}",
@@ -132,7 +133,7 @@ def test_a_run_in_a_folder_with_all_of_them(tmp_path):
         assert (job / "checkpoints" / "6").is_dir()
 
     run_dir = f"{CHARACTERS}/hidden=[64,64]"
-    place = f"hydra.run.dir={run_dirs.quoted(run_dir)}"
+    place = f"hydra.run.dir={hydra_quoted(run_dir)}"
     pipeline("train", *settings, place, "training.updates=6", cwd=folder)
     checkpoints = folder / run_dir / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["3", "6"]
