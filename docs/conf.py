@@ -28,8 +28,8 @@ default_role = "code"
 autodoc_mock_imports = ["keras", "tensorflow", "tensorflow_datasets"]
 autodoc_typehints = "none"
 napoleon_use_ivar = True
-# The types in docstrings are Keras' and TensorFlow's.
-nitpick_ignore_regex = [("py:class", ".*")]
+# The types and errors in docstrings are mostly those of Keras and TensorFlow.
+nitpick_ignore_regex = [("py:(class|exc)", ".*")]
 
 # How links begin in the repository's root, and how they begin on the site.
 SITE_LINKS = {

@@ -414,6 +414,7 @@ def _reopen(config: DictConfig, name: str) -> ParentRun:
     client = sweep.client()
     # Use the experiment's current name for new jobs, since it may have been renamed.
     sweep.experiment = client.get_experiment(sweep.experiment_id).name
+    _check_experiment_override(config, sweep.experiment)
     store.check_experiment(sweep.experiment)
     close_abandoned(client, parent, sweep.children().values())
     _claim(client, sweep.run_id)
@@ -422,6 +423,20 @@ def _reopen(config: DictConfig, name: str) -> ParentRun:
     with suppress(Exception):  # a process that was rejected may have replaced the claim
         client.delete_tag(sweep.run_id, CLAIM)
     return sweep
+
+
+def _check_experiment_override(config: DictConfig, experiment: str) -> None:
+    """Reject an override that would put the new jobs into another experiment.
+
+    The value in a config file does not count: it may be a name that the experiment
+    of the sweep had before it was renamed.
+    """
+    key = "tracking.experiment"
+    for override in config.hydra.overrides.task:
+        is_given = override.lstrip("+").startswith(f"{key}=")
+        if is_given and config.tracking.experiment != experiment:
+            rule = "must be the experiment of the sweep, or be left out"
+            raise ConfigError(key, rule, config.tracking.experiment, [experiment])
 
 
 def _claim(client: Any, run_id: str) -> None:

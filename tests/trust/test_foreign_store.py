@@ -192,6 +192,7 @@ def hostile(tmp_path_factory):
         "jobs",
         "varied",
         "overrides",
+        "moved",
     ]
     sweeps = {name: made_sweep(store).run_id for name in names}
     overrides = {
@@ -222,6 +223,12 @@ def hostile(tmp_path_factory):
         database.execute(
             "UPDATE experiments SET artifact_location = ? WHERE name = 'theirs'",
             (elsewhere.as_uri(),),
+        )
+        database.execute(
+            "UPDATE runs SET experiment_id = "
+            "(SELECT experiment_id FROM experiments WHERE name = 'theirs') "
+            "WHERE run_uuid = ?",
+            (sweeps["moved"],),
         )
         for change in ("INSERT", "UPDATE"):  # its tags are read-only
             database.execute(
@@ -254,7 +261,8 @@ def hostile(tmp_path_factory):
             "rerun of another folder": f"rerun {runs[0]} --dry",
             "report of another folder": f"report {sweeps['folder']}",
             "rest of another folder": f"{again} {sweeps['folder']}",
-            "rest in another experiment": f"{again} {sweeps['good']} tracking.experiment=theirs",
+            "rest in an experiment of another folder": f"{again} {sweeps['moved']}",
+            "rest, another experiment": f"{again} {sweeps['good']} tracking.experiment=theirs",
             **{
                 f"rest, {name}": f"{again} {sweeps[name]}"
                 for name in ("tfds", "csv", "name", "download")
@@ -301,11 +309,12 @@ ELSEWHERE_CASES = [
     "report of a host with two faces",
     "rest of a host with two faces",
     "a job's sweep of another host",
+    "rest in an experiment of another folder",
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*ELSEWHERE_CASES, "rest in another experiment"])
+@pytest.mark.parametrize("case", ELSEWHERE_CASES)
 def test_artifacts_that_lie_elsewhere_are_refused(hostile, case):
     answer = hostile[1][case]
     assert answer["status"] == 2, answer["err"]
@@ -348,6 +357,11 @@ def test_only_what_the_user_allows_is_written_elsewhere(hostile):
         (
             "rest, name",
             "training.callbacks.rows.filename may name a file that is written",
+        ),
+        (
+            "rest, another experiment",
+            "tracking.experiment must be the experiment of the sweep, or be left out. "
+            "Received: 'theirs'. Choices: made",
         ),
         ("rest, overrides", "SWEEP must have a tag sweep.overrides that can be read"),
         ("report, jobs", "SWEEP must have a tag sweep.jobs that can be read"),
