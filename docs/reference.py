@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from sphinx.application import Sphinx
 
 from pipeline.config import key_kinds
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, group_in
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -141,21 +141,13 @@ def _rows(kind: Any, prefix: str, defaults: dict[str, Any]) -> Iterator[Row]:
     for field in fields(kind):
         hint = hints[field.name]
         key = f"{prefix}{field.name}"
-        nested = _nested_dataclass(hint)
+        nested = group_in(hint)
         if nested is None:
             if not key_kinds.facts_of(key).set_by_a_sweep:
                 default = defaults.get(field.name, _default(field))
                 yield _row(key, hint, default, comments.get(field.name, ""))
         elif prefix:
             yield from _rows(nested, f"{key}.", defaults.get(field.name) or {})
-
-
-def _nested_dataclass(hint: Any) -> Any:
-    """Return the dataclass that a type is, or is one of the choices of; else None."""
-    for part in (hint, *get_args(hint)):
-        if is_dataclass(part):
-            return part
-    return None
 
 
 def _row(key: str, hint: Any, default: Any, comment: str) -> Row:

@@ -6,8 +6,7 @@ such as a removed key, is of the kind `TRAINING`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any
 
 from pipeline.config.schema import (
     Config,
@@ -15,7 +14,7 @@ from pipeline.config.schema import (
     Kind,
     TrackingConfig,
     facts,
-    group_in,
+    keys_in,
 )
 
 # Two runs count as the same run if they agree in all keys of these kinds.
@@ -110,26 +109,21 @@ def _has_keys_below(key: str) -> bool:
     return any(name.startswith(f"{key}.") for name in _FACTS)
 
 
-def _facts_by_key(schema: type, prefix: str = "") -> dict[str, KeyFacts]:
+def facts_by_key(schema: type) -> dict[str, KeyFacts]:
     """Return the facts of all keys in a dataclass, by dotted name.
 
     Raises:
         TypeError: a field has no kind.
     """
-    hints = get_type_hints(schema)
     by_key: dict[str, KeyFacts] = {}
-    for field in fields(schema):
-        key = f"{prefix}{field.name}"
-        group = group_in(hints[field.name])
-        if group is not None:
-            by_key |= _facts_by_key(group, f"{key}.")
-            continue
-        if "facts" not in field.metadata:
-            raise TypeError(f"{key} has no kind in the schema: see `schema.about`")
-        by_key[key] = field.metadata["facts"]
-        for name, key_facts in field.metadata["exceptions"].items():
-            by_key[f"{key}.{name}"] = key_facts
+    for key in keys_in(schema):
+        metadata = key.field.metadata
+        if "facts" not in metadata:
+            raise TypeError(f"{key.name} has no kind in the schema: see `schema.about`")
+        by_key[key.name] = metadata["facts"]
+        for name, key_facts in metadata["exceptions"].items():
+            by_key[f"{key.name}.{name}"] = key_facts
     return by_key
 
 
-_FACTS = _facts_by_key(Config)
+_FACTS = facts_by_key(Config)

@@ -7,7 +7,9 @@ The comment above a field is its description in the config reference, which
 docs/reference.py writes.
 """
 
+from collections.abc import Iterator
 from dataclasses import (
+    Field,
     FrozenInstanceError,
     dataclass,
     field,
@@ -465,6 +467,39 @@ def as_written(config: type) -> type:
     loose_config.__qualname__ = f"{config.__name__}AsWritten"
     globals()[loose_config.__qualname__] = loose_config
     return loose_config
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the config, as the schema describes it.
+
+    Attributes:
+        name: the dotted name, such as `hardware.precision`.
+        field: the field of the dataclass that holds the key.
+        hint: the type hint of that field.
+    """
+
+    name: str
+    field: Field
+    hint: Any
+
+
+def keys_in(schema: type, prefix: str = "") -> Iterator[Key]:
+    """Yield the keys of a dataclass, with those of the groups in it.
+
+    Args:
+        schema: a dataclass of the schema.
+        prefix: text before the name of each key, such as `hardware.`.
+    """
+    hints = get_type_hints(schema)
+    for key_field in fields(schema):
+        name = f"{prefix}{key_field.name}"
+        hint = hints[key_field.name]
+        group = group_in(hint)
+        if group is None:
+            yield Key(name, key_field, hint)
+        else:
+            yield from keys_in(group, f"{name}.")
 
 
 def group_in(hint: Any) -> type | None:

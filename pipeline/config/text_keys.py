@@ -8,9 +8,8 @@ a file the typed text is lost, so a value that is not text is rejected.
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import fields
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -18,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import plain
-from pipeline.config.schema import TEXTS, Config, group_in
+from pipeline.config.schema import TEXTS, Config, keys_in
 
 # Matches an override whose value is a scalar, or several scalars for a sweep: a value
 # without quotes, escapes, links, functions, lists and mappings.
@@ -143,18 +142,5 @@ def _rule(key: str, value: Any) -> str:
     )
 
 
-def _types(config: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type hints of all keys that hold text, by dotted name."""
-    hints = get_type_hints(config)
-    types: dict[str, Any] = {}
-    for field in fields(config):
-        key = f"{prefix}{field.name}"
-        group = group_in(hints[field.name])
-        if group is not None:
-            types |= _types(group, f"{key}.")
-        elif hints[field.name] in TEXTS:
-            types[key] = hints[field.name]
-    return types
-
-
-TYPES = _types(Config)
+# The type hints of all keys that hold text, by dotted name.
+TYPES = {key.name: key.hint for key in keys_in(Config) if key.hint in TEXTS}
