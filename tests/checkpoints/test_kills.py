@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.checkpoints import files as checkpoint
-from pipeline.checkpoints import snapshot
 from pipeline.tracking.journal_file import JOURNAL_NAME, has_begun
+from tests.checkpoints.left import metrics_in, weights_in
 from tests.killing import CALLS, MOMENT, Plan
 from tests.running import Store, pipeline, start, wait
 from tests.shared import note, place_store
@@ -190,12 +189,6 @@ def left_in(folder: Path, checkpoint_of: int = UPDATES) -> Left:
     """Return what the only run in `folder` has left."""
     store = Store(folder)
     run = store.run()
-    metrics = {}
-    for key in run.data.metrics:
-        if not key.startswith("perf/"):
-            metrics[key] = store.history(run, key)
-    last = checkpoint.at(folder / "run" / "checkpoints", checkpoint_of)
-    arrays = snapshot.read(last).arrays
     params = {}
     for key, value in run.data.params.items():
         if not key.startswith("hydra"):
@@ -207,8 +200,8 @@ def left_in(folder: Path, checkpoint_of: int = UPDATES) -> Left:
     files = {file.path for file in artifacts} - {"segments.json", "git.diff"}
     return Left(
         status=run.info.status,
-        metrics=metrics,
-        weights={name: array.tobytes() for name, array in arrays.items()},
+        metrics=metrics_in(folder),
+        weights=weights_in(folder, checkpoint_of),
         params=params,
         tags={key: run.data.tags.get(key) for key in tags},
         inputs=sorted((dataset.name, dataset.digest) for dataset in datasets),

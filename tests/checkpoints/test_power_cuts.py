@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints import files, resume_rules
+from pipeline.checkpoints import resume_rules
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.tracking.journal_file import JOURNAL_NAME
 from tests import power_cuts
+from tests.checkpoints.left import metrics_in, weights_in
 from tests.power_cuts import VARIABLE, Disk
 from tests.running import Store, pipeline
 
@@ -256,19 +257,8 @@ def _trained(recorded: Recorded, tree: dict[str, bytes | None]) -> tuple:
 
 def _left_in(folder: Path) -> tuple:
     """Return the status, the rows and the weights that a run has left."""
-    from pipeline.checkpoints import snapshot
-
-    store = Store(folder)
-    run = store.run()
-    metrics = {}
-    for key in run.data.metrics:
-        if not key.startswith("perf/"):
-            metrics[key] = store.history(run, key)
-    last = files.at(folder / "run" / "checkpoints", UPDATES)
-    weights = {}
-    for name, array in snapshot.read(last).arrays.items():
-        weights[name] = array.tobytes()
-    return run.info.status, metrics, weights
+    status = Store(folder).run().info.status
+    return status, metrics_in(folder), weights_in(folder, UPDATES)
 
 
 def _path_of(disk: Disk, inode: int) -> str | None:
