@@ -1,10 +1,31 @@
-"""Batches as loaders of your own make them.
+"""Batches of images as Keras' loader makes them → micro-batches of an update.
 
-The command and its result are in conf/experiment/photos.yaml.
+Command, in examples/own_batches:
+
+    python photos.py && pipeline train --config-dir conf experiment=photos
+
+Run time:  about 15 seconds on two CPU cores
+Expect:    4 updates per epoch, the last one of 2 examples
+
+`python photos.py` writes the images: 38 of 8×8 pixels, in one folder per class.
 """
+
+from pathlib import Path
 
 import keras
 import numpy as np
+
+FOLDER = Path("photos")
+
+
+def write(path):
+    """Write 19 images of random pixels in each of two classes."""
+    numbers = np.random.default_rng(0)
+    for name in ("cats", "dogs"):
+        (path / name).mkdir(parents=True, exist_ok=True)
+        for index in range(19):
+            pixels = numbers.integers(0, 255, (8, 8, 3))
+            keras.utils.save_img(path / name / f"{index}.png", pixels, scale=False)
 
 
 def folder(path, batch_size=4, seed=0):
@@ -53,3 +74,7 @@ def linear(input_shape):
         keras.layers.Dense(2, kernel_initializer="zeros"),
     ]
     return keras.Sequential(layers)
+
+
+if __name__ == "__main__":
+    write(FOLDER)
