@@ -156,7 +156,7 @@ class Recorder:
             if non_finite or entry.update % self.log_every == 0:
                 self._log_last()
             if non_finite:
-                self._unfetched.clear()  # Later updates have non-finite weights.
+                self._unfetched.clear()  # Later updates use non-finite weights.
                 results = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
                     f"{' and '.join(results)} at update {entry.update}, found when "
@@ -176,7 +176,7 @@ class Recorder:
 
         Args:
             split: `val` or `test`.
-            update: completed updates before the evaluation.
+            update: number of updates completed before the evaluation.
             results: the loss and the metrics.
         """
         if self.tracker is not None:
@@ -188,7 +188,7 @@ class Recorder:
         self.restart_clock()
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Record that training has ended or was interrupted after `updates` updates."""
+        """Log that training has ended or was interrupted after `updates` updates."""
         if self.tracker is not None:
             self.tracker.trained(updates, stopped_by, best)
 
@@ -216,7 +216,7 @@ class Recorder:
         return means
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state that later rows depend on, for JSON. Call `fetch` first."""
+        """Return the state on which later rows depend, as JSON. Call `fetch` first."""
         return {
             "last": dict(self.last),
             "skipped": self._skipped,
