@@ -66,8 +66,8 @@ SILENCE = 10.0  # seconds without an answer after which a message reports the wa
 RETRY = 5.0  # seconds between two attempts to reach the store with `wait`
 GRACE = 2.0  # seconds that a shipper has to end before it is killed
 AWAY = "must be a store that answers ({})"
-# Maximum number of failures before the run exists: shippers that die, and stores that
-# fail while they create the run.
+# Maximum number of failures before the run exists: shippers that die, and attempts to
+# create the run that fail.
 LIVES = 3
 # Number of unshipped points above which a message reports the delay. A store takes
 # seconds to log this many points.
@@ -124,7 +124,7 @@ class ShipperProcess:
         self.process.wait()
 
     def _listen(self) -> None:
-        """Put the shipper's answers into the queue, and an error when it has ended."""
+        """Put the shipper's answers into the queue, and an error at their end."""
         # Ignore the ValueError for an incomplete line from a shipper that was killed.
         with contextlib.suppress(ValueError), self.process.stdout as answers:
             for line in answers:
@@ -145,8 +145,8 @@ class Journal:
     Args:
         uri: the URI of the store.
         experiment: the name of the run's experiment.
-        patience: seconds to wait for progress of the store, at the start and at the
-            end.
+        patience: maximum seconds to wait for progress of the store, at the start and at
+            the end of the run.
         when_unreachable: `refuse` the run, `wait` for the store, or train `offline`.
     """
 
@@ -240,8 +240,9 @@ class Journal:
         return ids or past.run
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, see `LineWriter.write`, and check the shipper now and then.
+        """Write one line, see `LineWriter.write`.
 
+        If the last check of the shipper is more than `REVIVE` seconds ago, check it.
         Each metric may be written only once per step.
         """
         self._writer.write(line)
@@ -335,7 +336,7 @@ class Journal:
         return {}
 
     def _ship(self, *, may_exist: bool) -> None:
-        """Tell the shipper which run to ship."""
+        """Send the shipper the command that names the run to ship."""
         self.shipper.send(
             {"ship": str(self._path), "may_exist": may_exist, "run_id": self._run_id}
         )
@@ -434,9 +435,9 @@ class Journal:
             self._ship(may_exist=True)
 
     def _warn_if_behind(self) -> None:
-        """Print a message if more points are unshipped than at the last message.
+        """Print a message if the number of unshipped points exceeds a limit.
 
-        The limit is `LAG` at first, and twice the reported number afterwards.
+        The limit is `LAG` at first, and twice the last reported number afterwards.
         """
         waiting = []
         while (answer := self.shipper.answer(0)) is not None:
@@ -449,7 +450,7 @@ class Journal:
             self._lag = 2 * min(waiting)
 
     def _finish(self) -> str | None:
-        """Tell the shipper that the run has ended, and wait for its last answer.
+        """Close the shipper's standard input, and wait for the shipper's last answer.
 
         Returns:
             The reason why lines were not shipped, or None if all lines were shipped.

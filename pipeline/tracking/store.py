@@ -85,8 +85,9 @@ class Store:
         if self.is_new():
             with tempfile.TemporaryDirectory() as folder:
                 new = Path(folder) / "new.db"
-                # MLflow writes the folder of its default experiment into SQL as it is.
-                # In a URI, a colon is no parameter, and a quote no end of the text.
+                # Pass the artifact folder as a URI, which percent-encodes quotes and
+                # colons: MLflow inserts it into SQL, where a quote would end the string
+                # and a colon could begin a parameter.
                 SqlAlchemyStore(f"{SQLITE}{new}", self._artifacts())
                 self._new_database = new.read_bytes()
 
@@ -148,13 +149,16 @@ class Store:
         return new
 
     def _artifacts(self) -> str | None:
-        """Return where a SQLite store has its artifacts: beside it."""
+        """Return the artifact folder beside a SQLite store, or None for other stores.
+
+        The folder is returned as a URI.
+        """
         if self.database is None:
             return None
         return (self.database.parent / "artifacts").as_uri()
 
     def find_run(self, journal: str, run_id: str = "") -> Run | None:
-        """Return the run with a value of the tag `journal`, or None if there is none.
+        """Return the run whose tag `journal` has a given value, or None.
 
         All experiments are searched, including deleted ones.
 
@@ -245,7 +249,8 @@ def check_id(new_id: str, kind: str) -> None:
 def _check_redirects(uri: str) -> None:
     """Raise a ValueError that names the new address if the server redirects."""
     endpoint = "/api/2.0/mlflow/experiments/search"
-    with contextlib.suppress(requests.RequestException):  # MLflow reports it later
+    # Ignore a failed request: MLflow's next request reports the problem.
+    with contextlib.suppress(requests.RequestException):
         response = requests.post(
             uri.rstrip("/") + endpoint,
             json={"max_results": 1},

@@ -71,8 +71,8 @@ class StoredRun:
 
         Args:
             line: a line other than a row of metrics.
-            is_last: whether it is the last line so far. If a `resume` line follows an
-                `end` line, the run is not ended.
+            is_last: whether it is the last line so far. An `end` line ends the run only
+                if it is the last: otherwise a `resume` line follows.
 
         Raises:
             IncompleteError: at the end of the run, the store lacks a confirmed item.
@@ -111,7 +111,7 @@ class StoredRun:
         self.confirmed.inputs.add(line["dataset"]["name"])
 
     def _tag_source(self, source: str) -> None:
-        """Add this run to the tag `FORKS` of the run that it was forked from."""
+        """Add this run to the tag `FORKS` of the run from which it was forked."""
         try:
             tags = self.client.get_run(source).data.tags
             forks = [name for name in tags.get(FORKS, "").split(", ") if name]

@@ -87,7 +87,7 @@ class Uploader:
 
     Raises:
         ConfigError: the run is deleted, is being shipped by another process, or has
-            artifacts that lie where they must not.
+            artifacts outside the allowed locations.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Uploader:
 
     @property
     def not_logged(self) -> str:
-        """Why the model could not be logged; "" if it was, or if there is no model."""
+        """Why the model could not be logged, or "" if it was or if there is none."""
         return self._stored_run.not_logged
 
     def read(self, *, ended: bool = False) -> bool:
@@ -236,7 +236,7 @@ class Uploader:
 
         Args:
             patience: seconds without progress after which the last error is raised.
-            report: called with each error before.
+            report: called with each error after which the request is repeated.
         """
         while True:
             starts = self._starts
