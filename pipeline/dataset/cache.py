@@ -24,10 +24,9 @@ SHARE = 4
 # If the training split is kept, the validation split is kept too if it fits in 1/32 of
 # the memory. The search for a micro-batch size leaves more than that free.
 EVALUATED = 32
-BUFFER = (
-    128 * 2**20
-)  # default size of the shuffle buffer of streamed examples, in bytes
-_SAMPLE = 64  # examples to measure if the size of an example is not fixed
+# Default size of the shuffle buffer for streamed examples, in bytes.
+BUFFER = 128 * 2**20
+_SAMPLE = 64  # number of examples to measure if the size of an example is not fixed
 
 
 def decide_in_memory(
@@ -45,8 +44,9 @@ def decide_in_memory(
         processes: number of processes of the run that share the memory.
 
     Returns:
-        The decided values of the group, to be recorded as the order of examples depends
-        on them, and a line for the user. Both are empty if nothing was to decide.
+        The values to set in the `dataset` group, and a message for the user. The values
+        must be recorded, since the order of the examples depends on them. Both are
+        empty if there is nothing to decide.
     """
     if node.get("in_memory") != "auto" or data.loaders:
         return {}, ""

@@ -40,7 +40,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         prepare: whether missing data may be downloaded and prepared.
 
     Raises:
-        ConfigError: the target is wrong, or its data are missing or of a wrong form.
+        ConfigError: the target is invalid, or its data are missing or malformed.
     """
     data = _as_data(node, _build(node, prepare))
     if data.shuffled is not None:

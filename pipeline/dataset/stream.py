@@ -183,7 +183,7 @@ def _batches_of(source: keras.utils.PyDataset) -> Iterator[Any]:
 
 
 class Stream:
-    """Joins each `factor` batches of a loader into an effective batch.
+    """Joins every `factor` batches of a loader into one effective batch.
 
     Attributes:
         windows: a record of the batches that were read for each update so far.

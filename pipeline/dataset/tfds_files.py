@@ -31,8 +31,8 @@ def read(
     Args:
         builder: a `tfds.core.DatasetBuilder`.
         download: whether to prepare the dataset if it is missing.
-        splits: names in TFDS of the training, validation and test split, each None to
-            load no such split.
+        splits: names in TFDS of the training, validation and test splits. None for a
+            split that is not to be loaded.
         make: the features of an example → the example.
         label_key: name of the feature that states the number of classes.
     """
@@ -107,7 +107,7 @@ def _prepare_locked(builder: Any) -> None:
 
 
 def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
-    """Return a split together with the records that it is made from.
+    """Return a split together with the records from which it is made.
 
     Args:
         builder: a `tfds.core.DatasetBuilder`, prepared.
