@@ -1,21 +1,21 @@
 """The process that tries micro-batch sizes.
 
-The process imports TensorFlow once and forks itself for each trial, so that a trial
-may die.
+The process imports TensorFlow once and forks itself for each trial, so that it
+continues if a trial dies.
 
 Its input is lines of JSON. The first line has the `spec` and the `budget`: `resident`
 and `address_space` in bytes. Each further line is a request with a `micro_batch_size`,
 and with `timed`, whether to time updates. The answer to a request is a line of JSON
 with some of these keys:
 
-    took            seconds
+    took            the duration of the trial, in seconds
     on_gpu          whether the trial computed on a GPU
     peak            the peak memory, in bytes
     address_space   the peak size of the address space, in bytes
     update          the shortest time of an update, in seconds
     why             why the size does not fit, if it does not
     failed          true if the error may have another cause than a lack of memory
-    refused         the attributes of a ConfigError, if the config is wrong for any size
+    refused         the attributes of a ConfigError, if the size is not the cause
 """
 
 import json
@@ -43,7 +43,7 @@ with imports.without_chatter():
     import tensorflow as tf
 
     from pipeline.accumulation.internals import layers_of
-    from pipeline.components import assembly, devices, fitting  # noqa: F401  what a run has loaded
+    from pipeline.components import assembly, devices, fitting  # noqa: F401  loaded as in a run
     from pipeline.dataset import longest_batch
     from pipeline.training.evaluator import SplitEvaluator
 
