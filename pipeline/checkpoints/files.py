@@ -367,9 +367,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             sync(path)
 
     def _remove_old(self, latest: int) -> None:
-        """Remove all checkpoints except the last `keep` ones up to `latest`.
+        """Keep the last `keep` checkpoints up to `latest`; remove all others.
 
-        Checkpoints after `latest` exist if the run was resumed from an earlier one.
+        There are later checkpoints if the run was resumed from an earlier checkpoint.
         """
         existing = saved_updates(self.folder)
         later = [update for update in existing if update > latest]

@@ -36,7 +36,7 @@ from pipeline.tracking.journal_file import (
     has_begun,
 )
 
-if TYPE_CHECKING:  # importing these takes seconds
+if TYPE_CHECKING:  # importing these modules takes seconds
     import keras
 
     from pipeline.accumulation import Update
@@ -154,7 +154,7 @@ def find_continuation(
             nothing left to train.
 
     Returns:
-        The run, or None if there is none, so that a new run may begin in `run_dir`.
+        The run, or None if `run_dir` has no run, so that a new run may begin there.
 
     Raises:
         ConfigError: the run cannot be resumed.

@@ -37,7 +37,7 @@ from pipeline.checkpoints.files import Checkpoint, LoopState
 from pipeline.common import link_path
 from pipeline.common.errors import ConfigError
 
-if TYPE_CHECKING:  # of a package above this one
+if TYPE_CHECKING:  # a higher package, imported only for annotations
     from pipeline.training.recorder import Recorder
 
 Callbacks = Mapping[str, keras.callbacks.Callback]
@@ -184,7 +184,7 @@ def restore_variables(
     """Restore the variables whose names `is_restored` accepts.
 
     Raises:
-        ConfigError: a variable and the snapshot do not fit. No variable was changed.
+        ConfigError: a variable does not fit the snapshot. No variable was changed.
     """
     if _SEED in snapshot.arrays and is_restored(_SEED) and global_seed() is None:
         with updater.strategy.scope():

@@ -97,7 +97,7 @@ def _first_unreadable(data: Data) -> str:
 
 
 def _place_in_file(data: Data, name: str, number: int) -> str:
-    """Return a phrase with the file of an example; empty if the file is unknown."""
+    """Return a phrase with the file of an example, or "" if the file is unknown."""
     shards = data.shards.get(name, ())
     stored_examples = sum(shard.examples for shard in shards)
     if stored_examples != int(data.splits[name].cardinality()):

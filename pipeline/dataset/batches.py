@@ -183,7 +183,7 @@ def evaluation_batches(
     reader: ShareReader | None,
     keep: bool,
 ) -> tf.data.Dataset:
-    """Return the unshuffled batches of a split: from its loader, if it has one.
+    """Return the unshuffled batches of a split, from its loader if there is one.
 
     With a loader, the batch sizes are those of the loader. For the other arguments, see
     `in_order`.

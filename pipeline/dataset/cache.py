@@ -22,7 +22,7 @@ from pipeline.dataset.splits import Data
 # The training split is kept if it fits in 1/4 of the memory.
 SHARE = 4
 # If the training split is kept, the validation split is kept too if it fits in 1/32 of
-# the memory. The search for a micro-batch size leaves more than that free.
+# the memory, which is less than the search for a micro-batch size leaves free.
 EVALUATED = 32
 # Default size of the shuffle buffer for streamed examples, in bytes.
 BUFFER = 128 * 2**20

@@ -128,8 +128,8 @@ class DataFiles:
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
             checksums = self._computed()
-            # If a file has changed, its checksum may not be that of the data that the
-            # run trains on: record a text that cannot equal a checksum.
+            # For a changed file, record a text that cannot equal a checksum: the file's
+            # checksum may differ from that of the data on which the run trains.
             changed = self._first_changed(self.paths)
             if changed is not None:
                 say(

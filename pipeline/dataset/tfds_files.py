@@ -65,7 +65,7 @@ def read(
 def _prepare(builder: Any, download: bool) -> None:
     """Prepare the dataset if it is missing.
 
-    A lock lets only one process prepare it, while others wait.
+    Of several processes, one prepares the dataset while the others wait for a lock.
 
     Raises:
         ConfigError: the dataset is missing and `download` is false, or preparing the

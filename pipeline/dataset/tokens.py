@@ -16,7 +16,7 @@ def counter(
     Args:
         inputs: spec of the inputs of an example. Tokens are counted in the first part
             that is a sequence: a ragged part, a vector of integers with more than one
-            element, or a part of which only the first axis has no fixed size.
+            element, or a part whose first axis is the only axis without a fixed size.
         padding: the value with which `dataset.pad` fills sequences of unequal length,
             or None without `dataset.pad`. Positions with this value do not count.
         masked: whether the model masks zeros. Zeros in sequences of fixed length then

@@ -228,7 +228,7 @@ def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> in
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the last of the ascending `sizes` that fits, by bisection, or None."""
+    """Return the largest of the ascending `sizes` that fits, or None, by bisection."""
     count = bisect.bisect(sizes, False, key=lambda size: not fits(size))
     return sizes[count - 1] if count else None
 

@@ -103,8 +103,8 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
-        # Ignore errors of the notification: the config or the environment may be too
-        # wrong to identify the workers.
+        # Ignore errors of the notification: the workers may be unknown, since the
+        # config or the environment is invalid.
         with suppress(Exception):
             if chief.tell_workers(composed.hardware, error):
                 raise SystemExit(2) from None
@@ -321,7 +321,7 @@ def _begin(job: _Job) -> None:
 
 
 def _link_fork(job: _Job) -> None:
-    """Record this run as a fork in the run with whose checkpoint it starts."""
+    """Record this run among the forks of the run from which it was forked."""
     if isinstance(job.start, Fork) and job.start.run_id:
         job.tracker.journal.write({"fork_of": job.start.run_id})
 

@@ -123,7 +123,7 @@ class ForeignStore:
 
     def _search(self, condition: str) -> list[Any]:
         """Return up to `_MOST_RUNS` active runs that match an MLflow filter string."""
-        # Imported here, since the module imports MLflow, which takes seconds.
+        # Import the module only here, since it imports MLflow, which takes seconds.
         from pipeline.tracking.store import all_experiments
 
         client = self.client()

@@ -78,8 +78,8 @@ class ShipperProcess:
     """A shipper in a subprocess, with methods to send commands and receive answers.
 
     `pipeline.tracking.shipper` lists the commands and the answers. The shipper runs no
-    user code. It ignores Ctrl-C: the trainer handles the interruption and then tells
-    the shipper the status of the run.
+    user code. It ignores Ctrl-C: the trainer handles the interruption, writes the
+    status of the run, and then ends the shipper.
 
     Args:
         opening: the first command, `open`.
@@ -427,7 +427,7 @@ class Journal:
         return {"error": problem or silent}
 
     def _revive(self) -> None:
-        """Replace a shipper that died by one that ships what the store lacks."""
+        """If the shipper has died, start another one, which ships the missing lines."""
         self._checked_at = time.monotonic()
         if not self._is_offline and not self.shipper.alive():
             self.abandon()  # closes its pipes

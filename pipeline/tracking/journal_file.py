@@ -43,7 +43,7 @@ from pipeline.common.recorded import FormError, check
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
-MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
+MODEL = "logged_model-{}"  # folder of a saved model, removed once the model is shipped
 
 FORMAT = 1  # version of the line format, recorded in the first line
 

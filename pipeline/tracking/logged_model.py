@@ -164,7 +164,7 @@ def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature
 
 
 def _open_sizes(schema: Any, tensors: Any) -> None:
-    """Replace the shape in a schema of one tensor by that of the symbolic tensor.
+    """In a schema of one tensor, replace the shape by that of the symbolic tensor.
 
     A schema of several tensors is left unchanged, since the tensors' names may differ.
     """

@@ -353,7 +353,7 @@ def check_dataset(
 
 
 def origin() -> dict[str, str]:
-    """Return the tags for the user, the command and the commit."""
+    """Return the tags for the user, the command, the package version and the commit."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user ID without a name, as in a container
@@ -390,8 +390,8 @@ def _installed_packages() -> dict[str, str | None]:
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
         head = (text or "").partition("\n\n")[0]
         fields = dict(re.findall(r"^(Name|Version): *(\S+)", head, re.MULTILINE))
-        # If two distributions have the same name, keep the first one on the path, which
-        # is the one that is imported.
+        # If two distributions have the same name, keep the first one on the path, since
+        # Python imports the first one.
         if "Name" in fields and fields["Name"] not in versions:
             versions[fields["Name"]] = fields.get("Version")
     return dict(sorted(versions.items()))
@@ -468,7 +468,7 @@ def _lock() -> dict[str, str]:
             copies.append(file)
     if not copies:
         return {}
-    # Use the newest copy: its packages were installed over those of earlier ones.
+    # Use the newest copy: its packages replaced those of the lock files before it.
     last = max(copies, key=lambda file: file.stat().st_mtime)
     digest = hashlib.sha256(last.read_bytes()).hexdigest()
     return {"lock_file": last.stem, "lock": digest}

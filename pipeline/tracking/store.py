@@ -1,4 +1,4 @@
-"""Opens MLflow stores: rejects one that cannot be used, and creates a new SQLite store.
+"""Opens MLflow stores: rejects unusable stores, and creates new SQLite stores.
 
 A new SQLite store appears complete or not at all, even if the process dies meanwhile.
 """
@@ -311,7 +311,7 @@ def _check_server(uri: str, port: int) -> None:
             "percent-encode what its password holds"
         ) from None
     if parts.hostname is None and not parts.scheme.startswith("http"):
-        return  # the URI is that of a database behind a Unix socket
+        return  # a database behind a Unix socket has no host to connect to
     try:
         address = (parts.hostname or "", port)
         socket.create_connection(address, timeout=CONNECT_SECONDS).close()

@@ -96,7 +96,7 @@ class StoredRun:
             self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Set the tag `NOT_SHIPPED` to a description of what the store lacks."""
+        """Set the tag `NOT_SHIPPED` to a description of an item that was not shipped."""
         self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
 
     def _ship_dataset(self, line: dict[str, Any]) -> None:

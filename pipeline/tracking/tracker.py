@@ -1,6 +1,6 @@
 """Names the metrics, params, tags and artifacts that a run logs to MLflow.
 
-They are written to the run's journal, see `pipeline.tracking.journal`.
+They are written as lines of the run's journal, see `pipeline.tracking.journal`.
 """
 
 from __future__ import annotations

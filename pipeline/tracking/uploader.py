@@ -41,7 +41,7 @@ from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
 
 POINTS_PER_REQUEST = 1000  # MLflow's limit
-# Points per request after a failure: servers before 3.17 look up each point of a
+# Points per request after a failure: MLflow servers before 3.17 look up each point of a
 # repeated request, which is slow.
 POINTS_AFTER_FAILURE = 50
 PARAMS_PER_REQUEST = 100  # MLflow's limit
@@ -83,7 +83,7 @@ class Uploader:
         sent: the number of points that were sent.
         status: the run's final status according to the lines read so far, or None if it
             has not ended.
-        damage: why the journal cannot be read further; empty if it can be read.
+        damage: why the journal cannot be read further, or "" if it can be read.
 
     Raises:
         ConfigError: the run is deleted, is being shipped by another process, or has
@@ -109,8 +109,8 @@ class Uploader:
         self._lines: list[dict[str, Any]] = []
         # Metric → the steps of the points that the store had when the run was opened.
         self._stored: dict[str, set[int]] = {}
-        # Lines that are missing in the journal because the disk was full, and those of
-        # them that must be shipped again.
+        # Lines that are missing in the journal because the disk was full, and the same
+        # lines if they must be shipped again.
         self._unwritten: list[dict[str, Any]] = []
         self._unwritten_again: list[dict[str, Any]] = []
         self._starts_over = False
@@ -141,7 +141,7 @@ class Uploader:
 
     @property
     def not_logged(self) -> str:
-        """Why the model could not be logged, or "" if it was or if there is none."""
+        """Why the model could not be logged, or "" if it was or there is no model."""
         return self._stored_run.not_logged
 
     def read(self, *, ended: bool = False) -> bool:

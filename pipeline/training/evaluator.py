@@ -31,7 +31,7 @@ class Best:
     Attributes:
         metric: name of the metric, without `val/`.
         mode: `min` or `max`.
-        value: best value of the metric, or None if there is none yet. NaN is ignored.
+        value: best value of the metric so far, or None. NaN is ignored.
         update: number of completed updates at the best evaluation.
     """
 

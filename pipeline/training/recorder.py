@@ -19,7 +19,8 @@ from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 
-FETCH_SECONDS = 1.0  # time after which an update triggers a fetch of the results
+# An update triggers a fetch if the last fetch was at least this many seconds ago.
+FETCH_SECONDS = 1.0
 FETCH_UPDATES = 200  # maximum number of updates between two fetches
 TOKENS = "tokens"  # name of the token count among the results of an update
 
@@ -78,7 +79,7 @@ class Recorder:
         traced: set once the update has been traced for the first time.
         last: results of the last update that was fetched.
         compile_seconds: total time of the updates that were traced or compiled.
-        user_metrics: takes what the user's own code logs.
+        user_metrics: logs the metrics from the user's own code.
     """
 
     tracker: Tracker | None
@@ -143,8 +144,8 @@ class Recorder:
         values_by_update = tf.stack([entry.results for entry in group]).numpy().tolist()
         performance = self._performance(group, values_by_update)
         for entry, values in zip(group, values_by_update, strict=True):
-            # Remove results one at a time, so that after an interruption, the remaining
-            # ones are fetched at the end of the run.
+            # Remove each entry just before it is logged, so that after an interruption,
+            # the remaining entries are fetched at the end of the run.
             del self._unfetched[0]
             self.last = dict(zip(self.names, values, strict=True))
             self.last.pop(TOKENS, None)
