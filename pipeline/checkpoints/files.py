@@ -89,8 +89,8 @@ class LoopState:
     Attributes:
         pending: whether the evaluation and the callbacks after the update have not run
             yet. Its key in `meta.json` is `open`.
-        validation: the results of the evaluation after the update; empty if there was
-            none.
+        validation: the results of the evaluation after the update, or {} if there was
+            no evaluation.
         stopped_by: the name of the callback that has ended the training, or None.
         best: the state of the best evaluation, or None if it is not tracked.
         batch_digest: identifies the batch of the update, so that a resumed run can
@@ -260,7 +260,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def save(
         self, update: int, capture: Callable[[], Snapshot], *, best: bool = False
     ) -> None:
-        """Write the snapshot that `capture` returns, in a thread.
+        """Capture a snapshot now, and write it in a thread.
 
         If the snapshot does not fit into memory or cannot be written, print a message,
         so that training can continue. Other errors of `capture` are raised.
@@ -369,7 +369,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _remove_old(self, latest: int) -> None:
         """Keep the last `keep` checkpoints up to `latest`; remove all others.
 
-        There are later checkpoints if the run was resumed from an earlier checkpoint.
+        Later checkpoints exist if the run was resumed from an earlier checkpoint.
         """
         existing = saved_updates(self.folder)
         later = [update for update in existing if update > latest]

@@ -73,7 +73,7 @@ class DataFiles:
     Attributes:
         paths: all files.
         reread: the files that are read during training.
-        checksums: the checksums by file name; empty until they are computed.
+        checksums: the checksums by file name, or {} before they are computed.
     """
 
     def __init__(self, paths: Sequence[Path] = ()):

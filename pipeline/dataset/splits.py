@@ -1,4 +1,4 @@
-"""Defines `Data`, the splits of a dataset, and the records they are made from."""
+"""Defines `Data`, the splits of a dataset, and `Stored`, the records of a split."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from pipeline.dataset.stream import Loader
 
 
 class Shard(NamedTuple):
-    """A range of examples in a file that are part of a split.
+    """Consecutive examples in a file that are part of a split.
 
     Attributes:
         path: the file.
@@ -29,10 +29,10 @@ class Stored:
     """The stored records from which a split is made. Each record is one tensor.
 
     Attributes:
-        split: the examples made from the records. In a `Data`, the records are used
-            only while its split is this same object.
+        split: the examples that are made from the records. The records are used only if
+            a `Data` has this same object as its split.
         records: the records in the order of the split.
-        make: one record → its example, a tuple as in the split.
+        make: one record → one example, a tuple as in the split.
         shuffled: a seed, scalar of int64 → the records, read from files in an order
             that depends on the seed. None if the order of files cannot be shuffled.
     """

@@ -13,7 +13,7 @@ with some of these keys:
     peak            the peak memory, in bytes
     address_space   the peak size of the address space, in bytes
     update          the shortest time of an update, in seconds
-    why             why the size does not fit, if it does not
+    why             the reason why the size does not fit
     failed          true if the error may have another cause than a lack of memory
     refused         the attributes of a ConfigError, if the size is not the cause
 """

@@ -353,10 +353,10 @@ class Journal:
         )
 
     def _recovers(self, answer: dict[str, Any], *, final: bool) -> bool:
-        """Recover from an error: start another shipper, or go offline.
+        """Recover from an error if possible: replace the shipper, wait, or go offline.
 
         A shipper that died is replaced, at most `LIVES` times. Any other error is
-        handled as `when_unreachable` says, unless it is `final`.
+        handled according to `when_unreachable`, unless the error is `final`.
 
         Args:
             answer: the shipper's answer with the error.

@@ -44,8 +44,8 @@ class StoredRun:
 
     Attributes:
         confirmed: the names of the shipped items.
-        not_logged: why the model could not be logged; empty if it was logged, or if
-            there is no model.
+        not_logged: why the model could not be logged, or "" if the model was logged or
+            there is none.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StoredRun:
             self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Set the tag `NOT_SHIPPED` to a description of an item that was not shipped."""
+        """Describe an item that was not shipped in the tag `NOT_SHIPPED`."""
         self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
 
     def _ship_dataset(self, line: dict[str, Any]) -> None:

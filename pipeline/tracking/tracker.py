@@ -54,7 +54,7 @@ class Tracker:
 
     Attributes:
         begun: whether the run was started or resumed.
-        run_id: the run's ID; empty if the run is offline.
+        run_id: the run's ID in MLflow, or "" if the run is offline.
     """
 
     def __init__(

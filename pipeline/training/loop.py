@@ -69,8 +69,8 @@ class Trainer:
         done: number of completed updates.
         pending: whether the evaluation and the callbacks after the last update have
             not run yet.
-        validation: results of the evaluation after the last update; empty if there was
-            none.
+        validation: results of the evaluation after the last update, or {} if there was
+            no evaluation.
         stopped_by: name of the callback that has set `model.stop_training`, if any.
     """
 
@@ -364,7 +364,8 @@ class Trainer:
     def _checkpoint_on_interruption(self) -> Iterator[None]:
         """Write a checkpoint if the block is interrupted or another worker is lost.
 
-        The checkpoint is left out if the state is not that after a complete update.
+        A failed update is rolled back first. If this is impossible, no checkpoint is
+        written.
         """
         try:
             yield

@@ -1,6 +1,6 @@
 """Shows the progress of a run on standard error.
 
-On a terminal this is a progress bar, otherwise a line every few seconds.
+The progress is shown as a bar on a terminal, and otherwise as a line every few seconds.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Passes the results of updates to the tracker.
 
-Results are kept on the device, fetched in groups, and logged as one row per update.
+Results are kept on the device, fetched in groups, and logged as rows.
 """
 
 import math
@@ -99,7 +99,7 @@ class Recorder:
     _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    # The arguments of `Tracker.update` for the last row; empty once it is logged.
+    # The arguments of `Tracker.update` for the last row, or () once the row is logged.
     _unlogged: tuple[Any, ...] = ()
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
