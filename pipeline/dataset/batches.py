@@ -281,7 +281,7 @@ def _keys_of_train(
 def _streamed(
     node: DictConfig, data: Data, reader: ShareReader | None, numbered: bool
 ) -> SourceOfEpoch:
-    """Return a function from the seed of an epoch to its source, for streamed examples.
+    """Return a function that makes the source of an epoch, for streamed examples.
 
     If `numbered`, the first part of each key is the number of the example.
     """

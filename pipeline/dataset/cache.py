@@ -83,7 +83,7 @@ def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:
 
 
 def in_memory(data: Data) -> SourceOfEpoch:
-    """Return a function from the seed of an epoch to its source, for data in memory.
+    """Return a function that makes the source of an epoch, for data in memory.
 
     Each key is the number of an example.
     """

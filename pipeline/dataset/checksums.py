@@ -27,7 +27,7 @@ class _FileState(NamedTuple):
 
     size: int  # in bytes
     modified_ns: int
-    changed_ns: int  # of the inode
+    changed_ns: int  # when the inode was changed
     inode: int
 
     def as_list(self) -> list[int]:

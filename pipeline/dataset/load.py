@@ -28,7 +28,7 @@ _KEYS_OF_PROGRAM = (
 )
 
 
-# Number of examples to read to find whether all have the same size.
+# Number of examples to read to find out whether all examples have the same size.
 _SAMPLE = 20
 
 
@@ -84,7 +84,7 @@ def _build(node: DictConfig, prepare: bool) -> Any:
 @contextlib.contextmanager
 def _quiet_downloads() -> Iterator[None]:
     """Within the block, suppress output such as TFDS' log about a missing dataset."""
-    # Do not restore this level: after one download has failed, others still run.
+    # Do not restore this level: after a download has failed, other downloads still run.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     absl = logging.getLogger("absl")
     level = absl.level

@@ -15,8 +15,8 @@ class Shard(NamedTuple):
 
     Attributes:
         path: the file.
-        first: index in the file of the first example of the range.
-        examples: number of examples in the range.
+        first: index of the first of these examples in the file.
+        examples: number of these examples.
     """
 
     path: Path

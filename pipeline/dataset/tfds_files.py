@@ -12,7 +12,7 @@ from pipeline.dataset import tfds_internals
 from pipeline.dataset.splits import Data, Shard, Stored
 
 FILES_AT_ONCE = 16  # number of files to interleave if the order of files is shuffled
-# Size of the read buffer of a file in bytes. TFDS would buffer 128 MB for all files.
+# Size of the read buffer per file, in bytes. TFDS would use 128 MB for all files.
 BUFFER = 2**20
 # Number of retries of a download. With TFDS' default of ten, a download without a
 # network takes over three minutes to fail.

@@ -406,7 +406,7 @@ def _gpus(names: Sequence[str]) -> Sequence[str]:
 
 
 def _code_hash(targets: Sequence[str]) -> str:
-    """Return a SHA-256 of the user's code that defines `targets` or may be used by it.
+    """Return a SHA-256 of the user's own code in the packages of `targets`.
 
     The hash covers all Python files of a target's package, or all those in the folder
     of a module that is not in a package.
@@ -430,7 +430,7 @@ def _code_hash(targets: Sequence[str]) -> str:
 
 @contextmanager
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
-    """Start a process that tries sizes; yield a function that sends it a size.
+    """Start a process that tries sizes; yield the function that requests a trial.
 
     The process is killed when the block ends.
     """

@@ -278,7 +278,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
 
 
 def _begin(job: _Job) -> None:
-    """Create or continue the run in the store, and print its first lines."""
+    """Create or continue the run in the store, and print the first messages."""
     from pipeline.components import description
 
     tracker = job.tracker
@@ -346,7 +346,7 @@ class _Closing:
     """The outcome of closing a run.
 
     Attributes:
-        unshipped: a line about records that the store lacks, or None if it has all.
+        unshipped: a line about records that were not shipped, or None if all were.
     """
 
     unshipped: str | None = None

@@ -5,7 +5,7 @@ which a separate process ships to the store.
 
 - `tracker` names the logged metrics, tags and files.
 - `provenance` describes the environment and the data.
-- `journal` and `journal_file` document the journal and its state after a crash.
+- `journal` and `journal_file` write the journal, and document its state after a crash.
 - `store` opens the store of a run, and `foreign_store` a store that may not be the
   user's own.
 - `sync_run` ships the journal of a run whose trainer has ended.

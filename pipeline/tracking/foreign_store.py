@@ -1,4 +1,4 @@
-"""Reads stores that may not be the user's own; used by every verb that reads a store.
+"""Reads stores that may not be the user's own, for every command that reads a store.
 
 Input: the URI of a store and the user's trust entries. Output: runs whose IDs are in
 MLflow's format and whose artifacts lie in an allowed location.
@@ -114,7 +114,8 @@ class ForeignStore:
     def check_experiment(self, name: str) -> None:
         """Reject an experiment whose artifacts lie outside the allowed locations.
 
-        A new experiment is accepted, since its artifacts will lie with the store.
+        A new experiment is accepted, since its artifacts will lie in the store's own
+        location.
         """
         experiment = self.client().get_experiment_by_name(name)
         if experiment is not None:
@@ -310,7 +311,7 @@ def sync_command(folder: str, uri: str) -> str:
 
 
 def store_argument(uri: str) -> list[str]:
-    """Return the override that selects the store at `uri`, in a list.
+    """Return a list with the override that selects the store at `uri`.
 
     The list is empty for the default store, unless the environment variable
     MLFLOW_TRACKING_URI is set.

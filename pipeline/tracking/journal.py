@@ -17,8 +17,8 @@ Each line is a JSON object with a time in milliseconds and a checksum, see
     {"step": updates, "metrics": {…}}           one row of metrics
     {"tags": {…}}                               tags to set
     {"artifact": name}                          a file in the run directory
-    {"model": ID}                               a model in `logged_model-ID` there
-    {"fork_of": run_id}                         the run that this run was forked from
+    {"model": ID}                               a model in RUN_DIR/logged_model-ID
+    {"fork_of": run_id}                         the run from which this run was forked
     {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
     {"resume": {…}}                             the start of another segment
 
@@ -197,7 +197,7 @@ class Journal:
                 `params`, `tags` and `system_metrics`.
 
         Returns:
-            The run's `run_id` and `experiment_id`, or an empty dict if it is offline.
+            The run's `run_id` and `experiment_id`, or {} if the run is offline.
 
         Raises:
             ConfigError: the folder has a run already, or another process trains in it.
@@ -430,7 +430,7 @@ class Journal:
         """If the shipper has died, start another one, which ships the missing lines."""
         self._checked_at = time.monotonic()
         if not self._is_offline and not self.shipper.alive():
-            self.abandon()  # closes its pipes
+            self.abandon()  # closes the pipes of the shipper that died
             self.shipper = self._open()
             self._ship(may_exist=True)
 

@@ -86,7 +86,8 @@ def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
     Closing any descriptor of the file releases all locks of this process on the file.
 
     Returns:
-        False if another process still has the lock after `seconds`.
+        Whether the byte was locked: False if another process still has it locked after
+        `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -143,7 +143,7 @@ def _pinned(name: str) -> str:
 
 
 def _saved_model(model: keras.Model, example: Any) -> tf.Module:
-    """Wrap a model for `tf.saved_model.save`; it accepts any number of examples."""
+    """Wrap a model for `tf.saved_model.save`, to accept any number of examples."""
     served = tf.Module()
     served.model = model
     served.state = [variable.value for variable in model.variables]
@@ -198,7 +198,8 @@ def warm_up() -> None:
 def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
     """Return the paths of user code that is needed to load a model.
 
-    These are modules and packages below the working directory, without `site-packages`.
+    These are the modules and packages below the working directory, except those in
+    `site-packages`.
 
     Args:
         model: the model, whose layers may be of the user's own classes.

@@ -236,7 +236,7 @@ def all_experiments(
 def check_id(new_id: str, kind: str) -> None:
     """Raise an OSError if an ID in a server's answer is empty.
 
-    A proxy before the server may answer `{}` with a status of success.
+    A proxy in front of the server may answer `{}` with a status of success.
 
     Args:
         new_id: the ID in the answer.

@@ -28,7 +28,7 @@ NOT_SHIPPED = "not_shipped"  # a line that the store rejected, or an unreadable 
 
 
 class IncompleteError(OSError):
-    """The store lacks something that it has confirmed."""
+    """The store lacks an item that it has confirmed."""
 
 
 class StoredRun:
@@ -96,7 +96,7 @@ class StoredRun:
             self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Describe an item that was not shipped in the tag `NOT_SHIPPED`."""
+        """Record in the tag `NOT_SHIPPED` which item was not shipped, and why."""
         self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
 
     def _ship_dataset(self, line: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class StoredRun:
                 raise
 
     def _ship_artifact(self, name: str) -> None:
-        """Log a file of the run directory; note a file that cannot be read in a tag.
+        """Log a file of the run directory, or record in a tag that it cannot be read.
 
         Since the journal may come from somebody else, only regular files directly in
         the run directory are sent.

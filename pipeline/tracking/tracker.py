@@ -227,7 +227,7 @@ class Tracker:
         return True
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the summary of a run that has trained.
+        """Write the summary of the training, which has ended or was interrupted.
 
         Args:
             updates: the number of completed updates.

@@ -13,10 +13,10 @@ processes die meanwhile:
   replaces the earlier one.
 - Points are sent before the other lines that were read with them, and the end of the
   run is sent last. So a run that has its final status is complete.
-- A proxy before a server may confirm a request and lose it. So before the end of the
-  run, everything that a server has confirmed is read again: each step of each metric,
-  params, tags, inputs and artifacts. If anything is missing, all lines are shipped
-  again.
+- A proxy in front of a server may confirm a request and lose it. So before the end of
+  the run, everything that a server has confirmed is read again: each step of each
+  metric, params, tags, inputs and artifacts. If an item is missing, all lines are
+  shipped again.
 """
 
 import contextlib
@@ -212,8 +212,8 @@ class Uploader:
 
         Raises:
             StoreGoneError: the store's file was moved or deleted.
-            IncompleteError: the store lost something. The next call prepares to ship
-                all lines again; the caller must then read them again.
+            IncompleteError: the store lost an item. The next call prepares to ship all
+                lines again; the caller must then read them again.
             Exception: the store did not answer, or rejected a request.
         """
         if self._store.file_id() != self._file_id:  # writes to the old file are lost
@@ -483,7 +483,7 @@ class Uploader:
         del self._lines[0]
 
     def _start_over(self) -> None:
-        """Prepare to ship all lines again, since the store lost something."""
+        """Prepare to ship all lines again, since the store lost an item."""
         run = self.client.get_run(self.run_id)
         reader = LineReader(self._descriptor)
         start = next(reader.lines())["start"]
