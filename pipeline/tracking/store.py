@@ -287,7 +287,8 @@ def _check_database(database: Path) -> None:
         if "locked" in str(error):  # another run is writing: the store works
             return
         raise OSError(f"{database}: {error}") from error
-    if tables and "alembic_version" not in tables:  # MLflow would add its tables
+    # Do not let MLflow add its tables to the database of another program.
+    if tables and "alembic_version" not in tables:
         raise ValueError(f"{database} is a database of something other than MLflow")
     if not os.access(database, os.W_OK):
         # Check the permission, since SQLite opens such a file read-only, without an

@@ -141,7 +141,7 @@ class Uploader:
 
     @property
     def not_logged(self) -> str:
-        """Why the model could not be logged, or "" if it was or there is no model."""
+        """Why the model was not logged, or "" if it was logged or there is no model."""
         return self._stored_run.not_logged
 
     def read(self, *, ended: bool = False) -> bool:
