@@ -1,7 +1,7 @@
 """The state of a run between two updates, and its files.
 
-In: a run's state or directory. Out: checkpoints, and what a run goes on from
-(`resume_rules`) or begins with (`fork`).
+Input: the state of a run, or a run directory. Output: checkpoints, and the checkpoint
+from which a run is resumed (`resume_rules`) or with which a new run begins (`fork`).
 """
 
 __all__ = ["files", "fork", "resume_rules", "run_dirs", "snapshot"]

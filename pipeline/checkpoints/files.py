@@ -1,21 +1,21 @@
 """Checkpoint files: RUN_DIR/checkpoints/UPDATE/ and RUN_DIR/checkpoints/best/UPDATE/.
 
-    meta.json       the format, the update, the position in the journal, everything
-                    that is not an array
+    meta.json       the format, the number of updates, the position in the journal, and
+                    all values that are not arrays
     arrays.*        the arrays, as `tf.train.Checkpoint` writes them
-    manifest.json   the SHA-256 of each of these files
+    manifest.json   the SHA-256 of each of the files above
 
-A thread writes them into a folder whose name starts with a dot, syncs it to the disk,
-verifies it, and renames it. A folder under its final name is therefore complete,
-whenever the process is killed. The manifest reveals damage by the disk.
+A thread writes the files into a folder whose name starts with a dot, syncs the folder
+to the disk, verifies it, and renames it. A folder with its final name is therefore
+complete, even if the process is killed. The manifest reveals a file that was damaged
+later.
 
-The rows of a checkpoint's updates are in the journal, which is synced before the
-checkpoint. The checkpoint holds its position in the journal: how many bytes there were,
-and their checksum. So a run never resumes from updates whose rows it has lost.
+Before a checkpoint is written, the journal is synced, which has the rows of all updates
+so far. The checkpoint records the position in the journal: the number of bytes, and
+their checksum. So a run is never resumed after updates whose rows are lost.
 
-When a checkpoint is written is decided here, by `Checkpoints.due`: by updates, epochs
-or minutes, as `training.checkpoint_every` says. The training loop asks it after each
-update.
+`Checkpoints.due` decides after which updates a checkpoint is written, according to
+`training.checkpoint_every`. The training loop calls it after each update.
 
 This module does not import TensorFlow.
 """
@@ -50,7 +50,8 @@ _LOOP = {  # see `LoopState`
     "validation": dict,
     "stopped_by": (str, type(None)),
     "best": (dict, type(None)),
-    # "batch" is an integer or null. It is not checked, as only its equality matters.
+    # "batch" is an integer or null. Its type is not checked, since the value is only
+    # compared for equality.
 }
 _VALUES = {
     "loop": _LOOP,
@@ -71,12 +72,13 @@ _META = {  # see `Meta`
     "journal?": {"offset": int, "crc": int},
 }
 
-# How many of the latest checkpoints are kept. The one before the latest is a spare.
+# Number of latest checkpoints to keep. The older one is a spare in case the latest is
+# damaged.
 KEPT = 2
 BEST = "best"  # the subfolder for the checkpoint of the best evaluation
-AUTO_SECONDS = 300.0  # the least time between two checkpoints with `auto`
-# The least ratio of that time to the time for which a checkpoint stalls the training,
-# so that it stalls for less than 1% of the time.
+AUTO_SECONDS = 300.0  # minimum time between two checkpoints with `auto`
+# With `auto`, minimum ratio of the time between two checkpoints to the time for which
+# one checkpoint stalls the training, so that stalls take less than 1% of the time.
 STALLS = 100
 
 
@@ -85,15 +87,15 @@ class LoopState:
     """The state of the training loop after an update.
 
     Attributes:
-        pending: whether the evaluation and the callbacks after the update are still to
-            come. Its key in `meta.json` is `open`.
-        validation: the results of the evaluation after the update; empty if there was
-            none.
-        stopped_by: the name of the callback that has ended the training.
-        best: the state of the best evaluation; None if the run keeps none.
+        pending: whether the evaluation and the callbacks after the update have not run
+            yet. Its key in `meta.json` is `open`.
+        validation: the results of the evaluation after the update, or {} if there was
+            no evaluation.
+        stopped_by: the name of the callback that has ended the training, or None.
+        best: the state of the best evaluation, or None if it is not tracked.
         batch_digest: identifies the batch of the update, so that a resumed run can
-            check that it reads the same data. None if the config alone decides what is
-            read. Its key in `meta.json` is `batch`.
+            check that it reads the same data. None if the config alone determines the
+            data. Its key in `meta.json` is `batch`.
     """
 
     pending: bool = False
@@ -129,11 +131,13 @@ class Meta:
     Attributes:
         updates_done: the number of completed updates. Its key is `update`.
         examples: the number of examples in an epoch.
-        effective_batch_size: that of the run's first stage, in examples.
-        arrays: name, shape and dtype of each array, in the order of the arrays.
+        effective_batch_size: the effective batch size in the first stage of the run's
+            batch-size schedule, in examples.
+        arrays: name, shape and dtype of each array, in the order in which the arrays
+            are saved.
         values: the JSON values of the snapshot; `_VALUES` lists them.
-        journal: the end of the rows of these updates; None without a journal, and in
-            old checkpoints.
+        journal: the position in the journal after the rows of these updates. None if
+            the run has no journal, and in checkpoints of older versions.
     """
 
     updates_done: int
@@ -181,8 +185,8 @@ class Checkpoint:
     """A verified checkpoint; `pipeline.checkpoints.snapshot.read` loads it.
 
     Attributes:
-        folder: the folder of its files.
-        meta: the content of its `meta.json`.
+        folder: the folder with the checkpoint's files.
+        meta: the content of `meta.json`.
     """
 
     folder: Path
@@ -195,19 +199,21 @@ class Checkpoint:
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
-    """Writes the checkpoints of one run. Leaving the context waits for the last one.
+    """Writes the checkpoints of one run.
+
+    Leaving the context waits until the last checkpoint is written.
 
     Args:
-        folder: made with the first checkpoint. Incomplete checkpoints in it are
-            removed.
-        every: how often a checkpoint is written: None for never, a number of updates,
-            `epoch`, or `auto`: every five minutes, and less often if that would stall
-            the training for more than 1% of the time.
+        folder: the folder for the checkpoints. It is created with the first checkpoint.
+            Incomplete checkpoints in it are removed.
+        every: how often to write a checkpoint: a number of updates, `epoch`, `auto`, or
+            None for never. `auto` means every five minutes, or less often if that would
+            stall the training for more than 1% of the time.
         plan: the plan of the run.
-        keep: how many of the latest checkpoints are kept; tests keep more. The best
-            ones that these refer to are kept, too.
-        writes: False for a process that only reads what the chief writes.
-        journal: Of the run. It is synced before each checkpoint.
+        keep: the number of latest checkpoints to keep. The checkpoints of the best
+            evaluation to which these refer are kept, too.
+        writes: False in a process that only reads the chief's checkpoints.
+        journal: the journal of the run, or None. It is synced before each checkpoint.
     """
 
     def __init__(
@@ -235,9 +241,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.wait()
 
     def due(self, update: int, *, last: bool = False) -> bool:
-        """Return whether to write a checkpoint after `update` updates, as `every` says.
+        """Return whether a checkpoint is due after `update` updates.
 
-        After the `last` update, one is always due, unless none is ever written.
+        After the `last` update, a checkpoint is always due, unless `every` is None or
+        this process does not write.
         """
         if self.every is None or not self.writes:
             return False
@@ -253,10 +260,15 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def save(
         self, update: int, capture: Callable[[], Snapshot], *, best: bool = False
     ) -> None:
-        """Write what `capture` returns as the checkpoint of `update`, in a thread.
+        """Capture a snapshot now, and write it in a thread.
 
-        If there is no memory for it, or it cannot be written, one line says so, and the
-        training goes on. Other errors of `capture` are raised here.
+        If the snapshot does not fit into memory or cannot be written, print a message,
+        so that training can continue. Other errors of `capture` are raised.
+
+        Args:
+            update: the number of completed updates.
+            capture: copies the state of the run.
+            best: whether this is the checkpoint of the best evaluation so far.
         """
         if not self.writes:
             return
@@ -271,8 +283,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         position = None
         if self.journal is not None:
             position = self.journal.position()
-        # The thread is not a daemon: the interpreter waits until it has written
-        # everything.
+        # Do not use a daemon thread, so that the interpreter waits until the thread has
+        # written everything.
         self._writer = threading.Thread(
             target=self._write,
             args=(update, snapshot, position, best),
@@ -285,9 +297,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._next_auto = ended + pause
 
     def best(self, update: int) -> Checkpoint | None:
-        """Return the checkpoint of the best evaluation, at `update`.
+        """Return the checkpoint of the best evaluation: the one after `update` updates.
 
-        If it is damaged, one line says so, and None is returned.
+        If the checkpoint is missing or damaged, print a message and return None.
         """
         try:
             return at(self.folder / BEST, update)
@@ -296,7 +308,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return None
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written, or has failed."""
+        """Wait until the last checkpoint is written or has failed."""
         if self._writer is not None:
             self._writer.join()
 
@@ -312,18 +324,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             _remove(incomplete)
             incomplete.mkdir(parents=True)
             self._write_files(incomplete, update, snapshot, position)
-            # The arrays have been compared with the ones in memory. This finds what a
-            # resumed run would reject, such as a meta.json in another form, before an
-            # older checkpoint is removed for it.
+            # Read the files as a resumed run would, before an older checkpoint is
+            # removed. This detects a malformed meta.json, for example. `write_arrays`
+            # has compared the arrays already.
             _verified(incomplete, update)
-            # A folder of that name is damaged, or is from a run that resumed from
-            # before it.
+            # Replace an existing checkpoint of this update: it is damaged, or the run
+            # was resumed from an earlier checkpoint and trains the update again.
             _remove(complete)
             incomplete.rename(complete)
             for parent in (folder, self.folder, self.folder.parent):
                 sync(parent)
         except Exception as error:
-            # The training goes on without the checkpoint: the disk may be full.
+            # Do not raise the error, so that training continues without the checkpoint.
+            # The disk may be full, for example.
             _remove(incomplete)
             reason = described(error)
             say(f"the checkpoint of update {update} was not written: {reason}")
@@ -354,9 +367,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             sync(path)
 
     def _remove_old(self, latest: int) -> None:
-        """Keep the `latest` checkpoint and those before it, `keep` in all.
+        """Keep the last `keep` checkpoints up to `latest`; remove all others.
 
-        Later ones are from a run that resumed from before them.
+        Later checkpoints exist if the run was resumed from an earlier checkpoint.
         """
         existing = saved_updates(self.folder)
         later = [update for update in existing if update > latest]
@@ -365,9 +378,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             _remove(self.folder / str(update))
 
     def _remove_old_best(self, just_written: int | None) -> None:
-        """Keep the best checkpoints to which the latest ones refer.
+        """Remove the checkpoints of earlier best evaluations.
 
-        A run may resume from each of the latest ones.
+        Keep those to which a latest checkpoint refers, since the run may be resumed
+        from it. Keep the `just_written` one, too: no checkpoint refers to it yet.
         """
         referred = {just_written}
         for update in saved_updates(self.folder):
@@ -382,9 +396,16 @@ def newest(
     most: float = math.inf,
     is_usable: Callable[[Checkpoint], bool] = lambda _: True,
 ) -> Checkpoint | None:
-    """Return the latest intact checkpoint in `folder` of at most `most` updates.
+    """Return the latest intact and usable checkpoint in `folder`, or None.
 
-    One line reports each damaged one. One that is not usable is passed over.
+    Args:
+        folder: the folder with the checkpoints. For each damaged checkpoint that is
+            skipped, a message is printed.
+        most: the maximum number of completed updates.
+        is_usable: returns whether to accept an intact checkpoint.
+
+    Raises:
+        ConfigError: a checkpoint has another format.
     """
     for update in reversed(saved_updates(folder)):
         if update > most:
@@ -404,7 +425,7 @@ def at(folder: Path, update: int) -> Checkpoint:
     """Return the checkpoint of `update` in `folder`.
 
     Raises:
-        ConfigError: it is not there, or is damaged.
+        ConfigError: the checkpoint is missing, damaged or of another format.
     """
     path = folder / str(update)
     if not path.is_dir():
@@ -425,18 +446,19 @@ def saved_updates(folder: Path) -> list[int]:
     numbers = []
     for path in folder.iterdir():
         name = path.name
-        # `int` reads more than this package writes, such as `007` and `1_000`.
+        # Accept only names that this package writes: `int` would also accept `007` and
+        # `1_000`.
         if name.isascii() and name.isdecimal() and str(int(name)) == name:
             numbers.append(int(name))
     return sorted(numbers)
 
 
 def _verified(folder: Path, update: int) -> Checkpoint:
-    """Return the checkpoint in `folder` once all its files are as its manifest says.
+    """Verify the checksums of the files in `folder`, and return the checkpoint.
 
     Raises:
-        FormError: it is damaged.
-        ConfigError: it is of another format.
+        FormError: the checkpoint is damaged.
+        ConfigError: the checkpoint has another format.
     """
     try:
         _verify_files(folder)
@@ -463,8 +485,8 @@ def _verify_files(folder: Path) -> None:
 
 
 def _best_update(folder: Path) -> int | None:
-    """Return the update of the best evaluation so far, as a checkpoint recorded it."""
-    # A checkpoint may be damaged.
+    """Return the update of the best evaluation that a checkpoint records, or None."""
+    # The checkpoint may be damaged, or record no best evaluation.
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / "meta.json").read_bytes())
         return int(meta["values"]["loop"]["best"]["update"])

@@ -1,4 +1,4 @@
-"""A run that begins with the checkpoint of another one: `start.run=RUN@UPDATE`."""
+"""A run that begins with the checkpoint of another run: `start.run=RUN@UPDATE`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pipeline.config.schema import Rule
 from pipeline.config.stages import CLOCK, SCHEDULE
 from pipeline.tracking.journal_file import Past
 
-if TYPE_CHECKING:  # importing these takes seconds
+if TYPE_CHECKING:  # importing these modules takes seconds
     from pipeline.accumulation import Update
     from pipeline.checkpoints.snapshot import Callbacks, Snapshot
     from pipeline.training.recorder import Recorder
 
-_KEY = "start.run"  # of the config
-# Tags: the run and the update whose checkpoint a run began with.
+_KEY = "start.run"  # config key, for errors
+# Tags: the other run, and the update of its checkpoint with which this run began.
 RUN_TAG = "start.run"
 UPDATE_TAG = "start.update"
 
@@ -34,13 +34,13 @@ class Fork:
     """The checkpoint of another run that a run begins with.
 
     Attributes:
-        run_id: the other run's ID in MLflow; empty if no store has it yet.
+        run_id: the other run's ID in MLflow, or "" if it is in no store yet.
         run_dir: the other run's directory.
         checkpoint: the other run's checkpoint.
         weights_only: whether only the weights of the model are restored.
-        own_rate: whether the learning rate of this config differs from that of the
-            other run.
-        snapshot: what `load` has read, until the training takes it.
+        own_rate: whether this run's learning rate differs from the other run's.
+        snapshot: the snapshot that `load` has read, or None before `load` and after
+            `take`.
     """
 
     run_id: str
@@ -52,7 +52,7 @@ class Fork:
 
     @property
     def updates_done(self) -> int:
-        """The number of updates from which this run counts on."""
+        """The number of completed updates with which this run begins."""
         return 0 if self.weights_only else self.checkpoint.updates_done
 
     @property
@@ -64,7 +64,7 @@ class Fork:
         }
 
     def messages(self, callbacks: Callbacks) -> list[str]:
-        """Return the lines that a run prints about its start."""
+        """Return the lines to print when this run begins."""
         from pipeline.checkpoints import snapshot
 
         source = (
@@ -82,7 +82,7 @@ class Fork:
         """Check that the checkpoint fits the model and the horizon.
 
         Raises:
-            ConfigError: it does not fit.
+            ConfigError: the checkpoint does not fit.
         """
         from pipeline.checkpoints import snapshot
 
@@ -99,7 +99,7 @@ class Fork:
         """Read the checkpoint into memory, before the other run deletes it.
 
         Raises:
-            ConfigError: it is gone.
+            ConfigError: the checkpoint cannot be read.
         """
         from pipeline.checkpoints import snapshot
 
@@ -111,7 +111,7 @@ class Fork:
             raise ConfigError(key, rule) from error
 
     def take(self) -> Snapshot:
-        """Return the snapshot that `load` has read, and drop it here: it is large."""
+        """Return the snapshot that `load` has read, and release it: it is large."""
         assert self.snapshot is not None
         snapshot = self.snapshot
         self.snapshot = None
@@ -120,7 +120,7 @@ class Fork:
     def restore(
         self, saved: Snapshot, updater: Update, recorder: Recorder, callbacks: Callbacks
     ) -> LoopState:
-        """Restore `saved` into the run; return the state of its loop."""
+        """Restore the snapshot `saved`; return the state of the training loop."""
         from pipeline.checkpoints import snapshot
 
         loop = LoopState()
@@ -130,16 +130,17 @@ class Fork:
             loop = snapshot.restore(
                 saved, updater, recorder, callbacks, self._is_restored
             )
-            # A callback may have stopped the other run.
+            # Continue even if a callback has stopped the other run.
             updater.model.stop_training = False
-        # The best evaluation of the other run does not count here: its checkpoint is in
-        # the other directory.
+        # Drop the best evaluation of the other run: its checkpoint is in the other
+        # run's directory.
         return replace(loop, stopped_by=None, best=None)
 
     def _is_restored(self, name: str) -> bool:
-        """Return whether a variable is restored.
+        """Return whether the variable called `name` is restored.
 
-        Either side may lack a learning rate that is not restored.
+        With `weights_only`, only the variables of the model are restored, without its
+        seeds. With `own_rate`, all variables but the learning rate are restored.
         """
         if self.weights_only:
             is_seed = name.endswith("/seed_generator_state")
@@ -153,16 +154,16 @@ class Fork:
 def find_fork(
     spec: RunSpec, run_dir: Path, updates_done: int | None = None
 ) -> Fork | None:
-    """Return the checkpoint of another run that this one begins with.
+    """Return the other run's checkpoint with which this run begins.
 
     Args:
         spec: the spec of this run.
         run_dir: this run's directory.
-        updates_done: the update of the checkpoint that this run began with before, if
-            it is resumed.
+        updates_done: the number of updates in that checkpoint, if this run has begun
+            before. None selects the checkpoint that the config names.
 
     Returns:
-        None if the run begins with no checkpoint.
+        The checkpoint, or None if `start.run` is not set.
     """
     text = spec.config.start.run
     if text is None:
@@ -186,11 +187,11 @@ def named(
     """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names.
 
     Args:
-        text: the name.
+        text: `RUN` or `RUN@UPDATE`.
         key: the argument that an error names.
-        excluding: a run directory that is passed over.
-        updates_done: the update of the checkpoint, in place of the one in `text`. If
-            neither has one, the newest checkpoint is meant.
+        excluding: a run directory to skip.
+        updates_done: the number of updates in the checkpoint; it overrides `UPDATE`. If
+            neither is given, the newest checkpoint is returned.
 
     Raises:
         ConfigError: there is no such run or checkpoint.
@@ -226,7 +227,7 @@ def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     """Return whether the learning rate differs from that of the run in `past`."""
     scaled = spec.config.scaling.rule != Rule.none
     if scaled:
-        # The rate follows the effective batch, and its stages.
+        # The scaling rule derives the rate from the effective batch size of each stage.
         size = past.start["segment"]["cut"]["effective_batch_size"]
         if size != spec.batching.effective_batch_size:
             return True
@@ -235,8 +236,8 @@ def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
 
 
 def _rate_values(config: Any, *, with_stages: bool) -> dict[str, Any]:
-    """Return the values that a learning rate depends on, by their dotted keys."""
-    # Records from before there were stages lack their keys.
+    """Return the config values that determine the learning rate, by dotted key."""
+    # Add the defaults of the keys for stages, which older records lack.
     values = {CLOCK: "updates", SCHEDULE: None, **leaves(config)}
     rate_values = {}
     for key, value in values.items():

@@ -1,6 +1,7 @@
-"""Resuming a run.
+"""Decides whether a run can be resumed, and from which checkpoint.
 
-Some changes of its config are allowed. Others would make it another run.
+Some changes of the config are allowed. Others are rejected, since they would make it a
+different run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pipeline.tracking.journal_file import (
     has_begun,
 )
 
-if TYPE_CHECKING:  # importing these takes seconds
+if TYPE_CHECKING:  # importing these modules takes seconds
     import keras
 
     from pipeline.accumulation import Update
@@ -43,18 +44,18 @@ if TYPE_CHECKING:  # importing these takes seconds
 
 @dataclass(frozen=True)
 class Continuation:
-    """A run that is resumed.
+    """A run to resume.
 
     Attributes:
         run_dir: the run's directory.
-        key: the argument or config key that names the run, for errors: RUN of
-            `pipeline resume`, else `hydra.run.dir` or `hydra.sweep.dir`.
-        spec: the spec. Keys that the config leaves open, such as `auto`, have the
-            values of the run.
-        past: the run's past, whose journal is locked.
-        checkpoint: the checkpoint from which the run goes on; None if the run was
-            interrupted before its first one.
-        changes: the changes of the config, a line each.
+        key: the argument or config key that names the run in errors: `RUN` for
+            `pipeline resume`, otherwise `hydra.run.dir` or `hydra.sweep.dir`.
+        spec: the spec. Values that the config leaves open, such as `auto`, are replaced
+            by the recorded values of the run.
+        past: the state of the run according to its journal, which is locked.
+        checkpoint: the checkpoint from which the run continues. None if the run has no
+            usable checkpoint, or is finished.
+        changes: one line per change of the config.
         finished: whether there is nothing left to train.
     """
 
@@ -68,19 +69,23 @@ class Continuation:
 
     @property
     def updates_done(self) -> int:
-        """The updates of `checkpoint`; 0 without one, as in a finished run."""
+        """The number of completed updates in `checkpoint`, or 0 if it is None."""
         return 0 if self.checkpoint is None else self.checkpoint.updates_done
 
     @property
     def run_id(self) -> str:
-        """The run's ID in MLflow; empty if no store has it yet."""
+        """The run's ID in MLflow, or "" if it is in no store yet."""
         return self.past.run.get("run_id", "")
 
     def check_dataset(self, dataset: dict[str, Any]) -> None:
-        """Check that the data are those that the run began with.
+        """Check that the dataset is the one with which the run began.
+
+        Args:
+            dataset: the record of the current dataset, see `provenance.dataset`.
 
         Raises:
-            ConfigError: they differ from the record, or it cannot be read.
+            ConfigError: the dataset differs from the run's record of its dataset, or
+                that record cannot be read.
         """
         file = self.run_dir / DESCRIBED
         if not self.past.described or not file.exists():
@@ -91,10 +96,11 @@ class Continuation:
         provenance.check_dataset(recorded, dataset, self.run_id)
 
     def check(self, updater: Update, plan: Plan) -> None:
-        """Check that the checkpoint fits the model, and that there is more to train.
+        """Check that the checkpoint fits, and that there are updates left to train.
 
         Raises:
-            ConfigError: it does not fit, or the horizon is reached.
+            ConfigError: the checkpoint does not fit the model or the batches, the
+                horizon is reached, or a callback has ended the run.
         """
         from pipeline.checkpoints import snapshot
 
@@ -123,7 +129,7 @@ class Continuation:
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
     def messages(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
-        """Return the lines that a run prints when it is resumed."""
+        """Return the lines to print when the run is resumed."""
         from pipeline.checkpoints import snapshot
 
         lines = [f"goes on after update {self.updates_done}", *self.changes]
@@ -143,11 +149,12 @@ def find_continuation(
 
     Args:
         run_dir: the run's directory.
-        spec: the spec by the current config.
-        required: whether the run must exist, and must have a checkpoint.
+        spec: the spec of the current config.
+        required: whether to raise an error if there is no run, no usable checkpoint or
+            nothing left to train.
 
     Returns:
-        None if there is no run, so that one may begin there.
+        The run, or None if `run_dir` has no run, so that a new run may begin there.
 
     Raises:
         ConfigError: the run cannot be resumed.
@@ -155,7 +162,7 @@ def find_continuation(
     if not required and not has_begun(run_dir / JOURNAL_NAME):
         return None
 
-    # Errors name what the user has typed.
+    # Name the run in errors as the user did: by an argument or by a config key.
     if required:
         key = "RUN"
     elif spec.config.tracking.sweep is not None:
@@ -163,7 +170,8 @@ def find_continuation(
     else:
         key = "hydra.run.dir"
     if not required and spec.config.training.resume is None:
-        # A second run in one journal would never be shipped.
+        # Reject a new run here: the journal would then hold two runs, and the second
+        # one would never be shipped.
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
 
     past = Past.read(run_dir, key)
@@ -191,9 +199,9 @@ def _continuation(
                 raise ConfigError(key, rule, str(run_dir))
             return Continuation(run_dir, key, spec, past, None, finished=True)
 
-    # The updates whose rows the journal has lost are trained again. Only each update
-    # that `log_every` divides has a row, so the ones before the next such update have
-    # lost none.
+    # Use a checkpoint from before the first lost row, so that the updates with lost
+    # rows are trained again. Since only multiples of `log_every` have rows, the
+    # checkpoint may be up to `log_every - 1` updates after the last row.
     most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
     latest = files.newest(
         run_dir / "checkpoints", most, lambda checkpoint: _has_rows(past, checkpoint)
@@ -206,10 +214,10 @@ def _continuation(
 def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
     """Return whether the journal has all rows from before a checkpoint.
 
-    If it has not, one line says so.
+    If rows are missing, print a message.
     """
     position = checkpoint.meta.journal
-    # An old checkpoint has no position.
+    # Accept a checkpoint of an older version, which has no position.
     if position is None or position in past.positions:
         return True
     say(
@@ -226,7 +234,14 @@ def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
 
 
 def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigError:
-    """Return the error for a run without an intact checkpoint of `most` updates."""
+    """Return the error for a run without a usable checkpoint.
+
+    Args:
+        run_dir: the run's directory.
+        key: the argument or config key that names the run.
+        past: the state of the run according to its journal.
+        most: the maximum number of updates in a usable checkpoint.
+    """
     existing = files.saved_updates(run_dir / "checkpoints")
     if not existing:
         rule = "must have a checkpoint: see training.checkpoint_every"
@@ -242,9 +257,10 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
 
 
 def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
-    """Return the spec with the run's own store.
+    """Return the spec with the store that the run's journal names.
 
-    It keeps its store if an override names one, or if the journal hides the password.
+    The spec is returned unchanged if an override sets the store, or if the store's URI
+    in the journal has a masked password.
     """
     store = past.start["store"]
     if absolute(spec.config.tracking.uri) == store or HIDDEN in store:
@@ -258,21 +274,22 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
 def _with_recorded_choices(
     spec: RunSpec, recorded: dict[str, Any], past: Past
 ) -> RunSpec:
-    """Return the spec with the run's own choices for what the config leaves open."""
+    """Return the spec with the run's values for keys that the config leaves open."""
     spec = _with_recorded_order(spec, recorded["dataset"])
     spec = _without_new_keys(spec, recorded)
     if spec.searches:
-        # The run's size may exceed the share of a replica in the effective batch, as
-        # each replica has a smaller share if there are more of them now.
+        # Limit the micro-batch to a replica's share of the effective batch, which is
+        # smaller than before if there are more replicas now.
         size = past.start["segment"]["cut"]["micro_batch_size"]
         spec = spec.with_micro_batch(min(size, spec.largest.share))
     return spec
 
 
 def _with_recorded_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
-    """Return the spec with the order of the examples in the `recorded` dataset.
+    """Return the spec that orders the examples as the `recorded` dataset config does.
 
-    The order depends on whether the dataset is shuffled in memory or by a buffer.
+    The order depends on whether the examples are shuffled in memory or in a buffer.
+    Only with `in_memory: auto` does the config leave this open.
     """
     node = spec.dataset
     if node.get("in_memory") != "auto":
@@ -286,7 +303,7 @@ def _with_recorded_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
 def _without_new_keys(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
     """Return the spec without keys that are newer than the `recorded` config.
 
-    `changes` would list or reject them, as the schema has no default for them.
+    The schema has no defaults for these keys, so `changes` would count them as changes.
     """
     new_keys = []
     for key in ("shuffle_files", "checksum", "batched"):
@@ -301,17 +318,19 @@ def _without_new_keys(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
 
 
 def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
-    """Return a line for each change from the `recorded` config to that of `spec`.
+    """Return one line per change from the `recorded` config to the config of `spec`.
+
+    Keys that decide only where the run takes place or how it is logged are left out.
 
     Raises:
-        ConfigError: a change makes it another run.
+        ConfigError: a change would make it a different run.
     """
     _check_store(spec.config.tracking.uri, past)
     _check_effective_batch(recorded, spec, past)
 
     values_then = leaves(recorded)
     values_now = leaves(spec.recorded)
-    # A missing key meant the schema's default.
+    # A key that the recorded config lacks had the schema's default.
     defaults = _schema_defaults()
     new_keys = [key for key in values_now if key not in values_then]
     lines = []
@@ -333,7 +352,8 @@ def _schema_defaults() -> dict[str, Any]:
 
 
 def _check_store(uri: str, past: Past) -> None:
-    # The record may hide what only the URI shows to be a secret.
+    # Register the secrets in the URI first, so that they are masked in both URIs when
+    # these are compared.
     remember(uri)
     store = past.start["store"]
     if past.run and mask(absolute(uri)) != mask(store):
@@ -343,7 +363,8 @@ def _check_store(uri: str, past: Past) -> None:
 def _check_effective_batch(recorded: dict[str, Any], spec: RunSpec, past: Past) -> None:
     cut = spec.batching
     if spec.dataset.get("batched"):
-        # The elements of the dataset are batches, `factor` of which are an update.
+        # Compare the factors instead: each element of the dataset is a batch, and an
+        # update takes `factor` batches.
         factor = recorded["accumulation"]["factor"]
         if cut.factor != factor:
             rule = f"must be that of the run, {factor}"

@@ -1,4 +1,4 @@
-"""Run directories: how they are found, and what their runs began with."""
+"""Finds run directories, and reads the configs that are recorded in them."""
 
 import os
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _GROUPS = (
     "tracking",
 )
 CONFIG = dict.fromkeys(_GROUPS, dict)  # the form of config.yaml
-# The way on where a record in a run directory cannot be read.
+# Hint in the error about a record in a run directory that cannot be read.
 COPY = "MLflow has a copy among the artifacts of the run"
-SHORTEST_ID = 4  # characters of a run ID that are enough to look for its run
+SHORTEST_ID = 4  # minimum length of an abbreviated run ID
 
 
 def find(start: str, key: str, excluding: Path | None = None) -> Path:
@@ -34,11 +34,11 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
     Args:
         start: a run directory, or the start of the ID of its run in MLflow.
         key: the argument that an error names.
-        excluding: a run directory to pass over. Its journal is not opened, as closing it
-            would release its lock.
+        excluding: a run directory to skip. Its journal is not opened, since closing the
+            journal would release this process's lock.
 
     Raises:
-        ConfigError: None or several match.
+        ConfigError: no run directory or several run directories match.
     """
     folder = Path(start)
     if (folder / JOURNAL_NAME).exists() and not _is_same(folder, excluding):
@@ -60,15 +60,15 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
 
 
 def by_id(key: str, excluding: Path | None = None) -> dict[str, Path]:
-    """Return the run directories below the working directory by the ID of their run.
+    """Return the run directories below the working directory, by run ID.
 
-    The IDs are those in their journals. `key` and `excluding` are as for `find`.
+    The IDs are read from the journals. See `find` for `key` and `excluding`.
     """
     run_dirs_by_id = {}
     for run_dir in run_dirs([]):
         if _is_same(run_dir, excluding):
             continue
-        # The journal of another version raises a ConfigError, and is passed over.
+        # Skip the journals of other versions, which raise a ConfigError.
         with (
             suppress(ConfigError),
             closing(Past.read(run_dir, key, running=True)) as past,
@@ -84,7 +84,7 @@ def run_dirs(folders: Sequence[str]) -> list[Path]:
     Without `folders`, return those below the working directory.
 
     Raises:
-        ConfigError: a folder has no run directory in it.
+        ConfigError: one of `folders` contains no run directory.
     """
     found: dict[Path, None] = {}  # an ordered set
     for folder in folders or ["."]:
@@ -100,10 +100,10 @@ def run_dirs(folders: Sequence[str]) -> list[Path]:
 
 
 def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
-    """Return the resolved config that the run in `run_dir` began with.
+    """Return the resolved config with which the run in `run_dir` began.
 
     Raises:
-        ConfigError: it cannot be read. The error names the argument `key`.
+        ConfigError: the config cannot be read. The error names the argument `key`.
     """
     rule = "must have a config.yaml that can be read"
     with as_config_error(key, rule, str(run_dir), COPY):

@@ -1,12 +1,15 @@
-"""Snapshot of a run between two updates. A run that continues from it is bit-identical.
+"""Snapshots of a run between two updates.
 
-    arrays      variables of the model, with the seeds of its layers, and of the
-                optimizer; arrays of callbacks
-    values      state of the random generators of Python and NumPy, of the recorder and
-                of callbacks, as JSON
+A run that is restored from a snapshot continues bit for bit like an uninterrupted run.
+A snapshot has two parts:
 
-A snapshot holds no position in the data, which follows from the update, and no metrics,
-which each update resets.
+    arrays      variables of the optimizer and of the model, including the seeds of its
+                layers; Keras' global seed; arrays from the states below
+    values      states of the training loop, of the recorder, of the callbacks, and of
+                the random generators of Python and NumPy, as JSON
+
+A snapshot contains neither the position in the data, which follows from the number of
+updates, nor the state of metrics, which each update resets.
 """
 
 from __future__ import annotations
@@ -34,23 +37,23 @@ from pipeline.checkpoints.files import Checkpoint, LoopState
 from pipeline.common import link_path
 from pipeline.common.errors import ConfigError
 
-if TYPE_CHECKING:  # of a package above this one
+if TYPE_CHECKING:  # a higher package, imported only for annotations
     from pipeline.training.recorder import Recorder
 
 Callbacks = Mapping[str, keras.callbacks.Callback]
-# Variables by unique name. Each is a list of its copies on the replicas, or of one copy
-# if all are equal.
+# Unique name of a variable → its copies on the replicas, or one copy if the copies are
+# always equal.
 Variables = dict[str, Sequence[Any]]
-# Takes the name of a variable, and returns whether the snapshot's value replaces it.
+# Takes the name of a variable, and returns whether to restore the variable.
 IsRestored = Callable[[str], bool]
 
 _SEED = "keras' global seed"
 _SAME_PATH = " #"  # `PATH #2` is the second variable with that path.
-_REPLICA = " on replica "  # `NAME on replica 1` differs from the copy on replica 0.
+_REPLICA = " on replica "  # `NAME on replica 1` is a copy that differs from replica 0.
 _ARRAY = "__array__"  # `{"__array__": NAME}` stands for the array NAME.
 
-# Attributes that Keras' own callbacks keep from one epoch to the next. Of these,
-# `best_weights` is a list of arrays.
+# Attributes that hold the state of Keras' own callbacks between epochs. `best_weights`
+# is a list of arrays.
 _KEPT_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: (
         "best",
@@ -69,11 +72,11 @@ _KEPT_ATTRIBUTES: dict[type, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run is between two updates, in host memory.
+    """The state of a run between two updates, in host memory.
 
     Attributes:
         arrays: the arrays, by name.
-        values: the JSON values.
+        values: the JSON values, see `_VALUES` in `pipeline.checkpoints.files`.
     """
 
     arrays: dict[str, np.ndarray]
@@ -87,10 +90,10 @@ class Snapshot:
         return specs
 
     def write_arrays(self, folder: Path) -> None:
-        """Write the arrays into `folder`, and read them back.
+        """Write the arrays into `folder`, and read them back to verify them.
 
         Raises:
-            OSError: an array was read back other than it was written.
+            OSError: an array that was read back differs from the written one.
         """
         with tf.device("CPU:0"):
             variables = []
@@ -115,7 +118,12 @@ def read(checkpoint: Checkpoint) -> Snapshot:
 
 
 def read_arrays(folder: Path, specs: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Return the arrays in `folder` by name; `specs` is that of their snapshot."""
+    """Read the arrays in `folder`; return them by name.
+
+    Args:
+        folder: the folder in which `Snapshot.write_arrays` wrote the arrays.
+        specs: name, shape and dtype of each array, see `Snapshot.specs`.
+    """
     variables = []
     with tf.device("CPU:0"):
         for _, shape, dtype in specs:
@@ -132,21 +140,21 @@ def read_arrays(folder: Path, specs: Sequence[Any]) -> dict[str, np.ndarray]:
 def capture(
     updater: Update, recorder: Recorder, callbacks: Callbacks, loop: LoopState
 ) -> Snapshot:
-    """Copy everything that an update changes.
+    """Return a snapshot: a copy of everything that an update changes.
 
     Args:
-        updater: the object that trains the model by the optimizer; both are copied.
-        recorder: the recorder, which must have fetched all of its rows.
-        callbacks: the callbacks, whose `get_state` may return only JSON values and
-            arrays.
+        updater: the update. The variables of its model and of its optimizer are copied.
+        recorder: the recorder. Call its `fetch` first.
+        callbacks: the callbacks. Their `get_state` may return only JSON values and
+            NumPy arrays.
         loop: the state of the training loop.
 
     Raises:
-        TypeError: the state of a callback is something else.
+        TypeError: the state of a callback has a value of another type.
     """
     arrays = _copied(_variables(updater))
 
-    # The random states are copied after this loop, as `get_state` may draw numbers.
+    # Copy the random states only after this loop: `get_state` may draw random numbers.
     callback_states: dict[str, Any] = {}
     callback_classes: dict[str, str] = {}
     for name, callback in callbacks.items():
@@ -176,7 +184,7 @@ def restore_variables(
     """Restore the variables whose names `is_restored` accepts.
 
     Raises:
-        ConfigError: one of them does not fit. No variable was changed.
+        ConfigError: a variable does not fit the snapshot. No variable was changed.
     """
     if _SEED in snapshot.arrays and is_restored(_SEED) and global_seed() is None:
         with updater.strategy.scope():
@@ -196,7 +204,7 @@ def restore(
     callbacks: Callbacks,
     is_restored: IsRestored = _restore_all,
 ) -> LoopState:
-    """Restore all but the variables that `is_restored` leaves out.
+    """Restore a snapshot, except for the variables that `is_restored` rejects.
 
     Returns:
         The state of the training loop.
@@ -217,9 +225,9 @@ def restore(
 
 
 def restore_normalization(snapshot: Snapshot, updater: Update) -> None:
-    """Assign the statistics of the snapshot to the model's `Normalization` layers.
+    """Restore the statistics of the model's `Normalization` layers.
 
-    Call it before a trace captures their statistics as constants.
+    Call this before the model is traced: a trace captures the statistics as constants.
     """
     layers = []
     names: set[str] = set()
@@ -239,9 +247,9 @@ def restore_normalization(snapshot: Snapshot, updater: Update) -> None:
 
 @contextmanager
 def weights_replaced(snapshot: Snapshot, updater: Update) -> Iterator[None]:
-    """Within the block, model and optimizer have the variables of the snapshot.
+    """Within the block, assign the snapshot's values to the model and the optimizer.
 
-    After it, they have their own again.
+    After the block, assign the values from before it.
     """
     variables = _variables(updater)
     before = _copied(variables)
@@ -255,13 +263,15 @@ def weights_replaced(snapshot: Snapshot, updater: Update) -> Iterator[None]:
 def check_variables_fit(
     specs: Sequence[Any], updater: Update, is_restored: IsRestored = _restore_all
 ) -> None:
-    """Check that a snapshot and the model have the same variables, by shape and dtype.
+    """Check that a snapshot fits the variables of the model and the optimizer.
 
-    `specs` is that of the snapshot, whose arrays need not be read for this. Variables
-    whose names `is_restored` leaves out are not checked.
+    Args:
+        specs: the snapshot's `Snapshot.specs`: name, shape and dtype of each array.
+        updater: the update with the model and the optimizer.
+        is_restored: selects the variables to check by name.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: a variable is missing on one side, or differs in shape or dtype.
     """
     saved_specs: dict[str, str] = {}
     for name, shape, dtype in specs:
@@ -289,19 +299,19 @@ def check_variables_fit(
 
 
 def check_callback_can_be_saved(name: str, callback: keras.callbacks.Callback) -> None:
-    """Check, before the training, that a checkpoint can hold a callback's state.
+    """Check, before training, that a callback's state can be saved in a checkpoint.
 
     Raises:
-        TypeError: it cannot.
+        TypeError: the state has values other than JSON values and NumPy arrays.
     """
     if _offers_state(callback):
-        # Some attributes may be there only once the training has begun.
+        # Ignore a missing attribute: the callback may set it when training begins.
         with suppress(AttributeError):
             _without_arrays(callback.get_state(), name, {})
 
 
 def starting_anew(callbacks: Callbacks) -> list[str]:
-    """Return a line for each callback whose state cannot be saved."""
+    """Return one message per callback whose state cannot be saved."""
     lines = []
     for name, callback in callbacks.items():
         if not _offers_state(callback) and _kept_attributes(callback) is None:
@@ -318,7 +328,7 @@ def _variables(updater: Update) -> Variables:
     named: list[tuple[str, Sequence[Any]]] = []
     for variable in model.trainable_variables:
         named.append((f"model/{variable.path}", [variable.value]))
-    # The seeds of layers are among these.
+    # Add the other variables, such as the seeds of layers.
     for variable in model.variables:
         if id(variable) not in trainable_ids:
             named.append((f"model/{variable.path}", copies_of(variable.value)))
@@ -341,15 +351,15 @@ def _variables(updater: Update) -> Variables:
 
 
 def _copied(variables: Variables) -> dict[str, np.ndarray]:
-    """Copy variables to the host.
+    """Copy variables to host memory.
 
-    A copy on a replica is left out if it equals the one on replica 0.
+    Of the copies on other replicas, only those that differ from replica 0 are returned.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, copies in variables.items():
         first = copies[0].numpy()
         arrays[name] = first
-        # A seed moves with the micro-batches of its replica.
+        # Seeds can differ: each micro-batch on a replica advances the replica's seeds.
         for replica, copy in enumerate(copies[1:], start=1):
             value = copy.numpy()
             if value.tobytes() != first.tobytes():
@@ -358,7 +368,10 @@ def _copied(variables: Variables) -> dict[str, np.ndarray]:
 
 
 def _assign(variables: Variables, arrays: Mapping[str, np.ndarray]) -> None:
-    """Assign what `_copied` returned; a variable without an array keeps its value."""
+    """Assign arrays that `_copied` returned to variables.
+
+    A variable without an array keeps its value.
+    """
     for name, copies in variables.items():
         if name not in arrays:
             continue
@@ -375,9 +388,9 @@ def _offers_state(callback: keras.callbacks.Callback) -> bool:
 
 
 def _kept_attributes(callback: keras.callbacks.Callback) -> tuple[str, ...] | None:
-    """Return the attributes that are the state of one of Keras' own callbacks.
+    """Return the names of the attributes that hold the state of a Keras callback.
 
-    A subclass has those of its superclass. Return None for any other callback.
+    This includes subclasses of Keras' own callbacks. Return None for other callbacks.
     """
     for keras_class, attributes in _KEPT_ATTRIBUTES.items():
         if isinstance(callback, keras_class):
@@ -386,7 +399,10 @@ def _kept_attributes(callback: keras.callbacks.Callback) -> tuple[str, ...] | No
 
 
 def _state_of(callback: Any) -> Any:
-    """Return a callback's `get_state()`, or what Keras' own ones keep, or None."""
+    """Return a callback's state, or None if its state cannot be read.
+
+    The state is the result of `get_state`, or else the attributes of a Keras callback.
+    """
     if _offers_state(callback):
         return callback.get_state()
     attributes = _kept_attributes(callback)
@@ -411,9 +427,15 @@ def _restore_callback(
 
 
 def _without_arrays(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
-    """Return a copy of `value` as JSON.
+    """Return `value` as JSON, with each array replaced by `{"__array__": NAME}`.
 
-    Each array in it moves to `arrays`; in the copy its name takes its place.
+    Args:
+        value: nested JSON values and NumPy arrays.
+        name: the beginning of the arrays' names.
+        arrays: receives the arrays, by name.
+
+    Raises:
+        TypeError: `value` contains something else.
     """
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSU":
         arrays[name] = np.array(value)
@@ -443,7 +465,7 @@ def _is_plain_mapping(value: Any) -> bool:
 
 
 def _with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Return `value` with the arrays in place of their names."""
+    """Return `value` with each `{"__array__": NAME}` replaced by the array."""
     if isinstance(value, dict):
         if _ARRAY in value:
             array = arrays[value[_ARRAY]]

@@ -1,7 +1,7 @@
 """Loads a dataset, and makes the batches for updates and evaluations.
 
-From the `dataset` group of a config, this package makes a `Data` with the splits, their
-batches, and the checksums of the files.
+From the `dataset` group of a config, this package makes a `Data` with the splits. From
+a `Data`, it makes batches, and computes the checksums of the data files.
 """
 
 from importlib import import_module
@@ -38,7 +38,7 @@ _MODULES_OF_NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, as importing TensorFlow takes seconds."""
+    """Import a public name at its first use: importing TensorFlow takes seconds."""
     if name not in _MODULES_OF_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_MODULES_OF_NAMES[name]}")

@@ -15,7 +15,7 @@ from pipeline.common.signals import Terminated
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
 
-SECONDS = 120.0  # limit of the search, which reads the splits again
+SECONDS = 120.0  # time limit of the search, which reads the splits again
 SILENCE = 5.0  # seconds of searching before a message is printed
 
 
@@ -25,7 +25,7 @@ def located(data: Data, files: DataFiles) -> Iterator[None]:
 
     The `DataError` names the example, or gives TensorFlow's reason if the example is
     not found. If a file in `files` has changed, the error names that file instead.
-    Errors of the model pass through.
+    Errors of the model are raised unchanged.
     """
     try:
         yield
@@ -48,8 +48,8 @@ def located(data: Data, files: DataFiles) -> Iterator[None]:
         place = ""
         if not in_loader and "[dataset.pad" not in text:
             place = _search(data)
-        # If every example can be read, the data are not at fault: errors of the model
-        # may also mention the iterator. Pass the error through.
+        # Raise the error unchanged if every example can be read: errors of the model
+        # may mention the iterator, too.
         if not place and not is_of_data:
             raise
         # An error in a loader already names the batch.
@@ -97,7 +97,7 @@ def _first_unreadable(data: Data) -> str:
 
 
 def _place_in_file(data: Data, name: str, number: int) -> str:
-    """Return a phrase with the file of an example; empty if the file is unknown."""
+    """Return a phrase with the file of an example, or "" if the file is unknown."""
     shards = data.shards.get(name, ())
     stored_examples = sum(shard.examples for shard in shards)
     if stored_examples != int(data.splits[name].cardinality()):

@@ -1,4 +1,6 @@
-"""Examples → batches in a reproducible order: an element is one effective batch.
+"""Makes batches from examples in a reproducible order.
+
+In the training dataset, each element is one effective batch:
 
     keys ─► shuffle by (seed, epoch) ─► make the examples
          ─► augment by (seed, epoch, number) ─► batch of E
@@ -64,10 +66,10 @@ def effective_batches(
         data: the loaded dataset.
         slices: the parts of the epochs to read, each with its batch size.
         seed: seed of the run; it determines the order and the augmentation.
-        weigh: adds sample weights to a batch.
-        reader: one of several workers, if there are any. Each element is then the
-            `Share` of that worker, unless examples differ in shape: each element is
-            then the whole batch.
+        weigh: adds sample weights to a batch, or None.
+        reader: reads this worker's share of each batch, or None if there is only one
+            worker. With a reader, each element is the worker's `Share`, or the whole
+            batch if examples differ in shape.
 
     Raises:
         ConfigError: the augmentation changes the shape or dtype of an input.
@@ -141,10 +143,11 @@ def in_order(
         examples: the split.
         size: number of examples per batch.
         pad: `dataset.pad` of the config.
-        reader: one of several workers, if there are any. Each element is then the
-            `Share` of that worker, unless examples differ in shape.
-        made_of: the records that the split is made from, if they are known. With
-            `made_of`, a reader makes only its own examples.
+        reader: reads this worker's share of each batch, or None if there is only one
+            worker. With a reader, each element is the worker's `Share`, or the whole
+            batch if examples differ in shape.
+        made_of: the records from which the split is made, or None if they are unknown.
+            With the records, a reader makes only the examples of its own share.
         keep: whether to keep the batches in memory after the first pass.
     """
     spec = examples.element_spec
@@ -180,7 +183,7 @@ def evaluation_batches(
     reader: ShareReader | None,
     keep: bool,
 ) -> tf.data.Dataset:
-    """Return the unshuffled batches of a split: from its loader, if it has one.
+    """Return the unshuffled batches of a split, from its loader if there is one.
 
     With a loader, the batch sizes are those of the loader. For the other arguments, see
     `in_order`.
@@ -254,7 +257,7 @@ class _Keys(NamedTuple):
     Attributes:
         by_seed: a seed, scalar of int64 → the keys. With `dataset.shuffle_files`, the
             order of the files follows from the seed.
-        make: one key → one example; None if the keys are the examples.
+        make: one key → one example, or None if the keys are the examples.
     """
 
     by_seed: Callable[[tf.Tensor], tf.data.Dataset]
@@ -278,7 +281,7 @@ def _keys_of_train(
 def _streamed(
     node: DictConfig, data: Data, reader: ShareReader | None, numbered: bool
 ) -> SourceOfEpoch:
-    """Return a function from the seed of an epoch to its source, for streamed examples.
+    """Return a function that makes the source of an epoch, for streamed examples.
 
     If `numbered`, the first part of each key is the number of the example.
     """

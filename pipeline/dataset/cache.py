@@ -22,12 +22,11 @@ from pipeline.dataset.splits import Data
 # The training split is kept if it fits in 1/4 of the memory.
 SHARE = 4
 # If the training split is kept, the validation split is kept too if it fits in 1/32 of
-# the memory. The search for a micro-batch size leaves more than that free.
+# the memory, which is less than the search for a micro-batch size leaves free.
 EVALUATED = 32
-BUFFER = (
-    128 * 2**20
-)  # default size of the shuffle buffer of streamed examples, in bytes
-_SAMPLE = 64  # examples to measure if the size of an example is not fixed
+# Default size of the shuffle buffer for streamed examples, in bytes.
+BUFFER = 128 * 2**20
+_SAMPLE = 64  # number of examples to measure if the size of an example is not fixed
 
 
 def decide_in_memory(
@@ -45,8 +44,9 @@ def decide_in_memory(
         processes: number of processes of the run that share the memory.
 
     Returns:
-        The decided values of the group, to be recorded as the order of examples depends
-        on them, and a line for the user. Both are empty if nothing was to decide.
+        The values to set in the `dataset` group, and a message for the user. The values
+        must be recorded, since the order of the examples depends on them. Both are
+        empty if there is nothing to decide.
     """
     if node.get("in_memory") != "auto" or data.loaders:
         return {}, ""
@@ -83,7 +83,7 @@ def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:
 
 
 def in_memory(data: Data) -> SourceOfEpoch:
-    """Return a function from the seed of an epoch to its source, for data in memory.
+    """Return a function that makes the source of an epoch, for data in memory.
 
     Each key is the number of an example.
     """

@@ -27,7 +27,7 @@ class _FileState(NamedTuple):
 
     size: int  # in bytes
     modified_ns: int
-    changed_ns: int  # of the inode
+    changed_ns: int  # when the inode was changed
     inode: int
 
     def as_list(self) -> list[int]:
@@ -73,7 +73,7 @@ class DataFiles:
     Attributes:
         paths: all files.
         reread: the files that are read during training.
-        checksums: the checksums by file name; empty until they are computed.
+        checksums: the checksums by file name, or {} before they are computed.
     """
 
     def __init__(self, paths: Sequence[Path] = ()):
@@ -128,8 +128,8 @@ class DataFiles:
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
             checksums = self._computed()
-            # If a file has changed, its checksum may not be that of the data that the
-            # run trains on: record a text that cannot equal a checksum.
+            # For a changed file, record a text that cannot equal a checksum: the file's
+            # checksum may differ from that of the data on which the run trains.
             changed = self._first_changed(self.paths)
             if changed is not None:
                 say(

@@ -55,7 +55,11 @@ def weigher(training: TrainingConfig, data: Data) -> Weigh:
 
 
 def _labels_spec(data: Data) -> tf.TensorSpec:
-    """Return the spec of an example's labels; raise if they cannot have weights."""
+    """Return the spec of an example's labels.
+
+    Raises:
+        ConfigError: labels of this form cannot be weighted by class.
+    """
     parts = data.train.element_spec
     if len(parts) == 2 and isinstance(parts[1], tf.TensorSpec):
         if None not in (parts[1].shape or ()):
@@ -71,7 +75,8 @@ def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
     """Return whether labels of this shape are one-hot on their last axis.
 
     Raises:
-        ConfigError: neither the loss nor the dataset shows whether they are.
+        ConfigError: neither the loss nor the dataset shows whether the labels are
+            one-hot.
     """
     names = [
         str(node["_target_"]).rpartition(".")[2].lower()

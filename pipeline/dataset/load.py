@@ -28,7 +28,7 @@ _KEYS_OF_PROGRAM = (
 )
 
 
-# Number of examples to read to find whether all have the same size.
+# Number of examples to read to find out whether all examples have the same size.
 _SAMPLE = 20
 
 
@@ -40,7 +40,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         prepare: whether missing data may be downloaded and prepared.
 
     Raises:
-        ConfigError: the target is wrong, or its data are missing or of a wrong form.
+        ConfigError: the target is invalid, or its data are missing or malformed.
     """
     data = _as_data(node, _build(node, prepare))
     if data.shuffled is not None:
@@ -53,7 +53,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         splits = {name: loader.examples() for name, loader in loaders.items()}
     else:
         splits = {name: _checked(split, name) for name, split in data.splits.items()}
-    # Fix the size of images of unknown size, except if padding gives them one, or if
+    # Fix the size of images of unknown size, unless padding does so. Do not fix it if
     # examples are also made from stored records, which would not have the fixed size.
     if not loaders and node.get("pad") is None and not data.shards:
         splits = {name: _with_image_sizes(split) for name, split in splits.items()}
@@ -84,7 +84,7 @@ def _build(node: DictConfig, prepare: bool) -> Any:
 @contextlib.contextmanager
 def _quiet_downloads() -> Iterator[None]:
     """Within the block, suppress output such as TFDS' log about a missing dataset."""
-    # Do not restore this level: after one download has failed, others still run.
+    # Do not restore this level: after a download has failed, other downloads still run.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     absl = logging.getLogger("absl")
     level = absl.level
@@ -409,8 +409,9 @@ def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
 def _is_batched(dataset: tf.data.Dataset) -> bool:
     """Return whether the elements of a dataset look like batches.
 
-    They do if the first axis of each part has no fixed size, but has the same size in
-    each of the first `_SAMPLE` elements. The last of these may be smaller.
+    They do if no part has a first axis of fixed size, but the first part has the same
+    size, above 1, in each of the first `_SAMPLE` elements. The last of these elements
+    may be smaller.
     """
     for leaf in _leaves(dataset):
         if not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:

@@ -43,7 +43,7 @@ def for_evaluation(
 def _longest(
     spec: RunSpec, split: tf.data.Dataset, count: int
 ) -> tf.data.Dataset | None:
-    """Return `count` examples that repeat the longest ones of a split.
+    """Return `count` examples, which repeat the longest examples of a split.
 
     With `dataset.pad`, the longest examples are those with the maximum length along
     some axis, or with the most elements. Otherwise, the longest example is the one with

@@ -17,7 +17,7 @@ def non_finite_part(batch: Any) -> str:
         batch: the batch of an update or of an evaluation.
 
     Returns:
-        `inputs`, `labels` or `sample weights`; empty if all values are finite.
+        `inputs`, `labels` or `sample weights`, or "" if all values are finite.
     """
     for name, part in zip(_PARTS, internals.parts_of(batch), strict=True):
         for leaf in tf.nest.flatten(part, expand_composites=True):
@@ -39,8 +39,8 @@ def warning_of_evaluation(
         batches: the batches of the split, which are searched if a result is not finite.
 
     Returns:
-        A line with the results that are not finite and the part of the data, if any,
-        that is not finite either. It is empty if all results are finite.
+        A line with the non-finite results, and with the first non-finite part of the
+        data, if there is any. The line is empty if all results are finite.
     """
     wrong = []
     for name, value in results.items():

@@ -53,7 +53,7 @@ def _has_ragged_part(nest: Any) -> bool:
 
 
 def _padded_weights(labels: Any, sample_weight: Any, multiple: int) -> Any:
-    """Return padded sample weights in the structure of the labels: one per output.
+    """Return padded sample weights in the structure of the labels.
 
     If the labels are a dict or a tuple and `sample_weight` is not, each output gets the
     same weights.

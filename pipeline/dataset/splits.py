@@ -1,4 +1,4 @@
-"""Defines `Data`, the splits of a dataset, and the records they are made from."""
+"""Defines `Data`, the splits of a dataset, and `Stored`, the records of a split."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from pipeline.dataset.stream import Loader
 
 
 class Shard(NamedTuple):
-    """A range of examples in a file that are part of a split.
+    """Consecutive examples in a file that are part of a split.
 
     Attributes:
         path: the file.
-        first: index in the file of the first example of the range.
-        examples: number of examples in the range.
+        first: index of the first of these examples in the file.
+        examples: number of these examples.
     """
 
     path: Path
@@ -26,15 +26,15 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored records that a split is made from, each one tensor.
+    """The stored records from which a split is made. Each record is one tensor.
 
     Attributes:
-        split: the examples made from the records. In a `Data`, the records are used
-            only while its split is this same object.
+        split: the examples that are made from the records. The records are used only if
+            a `Data` has this same object as its split.
         records: the records in the order of the split.
-        make: one record → its example, a tuple as in the split.
+        make: one record → one example, a tuple as in the split.
         shuffled: a seed, scalar of int64 → the records, read from files in an order
-            that depends on the seed; None if the order of files cannot be shuffled.
+            that depends on the seed. None if the order of files cannot be shuffled.
     """
 
     split: tf.data.Dataset
@@ -57,11 +57,11 @@ class Data:
         shards: the parts of files that make each split, by the split's name, in the
             order in which they are read.
         shuffled: a seed, scalar of int64 → the training split, read from files in an
-            order that depends on the seed; None if the order cannot be shuffled, or if
+            order that depends on the seed. None if the order cannot be shuffled, or if
             `stored` has the records.
-        stored: the records that splits are made from, by the split's name. With stored
+        stored: the records from which splits are made, by the split's name. With stored
             records, streamed examples are made after shuffling, and each of several
-            workers makes only its share.
+            workers makes only the examples of its share.
         loaders: with `dataset.batched`, the loader of each split, by the split's name.
             The split itself then has only the examples of the first batch.
     """
@@ -91,7 +91,7 @@ class Data:
         return int(self.splits[name].cardinality())
 
     def made_of(self, name: str) -> Stored | None:
-        """Return the records that a split is made from, or None if they are unknown."""
+        """Return the records from which a split is made, or None if unknown."""
         stored = self.stored.get(name)
         if stored is None or stored.split is not self.splits.get(name):
             return None

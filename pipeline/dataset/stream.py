@@ -164,8 +164,8 @@ def _spec_of_batches(source: Any, first: tuple) -> tuple:
 def _batches_in_epoch(source: Any) -> int | None:
     """Return the number of batches per epoch.
 
-    If it is unknown or infinite, return a negative number for a `tf.data.Dataset`, and
-    None for another source.
+    If this number is unknown or infinite, return a negative number for a
+    `tf.data.Dataset`, and None for another source.
     """
     if isinstance(source, tf.data.Dataset):
         return int(source.cardinality())
@@ -183,7 +183,7 @@ def _batches_of(source: keras.utils.PyDataset) -> Iterator[Any]:
 
 
 class Stream:
-    """Joins each `factor` batches of a loader into an effective batch.
+    """Joins every `factor` batches of a loader into one effective batch.
 
     Attributes:
         windows: a record of the batches that were read for each update so far.

@@ -12,7 +12,7 @@ from pipeline.dataset import tfds_internals
 from pipeline.dataset.splits import Data, Shard, Stored
 
 FILES_AT_ONCE = 16  # number of files to interleave if the order of files is shuffled
-# Size of the read buffer of a file in bytes. TFDS would buffer 128 MB for all files.
+# Size of the read buffer per file, in bytes. TFDS would use 128 MB for all files.
 BUFFER = 2**20
 # Number of retries of a download. With TFDS' default of ten, a download without a
 # network takes over three minutes to fail.
@@ -31,8 +31,8 @@ def read(
     Args:
         builder: a `tfds.core.DatasetBuilder`.
         download: whether to prepare the dataset if it is missing.
-        splits: names in TFDS of the training, validation and test split, each None to
-            load no such split.
+        splits: names in TFDS of the training, validation and test splits. None for a
+            split that is not to be loaded.
         make: the features of an example → the example.
         label_key: name of the feature that states the number of classes.
     """
@@ -65,7 +65,7 @@ def read(
 def _prepare(builder: Any, download: bool) -> None:
     """Prepare the dataset if it is missing.
 
-    A lock lets only one process prepare it, while others wait.
+    Of several processes, one prepares the dataset while the others wait for a lock.
 
     Raises:
         ConfigError: the dataset is missing and `download` is false, or preparing the
@@ -107,7 +107,7 @@ def _prepare_locked(builder: Any) -> None:
 
 
 def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
-    """Return a split together with the records that it is made from.
+    """Return a split together with the records from which it is made.
 
     Args:
         builder: a `tfds.core.DatasetBuilder`, prepared.

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-READ_IN = "4.9"  # the version of TFDS that these uses were written for
+READ_IN = "4.9"  # the version of TFDS for which these uses were written
 
 
 def limit_download_retries(retries: int) -> None:

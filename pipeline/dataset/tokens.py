@@ -11,12 +11,12 @@ from pipeline.accumulation.internals import Share, parts_of
 def counter(
     inputs: Any, padding: Any = None, masked: bool = False
 ) -> Callable[[Any], tf.Tensor] | None:
-    """Return a function that counts the tokens in an effective batch, of all workers.
+    """Return a function that counts the tokens in an effective batch over all workers.
 
     Args:
         inputs: spec of the inputs of an example. Tokens are counted in the first part
             that is a sequence: a ragged part, a vector of integers with more than one
-            element, or a part of which only the first axis has no fixed size.
+            element, or a part whose first axis is the only axis without a fixed size.
         padding: the value with which `dataset.pad` fills sequences of unequal length,
             or None without `dataset.pad`. Positions with this value do not count.
         masked: whether the model masks zeros. Zeros in sequences of fixed length then
@@ -39,7 +39,7 @@ def counter(
 
     def tokens(batch: Any) -> tf.Tensor:
         sequence = tf.nest.flatten(parts_of(batch)[0])[position]
-        with tf.device("CPU:0"):  # The batch is on the CPU.
+        with tf.device("CPU:0"):  # Count on the CPU, where the batch is.
             if isinstance(sequence, tf.RaggedTensor):
                 return tf.reduce_sum(sequence.row_lengths())
             if not_counted is None:
@@ -68,7 +68,7 @@ def _varies(spec: Any) -> bool:
 
 
 def _examples(batch: Any, sequence: tf.Tensor) -> tf.Tensor:
-    """Return the number of examples in the effective batch, of all workers."""
+    """Return the number of examples in the effective batch over all workers."""
     if isinstance(batch, Share):
         return batch.examples
     return tf.shape(sequence)[0]

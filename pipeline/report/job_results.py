@@ -109,7 +109,10 @@ class JobResult:
         return settings
 
     def setting(self, key: str) -> Any:
-        """Return the value of a swept key: a number if it is one; None without it."""
+        """Return a swept key's value: a float if it parses as one, or None if absent.
+
+        `factor` and `batch` are integers, and `group` is the name of the job's group.
+        """
         if key == "factor":
             return self.factor
         if key == "batch":

@@ -42,6 +42,7 @@ ALIKE = 0.98
 # are not timed.
 SLOWER = 0.9
 SILENCE = 5.0  # seconds of waiting for another process before a message is printed
+# Columns of the table of trials, which the run logs as the artifact `TABLE`.
 COLUMNS = (
     "micro_batch_size",
     "factor",
@@ -52,7 +53,7 @@ COLUMNS = (
     "why",
 )
 TABLE = "micro_batch_sizes.json"
-TAG = "micro_batch_size.found"
+TAG = "micro_batch_size.found"  # tag of a run: how the size was chosen
 # The types of the fields of `Found`, which are also those of a cache entry.
 _ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}
 
@@ -86,7 +87,7 @@ class _Attempt:
         peak: peak memory in bytes, or None if the trial ended before it was measured.
         update_seconds: time per update, or None if no update was timed.
         examples_per_second: training speed, or None if no update was timed.
-        why: why the size does not fit; empty if it fits.
+        why: why the size does not fit, or "" if it fits.
         failed: whether the trial failed with an error that may have another cause than
             a lack of memory.
         seconds: duration of the trial.
@@ -176,7 +177,7 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
     largest power that fits and the next one. Each size is made even by `balanced`.
 
     Args:
-        share: number of examples of an update on one replica, the maximum.
+        share: number of examples per update on one replica: the largest possible size.
         fits: returns whether a size fits.
     """
     if fits(share):
@@ -227,7 +228,7 @@ def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> in
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the last of the ascending `sizes` that fits, by bisection, or None."""
+    """Return the largest of the ascending `sizes` that fits, or None, by bisection."""
     count = bisect.bisect(sizes, False, key=lambda size: not fits(size))
     return sizes[count - 1] if count else None
 
@@ -338,7 +339,7 @@ def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
 
 
 def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    """Return the cache key of a search: everything that its result depends on."""
+    """Return the cache key of a search: everything that can affect its result."""
     config = spec.resolved
     # Reduce numbers to whether they are 0: for example, the memory depends on whether
     # there is momentum, but not on its value.
@@ -405,7 +406,7 @@ def _gpus(names: Sequence[str]) -> Sequence[str]:
 
 
 def _code_hash(targets: Sequence[str]) -> str:
-    """Return a SHA-256 of the user's code that may define or be used by `targets`.
+    """Return a SHA-256 of the user's own code in the packages of `targets`.
 
     The hash covers all Python files of a target's package, or all those in the folder
     of a module that is not in a package.
@@ -429,7 +430,7 @@ def _code_hash(targets: Sequence[str]) -> str:
 
 @contextmanager
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
-    """Start a process that tries sizes; yield a function that sends it a size.
+    """Start a process that tries sizes; yield the function that requests a trial.
 
     The process is killed when the block ends.
     """

@@ -1,21 +1,21 @@
 """The process that tries micro-batch sizes.
 
-The process imports TensorFlow once and forks itself for each trial, so that a trial
-may die.
+The process imports TensorFlow once and forks itself for each trial, so that it
+continues if a trial dies.
 
 Its input is lines of JSON. The first line has the `spec` and the `budget`: `resident`
 and `address_space` in bytes. Each further line is a request with a `micro_batch_size`,
 and with `timed`, whether to time updates. The answer to a request is a line of JSON
 with some of these keys:
 
-    took            seconds
+    took            the duration of the trial, in seconds
     on_gpu          whether the trial computed on a GPU
     peak            the peak memory, in bytes
     address_space   the peak size of the address space, in bytes
     update          the shortest time of an update, in seconds
-    why             why the size does not fit, if it does not
+    why             the reason why the size does not fit
     failed          true if the error may have another cause than a lack of memory
-    refused         the attributes of a ConfigError, if the config is wrong for any size
+    refused         the attributes of a ConfigError, if the size is not the cause
 """
 
 import json
@@ -43,7 +43,7 @@ with imports.without_chatter():
     import tensorflow as tf
 
     from pipeline.accumulation.internals import layers_of
-    from pipeline.components import assembly, devices, fitting  # noqa: F401  what a run has loaded
+    from pipeline.components import assembly, devices, fitting  # noqa: F401  loaded as in a run
     from pipeline.dataset import longest_batch
     from pipeline.training.evaluator import SplitEvaluator
 
@@ -92,8 +92,8 @@ def _run_fork(
     )
     process.start()
     sender.close()
-    # Add the memory of loaded libraries that the fork has not touched yet: they belong
-    # to the resident memory of a real run.
+    # Add the memory of loaded libraries that the fork has not touched yet. It is part
+    # of the resident memory of a real run.
     unused = max(0, _resident_bytes() - _resident_bytes(process.pid))
 
     answer: dict[str, Any] = {}
@@ -222,9 +222,9 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
 def _memory_grows_with_factor(parts: Any, update: Any) -> bool:
     """Return whether an update with more micro-batches needs more memory.
 
-    It does with an embedding, whose sparse gradient grows with the number of rows
-    looked up, and with a loss over the effective batch, which keeps the outputs of all
-    examples.
+    This holds for an embedding, whose sparse gradient grows with the number of rows
+    that are looked up, and for a loss over the effective batch, for which the outputs
+    of all examples are kept.
     """
     if update.objective.over_batch:
         return True
@@ -261,8 +261,8 @@ def _does_not_fit(name: str, size: int) -> None:
 def _update_with_margin_allocated(step: Any, batch: Any, peak: int) -> None:
     """Run an update while a margin of free memory is allocated on each GPU.
 
-    The update fails if the margin is not available. The memory limit of a GPU cannot be
-    checked directly, since only TensorFlow knows it.
+    The update fails if the margin is not available. This replaces a comparison with the
+    memory limit of the GPU, which TensorFlow does not report.
     """
     margin = int(peak * (1 / memory_budget.MARGIN - 1))
     tensors = []

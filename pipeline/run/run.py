@@ -46,7 +46,8 @@ if TYPE_CHECKING:  # Importing these takes seconds; do it while the store opens.
     from pipeline.components.assembly import Parts
     from pipeline.training.recorder import Recorder
 
-# Called with the record of the data, see `provenance.dataset`; raises to reject it.
+# Called with the record of the data, see `provenance.dataset`. It raises an error to
+# reject the data.
 CheckDataset = Callable[[dict[str, Any]], None]
 
 
@@ -67,7 +68,8 @@ def run(
         run_dir: directory of this run, which exists. It is unchanged if the config is
             rejected.
         tags: additional tags of the run.
-        check_dataset: called with the record of the data; raises an error to reject it.
+        check_dataset: called with the record of the data; raises an error to reject the
+            data.
         resume: whether to require and continue the run in `run_dir`. With
             `training.resume=auto`, a run is also continued if there is one.
 
@@ -101,8 +103,8 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
-        # Ignore errors of the notification: the config or the environment may be too
-        # wrong to identify the workers.
+        # Ignore errors of the notification: the workers may be unknown, since the
+        # config or the environment is invalid.
         with suppress(Exception):
             if chief.tell_workers(composed.hardware, error):
                 raise SystemExit(2) from None
@@ -119,8 +121,8 @@ class _Job:
         tracker: records the run.
         tags: additional tags of the run.
         before: the run that is resumed, or None for a new run.
-        start: the checkpoint that training starts from, if there is one.
-        found: the result of the search for a micro-batch size, if there was one.
+        start: the checkpoint from which training starts, or None.
+        found: the result of the search for a micro-batch size, or None without one.
     """
 
     parts: Parts
@@ -140,7 +142,10 @@ def _prepare(
     check_dataset: CheckDataset | None,
     workers: Chief,
 ) -> _Job:
-    """Build the run and open its store; all that may reject the run happens here."""
+    """Build the parts of the run, and open its store.
+
+    The last checks that can reject the run are made here, before it is created.
+    """
     with ExitStack() as undo:
         fork_updates_done = None
         if before is not None:
@@ -157,7 +162,7 @@ def _prepare(
         if start is None:
             start = fork.find_fork(spec, run_dir, fork_updates_done)
 
-        # Open the store in a thread, while TensorFlow is imported.
+        # Open the store now: another process does so while this one imports TensorFlow.
         tracking = spec.config.tracking
         journal = Journal(
             tracking.uri,
@@ -264,8 +269,8 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
         # overwritten it.
         _link_fork(job)
         if log_model:
-            recorder.traced.set()  # Nothing was traced if no update was left.
-            mlflow_import.join()  # Imports in a thread are not cut off by a signal.
+            recorder.traced.set()  # Start the import even if no update was traced.
+            mlflow_import.join()  # A signal does not interrupt the imports in a thread.
             _log_model(job.parts, tracker)
     if closing.unshipped is not None:
         raise NotShippedError(closing.unshipped, loss)
@@ -273,7 +278,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
 
 
 def _begin(job: _Job) -> None:
-    """Create or continue the run in the store, and print its first lines."""
+    """Create or continue the run in the store, and print the first messages."""
     from pipeline.components import description
 
     tracker = job.tracker
@@ -316,7 +321,7 @@ def _begin(job: _Job) -> None:
 
 
 def _link_fork(job: _Job) -> None:
-    """Record this run as a fork in the run whose checkpoint it starts from."""
+    """Record this run among the forks of the run from which it was forked."""
     if isinstance(job.start, Fork) and job.start.run_id:
         job.tracker.journal.write({"fork_of": job.start.run_id})
 
@@ -341,7 +346,7 @@ class _Closing:
     """The outcome of closing a run.
 
     Attributes:
-        unshipped: a line about records that the store lacks, or None if it has all.
+        unshipped: a line about records that were not shipped, or None if all were.
     """
 
     unshipped: str | None = None
@@ -392,7 +397,8 @@ def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
 def _warm_up(traced: threading.Event) -> None:
     """Import and prepare MLflow for `_log_model`, once the update is traced.
 
-    Tracing needs Python itself; afterwards, Python is idle while the device trains.
+    While the update is traced, Python is busy; afterwards it is idle, as the device
+    trains.
     """
     traced.wait()
     # Ignore errors here: they recur when the model is logged.
@@ -403,7 +409,7 @@ def _warm_up(traced: threading.Event) -> None:
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:
-    """Log the trained model. If that fails, print and record why; the run goes on."""
+    """Log the trained model. If that fails, print the reason, and set it as a tag."""
     from pipeline.components import description
     from pipeline.tracking import logged_model  # imports TensorFlow
 

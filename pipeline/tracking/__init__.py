@@ -5,9 +5,10 @@ which a separate process ships to the store.
 
 - `tracker` names the logged metrics, tags and files.
 - `provenance` describes the environment and the data.
-- `journal` and `journal_file` document the journal and its state after a crash.
-- `store` opens the user's own store, `foreign_store` any other store.
-- `sync_run` ships the journal of a trainer that has died.
+- `journal` and `journal_file` write the journal, and document its state after a crash.
+- `store` opens the store of a run, and `foreign_store` a store that may not be the
+  user's own.
+- `sync_run` ships the journal of a run whose trainer has ended.
 """
 
 import logging
@@ -26,8 +27,8 @@ __all__ = [
     "user_metrics",
 ]
 
-# MLflow reads these variables when it is imported. With them, a request to a lost
-# server fails instead of being retried for minutes, and less is printed.
+# Set variables that MLflow reads when it is imported, so that a request to an
+# unreachable server fails instead of being retried for minutes, and less is printed.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -35,7 +35,7 @@ class Confirmed:
         self._rows.setdefault(tuple(metrics), set()).add(step)
 
     def lacking(self, client: MlflowClient, run_id: str) -> str:
-        """Name the first item that the store lacks; "" if it has everything.
+        """Return the kind and the name of the first missing item, or "" if none is.
 
         Metrics are checked at each step, all other items by name only.
         """
@@ -58,7 +58,7 @@ class Confirmed:
         return self._lacking_points(client, run_id)
 
     def _lacking_points(self, client: MlflowClient, run_id: str) -> str:
-        """Describe the first metric with missing points; "" if there is none."""
+        """Describe the first metric with missing points, or return "" if none has."""
         steps_by_key: dict[str, set[int]] = {}
         for keys, steps in self._rows.items():
             for key in keys:
@@ -70,9 +70,10 @@ class Confirmed:
         return ""
 
     def _listed_artifacts(self, client: MlflowClient, run_id: str) -> set[str]:
-        """Return the artifacts in the root folder.
+        """Return the names of the artifacts that the store has in the root folder.
 
-        If the artifact location cannot be listed, all shipped artifacts are returned.
+        If the artifact location cannot be listed, return all shipped artifacts, so that
+        none counts as missing.
         """
         try:
             return {file.path for file in client.list_artifacts(run_id)}

@@ -1,7 +1,7 @@
-"""Reads stores that may not be the user's own; used by every verb that reads a store.
+"""Reads stores that may not be the user's own, for every command that reads a store.
 
-Input: the URI of a store and the user's trust entries. Output: runs that have IDs in
-MLflow's format, and artifacts in an allowed location.
+Input: the URI of a store and the user's trust entries. Output: runs whose IDs are in
+MLflow's format and whose artifacts lie in an allowed location.
 """
 
 import json
@@ -20,8 +20,8 @@ from pipeline.trust import artifact_locations
 
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep without a sweep file
-CRITICAL = "critical"  # the name of a sweep by `pipeline critical`
-LONGEST_TAG = 5000  # maximum characters of a tag's value in all MLflow stores
+CRITICAL = "critical"  # the name of a sweep that `pipeline critical` runs
+LONGEST_TAG = 5000  # maximum length of a tag's value that all MLflow stores accept
 RUN_ID = re.compile("[0-9a-f]{32}")
 _MOST_RUNS = 50_000  # MLflow's maximum number of results per search
 _MOST_CHOICES = 10  # maximum number of runs that an error lists
@@ -33,7 +33,7 @@ class ForeignStore:
 
     Attributes:
         uri: the URI of the store.
-        places: where artifacts may lie, in addition to the store.
+        places: locations where artifacts may lie, in addition to the store's own.
     """
 
     uri: str
@@ -68,11 +68,11 @@ class ForeignStore:
         """Return the only run whose ID begins with `start`.
 
         Args:
-            start: a run's ID, or at least its first 4 digits.
+            start: a run's ID, or at least its first 4 hexadecimal digits.
 
         Raises:
-            ConfigError: no run or several runs match, or the run's artifacts lie where
-                they must not.
+            ConfigError: no run or several runs match, or the run's artifacts lie
+                outside the allowed locations.
         """
         from mlflow.exceptions import MlflowException
 
@@ -94,11 +94,11 @@ class ForeignStore:
 
         Args:
             start: the beginning of the sweep's ID, the name of its parent run, or the
-                name of its sweep file. A sweep file stands for its newest sweep.
+                name of its sweep file, which selects the newest sweep of the file.
 
         Raises:
             ConfigError: no sweep or several sweeps match, or the artifacts of the
-                parent run lie where they must not.
+                parent run lie outside the allowed locations.
         """
         sweeps = self._search("tags.`sweep.name` != ''")
         named = []
@@ -114,7 +114,8 @@ class ForeignStore:
     def check_experiment(self, name: str) -> None:
         """Reject an experiment whose artifacts lie outside the allowed locations.
 
-        A new experiment is accepted, since its artifacts will lie with the store.
+        A new experiment is accepted, since its artifacts will lie in the store's own
+        location.
         """
         experiment = self.client().get_experiment_by_name(name)
         if experiment is not None:
@@ -122,8 +123,8 @@ class ForeignStore:
             artifact_locations.check(location, self.uri, self.places)
 
     def _search(self, condition: str) -> list[Any]:
-        """Return up to `_MOST_RUNS` active runs that match a filter of MLflow."""
-        # Imported here, since the module imports MLflow, which takes seconds.
+        """Return up to `_MOST_RUNS` active runs that match an MLflow filter string."""
+        # Import the module only here, since it imports MLflow, which takes seconds.
         from pipeline.tracking.store import all_experiments
 
         client = self.client()
@@ -149,7 +150,7 @@ class ForeignStore:
 
         Raises:
             ConfigError: there is not exactly one match, its ID is not in MLflow's
-                format, or its artifacts lie where they must not.
+                format, or its artifacts lie outside the allowed locations.
         """
         if len(matches) != 1:
             rule = f"must name one {kind} of the store"
@@ -255,9 +256,9 @@ class OwnStore:
     def followed(self, recorded: str, where: str, *, moves: bool = False) -> str:
         """Return the URI of the store to use for a run or sweep recorded in a file.
 
-        It is the user's store if the file records this store, or if the run `moves` to
-        it. It is the recorded store if that lies in one of `places` and the command
-        line names no store.
+        This is the user's store if the file records the same store, or if the run
+        `moves` and the command line names a store. It is the recorded store if this
+        lies in one of `places` and the command line names no store.
 
         Args:
             recorded: the URI in the file, in which secrets are masked.
@@ -310,7 +311,7 @@ def sync_command(folder: str, uri: str) -> str:
 
 
 def store_argument(uri: str) -> list[str]:
-    """Return the override that selects the store at `uri`, in a list.
+    """Return a list with the override that selects the store at `uri`.
 
     The list is empty for the default store, unless the environment variable
     MLFLOW_TRACKING_URI is set.

@@ -17,8 +17,8 @@ Each line is a JSON object with a time in milliseconds and a checksum, see
     {"step": updates, "metrics": {…}}           one row of metrics
     {"tags": {…}}                               tags to set
     {"artifact": name}                          a file in the run directory
-    {"model": ID}                               a model in `logged_model-ID` there
-    {"fork_of": run_id}                         the run that this run was forked from
+    {"model": ID}                               a model in RUN_DIR/logged_model-ID
+    {"fork_of": run_id}                         the run from which this run was forked
     {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
     {"resume": {…}}                             the start of another segment
 
@@ -66,8 +66,8 @@ SILENCE = 10.0  # seconds without an answer after which a message reports the wa
 RETRY = 5.0  # seconds between two attempts to reach the store with `wait`
 GRACE = 2.0  # seconds that a shipper has to end before it is killed
 AWAY = "must be a store that answers ({})"
-# Maximum number of failures before the run exists: shippers that die, and stores that
-# fail while they create the run.
+# Maximum number of failures before the run exists: shippers that die, and attempts to
+# create the run that fail.
 LIVES = 3
 # Number of unshipped points above which a message reports the delay. A store takes
 # seconds to log this many points.
@@ -78,8 +78,8 @@ class ShipperProcess:
     """A shipper in a subprocess, with methods to send commands and receive answers.
 
     `pipeline.tracking.shipper` lists the commands and the answers. The shipper runs no
-    user code. It ignores Ctrl-C: the trainer handles the interruption and then tells
-    the shipper the status of the run.
+    user code. It ignores Ctrl-C: the trainer handles the interruption, writes the
+    status of the run, and then ends the shipper.
 
     Args:
         opening: the first command, `open`.
@@ -124,7 +124,7 @@ class ShipperProcess:
         self.process.wait()
 
     def _listen(self) -> None:
-        """Put the shipper's answers into the queue, and an error when it has ended."""
+        """Put the shipper's answers into the queue, and an error at their end."""
         # Ignore the ValueError for an incomplete line from a shipper that was killed.
         with contextlib.suppress(ValueError), self.process.stdout as answers:
             for line in answers:
@@ -145,8 +145,8 @@ class Journal:
     Args:
         uri: the URI of the store.
         experiment: the name of the run's experiment.
-        patience: seconds to wait for progress of the store, at the start and at the
-            end.
+        patience: maximum seconds to wait for progress of the store, at the start and at
+            the end of the run.
         when_unreachable: `refuse` the run, `wait` for the store, or train `offline`.
     """
 
@@ -197,7 +197,7 @@ class Journal:
                 `params`, `tags` and `system_metrics`.
 
         Returns:
-            The run's `run_id` and `experiment_id`, or an empty dict if it is offline.
+            The run's `run_id` and `experiment_id`, or {} if the run is offline.
 
         Raises:
             ConfigError: the folder has a run already, or another process trains in it.
@@ -240,8 +240,9 @@ class Journal:
         return ids or past.run
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, see `LineWriter.write`, and check the shipper now and then.
+        """Write one line, see `LineWriter.write`.
 
+        If the last check of the shipper is more than `REVIVE` seconds ago, check it.
         Each metric may be written only once per step.
         """
         self._writer.write(line)
@@ -335,7 +336,7 @@ class Journal:
         return {}
 
     def _ship(self, *, may_exist: bool) -> None:
-        """Tell the shipper which run to ship."""
+        """Send the shipper the command that names the run to ship."""
         self.shipper.send(
             {"ship": str(self._path), "may_exist": may_exist, "run_id": self._run_id}
         )
@@ -352,10 +353,10 @@ class Journal:
         )
 
     def _recovers(self, answer: dict[str, Any], *, final: bool) -> bool:
-        """Recover from an error: start another shipper, or go offline.
+        """Recover from an error if possible: replace the shipper, wait, or go offline.
 
         A shipper that died is replaced, at most `LIVES` times. Any other error is
-        handled as `when_unreachable` says, unless it is `final`.
+        handled according to `when_unreachable`, unless the error is `final`.
 
         Args:
             answer: the shipper's answer with the error.
@@ -426,17 +427,17 @@ class Journal:
         return {"error": problem or silent}
 
     def _revive(self) -> None:
-        """Replace a shipper that died by one that ships what the store lacks."""
+        """If the shipper has died, start another one, which ships the missing lines."""
         self._checked_at = time.monotonic()
         if not self._is_offline and not self.shipper.alive():
-            self.abandon()  # closes its pipes
+            self.abandon()  # closes the pipes of the shipper that died
             self.shipper = self._open()
             self._ship(may_exist=True)
 
     def _warn_if_behind(self) -> None:
-        """Print a message if more points are unshipped than at the last message.
+        """Print a message if the number of unshipped points exceeds a limit.
 
-        The limit is `LAG` at first, and twice the reported number afterwards.
+        The limit is `LAG` at first, and twice the last reported number afterwards.
         """
         waiting = []
         while (answer := self.shipper.answer(0)) is not None:
@@ -449,7 +450,7 @@ class Journal:
             self._lag = 2 * min(waiting)
 
     def _finish(self) -> str | None:
-        """Tell the shipper that the run has ended, and wait for its last answer.
+        """Close the shipper's standard input, and wait for the shipper's last answer.
 
         Returns:
             The reason why lines were not shipped, or None if all lines were shipped.

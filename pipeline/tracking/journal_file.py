@@ -43,7 +43,7 @@ from pipeline.common.recorded import FormError, check
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
-MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
+MODEL = "logged_model-{}"  # folder of a saved model, removed once the model is shipped
 
 FORMAT = 1  # version of the line format, recorded in the first line
 
@@ -62,7 +62,7 @@ _FORM = {
     "dataset?": dict,
     "context?": str,
     "metrics?": dict,
-    "logged?": bool,  # by the user's own code
+    "logged?": bool,  # whether the user's own code logged the metrics
     "tags?": {str: str},
     "fork_of?": str,
     "resume?": dict,
@@ -86,7 +86,8 @@ def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
     Closing any descriptor of the file releases all locks of this process on the file.
 
     Returns:
-        False if another process still has the lock after `seconds`.
+        Whether the byte was locked: False if another process still has it locked after
+        `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -190,7 +191,8 @@ class LineReader:
         try:
             line: dict[str, Any] = json.loads(text)
             _check_line(line)
-        # The checksum is correct, but the content was not written by this package.
+        # Reject content that this package did not write, although its checksum is
+        # correct.
         except (ValueError, RecursionError) as error:
             raise FormError(f"line {self._lines_read}: {error}") from error
         return line
@@ -268,11 +270,11 @@ class LineWriter:
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
-        """Return the buffered text, of whose first line the file may hold the start."""
+        """Return the buffered text. The file may have the start of its first line."""
         return self._waiting.decode()
 
     def close(self) -> bool:
-        """Write buffered lines if possible, and close the file and its lock.
+        """Write buffered lines if possible, and close the file, which unlocks it.
 
         Returns:
             Whether the file has all lines.
@@ -304,16 +306,18 @@ class Past:
         path: the file.
         descriptor: the open file.
         start: the content of the first line: format, store, params, tags.
-    run: the run's `run_id` and `experiment_id`; empty if it was never in a store.
-    steps: the steps that have a row, by the prefix of its metrics, such as `val`.
-    logged: the steps of each metric that the user's own code has logged.
+        run: the run's `run_id` and `experiment_id`. Empty if the run was never in a
+            store.
+        steps: the steps of the rows, by the prefix of their metrics, such as `val`.
+        logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
         tags: the tags that were set after the start of the run.
         resumed: the description of each segment after the first one.
-        positions: the positions after all lines.
+        positions: the position after each line.
         described: whether all inputs and artifacts that precede training were logged.
-        status: FINISHED, FAILED or KILLED; None if there is no `end` line.
-        damage: why a line cannot be read; empty if all lines can be read.
+        status: FINISHED, FAILED or KILLED, or None if the last segment has no `end`
+            line.
+        damage: why a line cannot be read, or "" if all lines can be read.
     """
 
     path: Path

@@ -25,8 +25,8 @@ from mlflow.types import TensorSpec
 from pipeline.accumulation.internals import by_name, layers_of, slice_specs
 from pipeline.common import imports, nvidia
 
-# Runs in another folder and without the user's `sys.path`, like a program of somebody
-# who loads the model from the store.
+# Program that loads the model and predicts with it. It runs in another folder and
+# without the user's `sys.path`, as if somebody else had downloaded the model.
 _PREDICT_ELSEWHERE = """
 import pickle, sys
 import numpy as np
@@ -34,8 +34,8 @@ from pipeline.tracking import logged_model
 model, example = pickle.load(sys.stdin.buffer)
 np.savez("predicted.npz", *logged_model.predicted(model, example))
 """
-# Outputs of the loaded model may differ by a thousandth of the largest output, or, in
-# low precision, by 16 unit roundoffs, since a GPU may choose different algorithms.
+# Tolerance of the comparison, relative to the largest output: 1e-3 or 16 unit roundoffs
+# of the lowest precision, whichever is larger. A GPU may choose different algorithms.
 TOLERANCE = 1e-3
 ROUNDINGS = 16
 REQUIREMENTS = ("keras", "tensorflow", "mlflow", "numpy")
@@ -83,10 +83,12 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
         served = _saved_model(model, example)
         own_classes = set()
 
-    # A run that is confined loads models from a temporary folder only.
+    # Save the model to a temporary folder first: a run with confined artifact locations
+    # may load models only from there.
     with tempfile.TemporaryDirectory() as temporary:
         path = str(Path(temporary, "model"))
-        # Not `Model.log`, which would also load and call the model, and read the run.
+        # Do not use `Model.log`, which would also load and call the model, and read the
+        # run.
         mlflow.tensorflow.save_model(
             served,
             path,
@@ -94,7 +96,8 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
             input_example=example,
             code_paths=list(code) or None,
             custom_objects={cls.__name__: cls for cls in own_classes} or None,
-            # To infer the requirements, MLflow would load the model in another process.
+            # List the requirements: MLflow would load the model in another process to
+            # infer them.
             pip_requirements=[_pinned(name) for name in REQUIREMENTS],
         )
         if own_classes:
@@ -140,7 +143,7 @@ def _pinned(name: str) -> str:
 
 
 def _saved_model(model: keras.Model, example: Any) -> tf.Module:
-    """Wrap a model for `tf.saved_model.save`; it accepts any number of examples."""
+    """Wrap a model for `tf.saved_model.save`, to accept any number of examples."""
     served = tf.Module()
     served.model = model
     served.state = [variable.value for variable in model.variables]
@@ -161,7 +164,7 @@ def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature
 
 
 def _open_sizes(schema: Any, tensors: Any) -> None:
-    """Replace the shape in a schema of one tensor by that of the symbolic tensor.
+    """In a schema of one tensor, replace the shape by that of the symbolic tensor.
 
     A schema of several tensors is left unchanged, since the tensors' names may differ.
     """
@@ -195,7 +198,8 @@ def warm_up() -> None:
 def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
     """Return the paths of user code that is needed to load a model.
 
-    These are modules and packages below the working directory, without `site-packages`.
+    These are the modules and packages below the working directory, except those in
+    `site-packages`.
 
     Args:
         model: the model, whose layers may be of the user's own classes.

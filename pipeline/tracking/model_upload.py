@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.common import durable, imports
 
-TAG = "pipeline.model"  # of a logged model: the name of its folder
+TAG = "pipeline.model"  # tag of a logged model: the name of its folder
 TOLD = 1.0  # seconds between two progress reports of an upload
 # MLflow's error codes for which a request is worth repeating.
 AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
@@ -49,8 +49,8 @@ def ship(
         OSError: the folder holds a link or a special file. These are rejected since the
             run directory may come from somebody else.
     """
-    # At the end, the folder is renamed before it is removed. If the process is killed
-    # in between, an incomplete folder is not shipped later.
+    # Remove the rest of a folder that an earlier call has shipped. A folder is renamed
+    # before it is removed, so that an incomplete folder is never shipped.
     removed = folder.with_name(f".{folder.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if not folder.is_symlink() and not folder.exists():

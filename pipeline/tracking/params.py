@@ -1,6 +1,6 @@
 """Formats the values of params for MLflow."""
 
-PARAM_LENGTH = 6000  # MLflow's maximum number of characters
+PARAM_LENGTH = 6000  # MLflow's maximum number of characters in the value of a param
 
 
 def param_text(value: object) -> str:

@@ -28,7 +28,8 @@ from pipeline.dataset.checksums import DataFiles
 if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
 
-LARGEST_DIFF = 1_000_000  # maximum characters of the diff of a modified tree
+LARGEST_DIFF = 1_000_000  # maximum characters in the diff of a modified working tree
+# The keys of `environment` that describe the machine.
 MACHINE = (
     "python",
     "platform",
@@ -49,6 +50,7 @@ DATASET = {
     "files": {str: str},
     "content": {str: str},
 }
+# The packages to compare, in addition to those whose names start with `nvidia-`.
 NAMED = (
     "tensorflow",
     "keras",
@@ -67,10 +69,11 @@ HASH_VERSION = "v2:"  # prefix of a config hash; a hash of version 1 has no pref
 def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
     """Return a hash of the part of a config that decides what a run computes.
 
-    The hash covers the keys of the kinds in `key_kinds.WHAT_RUNS`, but not those that
-    only decide where the run takes place or what it logs. A key that the schema lacks
-    counts as a key of the training. So such a key may be renamed or removed, but a key
-    may change its kind only with a new version of the hash.
+    The hash covers the keys of the kinds in `key_kinds.WHAT_RUNS`, and keys that the
+    schema lacks. It does not cover keys that only decide where the run takes place or
+    what it logs. The hashes in old records stay valid if a covered key is removed from
+    the schema. If a key becomes covered, or is no longer covered, `HASH_VERSION` must
+    change.
 
     Args:
         resolved: the recorded config: plain, resolved and without secrets.
@@ -181,7 +184,10 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def _different_values(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare the machine, the commit, and the packages that may change a number."""
+    """Return one line per difference in the machine, the commit or the main packages.
+
+    The packages are those that may affect the results, see `NAMED`.
+    """
     pairs = {}
     for key in MACHINE:
         if key in recorded and key in now:
@@ -218,7 +224,7 @@ def git() -> dict[str, Any]:
 def own_code() -> dict[str, str]:
     """Return the SHA-256 of each imported file that is the user's own.
 
-    The keys are the files' paths relative to the folder in `sys.path`.
+    The keys are the files' paths relative to their folder in `sys.path`.
     """
     hashes = {}
     for name, module in list(sys.modules.items()):
@@ -347,7 +353,7 @@ def check_dataset(
 
 
 def origin() -> dict[str, str]:
-    """Return the tags for the user, the command and the commit."""
+    """Return the tags for the user, the command, the package version and the commit."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user ID without a name, as in a container
@@ -384,8 +390,8 @@ def _installed_packages() -> dict[str, str | None]:
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
         head = (text or "").partition("\n\n")[0]
         fields = dict(re.findall(r"^(Name|Version): *(\S+)", head, re.MULTILINE))
-        # If two distributions have the same name, keep the first one on the path, which
-        # is the one that is imported.
+        # If two distributions have the same name, keep the first one on the path, since
+        # Python imports the first one.
         if "Name" in fields and fields["Name"] not in versions:
             versions[fields["Name"]] = fields.get("Version")
     return dict(sorted(versions.items()))
@@ -462,7 +468,7 @@ def _lock() -> dict[str, str]:
             copies.append(file)
     if not copies:
         return {}
-    # The newest copy counts: it was installed over the earlier ones.
+    # Use the newest copy: its packages replaced those of the lock files before it.
     last = max(copies, key=lambda file: file.stat().st_mtime)
     digest = hashlib.sha256(last.read_bytes()).hexdigest()
     return {"lock_file": last.stem, "lock": digest}

@@ -63,7 +63,7 @@ def main() -> None:
         return
     places = command["places"]
     confined: Any = nullcontext()
-    if places is not None:  # else the user's own store: artifacts may lie anywhere
+    if places is not None:  # None for the user's own store: artifacts may lie anywhere
         confined = artifact_locations.confined(command["open"], places)
     with confined:
         _serve(command["open"], command["experiment"], command["patience"])

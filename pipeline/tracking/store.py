@@ -1,4 +1,4 @@
-"""Opens MLflow stores: rejects one that cannot be used, and creates a new SQLite store.
+"""Opens MLflow stores: rejects unusable stores, and creates new SQLite stores.
 
 A new SQLite store appears complete or not at all, even if the process dies meanwhile.
 """
@@ -85,8 +85,9 @@ class Store:
         if self.is_new():
             with tempfile.TemporaryDirectory() as folder:
                 new = Path(folder) / "new.db"
-                # MLflow writes the folder of its default experiment into SQL as it is.
-                # In a URI, a colon is no parameter, and a quote no end of the text.
+                # Pass the artifact folder as a URI, which percent-encodes quotes and
+                # colons: MLflow inserts it into SQL, where a quote would end the string
+                # and a colon could begin a parameter.
                 SqlAlchemyStore(f"{SQLITE}{new}", self._artifacts())
                 self._new_database = new.read_bytes()
 
@@ -148,13 +149,16 @@ class Store:
         return new
 
     def _artifacts(self) -> str | None:
-        """Return where a SQLite store has its artifacts: beside it."""
+        """Return the artifact folder beside a SQLite store, or None for other stores.
+
+        The folder is returned as a URI.
+        """
         if self.database is None:
             return None
         return (self.database.parent / "artifacts").as_uri()
 
     def find_run(self, journal: str, run_id: str = "") -> Run | None:
-        """Return the run with a value of the tag `journal`, or None if there is none.
+        """Return the run whose tag `journal` has a given value, or None.
 
         All experiments are searched, including deleted ones.
 
@@ -232,7 +236,7 @@ def all_experiments(
 def check_id(new_id: str, kind: str) -> None:
     """Raise an OSError if an ID in a server's answer is empty.
 
-    A proxy before the server may answer `{}` with a status of success.
+    A proxy in front of the server may answer `{}` with a status of success.
 
     Args:
         new_id: the ID in the answer.
@@ -245,7 +249,8 @@ def check_id(new_id: str, kind: str) -> None:
 def _check_redirects(uri: str) -> None:
     """Raise a ValueError that names the new address if the server redirects."""
     endpoint = "/api/2.0/mlflow/experiments/search"
-    with contextlib.suppress(requests.RequestException):  # MLflow reports it later
+    # Ignore a failed request: MLflow's next request reports the problem.
+    with contextlib.suppress(requests.RequestException):
         response = requests.post(
             uri.rstrip("/") + endpoint,
             json={"max_results": 1},
@@ -282,7 +287,8 @@ def _check_database(database: Path) -> None:
         if "locked" in str(error):  # another run is writing: the store works
             return
         raise OSError(f"{database}: {error}") from error
-    if tables and "alembic_version" not in tables:  # MLflow would add its tables
+    # Do not let MLflow add its tables to the database of another program.
+    if tables and "alembic_version" not in tables:
         raise ValueError(f"{database} is a database of something other than MLflow")
     if not os.access(database, os.W_OK):
         # Check the permission, since SQLite opens such a file read-only, without an
@@ -306,7 +312,7 @@ def _check_server(uri: str, port: int) -> None:
             "percent-encode what its password holds"
         ) from None
     if parts.hostname is None and not parts.scheme.startswith("http"):
-        return  # the URI is that of a database behind a Unix socket
+        return  # a database behind a Unix socket has no host to connect to
     try:
         address = (parts.hostname or "", port)
         socket.create_connection(address, timeout=CONNECT_SECONDS).close()

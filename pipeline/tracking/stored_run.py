@@ -28,7 +28,7 @@ NOT_SHIPPED = "not_shipped"  # a line that the store rejected, or an unreadable 
 
 
 class IncompleteError(OSError):
-    """The store lacks something that it has confirmed."""
+    """The store lacks an item that it has confirmed."""
 
 
 class StoredRun:
@@ -44,8 +44,8 @@ class StoredRun:
 
     Attributes:
         confirmed: the names of the shipped items.
-        not_logged: why the model could not be logged; empty if it was logged, or if
-            there is no model.
+        not_logged: why the model could not be logged, or "" if the model was logged or
+            there is none.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class StoredRun:
 
         Args:
             line: a line other than a row of metrics.
-            is_last: whether it is the last line so far. If a `resume` line follows an
-                `end` line, the run is not ended.
+            is_last: whether it is the last line so far. An `end` line ends the run only
+                if it is the last: otherwise a `resume` line follows.
 
         Raises:
             IncompleteError: at the end of the run, the store lacks a confirmed item.
@@ -96,7 +96,7 @@ class StoredRun:
             self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Set the tag `NOT_SHIPPED` to a description of what the store lacks."""
+        """Record in the tag `NOT_SHIPPED` which item was not shipped, and why."""
         self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
 
     def _ship_dataset(self, line: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class StoredRun:
         self.confirmed.inputs.add(line["dataset"]["name"])
 
     def _tag_source(self, source: str) -> None:
-        """Add this run to the tag `FORKS` of the run that it was forked from."""
+        """Add this run to the tag `FORKS` of the run from which it was forked."""
         try:
             tags = self.client.get_run(source).data.tags
             forks = [name for name in tags.get(FORKS, "").split(", ") if name]
@@ -123,7 +123,7 @@ class StoredRun:
                 raise
 
     def _ship_artifact(self, name: str) -> None:
-        """Log a file of the run directory; note a file that cannot be read in a tag.
+        """Log a file of the run directory, or record in a tag that it cannot be read.
 
         Since the journal may come from somebody else, only regular files directly in
         the run directory are sent.

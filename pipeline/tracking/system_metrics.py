@@ -22,7 +22,7 @@ def system_sampler(
         uri: the URI of the store.
         run_id: the ID of the run.
         gpus: the GPUs of the run, as indices into CUDA_VISIBLE_DEVICES. The metrics of
-            the first one are named `gpu_0_…`. None, as in journals of older versions,
+            the first GPU are named `gpu_0_…`. None, as in journals of older versions,
             selects all GPUs of the machine.
 
     Returns:

@@ -1,6 +1,6 @@
 """Names the metrics, params, tags and artifacts that a run logs to MLflow.
 
-They are written to the run's journal, see `pipeline.tracking.journal`.
+They are written as lines of the run's journal, see `pipeline.tracking.journal`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tracker:
 
     Attributes:
         begun: whether the run was started or resumed.
-        run_id: the run's ID; empty if the run is offline.
+        run_id: the run's ID in MLflow, or "" if the run is offline.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Tracker:
         # The steps of rows that were written before the run was resumed, by the prefix
         # of their metrics.
         self._written: Mapping[str, Container[int]] = {}
-        # The steps of the user's own metrics: from before, and of this process.
+        # The steps of the user's own metrics: before the run was resumed, and since.
         self._logged_before: Mapping[str, Container[int]] = {}
         self._logged: dict[str, set[int]] = {}
         self._computes_checksums = False
@@ -91,7 +91,8 @@ class Tracker:
         """Create the run, and log its params, tags, inputs and first artifacts.
 
         Args:
-            after: the number of updates completed before, by the run that was forked.
+            after: the number of updates completed before this run, by the run from
+                which it was forked.
             spec: the spec of the run.
             data: the data of the run.
             dataset: the record of the data, see `provenance.dataset`.
@@ -123,8 +124,8 @@ class Tracker:
         """Resume a run. Rows that its journal already has are not written again.
 
         Args:
-            past: the content of the run's journal.
-            after: the number of updates completed before.
+            past: the state of the run according to its journal.
+            after: the number of updates completed before this segment of the run.
             spec: the spec of the run.
             data: the data of the run.
             dataset: the record of the data, see `provenance.dataset`.
@@ -209,10 +210,11 @@ class Tracker:
         self._row("test", {"step": update, "metrics": row})
 
     def user_metric(self, update: int, name: str, value: float) -> bool:
-        """Write a metric that the user's own code logs as `train/…`.
+        """Write a metric from the user's own code, under the name `train/…`.
 
         Returns:
-            False if there is a value of this update already, which stays.
+            Whether this is the first value of the metric for this update in this
+            process. Any later value is ignored.
         """
         key = f"train/{name}"
         steps = self._logged.setdefault(key, set())
@@ -225,7 +227,7 @@ class Tracker:
         return True
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the summary of a run that has trained.
+        """Write the summary of the training, which has ended or was interrupted.
 
         Args:
             updates: the number of completed updates.
@@ -328,7 +330,8 @@ class Tracker:
     def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
         """Log the inputs and the first artifacts; the file `DESCRIBED` comes last.
 
-        If wanted, also start to compute the checksums of the data's files.
+        Also start to compute the checksums of the data's files, unless the config turns
+        checksums off or `dataset` has them already.
         """
         for name, split in data.splits.items():
             context = "training" if name == "train" else name
@@ -364,7 +367,8 @@ class Tracker:
     ) -> None:
         """Write the checksums to the run directory. Later, `end` logs the file.
 
-        If the run is killed before, a resumed run finds the checksums in the file.
+        If the run is killed before `end`, a resumed run finds the checksums in the
+        file.
         """
         text = _json({**dataset, "files": checksums})
         durable.write_text(self.run_dir / DESCRIBED, mask(text))
@@ -381,7 +385,7 @@ class Tracker:
 
 
 def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:
-    """Return the tag for a float32 run that computes in TF32; empty for other runs."""
+    """Return the tag of a float32 run that computes in TF32, or an empty dict."""
     in_float32 = spec.config.hardware.precision == Precision.float32
     if gpus and in_float32 and nvidia.computes_in_tf32():
         return {rounding.IN_TF32: "true"}

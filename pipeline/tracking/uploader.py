@@ -13,10 +13,10 @@ processes die meanwhile:
   replaces the earlier one.
 - Points are sent before the other lines that were read with them, and the end of the
   run is sent last. So a run that has its final status is complete.
-- A proxy before a server may confirm a request and lose it. So before the end of the
-  run, everything that a server has confirmed is read again: each step of each metric,
-  params, tags, inputs and artifacts. If anything is missing, all lines are shipped
-  again.
+- A proxy in front of a server may confirm a request and lose it. So before the end of
+  the run, everything that a server has confirmed is read again: each step of each
+  metric, params, tags, inputs and artifacts. If an item is missing, all lines are
+  shipped again.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
 
 POINTS_PER_REQUEST = 1000  # MLflow's limit
-# Points per request after a failure: servers before 3.17 look up each point of a
+# Points per request after a failure: MLflow servers before 3.17 look up each point of a
 # repeated request, which is slow.
 POINTS_AFTER_FAILURE = 50
 PARAMS_PER_REQUEST = 100  # MLflow's limit
@@ -83,11 +83,11 @@ class Uploader:
         sent: the number of points that were sent.
         status: the run's final status according to the lines read so far, or None if it
             has not ended.
-        damage: why the journal cannot be read further; empty if it can be read.
+        damage: why the journal cannot be read further, or "" if it can be read.
 
     Raises:
         ConfigError: the run is deleted, is being shipped by another process, or has
-            artifacts that lie where they must not.
+            artifacts outside the allowed locations.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Uploader:
         self._lines: list[dict[str, Any]] = []
         # Metric → the steps of the points that the store had when the run was opened.
         self._stored: dict[str, set[int]] = {}
-        # Lines that are missing in the journal because the disk was full, and those of
-        # them that must be shipped again.
+        # Lines that are missing in the journal because the disk was full, and the same
+        # lines if they must be shipped again.
         self._unwritten: list[dict[str, Any]] = []
         self._unwritten_again: list[dict[str, Any]] = []
         self._starts_over = False
@@ -141,7 +141,7 @@ class Uploader:
 
     @property
     def not_logged(self) -> str:
-        """Why the model could not be logged; "" if it was, or if there is no model."""
+        """Why the model was not logged, or "" if it was logged or there is no model."""
         return self._stored_run.not_logged
 
     def read(self, *, ended: bool = False) -> bool:
@@ -212,8 +212,8 @@ class Uploader:
 
         Raises:
             StoreGoneError: the store's file was moved or deleted.
-            IncompleteError: the store lost something. The next call prepares to ship
-                all lines again; the caller must then read them again.
+            IncompleteError: the store lost an item. The next call prepares to ship all
+                lines again; the caller must then read them again.
             Exception: the store did not answer, or rejected a request.
         """
         if self._store.file_id() != self._file_id:  # writes to the old file are lost
@@ -236,7 +236,7 @@ class Uploader:
 
         Args:
             patience: seconds without progress after which the last error is raised.
-            report: called with each error before.
+            report: called with each error after which the request is repeated.
         """
         while True:
             starts = self._starts
@@ -483,7 +483,7 @@ class Uploader:
         del self._lines[0]
 
     def _start_over(self) -> None:
-        """Prepare to ship all lines again, since the store lost something."""
+        """Prepare to ship all lines again, since the store lost an item."""
         run = self.client.get_run(self.run_id)
         reader = LineReader(self._descriptor)
         start = next(reader.lines())["start"]

@@ -1,7 +1,8 @@
-"""Metrics that the user's own code logs to the run: `pipeline.log`.
+"""Logs metrics from the user's own code: `pipeline.log`.
 
-A callback calls it, or the host code of a layer. The loop says which update a value
-belongs to. This module does not import TensorFlow or MLflow.
+Callbacks call `pipeline.log`, and layers call it in `tf.py_function`. The training loop
+sets the update to which a value belongs. This module does not import TensorFlow or
+MLflow.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ if TYPE_CHECKING:
 
 
 class UserMetrics:
-    """Takes the metrics of the user's code while a run trains.
+    """Logs the metrics of the user's own code while a run trains.
 
     Args:
-        tracker: takes the values. Without it, as on a worker other than the chief,
-            nothing is logged.
+        tracker: logs the values. None on a worker other than the chief, where nothing
+            is logged.
 
     Attributes:
-        update: the update that a value belongs to.
-        taken: names of further metrics that the run itself logs.
+        update: the number of the current update, for which values are logged.
+        taken: names of metrics, besides `UPDATE_METRICS`, that the run itself logs.
     """
 
     def __init__(self, tracker: Tracker | None):
         self.update = 0
         self.taken: frozenset[str] = frozenset()
         self._tracker = tracker
-        self._reported: set[str] = set()  # lines that were printed
-        # Host code of layers runs in threads of TensorFlow.
+        self._reported: set[str] = set()  # keys of messages that were printed
+        # Lock the tracker, since functions in `tf.py_function` run in other threads.
         self._lock = threading.Lock()
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let `log` write to this run within the block."""
+        """Within the block, make `log` write to this run."""
         global _current
         before = _current
         _current = self
@@ -52,7 +53,7 @@ class UserMetrics:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Let `log` do nothing within the block, such as an evaluation."""
+        """Within the block, such as an evaluation, make `log` do nothing."""
         global _current
         before = _current
         _current = None
@@ -64,7 +65,8 @@ class UserMetrics:
     def add(self, name: str, value: float) -> None:
         """Log a value for the current update.
 
-        Only the first one of a name counts: there is one point per update.
+        Only the first value per update is logged, since a metric has one point per
+        update. Later values are reported in a message.
 
         Raises:
             ValueError: the run itself logs a metric of this name.
@@ -85,12 +87,13 @@ class UserMetrics:
     def add_logs(self, callback: str, added: dict[str, Any]) -> None:
         """Log what a callback has added to the logs of its `on_epoch_end`.
 
-        A line reports what cannot be logged. Metrics that the run logs itself, as
-        Keras' callbacks add the learning rate, are left out.
+        A value that cannot be logged is reported in a message. Metrics that the run
+        itself logs are skipped, such as the learning rate, which some of Keras'
+        callbacks add.
 
         Args:
-            callback: its name in the config.
-            added: values by name.
+            callback: the callback's name in the config.
+            added: the added values, by name.
         """
         for name, value in added.items():
             if name in UPDATE_METRICS or name in self.taken:
@@ -105,8 +108,9 @@ class UserMetrics:
         """Report once that MLflow's own functions were used to log to another run.
 
         Args:
-            callback: the name of the callback that ran last; empty if it is unknown.
-            ended: whether to look for a run that has ended, too, which asks its store.
+            callback: the name of the callback that ran last, or "" if it is unknown.
+            ended: whether to find a run that has ended, too. This sends a request to
+                the store of that run.
         """
         if self._tracker is None:
             return
@@ -128,8 +132,8 @@ class UserMetrics:
             say(line)
 
 
-# The run that trains in this process. A context variable would leave TensorFlow's
-# threads without one.
+# The run that trains in this process. This is not a context variable, since
+# TensorFlow's threads would not inherit its value.
 _current: UserMetrics | None = None
 
 
@@ -142,7 +146,7 @@ def log(name: str, value: float) -> None:
 
 
 def checked_name(name: str) -> str:
-    """Return a name; raise a ValueError if no metric of the user's can have it."""
+    """Return `name`; raise a ValueError if a user's metric must not have this name."""
     if not isinstance(name, str) or name in UPDATE_METRICS:
         raise ValueError(_name_error(name))
     if not is_name(f"train/{name}"):
@@ -151,9 +155,10 @@ def checked_name(name: str) -> str:
 
 
 def checked_value(name: str, value: Any) -> float:
-    """Return a value as a float; raise a ValueError if it is not one number."""
+    """Return `value` as a float; raise a ValueError if it is not a single number."""
     number: Any = None
-    # A tensor of a graph is no number yet: `float` raises, or AutoGraph casts it.
+    # A symbolic tensor has no value yet: `float` raises an error, or AutoGraph replaces
+    # `float` by a cast, so that the result is no float.
     with suppress(TypeError, ValueError):
         number = float(value)
     if isinstance(value, str) or not isinstance(number, float):
@@ -173,14 +178,18 @@ def _name_error(name: object) -> str:
 
 
 def _run_of_mlflow(ended: bool) -> str:
-    """Return the ID of the run that MLflow's own functions log to; empty for none."""
+    """Return the ID of the run to which MLflow's own functions log, or "" if none.
+
+    Args:
+        ended: whether to return the last such run, even if it has ended.
+    """
     mlflow = sys.modules.get("mlflow")
     name = "last_active_run" if ended else "active_run"
-    # Another thread may be importing it.
+    # The function is missing while another thread imports MLflow.
     function = getattr(mlflow, name, None)
     if function is None:
         return ""
-    with suppress(Exception):  # its store may be away
+    with suppress(Exception):  # the store may be unreachable
         run = function()
         if run is not None:
             return str(run.info.run_id)

@@ -16,8 +16,9 @@ from pipeline.config.plan import Plan
 from pipeline.dataset import non_finite
 from pipeline.training.oom_retry import assign_all, halve
 
-# Called between two batches of an evaluation; raises an exception to end it.
+# Called between two batches of an evaluation; can raise an exception to end it.
 Check = Callable[[], None]
+# Evaluates a split; returns the loss and the metrics by name.
 Evaluate = Callable[[Check], dict[str, float]]
 
 
@@ -30,7 +31,7 @@ class Best:
     Attributes:
         metric: name of the metric, without `val/`.
         mode: `min` or `max`.
-        value: best value of the metric, or None if there is none yet. NaN is ignored.
+        value: best value of the metric so far, or None. NaN is ignored.
         update: number of completed updates at the best evaluation.
     """
 
@@ -127,7 +128,7 @@ class SplitEvaluator:
             evaluation is repeated.
         retry: whether to repeat an evaluation with smaller micro-batches if a batch
             does not fit into memory. It has to be False with several workers, since the
-            others would not repeat theirs.
+            other workers would not repeat the evaluation.
     """
 
     evaluation: Evaluation
@@ -157,7 +158,8 @@ class SplitEvaluator:
     def _warn_once(self, results: dict[str, float]) -> None:
         """Print a warning if a result is not finite, but only once per split.
 
-        If the data are not finite either, the warning names the part of the data.
+        If the data contain a non-finite value, the warning names the part of the batch
+        that contains it, such as the labels.
         """
         if self._warned:
             return
@@ -215,7 +217,7 @@ def averaged_weights(
 ) -> Iterator[None]:
     """Within the block, replace the model's weights by their moving averages.
 
-    Without `use_ema` in the optimizer, the weights stay the same.
+    If the optimizer has no moving averages (`use_ema`), the weights are unchanged.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     variables = model.trainable_variables if inner.use_ema else []

@@ -35,8 +35,8 @@ BATCH_HOOKS = (
 class Interrupted(BaseException):
     """Ends the training loop between two updates or evaluation batches.
 
-    The argument is the exception that `Trainer.fit` raises instead, once it has written
-    a checkpoint if one is due.
+    The argument is the exception that `Trainer.fit` raises instead, after it has
+    written a checkpoint if one is due.
     """
 
 
@@ -69,8 +69,8 @@ class Trainer:
         done: number of completed updates.
         pending: whether the evaluation and the callbacks after the last update have
             not run yet.
-        validation: results of the evaluation after the last update; empty if there was
-            none.
+        validation: results of the evaluation after the last update, or {} if there was
+            no evaluation.
         stopped_by: name of the callback that has set `model.stop_training`, if any.
     """
 
@@ -109,14 +109,17 @@ class Trainer:
         self._next_update = tf.function(self._next_step, autograph=False)
 
     def fit(self, start: Checkpoint | Fork | None = None) -> float:
-        """Train, and return the last loss, of the validation split if there is one.
+        """Train, and return the last loss.
+
+        This is the validation loss if there is a validation split, and the training
+        loss otherwise.
 
         Args:
             start: the checkpoint, of this or of another run, from which to continue.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
-            ConfigError: `start` is of another model or optimizer. No weight was
+            ConfigError: `start` does not fit the model or the optimizer. No weight was
                 changed.
         """
         self.model.stop_training = False
@@ -140,7 +143,7 @@ class Trainer:
             self.finish()
             self.test()
 
-        self.agree(True)  # Wait until no other worker still computes.
+        self.agree(True)  # Wait until every worker has finished computing.
         if self.validation:
             return self.validation["loss"]
         return self.recorder.last["loss"]
@@ -224,7 +227,10 @@ class Trainer:
             raise Interrupted(reason)
 
     def evaluate(self) -> None:
-        """Evaluate the validation split if it is due; end the epoch if it is over."""
+        """Evaluate the validation split if an evaluation is due.
+
+        At the end of an epoch and of the run, also call the callbacks' `on_epoch_end`.
+        """
         plan = self.recorder.plan
         ended = self.ended
         results: dict[str, float] = {}
@@ -238,7 +244,7 @@ class Trainer:
             if stopped_now and self.evaluations.due(self.done, plan, last=True):
                 results = self.validate(pending=False)
         finally:
-            # The row is logged even if a callback raises.
+            # Log the row even if a callback raises an error.
             if results:
                 self.recorder.evaluated("val", self.done, results)
         self.validation = results
@@ -247,8 +253,8 @@ class Trainer:
     def validate(self, *, pending: bool = True) -> dict[str, float]:
         """Return the results over the validation split.
 
-        If they are the best so far, a checkpoint is written. The evaluation can be
-        interrupted only while the callbacks after the update are `pending`.
+        If the results are the best so far, also write a checkpoint. The evaluation can
+        be interrupted only if the callbacks after the update are still `pending`.
         """
         evaluate = self.evaluations.validation
         assert evaluate is not None
@@ -268,9 +274,9 @@ class Trainer:
     def checkpoint(self, *, last: bool = False) -> None:
         """Write a checkpoint if one is due.
 
-        One is always due after the `last` update, and while the evaluation or the
-        callbacks after an update are pending, except if the config turns checkpoints
-        off. Otherwise `Checkpoints.due` decides, by updates, epochs or minutes.
+        Unless the config turns checkpoints off, one is always due after the `last`
+        update, and while the evaluation or the callbacks after an update are pending.
+        Otherwise `Checkpoints.due` decides.
         """
         if self.checkpoints is None:
             return
@@ -285,7 +291,7 @@ class Trainer:
         self.recorder.restart_clock()
 
     def finish(self) -> None:
-        """Log the remaining rows, and finish the optimizer and the callbacks."""
+        """Log the remaining rows, finalize the weights, and end the callbacks."""
         self.recorder.finish()
         # With `use_ema`, replace the model's weights by their moving averages.
         self.update.optimizer.finalize_variable_values(self.model.trainable_variables)
@@ -356,9 +362,10 @@ class Trainer:
 
     @contextmanager
     def _checkpoint_on_interruption(self) -> Iterator[None]:
-        """Write a checkpoint on an interruption, or if another worker is lost.
+        """Write a checkpoint if the block is interrupted or another worker is lost.
 
-        A checkpoint is written only if the state is that after a complete update.
+        A failed update is rolled back first. If this is impossible, no checkpoint is
+        written.
         """
         try:
             yield
@@ -370,7 +377,7 @@ class Trainer:
             reason = interrupted.args[0]
             raise reason from None
         except WORKER_LOST:
-            with suppress(Exception):  # The device may be lost, too.
+            with suppress(Exception):  # Writing fails if the device is lost, too.
                 if self.pending or self._roll_back():
                     self.checkpoint(last=True)
             raise
@@ -404,13 +411,17 @@ class Trainer:
         checkpoints.save(self.done, capture, best=best)
 
     def _best_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint of the best evaluation if every worker can read it."""
+        """Return the checkpoint of the best evaluation, or None.
+
+        None is also returned if some worker cannot read the checkpoint, so that all
+        workers use the same weights.
+        """
         best = self.evaluations.best
         checkpoints = self.checkpoints
         if best is None or best.value is None or checkpoints is None:
             return None
         checkpoints.wait()
-        self.agree(True)  # Only the chief writes it: wait until the file is complete.
+        self.agree(True)  # Wait until the chief has written the checkpoint.
         checkpoint = checkpoints.best(best.update)
         if self.agree(checkpoint is not None):
             return checkpoint
@@ -423,7 +434,11 @@ class Trainer:
 
 
 class _Watch(keras.callbacks.Callback):
-    """Runs after a callback: did it stop the run, add to the logs, use MLflow?"""
+    """Runs after a callback's hooks, and observes their effects.
+
+    It records whether the callback stopped training, logs what the callback added to
+    the epoch's logs, and reports whether the callback logged to another MLflow run.
+    """
 
     # Without this flag, Keras would call the hooks of all callbacks synchronously.
     async_safe = True
@@ -435,7 +450,7 @@ class _Watch(keras.callbacks.Callback):
 
     def _look(self, *_: Any, **__: Any) -> None:
         if not self.model.stop_training:
-            # The flag may have been reset by a callback before the loop has read it.
+            # A callback may have reset the flag before the loop read it.
             self._trainer.stopped_by = None
         elif self._trainer.stopped_by is None:
             self._trainer.stopped_by = self._name

@@ -22,9 +22,9 @@ class OomRetry:
     Args:
         update: the update to run.
         changed: variables that a forward pass changes: moving statistics and seeds.
-        spec: the nest of specs of an effective batch.
+        spec: a nest with the `tf.TypeSpec` of each tensor in an effective batch.
         retry: whether to repeat updates. It has to be False with several workers, since
-            the others are still in the middle of the failed update.
+            the other workers are still in the middle of the failed update.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class OomRetry:
         self._runs = 0
         self._completed_runs = 0
 
-        # The queue holds the number of the latest run and its batch. If a run fails and
-        # the queue does not have its number, the run failed while it read its batch.
+        # The queue holds the number of a run and its batch. If a run fails and the
+        # queue holds another number, the run failed while it read its batch.
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):
             self._run_number = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -134,9 +134,10 @@ class OomRetry:
                 return results
 
     def rollback(self) -> bool:
-        """Undo the changes of a failed update.
+        """Undo the changes of a failed update; return whether this was possible.
 
-        Return False if no update has failed, or if it may have been applied in part.
+        It is not possible if no update has failed, or if the failed update may have
+        been applied in part.
         """
         if self._runs == self._completed_runs or self._may_be_applied():
             return False

@@ -36,7 +36,7 @@ class Profiler(AbstractContextManager["Profiler"]):
 
     @contextmanager
     def update(self, number: int, recorder: Recorder) -> Iterator[None]:
-        """Run update `number` within the block.
+        """Run update `number` within the block, and trace it if it is to be traced.
 
         The update times exclude the time that it takes to start and stop a trace.
         """
@@ -65,8 +65,8 @@ class Profiler(AbstractContextManager["Profiler"]):
         name = f"profile_{self._first_traced}"
         self._first_traced = 0
         tf.profiler.experimental.stop()
-        # Copy the trace to where `tensorboard --logdir` finds it, in the run directory
-        # and among the artifacts.
+        # Copy the trace out of the profiler's own folder, under a name with the number
+        # of the first traced update.
         traces = self.folder.glob("plugins/profile/*/*.xplane.pb")
         latest = max(traces, key=lambda path: path.stat().st_mtime)
         shutil.copy(latest, self.folder / f"{name}.xplane.pb")

@@ -1,6 +1,6 @@
 """Shows the progress of a run on standard error.
 
-On a terminal this is a progress bar, otherwise a line every few seconds.
+The progress is shown as a bar on a terminal, and otherwise as a line every few seconds.
 """
 
 import os
@@ -21,7 +21,7 @@ class Progress:
     """Shows the progress of a run.
 
     Args:
-        updates: the number of updates of the whole run; 0 if unknown.
+        updates: the number of updates in the whole run, or 0 if unknown.
         shown: whether this process shows anything.
         work: returns a number proportional to the time of the first n updates, by
             default n. Pass a function if the sizes of updates differ.
@@ -46,7 +46,7 @@ class Progress:
         self._started = now
         self._last_shown = now
         self._last_evaluation_shown = now
-        # The latest line of each kind, `train` or a split, that was not printed yet.
+        # The latest unprinted line of each kind. A kind is `train` or a split's name.
         self._postponed: dict[str, str] = {}
 
     def show(

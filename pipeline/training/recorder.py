@@ -1,6 +1,6 @@
 """Passes the results of updates to the tracker.
 
-Results are kept on the device, fetched in groups, and logged as one row per update.
+Results are kept on the device, fetched in groups, and logged as rows.
 """
 
 import math
@@ -19,7 +19,8 @@ from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 
-FETCH_SECONDS = 1.0  # time after which an update triggers a fetch of the results
+# An update triggers a fetch if the last fetch was at least this many seconds ago.
+FETCH_SECONDS = 1.0
 FETCH_UPDATES = 200  # maximum number of updates between two fetches
 TOKENS = "tokens"  # name of the token count among the results of an update
 
@@ -78,7 +79,7 @@ class Recorder:
         traced: set once the update has been traced for the first time.
         last: results of the last update that was fetched.
         compile_seconds: total time of the updates that were traced or compiled.
-        user_metrics: takes what the user's own code logs.
+        user_metrics: logs the metrics from the user's own code.
     """
 
     tracker: Tracker | None
@@ -98,7 +99,7 @@ class Recorder:
     _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    # The arguments of `Tracker.update` for the last row; empty once it is logged.
+    # The arguments of `Tracker.update` for the last row, or () once the row is logged.
     _unlogged: tuple[Any, ...] = ()
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
@@ -143,8 +144,8 @@ class Recorder:
         values_by_update = tf.stack([entry.results for entry in group]).numpy().tolist()
         performance = self._performance(group, values_by_update)
         for entry, values in zip(group, values_by_update, strict=True):
-            # Remove results one at a time, so that after an interruption, the remaining
-            # ones are fetched at the end of the run.
+            # Remove each entry just before it is logged, so that after an interruption,
+            # the remaining entries are fetched at the end of the run.
             del self._unfetched[0]
             self.last = dict(zip(self.names, values, strict=True))
             self.last.pop(TOKENS, None)
@@ -156,7 +157,7 @@ class Recorder:
             if non_finite or entry.update % self.log_every == 0:
                 self._log_last()
             if non_finite:
-                self._unfetched.clear()  # Later updates have non-finite weights.
+                self._unfetched.clear()  # Later updates use non-finite weights.
                 results = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
                     f"{' and '.join(results)} at update {entry.update}, found when "
@@ -176,7 +177,7 @@ class Recorder:
 
         Args:
             split: `val` or `test`.
-            update: completed updates before the evaluation.
+            update: number of updates completed before the evaluation.
             results: the loss and the metrics.
         """
         if self.tracker is not None:
@@ -188,7 +189,7 @@ class Recorder:
         self.restart_clock()
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Record that training has ended or was interrupted after `updates` updates."""
+        """Log that training has ended or was interrupted after `updates` updates."""
         if self.tracker is not None:
             self.tracker.trained(updates, stopped_by, best)
 
@@ -216,7 +217,7 @@ class Recorder:
         return means
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state that later rows depend on, for JSON. Call `fetch` first."""
+        """Return the state on which later rows depend, as JSON. Call `fetch` first."""
         return {
             "last": dict(self.last),
             "skipped": self._skipped,

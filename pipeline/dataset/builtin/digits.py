@@ -26,7 +26,8 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-        # Import scikit-learn only when the dataset is prepared: that takes a second.
+        # Import scikit-learn only when the dataset is prepared: the import takes a
+        # second.
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 

@@ -36,7 +36,7 @@ def diabetes() -> Data:
 def _split(
     name: str, table: Any, kind: type, classes: np.ndarray | None = None
 ) -> Data:
-    """Split the rows of a table into training, validation and test split.
+    """Split the rows of a table into training, validation and test splits.
 
     Args:
         name: name of the dataset.
