@@ -21,6 +21,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from docs import reference
+from pipeline import accumulation
 from pipeline.__main__ import VERBS, main
 from pipeline.config.compose import composed, directory
 from pipeline.config.resolve import resolve
@@ -93,6 +94,14 @@ def test_the_pages_were_read():
     assert len(lines_of("sweep")) >= 6
     for verb in ("train", "sweep", "rerun", "report"):
         assert lines_of(verb), verb
+
+
+def test_every_name_for_users_is_in_the_python_api():
+    page = PAGES["docs/accumulation.md"]
+    documented = re.findall(
+        r"^\.\. auto(?:class|function):: (\w+)$", page, re.MULTILINE
+    )
+    assert set(documented) >= set(accumulation.__all__)
 
 
 def test_the_readme_is_short():

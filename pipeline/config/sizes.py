@@ -127,7 +127,10 @@ def derive(
     needed = ceil_div(share, micro)
     if factor is not None and factor != needed:
         if sizes[MICRO] is None:
-            rule = f"must cut {share} examples into equal micro-batches"
+            rule = (
+                f"must be a number of micro-batches that {share} examples can be cut "
+                "into, all of one size but a smaller last one"
+            )
             raise ConfigError(FACTOR, rule, factor, _nearest_factors(share, factor))
         rule = (
             f"must agree with effective batch {effective} and micro-batch {micro} "

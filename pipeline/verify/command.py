@@ -365,7 +365,7 @@ def _print(certificate: Certificate, every: bool) -> None:
         f"an update by {cut.factor} micro-batches of {cut.micro_batch_size} "
         f"and one of the whole batch are {certificate.verdict}",
         *_table(rows),
-        *_remarks(certificate.comparisons, rows),
+        *_remarks(certificate.comparisons),
         to=sys.stdout,
     )
     for name in certificate.quiet:
@@ -419,21 +419,14 @@ def _table(rows: Sequence[_Row]) -> Iterator[str]:
             remark = "DIFFERENT"
         elif finding.bound == math.inf:
             remark = "proves nothing for these weights"
+        elif finding.bound > COARSE:
+            remark = "shows little: rounding alone may reach this bound"
         line = f"  {row.label:{width}}  {finding.error:8.1e}  {finding.bound:8.1e}"
         yield f"{line}  {remark}".rstrip()
 
 
-def _remarks(comparisons: Sequence[Comparison], rows: Sequence[_Row]) -> Iterator[str]:
+def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Yield lines that explain why rounding bounds are large."""
-    coarsest = 0.0
-    for row in rows:
-        if row.finding.bound < math.inf:
-            coarsest = max(coarsest, row.finding.bound)
-    if coarsest > COARSE:
-        yield (
-            f"rounding alone may be {coarsest:.0e} here, "
-            "as where a loss or a layer is in half precision"
-        )
     in_float32 = any(comparison.precision == "float32" for comparison in comparisons)
     if in_float32 and nvidia.computes_in_tf32():
         yield (
