@@ -111,7 +111,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         variables = list(variables)
         self.inner.build(variables)
         self.accumulator = GradientAccumulator(variables)
-        # The number of gradients per variable that were added since the last step.
+        # The number of parts, calls of `apply`, since the last step.
         self.parts = keras.Variable(
             keras.initializers.Zeros(),
             shape=(),

@@ -124,7 +124,7 @@ def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tenso
     """
 
     def cast(value: Any) -> tf.Tensor:
-        """Cast as Keras does: a Python number through float32."""
+        """Cast to `dtype` as Keras does, which rounds Python numbers to float32."""
         return keras.ops.cast(value, dtype.name)
 
     count = adam.iterations + 1

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 Nest = Any  # a dense or ragged tensor, or a nest of them, with the examples on axis 0
 
-# Stands for a missing value in the state of a loop or in values that a strategy reduces.
+# Stands for a missing value in the state of a loop, or in values that a strategy sums.
 # `tf.nest.flatten` skips an empty tuple, but returns None as a leaf.
 ABSENT: tuple[()] = ()
 
@@ -115,9 +115,9 @@ def inputs_of(batch: Nest | Share | Batches) -> Nest:
 def tensors_of(batch: Nest | Share | Batches) -> list[tf.Tensor]:
     """Return the tensors that a batch consists of.
 
-    A change of a variable must wait for them if it does not depend on the batch
-    otherwise. At the end of data of unknown length, a traced step starts once more and
-    fails when it reads the batch: without waiting, the variable would change once more.
+    Use them as control dependencies of assignments that do not depend on the batch. At
+    the end of data of unknown length, a traced step starts once more, and fails when it
+    reads the batch. Without the dependencies, these assignments would be made once more.
     """
     leaves = tf.nest.flatten(parts_of(batch), expand_composites=True)
     return [leaf for leaf in leaves if leaf is not None]
