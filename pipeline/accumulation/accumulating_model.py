@@ -100,7 +100,7 @@ class AccumulatingModel(keras.Model):
     def save_weights(self, *arguments: Any, **options: Any) -> None:
         """Save the weights of `inner` and of the optimizer, as Keras does.
 
-        The plain model can load the file.
+        The plain model can load the file, too.
         """
         with self._optimizer_lent():
             self.inner.save_weights(*arguments, **options)

@@ -117,7 +117,7 @@ def tensors_of(batch: Nest | Share | Batches) -> list[tf.Tensor]:
 
     Use them as control dependencies of assignments that do not depend on the batch. At
     the end of data of unknown length, a traced step starts once more, and fails when it
-    reads the batch. Without the dependencies, these assignments would be made once more.
+    reads the batch. Without the dependencies, the assignments would be made once more.
     """
     leaves = tf.nest.flatten(parts_of(batch), expand_composites=True)
     return [leaf for leaf in leaves if leaf is not None]

@@ -105,7 +105,7 @@ class GradientSums(NamedTuple):
         return means(self.gradient_sums, self.weights)
 
     def divided(self, weights: tuple[Any, ...]) -> GradientSums:
-        """Return the sums with the gradients of all groups ÷ `weights`, added up."""
+        """Divide each group's gradients by its weight, and add up the groups."""
         gradients: list[Any] = []
         for gradient in means(self.gradient_sums, weights):
             if gradient is None:

@@ -174,7 +174,7 @@ def _metrics_by_output(names: Sequence[str], lists: Sequence[Any]) -> MetricsByO
 
 
 class StepOfFit(NamedTuple):
-    """Variables of Keras' own `train_step` at its call of the optimizer."""
+    """Local variables of Keras' own `train_step` while it calls the optimizer."""
 
     model: keras.Model
     outputs: Any
@@ -182,7 +182,7 @@ class StepOfFit(NamedTuple):
 
 
 def step_of_fit() -> StepOfFit | None:
-    """Return variables of the Keras `train_step` that called this code, or None.
+    """Return variables of the Keras `train_step` that is running, or None.
 
     They are read from the call stack, because an optimizer receives only gradients and
     variables.

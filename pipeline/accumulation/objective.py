@@ -22,7 +22,7 @@ class Term(NamedTuple):
 
     name: str  # of the output
     loss: keras.losses.Loss
-    scale: float | None  # its entry of `loss_weights`
+    scale: float | None  # the output's entry of `loss_weights`
     y: Nest
     output: Nest
     sample_weight: Nest

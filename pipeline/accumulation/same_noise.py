@@ -145,7 +145,7 @@ class _Rows:
         values = math.prod(sizes[1:])
         blocks = -(-values // _BLOCK)
         counter = key.counter
-        with tf.device("CPU:0"):  # where the position is
+        with tf.device("CPU:0"):  # where the position already is
             # An example has several rows if a previous layer has merged the first axes.
             check = tf.debugging.assert_equal(
                 sizes[0] % self.examples, 0, "same_noise: rows that are of no example"

@@ -188,7 +188,7 @@ class Update:
     ) -> GradientSums:
         """Return the sums over all replicas without applying them.
 
-        The metrics are updated, but not reset.
+        The metrics are updated, but not reset before.
         """
         if tf.distribute.has_strategy():  # Keras would apply as if in a replica
             rule = "an update must be outside of its strategy's scope"

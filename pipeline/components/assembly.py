@@ -142,7 +142,7 @@ class Parts:
         size = self.plan.batching.effective_batch_size
         return evaluation_batches(self.data, name, size, node.get("pad"), reader, keep)
 
-    @cached_property  # Each trace may draw another seed.
+    @cached_property  # Trace only once: each trace may draw another seed.
     def forward(self) -> internals.Forward:
         """The noise and the assigned variables of a forward pass in training."""
         return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)

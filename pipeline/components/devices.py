@@ -209,7 +209,7 @@ def _gpus_of_process(
         )
         raise ConfigError(KEY, rule, processes)
     # If this process sees the GPUs of all workers on the machine, take its own slice.
-    # If it sees too few for that, they are all its own.
+    # If it sees fewer GPUs, all of them belong to this process.
     first = workers.index_on_machine * replicas
     if count < first + replicas:
         return gpus[:replicas]
