@@ -28,8 +28,8 @@ NONE_AT_ALL = (
     "Received: None alone"
 )
 
-# Maximum number of sets of variables that may lack a gradient in a part, each set in
-# other parts. A traced step has one branch per combination of sets: 2⁴ = 16.
+# Maximum number of sets of variables that have their gradients in different parts. A
+# traced step has one branch per combination of sets: 2⁴ = 16.
 MOST_SETS = 4
 
 

@@ -53,7 +53,8 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     would add the square of each row to the second moment.
 
     Yields:
-        The learning rate, computed once. Optimizers other than Adam have one, too.
+        The learning rate of the optimizer, which is computed once. It is also given if
+        the optimizer is not an Adam.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
     fuses = _takes_keras_step(adam)

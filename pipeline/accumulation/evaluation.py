@@ -23,7 +23,7 @@ from .xla import compiled_by_xla, without_cudnn
 
 
 class Evaluation:
-    """Evaluates the loss and the metrics over a split, with exact example weights.
+    """Evaluates the loss and the metrics; each example has its exact weight.
 
     For the arguments, see `Update`.
     """

@@ -189,7 +189,8 @@ class GradientAccumulator(tf.Module):
         and fails when it reads the batch. A gradient that does not depend on the batch,
         such as that of a regularizer alone, must not be added then, so it waits for all
         other gradients. If each gradient waited for all others, all would be in memory
-        at once.
+        at once. So a gradient that depends on the batch waits only for the shape
+        checks, after which no error can leave a part half added.
 
         Args:
             present: the gradients.

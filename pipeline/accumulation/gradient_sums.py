@@ -43,9 +43,9 @@ class GradientSums(NamedTuple):
     Attributes:
         losses: the loss of each output that has one, by output name.
         added: Σₖ nₖ·Aₖ, scalar, where Aₖ is the sum of the losses that the model adds
-            for the nₖ examples of micro-batch k. A loss with a value aᵢ per example
-            contributes N·Σᵢ aᵢ over all N examples instead, because Keras sums it over
-            the batch.
+            for the nₖ examples of micro-batch k. A loss that is a sum over examples is
+            multiplied by the size of the effective batch instead: see `_added` in
+            `loss_sums`.
         examples: number of examples, Σₖ nₖ, scalar.
         gradient_sums: the gradients of each group of losses that have a common divisor.
         weights: the divisor of each group, scalar; `ABSENT` if the losses were divided
@@ -211,7 +211,7 @@ def sum_over_replicas(
     def gradient(
         on_each: Any, on_first: Any, variable: keras.Variable | tf.Variable
     ) -> Any:
-        """Return the gradient to apply, with the rows of each index added up once."""
+        """Return the gradient to apply, with the rows of equal index added up."""
         if not isinstance(on_first, tf.IndexedSlices):
             return on_each
         rows, indices = rows_once(on_first.values, on_first.indices)

@@ -218,7 +218,7 @@ def _formula(
         amount = getattr(layer, "stddev", 0)
     else:
         amount = getattr(layer, "rate", 0)
-    if not amount or amount == 1:  # at a rate of 1, dropout draws nothing
+    if not amount or amount == 1:  # dropout at a rate of 1 outputs zeros
         return None
     for kind, formula in _FORMULAS.items():
         if keeps_call_of(layer, kind):

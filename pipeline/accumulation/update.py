@@ -1,4 +1,4 @@
-"""The update: an effective batch in, one step of the optimizer out.
+"""The update: one optimizer step per effective batch.
 
 sums = Σ over replicas, Σ over micro-batches       # see `accumulate`
 optimizer.apply(sums.gradients())                  # once
@@ -60,7 +60,7 @@ class Update:
             micro-batch is not compiled. For "auto", see `compiled_by_xla`. After an
             update was traced, the attribute `compiled` holds the decision.
         reductions_ready: a variable that counts the reductions for which this process
-            had its summands ready; None for a single process.
+            had its summands ready. It is needed only with several processes.
         loss_over: "effective_batch" computes the losses over all examples of an update,
             on all replicas, for losses that compare several examples. This costs a
             second forward pass, and memory for the outputs of the effective batch. If
@@ -188,7 +188,7 @@ class Update:
     ) -> GradientSums:
         """Return the sums over all replicas without applying them.
 
-        The metrics are updated, but not reset before.
+        The metrics are updated without being reset first.
         """
         if tf.distribute.has_strategy():  # Keras would apply as if in a replica
             rule = "an update must be outside of its strategy's scope"
