@@ -2,10 +2,10 @@
 
 The input is a Keras model, a loss, an optimizer and a batch `(x, y)` or
 `(x, y, sample_weight)`. The gradients of the micro-batches are summed, divided once by
-the total weight, and applied. The output is what a tracker logs: the loss, the metrics,
-the learning rate and the gradient norm. This package imports nothing else from
-`pipeline`, so the folder can be copied into any project. The docstring of `accumulate`
-describes the algorithm.
+the total weight, and applied. The results to log are the loss, the metrics, the
+learning rate and the gradient norm. This package imports nothing else from `pipeline`,
+so the folder can be copied into any project. The docstring of `accumulate` describes
+the algorithm.
 """
 
 import warnings

@@ -56,7 +56,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     other callbacks see the weights after that step.
 
     Under `MirroredStrategy`, the gradients are summed over replicas once per update.
-    They must be those of Keras' losses, which divide by the number of replicas.
+    They must come from Keras' losses, which divide by the number of replicas.
 
     Args:
         inner: any optimizer. If it is a `LossScaleOptimizer`, one non-finite gradient
@@ -165,9 +165,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 if the loss does not depend on the variable. A variable that has no
                 gradient in any part of an update is not changed. If `grads` is empty,
                 the call does nothing.
-            trainable_variables: the variables of the gradients: those that this
-                optimizer was built for, or some of them, in any order. Variables that
-                are left out have no gradient. By default, all of them.
+            trainable_variables: the variables of the gradients: all or some of the
+                variables that this optimizer was built for, in any order. Variables
+                that are left out have no gradient. By default, all variables in their
+                order.
             weight: weight of this gradient, scalar. For the gradient of a mean over
                 examples, it is the number of examples. By default, all gradients count
                 alike.

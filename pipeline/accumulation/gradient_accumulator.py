@@ -1,6 +1,6 @@
 """A weighted sum of gradients that is kept between steps, for your own loops.
 
-    S += w·g;  W += w        # for each part, on each replica by itself
+    S += w·g;  W += w        # for each part, separately on each replica
     S / W                    # once per update, over all replicas
 
 If g is the gradient of a mean over w examples, or of a weighted mean whose weights sum
@@ -189,8 +189,8 @@ class GradientAccumulator(tf.Module):
         and fails when it reads the batch. A gradient that does not depend on the batch,
         such as that of a regularizer alone, must not be added then, so it waits for all
         other gradients. If each gradient waited for all others, all would be in memory
-        at once. So a gradient that depends on the batch waits only for the shape
-        checks, after which no error can leave a part half added.
+        at once. So a gradient that depends on the batch waits only for the gradients in
+        `uncertain`: if a shape is wrong, nothing is added.
 
         Args:
             present: the gradients.

@@ -99,7 +99,7 @@ def with_mask_and_logits(output: tf.Tensor, mask: Any, logits: Any) -> tf.Tensor
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """Return all layers of a model, including nested ones, without the model."""
+    """Return all layers of a model, including nested ones, but not the model."""
     return list(model._flatten_layers(include_self=False))
 
 

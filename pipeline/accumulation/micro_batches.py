@@ -113,7 +113,7 @@ class _Cut:
         self._micro_batch_size = micro_batch_size
         self._parts = parts_of(batch)
         self._ends = None  # for `Batches`: where each batch ends
-        # Get the shape on the host, which would otherwise wait for a GPU.
+        # Get the shape on the CPU, so that the host does not wait for a GPU.
         with tf.device("CPU:0"):
             self.examples = examples_in(self._parts)
             if isinstance(batch, Batches):

@@ -84,7 +84,7 @@ def gradient_noise_of_micro_batch(
     gradients: Sequence[Gradients],
     minimized: Sequence[LossPart],
 ) -> GradientNoiseSums | tuple[()]:
-    """Return what one micro-batch adds to the sums for the gradient noise.
+    """Return the summands of one micro-batch in the sums for the gradient noise.
 
     Args:
         measure: whether to measure the noise in this update. If not, or if the

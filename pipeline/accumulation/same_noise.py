@@ -39,7 +39,8 @@ _SCRAMBLE = 0x02461E293EC8F720  # with it, TensorFlow derives a key from a seed
 class Key(NamedTuple):
     """The key from which a layer draws its noise.
 
-    It is on the host, which would have to wait at every draw for a key on a GPU.
+    The key is on the host: if it were on a GPU, the host would wait for it at every
+    draw.
     """
 
     seed: tf.Tensor  # int64 of shape (2,)
@@ -54,8 +55,8 @@ class Key(NamedTuple):
                 key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
                 return cls(seed, key, counter)
             seed = tf.random.experimental.stateless_fold_in(seed, call)
-            # Compute what StatelessRandomGetKeyCounter would: its XLA kernel returns
-            # another key for a negative seed.
+            # Compute the result of `StatelessRandomGetKeyCounter` without that
+            # operation, whose XLA kernel returns another key for a negative seed.
             scramble = tf.constant([_SCRAMBLE], tf.uint64)
             bits = tf.raw_ops.StatelessRandomUniformFullIntV2(
                 shape=[4],

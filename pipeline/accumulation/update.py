@@ -43,7 +43,7 @@ class Update:
     Args:
         model: a built model; see `accumulate_gradients`.
         objective: a loss or an `Objective`. Its metrics are reset at each update, so
-            their results are those of the examples in the update.
+            their results cover exactly the examples of the update.
         optimizer: an optimizer that was built for the model's trainable variables.
         micro_batch_size: examples per forward and backward pass on one replica.
         strategy: the strategy in whose scope the model was built; the current one by
@@ -102,7 +102,7 @@ class Update:
         self.compiled = False
         self.measured = self.objective.measured()
 
-        # Keep it on the host, which would wait for the previous update on a GPU.
+        # On a GPU, the host would wait for the previous update to read it.
         with tf.device("CPU:0"):
             self.begun = tf.Variable(0, dtype=tf.int64, trainable=False)
         # The number of updates whose gradient was complete. This gradient may have been

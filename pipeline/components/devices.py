@@ -30,7 +30,7 @@ class Devices:
     on_gpu: bool
     description: str  # one line for the user
     workers: int = 1  # number of processes
-    # Counts the all-reduces for which this worker was ready; None if it is alone.
+    # Counts the all-reduces for which this worker was ready; None for one process.
     reductions_ready: tf.Variable | None = None
     gpus: Sequence[int] = ()  # indices into the GPUs that TensorFlow lists
 
