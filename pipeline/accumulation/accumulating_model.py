@@ -214,7 +214,7 @@ class AccumulatingModel(keras.Model):
         Returns:
             The mean losses and the metrics of the epoch so far, by name.
         """
-        if tf.distribute.has_strategy():  # Keras would apply as if in a replica
+        if tf.distribute.has_strategy():  # Keras would act as if in a replica
             rule = "fit must be called outside of the strategy's scope"
             raise ValueError(f"{rule}; the model is made inside of it")
         if self._update is None:

@@ -65,7 +65,7 @@ class GradientSums(NamedTuple):
     statistics_steps: StatisticsSteps = ()
 
     def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:
-        """Return a copy in which `losses`, computed over the effective batch, are set."""
+        """Return a copy with losses that were computed over the effective batch."""
         first = next(iter(losses.values()))
         added = tf.cast(self.added, first.total.dtype)
         return self._replace(losses=losses, added=added)

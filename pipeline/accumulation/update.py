@@ -190,7 +190,7 @@ class Update:
 
         The metrics are updated without being reset first.
         """
-        if tf.distribute.has_strategy():  # Keras would apply as if in a replica
+        if tf.distribute.has_strategy():  # Keras would act as if in a replica
             rule = "an update must be outside of its strategy's scope"
             raise ValueError(f"{rule}; the model is made inside of it")
         x = inputs_of(batch)
