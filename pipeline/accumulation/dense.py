@@ -94,7 +94,7 @@ def _call(layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
         if graph() is not traced_graph:
             return type(layer).call(layer, inputs, training=training)
         kernel = tf.convert_to_tensor(layer.kernel)
-        # `_product` has no derivative for a `ForwardAccumulator`.
+        # Leave calls to Keras if a `ForwardAccumulator` needs their derivatives.
         if pack_tangents([inputs, kernel]).tangents:
             return type(layer).call(layer, inputs, training=training)
 

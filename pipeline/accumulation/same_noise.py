@@ -257,8 +257,8 @@ def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
     XLA's own normal noise would depend on how many values are drawn at once.
     """
-    # Compute in float64 if the layer does: the last bit of a logarithm depends on the
-    # position in a vector register, and in float32 this error would be too large.
+    # Compute in float64 if the layer does, so that noise differs by float64 rounding at
+    # most: the last bit of a logarithm depends on the position in a vector register.
     dtype = tf.float64 if x.dtype == tf.float64 else tf.float32
     pairs = tf.cast(draw([*_sizes(x, [None] * x.shape.rank), 2]), dtype)
     radius = tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0]))
