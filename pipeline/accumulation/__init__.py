@@ -1,9 +1,11 @@
-"""The update: an effective batch in, one optimizer step out.
+"""Gradient accumulation: one optimizer step per effective batch.
 
-In: a Keras model, a loss, an optimizer and a batch `(x, y)` or `(x, y, sample_weight)`.
-Out: gradient sums, divided once by the weight of the update, and what is logged of it:
-loss, learning rate, gradient norm. Nothing else of `pipeline` is imported here, so this
-folder can be copied into any project. `accumulate` has the algorithm.
+The input is a Keras model, a loss, an optimizer and a batch `(x, y)` or
+`(x, y, sample_weight)`. The gradients of the micro-batches are summed, divided once by
+the total weight, and applied. The results to log are the loss, the metrics, the
+learning rate and the gradient norm. This package imports nothing else from `pipeline`,
+so the folder can be copied into any project. The docstring of `accumulate` describes
+the algorithm.
 """
 
 import warnings
@@ -38,7 +40,7 @@ cuda_libraries.load_cuda_libraries()
 
 
 def __getattr__(name: str) -> Any:
-    """Return a former export, with a warning that names its new place."""
+    """Return a former export of this package; warn that it moved to `internals`."""
     if name not in internals.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

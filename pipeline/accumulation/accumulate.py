@@ -1,17 +1,20 @@
 """Gradient accumulation: micro-batches → weighted gradient sum.
 
-    W = Σᵢ wᵢ                                       # over the effective batch, ahead
+    W = Σᵢ wᵢ                                       # over the effective batch
     for each micro-batch k of the effective batch:  # on every replica, over its share
         Lₖ = Σᵢ wᵢ·lossᵢ                            # sums, never means
         S += ∇(Lₖ / W);  L += Lₖ                    # divided by the update's weight
     optimizer.apply(S)                              # once, after the sum over replicas
 
-Where W is known only after the forward passes, because the model computes a mask, S +=
-∇Lₖ and W += Σᵢ wᵢ, and S is divided by W at the end. Σₖ ∇Lₖ / Σₖ Wₖ is the gradient of
-the mean over the effective batch, whatever the sizes, the sample weights and the masks.
-The mean of the micro-batches' means, Σₖ (∇Lₖ/Wₖ) / K, equals it only for equal Wₖ.
+W is computed before the first forward pass. If that is impossible, because the model
+computes a mask, each micro-batch adds S += ∇Lₖ and W += Wₖ, where Wₖ is Σᵢ wᵢ over
+micro-batch k, and S is divided by W at the end.
 
-`Update` has the last line.
+In both cases, S is the gradient of the mean over the effective batch, for all sizes of
+micro-batches, sample weights and masks. The mean of the micro-batch means,
+Σₖ (∇Lₖ/Wₖ) / K, equals S only if all Wₖ are equal.
+
+`Update` runs the last line, this module runs the others.
 """
 
 from __future__ import annotations
@@ -52,10 +55,11 @@ from .same_noise import Key, drawn, noisy_layers
 from .xla import without_cudnn
 
 
-# Without autograph, as in `fit`: converting all that follows took most of the tracing.
-# It has nine parameters, as users know them from `compile` and from a tape.
+# Do not convert with autograph, as `fit` does not either: the conversion of all called
+# functions took most of the tracing time. The nine parameters are those that users know
+# from `compile` and from a gradient tape.
 @tf.autograph.experimental.do_not_convert
-def accumulate_gradients(  # noqa: PLR0913  as the interface has it
+def accumulate_gradients(  # noqa: PLR0913  the public interface
     model: keras.Model | None,
     loss: Losses | Objective | Callable[..., Any],
     batch: Nest | Batches,
@@ -69,41 +73,43 @@ def accumulate_gradients(  # noqa: PLR0913  as the interface has it
 ) -> GradientSums:
     """Run `batch` forward and backward in micro-batches; return losses and gradients.
 
-    Peak memory is that of one micro-batch and one gradient, whatever the size of
-    `batch`; `GradientSums` says which models need a second gradient. Call it inside a
-    `tf.function`: it traces the model once a call.
+    The peak memory is that of one micro-batch plus one gradient, whatever the size of
+    `batch`. With several losses, each loss whose weight depends on a mask that the
+    model computes needs a further gradient. Call this function inside a `tf.function`,
+    because each call traces the model.
 
     Args:
-        model: built, with its trainable variables fixed. None where `loss` computes the
-            loss from a micro-batch.
-        loss: as `compile` takes it: any Keras loss, its name or a function of labels
-            and outputs, or a dict or list of one for each output, whose reduction is
-            not `none` and whose value for one example does not depend on the other
-            ones. None for a model that learns from `add_loss` alone. Or an `Objective`,
-            which has weights and metrics. Without a model: a function of x, y and the
-            sample weights of a micro-batch, as many as `batch` has, that returns the
-            mean loss of its examples; or a tuple of a mean and the weight that it was
-            divided by.
+        model: a built model, or None if `loss` is a function of a micro-batch. Do not
+            change later which variables are trainable.
+        loss: a loss as in `compile`: a Keras loss, its name, a function of labels and
+            outputs, or a dict or list with one of these per output. Its reduction must
+            not be `none`, and its value for one example must not depend on other
+            examples. None is for a model that learns from `add_loss` alone. An
+            `Objective` includes loss weights and metrics. Without a model: a function
+            of x, y and the sample weights of a micro-batch, as far as `batch` has them.
+            It returns the mean loss over the examples, or a tuple of a mean and the
+            weight that the mean was divided by.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged
-            tensors with the examples on axis 0; x alone where there is no loss. The
-            number of examples may be unknown when traced, and zero.
+            tensors with the examples on axis 0, or x alone if there is no loss. The
+            number of examples may be zero, and unknown during tracing.
         micro_batch_size: examples per forward and backward pass; the last slice may be
             smaller.
-        variables: those to differentiate by; the model's trainable ones by default.
-        loss_weights: a number for each output, by name or in order.
-        metrics: updated with every micro-batch, as an `Objective` has them.
-        weighted_metrics: updated with every micro-batch, as an `Objective` has them.
-        scale_loss: applied to each micro-batch's loss before the backward pass;
-            gradients are then scaled, losses are not.
+        variables: the variables to differentiate with respect to; by default, the
+            trainable variables of the model.
+        loss_weights: a number per output, by name or in order.
+        metrics: metrics to update with every micro-batch; see `Objective`.
+        weighted_metrics: weighted metrics to update likewise; see `Objective`.
+        scale_loss: a function that is applied to the loss of each micro-batch before
+            the backward pass. It scales the gradients, but not the returned losses.
 
     Returns:
-        The sums; `sums.gradients()` is what one large batch would have given, in the
-        order of the variables.
+        The sums over the batch. `sums.gradients()` returns the gradients that one large
+        batch would have given, in the order of the variables.
 
     Raises:
-        ValueError: the loss reduces nothing, does not fit the outputs or the labels,
-            the micro-batch size is not positive, an input is sparse, or the model has a
-            part that cannot be computed in micro-batches.
+        ValueError: the loss has no reduction, the loss does not fit the outputs or the
+            labels, the micro-batch size is not positive, an input is sparse, or a part
+            of the model cannot be computed in micro-batches.
     """
     if model is None and (variables is None or not callable(loss)):
         rule = "without a model there must be variables, and a loss"
@@ -123,18 +129,19 @@ def accumulate_gradients(  # noqa: PLR0913  as the interface has it
 
 @dataclass(frozen=True)
 class Kernel:
-    """How the gradient of a micro-batch is computed.
+    """The settings for computing the gradient of a micro-batch.
 
     Attributes:
-        model: as `accumulate_gradients` takes it.
-        objective: without a model, its loss is the function of a micro-batch.
+        model: see `accumulate_gradients`.
+        objective: the losses and metrics. Without a model, the loss of the objective is
+            a function of a micro-batch.
         micro_batch_size: examples per forward and backward pass.
-        variables: as `accumulate_gradients` takes them.
-        scale_loss: as `accumulate_gradients` takes it.
-        hold_statistics: leave the moving statistics of BatchNormalization to
-            `assign_moving_statistics`.
-        jit_compile: compile each forward and backward pass with XLA, but not that of a
-            last micro-batch of fewer examples.
+        variables: see `accumulate_gradients`.
+        scale_loss: see `accumulate_gradients`.
+        hold_statistics: whether a micro-batch leaves the moving statistics of
+            BatchNormalization unchanged, for `assign_moving_statistics` to move.
+        jit_compile: whether XLA compiles each forward and backward pass. A smaller last
+            micro-batch is not compiled.
     """
 
     model: keras.Model | None
@@ -146,7 +153,7 @@ class Kernel:
     jit_compile: bool = False
 
     def tf_variables(self) -> list[tf.Variable]:
-        """Return TensorFlow's variables to differentiate by."""
+        """Return the TensorFlow variables to differentiate with respect to."""
         variables = self.variables
         if variables is None:
             assert self.model is not None
@@ -160,18 +167,19 @@ class Kernel:
 
 
 class BatchContext(NamedTuple):
-    """What is known of an effective batch before the micro-steps over its shares.
+    """Data about an effective batch that the micro-steps on each share need.
 
     Attributes:
-        totals: of the effective batch.
-        measure_gradient_noise: whether the sums are to have it, which is a pass over
-            the gradient for each micro-batch.
-        dropout_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the
-            effective batch: these layers then draw for each example what they draw for
-            it in any other cut. Without keys Keras draws for each micro-batch.
-        output_gradients: gradients of losses over the effective batch by the outputs,
-            one for each of `over_effective_batch.differentiable`. They are brought to
-            the variables, and the sums have no losses.
+        totals: the totals of the effective batch.
+        measure_gradient_noise: whether to measure the gradient noise, which takes a
+            pass over the gradient per micro-batch.
+        dropout_keys: the result of `keys_of(noisy_layers(model, x))`, computed once per
+            effective batch. The noise for an example then does not depend on the cut.
+            If empty, Keras draws the noise for each micro-batch.
+        output_gradients: gradients of losses over the effective batch with respect to
+            the outputs, in the order of `over_effective_batch.differentiable`. The
+            micro-steps backpropagate them to the variables, and compute no loss but
+            those that the model adds.
     """
 
     totals: BatchTotals
@@ -190,13 +198,14 @@ def accumulate_share(
     """Return the sums over a share of an effective batch.
 
     Args:
-        kernel: how the gradient of a micro-batch is computed.
+        kernel: the settings for computing the gradient of a micro-batch.
         share: one replica's part of the effective batch, or all of it.
-        context: of the effective batch, with the output gradients of the share alone.
-        position: of the share's first example in the effective batch.
+        context: data about the effective batch. The output gradients must be those of
+            the share alone.
+        position: position of the share's first example in the effective batch.
 
     Raises:
-        ValueError: as `accumulate_gradients` does.
+        ValueError: see `accumulate_gradients`.
     """
     step = _MicroStep.for_share(kernel, share, context)
 
@@ -207,7 +216,7 @@ def accumulate_share(
         micro_batch = MicroBatch(x, y, sample_weight, output_gradients)
         return step.sums(position + start, micro_batch)
 
-    # The gradients by outputs are cut as the labels are.
+    # Pack the output gradients with the labels, so that both are cut alike.
     x, y, sample_weight = parts_of(share)
     parts: Nest = (x, (y, tuple(context.output_gradients)), sample_weight)
     if isinstance(share, Batches):
@@ -223,7 +232,7 @@ class MicroBatch(NamedTuple):
     x: Nest
     y: Nest
     sample_weight: Nest
-    output_gradients: Sequence[tf.Tensor | None]  # as a `BatchContext` has them
+    output_gradients: Sequence[tf.Tensor | None]  # see `BatchContext`
 
 
 @dataclass(frozen=True)
@@ -231,13 +240,14 @@ class _MicroStep:
     """The forward and backward pass on each micro-batch of a share.
 
     Attributes:
-        kernel: how the gradient is computed.
-        context: of the effective batch.
-        variables: what is differentiated by.
-        noisy: layers that draw by the keys, one for each.
-        keys: made of the seeds in the context, once for all micro-batches.
-        wide: layers whose gradients are computed transposed.
-        normalizing: layers whose moving statistics are held.
+        kernel: the settings for computing the gradient.
+        context: data about the effective batch.
+        variables: the variables to differentiate with respect to.
+        noisy: layers that draw their noise from `keys`, one key per layer.
+        keys: keys made from the seeds in the context, once for all micro-batches.
+        wide: dense layers whose input gradients are computed by
+            `transposed_gradients`.
+        normalizing: layers whose moving statistics do not move in a micro-step.
     """
 
     kernel: Kernel
@@ -252,7 +262,7 @@ class _MicroStep:
     def for_share(
         cls, kernel: Kernel, share: Nest | Batches, context: BatchContext
     ) -> _MicroStep:
-        """Return the step for the model of a kernel, if it has one.
+        """Return the micro-step for a share. Without a model, it has no layers.
 
         Raises:
             ValueError: the model cannot be trained in micro-batches.
@@ -283,14 +293,15 @@ class _MicroStep:
     def sums(self, position: tf.Tensor | int, micro_batch: MicroBatch) -> GradientSums:
         """Return the sums over a micro-batch.
 
-        `position` is that of its first example in the effective batch.
+        `position` is the position of the micro-batch's first example in the effective
+        batch.
         """
         kernel = self.kernel
         model = kernel.model
         jit_compile = kernel.jit_compile
         x, y, sample_weight, output_gradients = micro_batch
         examples = examples_in(x)
-        # Persistent, as each target is differentiated by itself.
+        # Use a persistent tape, because each target is differentiated separately.
         with tf.GradientTape(persistent=True) as tape:
             with (
                 drawn(self.noisy, self.keys, position, examples, jit_compile),
@@ -305,8 +316,9 @@ class _MicroStep:
 
         gradients_by_outputs = []
         if output_gradients:
-            # Their gradients by the variables are added to those of each target. Here
-            # there is one, what the model adds: the losses are in the gradients.
+            # `gradients_by` adds the backpropagated output gradients to the gradients
+            # of each target, so there must be only one target: the losses that the
+            # model adds. All other losses are in the output gradients.
             assert len(targets) == 1
             gradients_by_outputs = _with_gradients(outputs, output_gradients)
         gradients = tuple(
@@ -344,19 +356,20 @@ def _forward(
 
 
 class _Target(NamedTuple):
-    """What is differentiated."""
+    """A scalar to differentiate."""
 
     value: tf.Tensor  # scalar
-    times: Any  # a scalar by which its gradient is multiplied, or `ABSENT` for 1
+    times: Any  # scalar factor for the gradient, or `ABSENT` for 1
 
 
 def _targets(
     minimized: Sequence[LossPart], scale_loss: Callable[..., tf.Tensor] | None
 ) -> list[_Target]:
-    """Return what is differentiated for each part.
+    """Return the scalar to differentiate for each part.
 
-    A loss scale applies to means, as in `fit`: the sum over a micro-batch would
-    overflow float16. The gradient of such a mean is multiplied by its weight.
+    A loss scale is applied to means, as in `fit`, because scaled sums over a
+    micro-batch would overflow float16. The gradient of a mean is then multiplied by the
+    weight that the sum was divided by.
     """
     if scale_loss is None:
         return [_Target(part.total, ABSENT) for part in minimized]
@@ -370,7 +383,10 @@ def _targets(
 def _with_gradients(
     outputs: dict[str, Nest], gradients: Sequence[tf.Tensor | None]
 ) -> list[OutputGradient]:
-    """Return each output that a loss depends on, with the loss' gradient by it."""
+    """Return the tensors that have a gradient, each with its gradient.
+
+    The tensors are those of `over_effective_batch.differentiable` for the outputs.
+    """
     kept = over_effective_batch.kept(outputs)
     tensors = over_effective_batch.differentiable(kept)
     output_gradients = []

@@ -1,10 +1,10 @@
-"""`compile` and `fit` with the update: a `keras.Model` around another one.
+"""A Keras model that wraps another model, and trains it in micro-batches by `fit`.
 
-Keras gives each effective batch to `train_step`, outside of any replica, where an
-`Update` takes it. The dataset is not distributed: TensorFlow would copy shares to the
-devices undivided, and a plain `fit` raises where the shares of the first batch differ
-in size. Each replica takes its share of a batch that stays on the host, as in any loop
-over `Update`.
+Keras calls `train_step` with each effective batch, outside of any replica, and
+`train_step` calls an `Update`. The dataset is not distributed: TensorFlow would copy
+each replica's whole share to its device, and a plain `fit` raises an error if the
+shares of the first batch differ in size. Instead, the batch stays on the host, and each
+replica takes its share there, as in any loop over an `Update`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from .update import Update
 
 
 class AccumulatingModel(keras.Model):
-    """A `keras.Model` around any other one that trains in micro-batches.
+    """A `keras.Model` that wraps another model and trains it in micro-batches.
 
-    `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as in Keras. One
-    batch of `fit` is one effective batch and one step of the optimizer: weights and
-    history are those of a plain `fit` on the same batches. `evaluate` uses
-    micro-batches too; `predict` does not cut its batches. Under a strategy each replica
-    takes its share of a batch.
+    `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as in Keras. Each
+    batch of `fit` is one effective batch and one optimizer step: the weights and the
+    history are those of a plain `fit` on the same batches. `evaluate` also cuts its
+    batches into micro-batches; `predict` does not. Under a strategy, each replica takes
+    its share of a batch.
 
     Args:
-        inner: any model, with no `train_step` or `compute_loss` of its own; it stays
-            plain, to be saved or used alone.
+        inner: a model that does not override `train_step`, `test_step`, `compute_loss`
+            or `compute_metrics`. It remains a plain model, which can be saved or used
+            alone.
         micro_batch_size: examples per forward and backward pass on one replica.
-        same_noise: make the noise of Keras' dropout and noise layers independent of the
-            micro-batch size: see `Update`.
-        loss_over: "effective_batch" for losses of several examples at once: see
+        same_noise: whether the noise of Keras' dropout and noise layers is independent
+            of the micro-batch size; see `Update`.
+        loss_over: "effective_batch" for losses that compare several examples; see
             `Update`.
-        name, dtype, trainable: as for any model.
+        name, dtype, trainable: see `keras.Model`.
 
     Raises:
         ValueError: `inner` cannot be trained this way, or the micro-batch size is not a
@@ -73,7 +74,7 @@ class AccumulatingModel(keras.Model):
         if not _is_positive_integer(micro_batch_size):
             rule = "micro_batch_size must be a whole number of at least 1"
             raise ValueError(f"{rule}. Received: {micro_batch_size!r}")
-        # The strategy of `inner`, wherever this is called.
+        # Use the strategy of `inner`, even if another one is current.
         with inner.distribute_strategy.scope():
             # No autocast: `inner` casts its inputs.
             super().__init__(autocast=False, **arguments)
@@ -99,7 +100,7 @@ class AccumulatingModel(keras.Model):
     def save_weights(self, *arguments: Any, **options: Any) -> None:
         """Save the weights of `inner` and of the optimizer, as Keras does.
 
-        The plain model can load them.
+        The plain model can load the file, too.
         """
         with self._optimizer_lent():
             self.inner.save_weights(*arguments, **options)
@@ -114,7 +115,7 @@ class AccumulatingModel(keras.Model):
         return replaced([(self.inner, "optimizer", optimizer)])
 
     def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` takes."""
+        """Return the config for `from_config`."""
         return {
             **super().get_config(),
             "inner": keras.saving.serialize_keras_object(self.inner),
@@ -127,14 +128,14 @@ class AccumulatingModel(keras.Model):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> AccumulatingModel:
-        """Return a model by its config."""
+        """Return the model that a config describes."""
         inner = keras.saving.deserialize_keras_object(
             config["inner"], custom_objects=custom_objects
         )
         return cls(**{**config, "inner": inner})
 
     # The parameters are those of `keras.Model.compile`.
-    def compile(  # noqa: PLR0913  as Keras has it
+    def compile(  # noqa: PLR0913  the interface of Keras
         self,
         optimizer: Any = "rmsprop",
         loss: Any = None,
@@ -146,10 +147,11 @@ class AccumulatingModel(keras.Model):
         jit_compile: bool | str = "auto",
         auto_scale_loss: bool = True,
     ) -> None:
-        """Set what is minimized and measured, as `keras.Model.compile` does.
+        """Configure the training, as `keras.Model.compile` does.
 
-        `jit_compile` compiles each forward and backward pass and each evaluation with
-        XLA; "auto" where `fit` would.
+        With `jit_compile`, XLA compiles each forward and backward pass and each
+        evaluation step. "auto" compiles them if a plain `fit` would be compiled, except
+        under a strategy and for ragged input.
 
         Raises:
             ValueError: the optimizer has `gradient_accumulation_steps`, or
@@ -184,17 +186,17 @@ class AccumulatingModel(keras.Model):
             )
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return what `compile_from_config` takes; empty if it is not compiled."""
+        """Return the config for `compile_from_config`; it is empty before `compile`."""
         config = super().get_compile_config()
         if config:
             return {**config, "jit_compile": self._micro_steps_by_xla}
         return config
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        """Compile by a config."""
+        """Compile with a config from `get_compile_config`."""
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
-            # So that its state can be loaded.
+            # Create the optimizer's variables, so that their values can be loaded.
             self.optimizer.build(self.trainable_variables)
 
     @property
@@ -203,37 +205,38 @@ class AccumulatingModel(keras.Model):
 
     @property
     def distribute_strategy(self) -> _Undistributed:
-        """The strategy as Keras' loops see it, which leaves batches undivided."""
+        """The strategy for Keras' loops, which does not distribute batches."""
         return _Undistributed(self._strategy)
 
     def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
-        """Apply the gradient of one effective batch once.
+        """Apply the gradient of one effective batch.
 
         Returns:
-            The running means of the epoch.
+            The mean losses and the metrics of the epoch so far, by name.
         """
-        if tf.distribute.has_strategy():  # Keras would apply as inside a replica
+        if tf.distribute.has_strategy():  # Keras would act as if in a replica
             rule = "fit must be called outside of the strategy's scope"
             raise ValueError(f"{rule}; the model is made inside of it")
         if self._update is None:
             self._update = self._make_update(self._objective_for(data))
         sums = self._update.sums(data)
-        # `iterations` and weight decay depend on no gradient.
+        # Wait for the batch: `iterations` and weight decay do not depend on a gradient,
+        # and would change once more at the end of the data. See `tensors_of`.
         with tf.control_dependencies(tensors_of(data)):
             self._update.apply(sums.gradients(), sums)
         return self._means(sums)
 
     def _make_update(self, objective: Objective) -> Update:
-        """Make the update and its variables.
+        """Create the `Update` and its variables.
 
-        It is made in a traced function of its own: TensorFlow traces a function that
-        makes variables twice.
+        A separate traced function creates them, because TensorFlow traces a function
+        that creates variables twice.
         """
         updates: list[Update] = []
 
         def make() -> None:
-            with tf.init_scope():  # variables are made outside of what is traced
-                # A second `build` of a loss scale would reset it.
+            with tf.init_scope():  # create the variables outside the graph
+                # A second `build` would reset a loss scale.
                 if not self.optimizer.built:
                     self.optimizer.build(self.inner.trainable_variables)
                 if not updates:
@@ -255,7 +258,7 @@ class AccumulatingModel(keras.Model):
         """Evaluate one batch in micro-batches.
 
         Returns:
-            The running means so far.
+            The mean losses and the metrics so far, by name.
         """
         if self._evaluation is None:
             self._evaluation = Evaluation(
@@ -268,7 +271,7 @@ class AccumulatingModel(keras.Model):
         return self._means(self._evaluation(data))
 
     def predict_step(self, data: Nest) -> Nest:
-        """Return the outputs for one batch, each replica's for its share."""
+        """Return the outputs for one batch. Each replica computes its share."""
         _check_undistributed(data)
         return self._strategy.run(lambda: self.inner.predict_step(share_of(data)[0]))
 
@@ -279,9 +282,10 @@ class AccumulatingModel(keras.Model):
         return self.get_metrics_result()
 
     def _objective_for(self, data: Nest) -> Objective:
-        """Return what `compile` makes of its arguments.
+        """Return the objective that Keras builds from the arguments of `compile`.
 
-        Keras makes it for the first batch `data`, of which nothing is computed here.
+        Keras builds it when it first sees a batch. So the first batch, `data`, is
+        traced here, but nothing is computed.
         """
         if self._objective is None:
             _check_undistributed(data)
@@ -296,20 +300,21 @@ class AccumulatingModel(keras.Model):
             traced = tf.function(forward, autograph=False).get_concrete_function()
             compiled = _compiled_objective(self, traced.structured_outputs)
             self._objective = compiled.objective
-            # In a dict Keras would add them to its metrics once more.
+            # Keras would track a dict, and so add the means to its metrics once more.
             self._output_means = MappingProxyType(compiled.output_means)
             self.built = True
         return self._objective
 
 
-# No decorator: the documentation is built without Keras, and would see no class.
+# Do not use this as a decorator: the documentation is built with a mock of Keras, which
+# would replace the class.
 keras.saving.register_keras_serializable("accumulation")(AccumulatingModel)
 
 
 class _Undistributed:
-    """A strategy that distributes no dataset and runs a step as it is.
+    """A strategy that does not distribute datasets, and calls each step only once.
 
-    The steps of an `AccumulatingModel` distribute themselves.
+    The steps of an `AccumulatingModel` run on the replicas by themselves.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -328,14 +333,14 @@ class _Undistributed:
 
 
 class _CompiledObjective(NamedTuple):
-    """What `compile` has made of its arguments."""
+    """The objective that `compile` has built, and the running means of the losses."""
 
     objective: Objective
-    output_means: dict[str, Any]  # Keras' metric of each `<output>_loss`
+    output_means: dict[str, Any]  # Keras' running mean of each `<output>_loss`
 
 
 def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObjective:
-    """Return what a compiled model with these outputs minimizes and measures."""
+    """Return the losses and metrics of a compiled model that has these outputs."""
     names = list(by_name(model.inner, outputs))
     paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
     names_by_path = dict(zip(paths, names, strict=True))
@@ -347,7 +352,7 @@ def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObj
         if len(names) == 1:
             name = names[0]
         else:
-            # Where the losses of a list of outputs are in a dict, the path is the name.
+            # If the outputs are a list but the losses a dict, the path is the name.
             path_as_name = "/".join(map(str, compiled.path))
             name = names_by_path.get(compiled.path, path_as_name)
         loss = compiled.loss

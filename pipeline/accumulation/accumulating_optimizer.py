@@ -1,6 +1,6 @@
-"""An optimizer that takes one step for several gradients.
+"""An optimizer that applies several successive gradients in one step.
 
-It is for `fit`, `train_on_batch` and loops of your own.
+Use it in `fit`, in `train_on_batch` and in your own loops.
 """
 
 from __future__ import annotations
@@ -28,42 +28,45 @@ NONE_AT_ALL = (
     "Received: None alone"
 )
 
-# The most sets of variables that may have their gradients in different parts of an
-# update. A traced step has a branch for each combination of them: 2⁴ = 16.
+# Maximum number of sets of variables that have their gradients in different parts. A
+# traced step has one branch per combination of sets: 2⁴ = 16.
 MOST_SETS = 4
 
 
 class AccumulatingOptimizer(keras.optimizers.Optimizer):
-    """Applies the weighted mean of `factor` successive gradients by another optimizer.
+    """Applies the weighted mean of `factor` gradients by another optimizer.
 
-    Between two steps a call of `apply` adds its gradients and changes no weight.
-    Schedules, averages of weights, weight decay and clipping are the inner optimizer's
-    and see updates alone; so does `iterations`. The sums are among `variables`: a model
-    that is saved between two steps goes on from there. See `GradientAccumulator` for
-    their memory.
+    Each call of `apply` adds its gradients to sums, and every `factor`-th call also
+    takes a step. The other calls change no weight. Schedules, weight averaging, weight
+    decay and clipping are left to the inner optimizer, which acts once per update;
+    `iterations` counts updates. The sums are among `variables`, so a model that is
+    saved between two steps resumes from there. For the memory of the sums, see
+    `GradientAccumulator`.
 
-    In `fit` the optimizer does not know the weight of a batch, so all batches count
-    alike. That is exact where the loss is a mean and all batches have the same weight.
-    The weight of a batch is its number of examples, with a mask the number of its
-    elements that count, with the reduction `mean_with_sample_weight` the sum of its
-    sample weights. A warning names a mask, such weights, or a loss that is a sum.
-    `AccumulatingModel` is exact for all of them.
+    In `fit`, the optimizer does not receive the weight of a batch, so all batches count
+    alike. The result is exact if the loss is a mean and all batches have the same
+    weight. The weight of a batch is its number of examples; with a mask, its number of
+    unmasked elements; with the reduction `mean_with_sample_weight`, the sum of its
+    sample weights. The optimizer warns once about a mask, about sample weights with
+    that reduction, and about a loss that is a sum. `AccumulatingModel` is exact for all
+    three.
 
-    With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last gradients are
-    applied although they are fewer. Put it first: other callbacks then see the weights
-    after that step.
+    With `callbacks=[optimizer.flush_at_epoch_end()]`, the last gradients of an epoch
+    are applied even if they are fewer than `factor`. Put this callback first, so that
+    other callbacks see the weights after that step.
 
-    Under `MirroredStrategy` the replicas' gradients, as Keras' losses make them, are
-    summed once an update.
+    Under `MirroredStrategy`, the gradients are summed over replicas once per update.
+    They must come from Keras' losses, which divide by the number of replicas.
 
     Args:
-        inner: any optimizer; if it is a `LossScaleOptimizer`, a part that is not finite
-            skips the update.
-        factor: gradients in an update, at least 1.
-        name: of this optimizer.
+        inner: any optimizer. If it is a `LossScaleOptimizer`, one non-finite gradient
+            skips the whole update.
+        factor: number of gradients per update, at least 1.
+        name: name of this optimizer.
 
     Raises:
-        ValueError: the factor is not a positive integer, or `inner` accumulates, too.
+        ValueError: the factor is not a positive integer, or `inner` accumulates
+            gradients itself.
     """
 
     built: bool
@@ -82,12 +85,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.inner = inner
         self.factor = factor
         self._has_warned = False
-        # Code that rejects an optimizer with Keras' own accumulation looks at this
-        # attribute, and has to reject this optimizer, too.
+        # Set the attribute of Keras' own accumulation, so that code which rejects an
+        # accumulating optimizer rejects this one as well.
         self.gradient_accumulation_steps = factor
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A LossScaleOptimizer sets its inner optimizer's factor.
+        # Reject a LossScaleOptimizer around this optimizer: it sets this attribute.
         if name == "loss_scale_factor" and "inner" in vars(self):
             rule = (
                 "a LossScaleOptimizer must be inside, "
@@ -98,9 +101,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         super().__setattr__(name, value)
 
     def build(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
-        """Make the sums and the variables of the inner optimizer for `variables`.
+        """Create the sums and the inner optimizer's variables for `variables`.
 
-        Call it in the scope of the strategy, if there is one. A second call does
+        Call this in the scope of the strategy, if there is one. A second call does
         nothing.
         """
         if self.built:
@@ -108,7 +111,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         variables = list(variables)
         self.inner.build(variables)
         self.accumulator = GradientAccumulator(variables)
-        # How many gradients the sums hold.
+        # The number of parts, calls of `apply`, since the last step.
         self.parts = keras.Variable(
             keras.initializers.Zeros(),
             shape=(),
@@ -122,16 +125,16 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The count of gradients, their weight and sums, and the inner variables."""
+        """The state of the sums, and the variables of the inner optimizer."""
         if not self.built:
             return [*self.inner.variables]
         return [self.parts, *self.accumulator.variables, *self.inner.variables]
 
     @property
     def inner_optimizer(self) -> keras.optimizers.Optimizer:
-        """The optimizer that has the averages of weights.
+        """The optimizer that may average the weights, not a `LossScaleOptimizer`.
 
-        `keras.callbacks.SwapEMAWeights` looks for it by this name.
+        `keras.callbacks.SwapEMAWeights` reads this attribute.
         """
         return getattr(self.inner, "inner_optimizer", self.inner)
 
@@ -155,24 +158,28 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         trainable_variables: Iterable[Any] | None = None,
         weight: Any = None,
     ) -> None:
-        """Add one gradient; with the last of `factor` ones take a step by their mean.
+        """Add a gradient per variable; at every `factor`-th call, apply the means.
 
         Args:
-            grads: of each variable, dense or `tf.IndexedSlices`, None where nothing
-                depends on it. An update leaves a variable as it is that had no gradient
-                in any part. Without any grads nothing is done.
-            trainable_variables: those that this optimizer was built for, or some of
-                them, in any order; the others have no gradient. All of them by default.
-            weight: how much this gradient counts, scalar: for the gradient of a mean
-                over examples their number; all count alike by default.
+            grads: a gradient per variable: a dense tensor, `tf.IndexedSlices`, or None
+                if the loss does not depend on the variable. A variable that has no
+                gradient in any part of an update is not changed. If `grads` is empty,
+                the call does nothing.
+            trainable_variables: the variables of the gradients: all or some of the
+                variables that this optimizer was built for, in any order. Variables
+                that are left out have no gradient. By default, all variables in their
+                order.
+            weight: weight of this gradient, scalar. For the gradient of a mean over
+                examples, it is the number of examples. By default, all gradients count
+                alike.
 
         Raises:
-            ValueError: there are others than it was built for, or one twice; no
-                variable had a gradient in the whole update; or
+            ValueError: the optimizer was not built for a variable, a variable appears
+                twice, no variable had a gradient in the whole update, or
                 `GradientAccumulator.add` rejects the gradients. Nothing has changed
                 then.
-            tf.errors.InvalidArgumentError: the same in a traced function, where it is
-                known only as it runs.
+            tf.errors.InvalidArgumentError: one of these errors in a traced function, if
+                it is known only at run time.
         """
         if not len(grads):
             return
@@ -186,31 +193,33 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         gradients = self._in_order(grads, trainable_variables)
         present = [i for i, each in enumerate(gradients) if each is not None]
 
-        # Keras divides each replica's loss by the number of replicas R, so a gradient
-        # times R is that of the mean over the replica's share. Without weights all
-        # shares count alike, and the weights of one call add up to 1.
+        # Multiply the gradients by the number of replicas R, by which Keras divides
+        # each replica's loss: this gives the gradient of the mean over the replica's
+        # share. Without weights, all shares count alike, and the weights of one call
+        # add up to 1.
         replicas = self.accumulator.strategy.num_replicas_in_sync
         if weight is None:
             self._warn_of_weights()
             weight = 1 / replicas
         with tf.control_dependencies(self._checks_before(present)):
             self.accumulator.add(gradients, weight, times=replicas)
-            # The count of parts waits for the batch as the sums do: see `add`.
+            # Count the part only after the batch was read, as for the sums: see
+            # `GradientAccumulator._waits`.
             with tf.control_dependencies([gradients[index] for index in present]):
                 self._merged(partial(self._count, present))
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Gradient, Any]], weight: Any = None
     ) -> Any:
-        """Call `apply` with pairs; return `iterations`."""
+        """Call `apply` with (gradient, variable) pairs; return `iterations`."""
         grads, variables = zip(*grads_and_vars, strict=True)
         self.apply(grads, variables, weight)
         return self.iterations
 
     def flush(self) -> None:
-        """Take a step by the gradients that are left over, by their own weight.
+        """Apply the mean of the gradients that were added since the last step.
 
-        Without any it does nothing. Call it outside of `strategy.run`.
+        If there are none, the call does nothing. Call this outside of `strategy.run`.
         """
         if not self.built:
             return
@@ -222,9 +231,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.accumulator.strategy.run(self._merged, (step_if_any,))
 
     def flush_at_epoch_end(self) -> keras.callbacks.Callback:
-        """Return a callback that flushes when an epoch of `fit` ends.
+        """Return a callback that calls `flush` at the end of each epoch of `fit`.
 
-        It does so before the epoch is validated.
+        The call comes before the validation of the epoch.
         """
         return keras.callbacks.LambdaCallback(
             on_epoch_end=lambda *_: self.flush(), on_test_begin=lambda *_: self.flush()
@@ -239,11 +248,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return self.inner.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
-        """Let the inner optimizer set its averages of weights."""
+        """Have the inner optimizer set the weights to their averages, if it has any."""
         self.inner.finalize_variable_values(var_list)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` takes."""
+        """Return the config for `from_config`."""
         inner = keras.saving.serialize_keras_object(self.inner)
         return {"inner": inner, "factor": self.factor, "name": self.name}
 
@@ -251,14 +260,14 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def from_config(
         cls, config: dict[str, Any], custom_objects: Any = None
     ) -> AccumulatingOptimizer:
-        """Return an optimizer by its config."""
+        """Return the optimizer that a config describes."""
         inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects)
         return cls(**{**config, "inner": inner})
 
     def _in_order(
         self, grads: Sequence[Gradient], variables: Sequence[Any] | None
     ) -> list[Gradient]:
-        """Return the gradients in the order of the variables that it was built for."""
+        """Return the gradients in the order of `updated_variables`."""
         if variables is None:
             return list(grads)
         if len(variables) != len(grads):
@@ -282,7 +291,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return gradients
 
     def _warn_of_weights(self) -> None:
-        """Warn once where `fit` has batches whose weights may differ."""
+        """Warn once if the batches of `fit` may differ in weight."""
         if self._has_warned or self.factor == 1:
             return
         step = step_of_fit()
@@ -306,22 +315,22 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         warnings.warn(text, stacklevel=4)
 
     def _merged(self, function: Callable[[], None]) -> None:
-        # A step needs all replicas. TensorFlow allows no `merge_call` in a branch of a
-        # condition, so the replicas are merged before the condition is made. That holds
-        # under a strategy of one replica, too.
+        # Call `function` once for all replicas. TensorFlow allows no `merge_call` in a
+        # branch of a condition, even with a single replica, so merge the replicas
+        # before `function` creates a condition.
         if tf.distribute.has_strategy():
             tf.distribute.get_replica_context().merge_call(lambda _: function())
         else:
             function()
 
     def _checks_before(self, present: Sequence[int]) -> list[tf.Operation]:
-        """Reject a part that ends an update in which no variable had a gradient.
+        """Reject the last part of an update if no variable had a gradient in it all.
 
         Args:
             present: indices of the variables that have a gradient in this part.
 
         Returns:
-            What must run before anything is changed.
+            The operations that must run before any variable changes.
         """
         if present:
             return []
@@ -339,11 +348,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         tf.cond(is_last, partial(self._step, present), lambda: None)
 
     def _step(self, present: Sequence[int] = ()) -> None:
-        """Take a step by the sums, and begin the next update.
+        """Apply the averages of the gradients, and reset the sums.
 
         Args:
-            present: indices of variables that had a gradient in the last part. Which
-                others had one in an earlier part is known only as this runs.
+            present: indices of the variables that had a gradient in the last part. In a
+                traced function, it is known only at run time which other variables had
+                a gradient in an earlier part.
         """
         sums = self.accumulator.reduced()
         *_, counts = of_first_replica(self.accumulator.strategy, sums)
@@ -357,12 +367,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def _apply_one_of(
         self, sums: Sequence[Any], counts: tf.Tensor, present: Sequence[int]
     ) -> None:
-        """Apply the averages of those variables that had a gradient, in a trace.
+        """Apply the averages of the variables that had a gradient, in a traced step.
 
-        Keras has to know these variables while it traces, but they are known only as
-        the step runs. So a step is traced for each case, and one of them runs.
-        Variables that have had their gradients in the same parts until now make one
-        set, and a case is which of the sets have gradients.
+        Keras needs these variables during tracing, but they are known only at run time.
+        So one step is traced per case, and one of these steps runs. Variables that had
+        their gradients in the same parts until now form a set, and a case is a
+        combination of sets that have gradients.
         """
         groups = self.accumulator.groups_beside(present)
         if not groups:
@@ -377,7 +387,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         for index, group in enumerate(groups):
             has_gradient = tf.gather(counts, group) > 0
             is_alike &= tf.reduce_all(has_gradient) | ~tf.reduce_any(has_gradient)
-            # Bit `index` of the case is whether that set has gradients.
+            # Bit `index` of the case tells whether this set has gradients.
             case += tf.cast(tf.reduce_any(has_gradient), tf.int32) * 2**index
 
         steps = []
@@ -411,5 +421,6 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.inner.apply(averages, self.updated_variables)
 
 
-# No decorator: the documentation is built without Keras, and would see no class.
+# Do not use this as a decorator: the documentation is built with a mock of Keras, which
+# would replace the class.
 keras.saving.register_keras_serializable("accumulation")(AccumulatingOptimizer)

@@ -1,19 +1,20 @@
-"""Adam's step as one TensorFlow operation, where Keras runs a dozen.
+"""Adam's step as one TensorFlow operation per variable.
 
-Each of Keras' operations is a pass over memory.
+Keras runs a dozen operations instead, each of which is a pass over memory.
 
     m += (g − m)·(1 − β₁);   v += (g² − v)·(1 − β₂)
     w −= rate·√(1 − β₂ᵗ)/(1 − β₁ᵗ) · m/(√v + ε)
 
-Keras' own `apply` does the rest: clipping, weight decay, constraints, averages of
-weights, the loss scale, the count.
+Keras' own `apply` does the rest: clipping, weight decay, constraints, weight averaging,
+loss scaling and counting the updates.
 
-In float32 the operation and Keras differ in 1 − β. Keras rounds the difference; the
-operation subtracts a rounded β, which for 0.999 gives 1.3e-5 less. After t updates of a
-constant gradient a moment holds 1 − (1 − d)ᵗ of it, where d is its 1 − β. The learning
-rate and ε compensate for the ratio of the two: that of v under the root, that of m. An
-error remains where gradients are not constant: at most half of 1.3e-5 of a step, for a
-first gradient after thousands of updates. In float64 nothing differs.
+In float32, the operation and Keras compute slightly different values of d = 1 − β.
+Keras rounds the difference to float32. The operation rounds β first, so that its d is
+smaller by a relative 1.3e-5 for β = 0.999. After t updates with a constant gradient, a
+moment is 1 − (1 − d)ᵗ times its limit. The operation's learning rate and ε are adjusted
+so that the ratio between its moments and those of Keras cancels: see `_scalars`. An
+error remains if gradients are not constant: at most half of 1.3e-5 of a step, for a
+first gradient after thousands of updates. In float64, there is no difference.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,33 +26,35 @@ import tensorflow as tf
 
 from .keras_internals import adam_moments, constant_rate, replaced
 
-# Methods of Keras that the operation replaces.
+# Methods of Keras whose work the operation does.
 REPLACED = ("update_step", "assign_add", "assign_sub")
 
-# The largest relative difference in 1 − β: it is 1.3e-5 with 0.999, 1.7e-4 with 0.9999.
+# Maximum relative difference in 1 − β for which the operation replaces Keras' step. The
+# difference is 1.3e-5 for β = 0.999, and 1.7e-4 for 0.9999.
 TOLERANCE = 2e-5
 
-# Elements of a variable. For smaller ones a CPU's threads take longer to start than to
-# compute: 0.7 times the speed at 16,000 on two cores, 1.2 to 1.4 times at this size,
-# 2.7 at a million.
+# On a CPU, variables with fewer elements keep Keras' step, because threads would take
+# longer to start than to compute. The speedup on two cores is 0.7 at 16,000 elements,
+# 1.2 to 1.4 at this size, and 2.7 at a million.
 SMALL = 1 << 16
 
 
 @contextmanager
 def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
-    """Make `optimizer.apply` take Adam's step as one operation for each variable.
+    """Make `optimizer.apply` take Adam's step as one operation per variable.
 
-    This holds inside the `with` block, for `Adam` and `AdamW`, also in a
-    `LossScaleOptimizer`. Keras takes its own step for other optimizers, `amsgrad`, a
-    subclass with its own step, half precision, small variables on a CPU, and a β such
-    as 0.9999: see `TOLERANCE`.
+    This applies inside the `with` block, to `Adam` and `AdamW`, also inside a
+    `LossScaleOptimizer`. Keras' own step remains in use for other optimizers,
+    `amsgrad`, subclasses that override the step, variables in half precision, small
+    variables on a CPU, and a β such as 0.9999, whose rounding would matter.
 
-    Rows of an embedding's gradient (`tf.IndexedSlices`) that have one index are summed,
-    as in the dense gradient, for variables of every size. Keras' own step adds the
-    square of each row to the second moment.
+    Rows of an embedding's gradient (`tf.IndexedSlices`) that have the same index are
+    summed first, as in the dense gradient, also for small variables. Keras' own step
+    would add the square of each row to the second moment.
 
     Yields:
-        The learning rate, which is computed once, for any optimizer.
+        The learning rate of the optimizer, which is computed once. It is also given if
+        the optimizer is not an Adam.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
     fuses = _takes_keras_step(adam)
@@ -62,8 +65,8 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
 
 
 def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
-    # Computed here, once for all variables: Keras applies in a branch of the graph, or
-    # on each device.
+    # Compute the scalars once for all variables. Keras calls `update_step` later, in a
+    # branch of the graph or on each device.
     scalars = {}
     for dtype in (tf.float32, tf.float64):
         if _is_exact_enough(adam, dtype):
@@ -89,7 +92,7 @@ def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
 
 
 def _takes_keras_step(optimizer: Any) -> bool:
-    """Return whether an optimizer is an Adam whose step is Keras' own."""
+    """Return whether an optimizer is an Adam with the step of Keras' class."""
     kind = keras.optimizers.Adam
     if not isinstance(optimizer, kind) or optimizer.amsgrad:
         return False
@@ -114,14 +117,15 @@ def _is_exact_enough(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
 def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tensor]:
     """Return the scalar arguments of the operation.
 
-    The first moment is a times and the second b times that of Keras: see
-    `_moment_ratio`. With a rate times √b/a and an ε times √b, both factors cancel:
+    The operation's first moment is a times Keras' first moment, and its second moment
+    is b times Keras' second moment: see `_moment_ratio`. With a rate multiplied by √b/a
+    and an ε multiplied by √b, both factors cancel:
 
         rate·√b/a · a·m/(√(b·v) + ε·√b) = rate · m/(√v + ε)
     """
 
     def cast(value: Any) -> tf.Tensor:
-        """Cast as Keras does: a Python number through float32."""
+        """Cast to `dtype` as Keras does, which rounds Python numbers to float32."""
         return keras.ops.cast(value, dtype.name)
 
     count = adam.iterations + 1
@@ -139,9 +143,9 @@ def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tenso
 
 
 def _moment_ratio(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
-    """Return the operation's moment of a constant gradient ÷ that of Keras.
+    """Return the operation's moment ÷ Keras' moment, after a constant gradient.
 
-    The ratio is a scalar of float64. The gradient was constant for `count` updates.
+    The gradient was constant for `count` updates. The ratio is a scalar of float64.
     """
     ours, theirs = _differences(beta, dtype)
     if ours == theirs:

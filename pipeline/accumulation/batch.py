@@ -1,4 +1,4 @@
-"""A batch: its parts, slices, totals and shares; and sums over replicas."""
+"""The parts, slices, totals and shares of a batch, and sums over replicas."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 Nest = Any  # a dense or ragged tensor, or a nest of them, with the examples on axis 0
 
-# Stands for no value in what a loop carries or a strategy reduces. `tf.nest.flatten`
-# skips it, where None would be a leaf that is no tensor.
+# Stands for a missing value in the state of a loop, or in values that a strategy sums.
+# `tf.nest.flatten` skips an empty tuple, but returns None as a leaf.
 ABSENT: tuple[()] = ()
 
 
@@ -19,9 +19,10 @@ class Share(NamedTuple):
     """The part of an effective batch that one of several processes has read.
 
     Attributes:
-        batch: `(x, y)` or `(x, y, sample_weight)` of the examples of this process'
-            replicas, each a nest with the examples on axis 0; it may have no examples.
-        start: position of the first of them in the effective batch, scalar of int32.
+        batch: `(x, y)` or `(x, y, sample_weight)` with the examples for the replicas of
+            this process, each a nest with the examples on axis 0. It may be empty.
+        start: position of the share's first example in the effective batch, scalar of
+            int32.
         examples: number of examples in the effective batch, scalar of int32.
     """
 
@@ -31,10 +32,14 @@ class Share(NamedTuple):
 
     @classmethod
     def for_replicas(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:
-        """Return the share of `count` of all `replicas`, of which `first` is the first.
+        """Return the share of the `count` replicas from number `first` on.
 
-        `batch` is a batch, or what it is made from, such as the indices of its
-        examples.
+        Args:
+            batch: the effective batch, or a tensor that represents it, such as the
+                indices of its examples.
+            first: number of the first replica of this process, counted from 0.
+            count: number of replicas of this process.
+            replicas: number of replicas of all processes.
         """
         examples = examples_in(batch)
         size = -(-examples // replicas)
@@ -44,13 +49,14 @@ class Share(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """Several batches that make one update, one after the other; none is cut or joined.
+    """Several batches that make one update. No micro-batch spans two of them.
 
     Attributes:
-        batch: `(x, y)` or `(x, y, sample_weight)` of all of them, each a nest with the
-            examples on axis 0. A part whose other axes differ between the batches is
-            ragged here, and dense in each micro-batch.
-        sizes: number of examples of each batch, (batches,), int32: the micro-batches.
+        batch: `(x, y)` or `(x, y, sample_weight)` with the examples of all batches in
+            order, each a nest with the examples on axis 0. If another axis differs in
+            size between the batches, the part is ragged here, and dense in each
+            micro-batch.
+        sizes: number of examples per batch, (batches,), int32.
     """
 
     batch: Nest
@@ -58,12 +64,12 @@ class Batches(NamedTuple):
 
 
 class BatchTotals(NamedTuple):
-    """What is known of an effective batch before any forward pass.
+    """The totals of an effective batch that are known before any forward pass.
 
     Attributes:
-        examples: their number, scalar.
-        weights: Σ wᵢ, scalar, of the sample weights of each output, as `fit` takes
-            them; None where there are none.
+        examples: number of examples, scalar.
+        weights: the sums of the sample weights, scalars, nested like the sample weights
+            in `fit`; None for an output without sample weights.
     """
 
     examples: tf.Tensor
@@ -71,7 +77,7 @@ class BatchTotals(NamedTuple):
 
 
 def is_absent(value: Any) -> bool:
-    """Return whether a value is `ABSENT`, not a tensor, `tf.IndexedSlices` or None."""
+    """Return whether a value is `ABSENT`."""
     return isinstance(value, tuple) and not value
 
 
@@ -99,7 +105,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def inputs_of(batch: Nest | Share | Batches) -> Nest:
-    """Return x in the form that it has in a micro-batch."""
+    """Return x. For `Batches`, ragged tensors are made dense, as in a micro-batch."""
     x, *_ = parts_of(batch)
     if isinstance(batch, Batches):
         return tf.nest.map_structure(to_dense, x)
@@ -109,15 +115,16 @@ def inputs_of(batch: Nest | Share | Batches) -> Nest:
 def tensors_of(batch: Nest | Share | Batches) -> list[tf.Tensor]:
     """Return the tensors that a batch consists of.
 
-    They are there only after the batch was read. A traced step runs once more where
-    data of an unknown length ends, and what depends on no batch would change once more.
+    Use them as control dependencies of assignments that do not depend on the batch. At
+    the end of data of unknown length, a traced step starts once more, and fails when it
+    reads the batch. Without the dependencies, the assignments would be made once more.
     """
     leaves = tf.nest.flatten(parts_of(batch), expand_composites=True)
     return [leaf for leaf in leaves if leaf is not None]
 
 
 def to_dense(leaf: Any) -> tf.Tensor:
-    """Return a part of one of several `Batches` as it was before they were joined."""
+    """Return a tensor of a single batch in `Batches`, made dense if it is ragged."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.to_tensor()
     return leaf
@@ -132,7 +139,7 @@ def examples_in(nest: Nest) -> tf.Tensor:
 
 
 def slice_of(nest: Nest, start: Any, stop: Any) -> Nest:
-    """Return the examples from `start` to before `stop`."""
+    """Return the examples from `start` up to, but not including, `stop`."""
 
     def sliced(leaf: Any) -> Any:
         return None if leaf is None else leaf[start:stop]
@@ -141,7 +148,7 @@ def slice_of(nest: Nest, start: Any, stop: Any) -> Nest:
 
 
 def slice_specs(nest: Nest) -> Nest:
-    """Return the specs of slices with any number of examples; None stays None."""
+    """Return the type specs of slices with any number of examples; None stays None."""
     return tf.nest.map_structure(_slice_spec, nest)
 
 
@@ -159,17 +166,18 @@ def _slice_spec(leaf: Any) -> tf.TypeSpec | None:
 def spread(
     nest: Nest, names: Sequence[str], subject: str, *, to_all: bool = False
 ) -> dict[str, Nest]:
-    """Return what `nest` has for each output, by the outputs' `names`.
+    """Return the entries of `nest` by output name.
 
     Args:
-        nest: a dict by name, a list in the order of the outputs, or a leaf, which is
-            for the only output.
-        names: of the outputs.
-        subject: what errors call the nest.
-        to_all: whether a leaf is for each of several outputs.
+        nest: a dict by output name, a list in the order of the outputs, or a leaf for
+            the only output.
+        names: names of the outputs.
+        subject: the name of the nest in error messages.
+        to_all: whether a leaf applies to each of several outputs.
 
     Raises:
-        ValueError: a name is not that of an output, or the number of entries is wrong.
+        ValueError: no output has the name of an entry, or the number of entries is
+            wrong.
     """
     if not keras.tree.is_nested(nest):
         if len(names) > 1 and nest is not None and not to_all:
@@ -200,8 +208,8 @@ def spread(
 def batch_totals(batch: Nest | Share) -> BatchTotals:
     """Return the totals of an effective batch.
 
-    They are computed on the host, so that no device receives the effective batch. The
-    weights of a `Share` are those of its own examples alone.
+    The totals are computed on the host, so that no device receives the effective batch.
+    For a `Share`, `weights` covers only the examples of the share.
     """
     x, _, weights = parts_of(batch)
     with tf.device("CPU:0"):
@@ -213,7 +221,7 @@ def batch_totals(batch: Nest | Share) -> BatchTotals:
 
 
 def _sum_of_weights(weights: Any) -> tf.Tensor | None:
-    """Return the sum: of integers in float64, of half precision in float32."""
+    """Return the sum, in float64 for integers and in float32 for half precision."""
     if weights is None:
         return None
     if not weights.dtype.is_floating:
@@ -226,7 +234,7 @@ def _sum_of_weights(weights: Any) -> tf.Tensor | None:
 def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
     """Return this replica's share of an effective batch, and the share's position.
 
-    A share has ⌈examples / replicas⌉ examples at most. Its position is that of its
+    A share has at most ⌈examples / replicas⌉ examples. Its position is the index of its
     first example in the effective batch.
     """
     parts = parts_of(batch)
@@ -234,7 +242,7 @@ def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
     if context.num_replicas_in_sync == 1:
         return parts, 0
     replica = context.replica_id_in_sync_group
-    # On the host, so that a device receives its share and not the whole batch.
+    # Slice on the host, so that a device does not receive the whole batch.
     with tf.device("CPU:0"):
         if isinstance(batch, Share):
             start = batch.start
@@ -256,8 +264,8 @@ def global_batch_totals(
 ) -> BatchTotals:
     """Return the totals of an effective batch over all processes.
 
-    The weights of a `Share` are summed over the replicas if a loss divides by them, and
-    left out if none does. `reductions_ready` is as for `reduce`.
+    For a `Share`, the weights are summed over the replicas if a loss divides by them,
+    and left out otherwise. For `reductions_ready`, see `reduce`.
     """
     totals = batch_totals(batch)
     if not isinstance(batch, Share):
@@ -287,20 +295,20 @@ def reduce(
 ) -> Nest:
     """Sum over replicas; every replica gets the sums on its own device.
 
-    `tf.IndexedSlices` are concatenated, so indices may repeat. `reductions_ready`
-    counts the calls whose summands are ready in this process.
+    `tf.IndexedSlices` are concatenated, so indices may repeat. `reductions_ready` is
+    incremented once the summands are ready in this process.
     """
     values = tf.nest.flatten(sums)
     local_values = strategy.experimental_local_results(values[0])
     if reductions_ready is not None:
-        # All values of a replica are ready together.
+        # Wait for the first value only: all values of a replica are ready together.
         with tf.control_dependencies(list(local_values)):
             reductions_ready.assign_add(1)
     if strategy.num_replicas_in_sync == 1:
         return sums
 
-    # CPUs of one process need no collective, which fails under a second
-    # MirroredStrategy: tensorflow/tensorflow#62790.
+    # Sum between CPUs of one process without a collective, which would fail under a
+    # second MirroredStrategy: tensorflow/tensorflow#62790.
     in_this_process = len(local_values) == strategy.num_replicas_in_sync
     if in_this_process and "CPU" in local_values[0].device:
         summed = [strategy.extended.reduce_to("SUM", value, value) for value in values]
@@ -310,10 +318,10 @@ def reduce(
 
 
 def all_reduced(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
-    """Return the sums of `values` over replicas, on the devices that `values` are on.
+    """Return the sums of `values` over replicas, on the devices of `values`.
 
-    Values of one dtype share a collective: TensorFlow concatenates all that a
-    collective gets.
+    There is one collective per dtype, because TensorFlow concatenates all values that
+    share a collective.
     """
     dtypes = [strategy.experimental_local_results(value)[0].dtype for value in values]
     summed = list(values)
@@ -327,5 +335,5 @@ def all_reduced(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any
 
 
 def of_first_replica(strategy: tf.distribute.Strategy, values: Nest) -> Nest:
-    """Return the values that the first replica of this process has."""
+    """Return the values of the first replica in this process."""
     return strategy.experimental_local_results(values)[0]

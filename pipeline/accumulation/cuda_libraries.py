@@ -1,22 +1,23 @@
-"""The CUDA library of NVIDIA's wheels that TensorFlow does not find by itself."""
+"""Loads the CUDA library that TensorFlow does not find in NVIDIA's wheels."""
 
 import ctypes
 import importlib.util
 from contextlib import suppress
 from pathlib import Path
 
-# TensorFlow 2.21 opens it from libtensorflow_framework.so.2, whose search path has the
-# folders of all other wheels (tensorflow/tensorflow#112973); then it registers no GPU.
-# A library that is loaded already is found by its name.
+# In TensorFlow 2.21, the search path of libtensorflow_framework.so.2 lacks the folder
+# of this wheel (tensorflow/tensorflow#112973). TensorFlow then registers no GPU, except
+# if the library is already loaded.
 _PACKAGE = "nvidia.cusolver"
 _FILE = "lib/libcusolver.so.11"
 
 
 def load_cuda_libraries() -> None:
-    """Open cuSOLVER, where its wheel is installed.
+    """Load cuSOLVER if its wheel is installed.
 
-    Call it before TensorFlow lists GPUs, which is when it needs the library. Without
-    the wheel, or without one that the wheel needs, TensorFlow reports what it misses.
+    Call this before TensorFlow lists the GPUs, which is when TensorFlow needs the
+    library. If the wheel or one of its dependencies is missing, nothing is loaded, and
+    TensorFlow reports the missing library.
     """
     with suppress(ImportError, OSError):
         spec = importlib.util.find_spec(_PACKAGE)

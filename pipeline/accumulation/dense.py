@@ -1,9 +1,10 @@
-"""The gradient of wide dense layers by their inputs, computed faster on a CPU.
+"""A faster input gradient of wide dense layers on a CPU.
 
     Y = X·W        dW = Xᵀ·dY        dX = dY·Wᵀ = (W·dYᵀ)ᵀ
 
-TensorFlow computes dX as dY·Wᵀ. On a CPU in float32 that is slow for the few rows of a
-micro-batch. The speedup of (W·dYᵀ)ᵀ by kernel and rows of dY, on two cores:
+TensorFlow computes dX as dY·Wᵀ. On a CPU in float32, this is slow for the few rows of a
+micro-batch. The table shows the speedup of (W·dYᵀ)ᵀ on two cores, by the shape of the
+kernel and the number of rows of dY:
 
     rows             8    12    15    16    32    64   128   256   512
     256×256        0.8   0.8         0.8   0.8   0.8   0.8   0.8   0.8
@@ -16,8 +17,8 @@ micro-batch. The speedup of (W·dYᵀ)ᵀ by kernel and rows of dY, on two cores
 Measured with oneDNN, TensorFlow's default; without it the speedup of 1024×1024 is 3.9
 at 16 rows and 1.5 at 128.
 
-Each element is the same sum; the order of its terms may differ. The forward pass is
-that of Keras, dW is that of TensorFlow.
+Each element of dX is the same sum, but the order of its terms may differ. The forward
+pass remains that of Keras, and dW that of TensorFlow.
 """
 
 import math
@@ -38,19 +39,20 @@ from .keras_internals import (
     stop_recording,
 )
 
-# The range in which nearly all measurements gain, also those for rows that are no
-# multiple of 16. The worst is 0.9, for 768×768 at 100 rows.
-LARGE = 1 << 19  # elements of a kernel
-# Elements of its shorter axis: the transpose is a pass over rows × inputs, too
-# expensive for few units.
+# Sizes at which nearly all measurements show a speedup, also at numbers of rows that
+# are no multiples of 16. The worst is 0.9, for 768×768 at 100 rows.
+LARGE = 1 << 19  # minimum number of elements in a kernel
+# Minimum length of the kernel's shorter axis. The transpose is a pass over rows ×
+# inputs, which is too expensive for few units.
 WIDE = 512
-ROWS = range(16, 129)  # examples of a micro-batch
+ROWS = range(16, 129)  # examples per micro-batch
 
 
 def wide_layers(model: keras.Model, micro_batch_size: int) -> list[keras.layers.Dense]:
     """Return the layers that `transposed_gradients` makes faster.
 
-    They are Keras' own dense layers that have large kernels in float32, on a CPU.
+    They are Keras' own dense layers with large float32 kernels on a CPU. There are none
+    if the micro-batch size is not in `ROWS`.
     """
     if micro_batch_size not in ROWS:
         return []
@@ -60,9 +62,9 @@ def wide_layers(model: keras.Model, micro_batch_size: int) -> list[keras.layers.
 def transposed_gradients(
     layers: Sequence[keras.layers.Dense],
 ) -> AbstractContextManager[None]:
-    """Have the layers' gradients by inputs of rank 2 computed as (W·dYᵀ)ᵀ.
+    """Compute the layers' gradients with respect to rank-2 inputs as (W·dYᵀ)ᵀ.
 
-    This holds for calls of the layers inside the `with` block.
+    This applies to calls of the layers inside the `with` block.
     """
     return calling((layer, _call(layer)) for layer in layers)
 
@@ -72,7 +74,7 @@ def _is_wide(layer: keras.Layer) -> bool:
         return False
     if layer.compute_dtype != "float32":
         return False
-    # Not `layer.kernel`: with LoRA it is computed, and an unbuilt layer has none.
+    # Do not use `layer.kernel`: LoRA computes it, and an unbuilt layer has none.
     for weight in layer.weights:
         if len(weight.shape) != 2 or weight.dtype != "float32":
             continue
@@ -88,11 +90,11 @@ def _call(layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
     def call(inputs: Any, training: Any = None) -> Any:
         if not _takes(inputs):
             return type(layer).call(layer, inputs, training=training)
-        # A layer's own loop or function has another graph.
+        # Leave calls in another graph to Keras, such as those in a layer's own loop.
         if graph() is not traced_graph:
             return type(layer).call(layer, inputs, training=training)
         kernel = tf.convert_to_tensor(layer.kernel)
-        # A `ForwardAccumulator` has a derivative to carry on.
+        # Leave calls to Keras if a `ForwardAccumulator` needs their derivatives.
         if pack_tangents([inputs, kernel]).tangents:
             return type(layer).call(layer, inputs, training=training)
 
@@ -113,9 +115,9 @@ def _takes(inputs: Any) -> bool:
 
 
 def _product(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
-    """Return X·W with a gradient declared to every tape.
+    """Return X·W, and record its gradient on every active tape.
 
-    The gradient is made of plain operations, so it has a gradient itself.
+    The gradient consists of plain operations, so it can be differentiated again.
     """
     with stop_recording():
         product = keras.ops.matmul(x, kernel)

@@ -1,4 +1,4 @@
-"""The loss and the metrics over a split, in micro-batches."""
+"""Evaluates the loss and the metrics over a split, in micro-batches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .xla import compiled_by_xla, without_cudnn
 
 
 class Evaluation:
-    """The loss and the metrics over a split, each example weighted exactly.
+    """Evaluates the loss and the metrics; each example has its exact weight.
 
-    The arguments are those of an `Update`.
+    For the arguments, see `Update`.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class Evaluation:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest | Share) -> GradientSums:
-        """Add one batch to the metrics; return its loss and weight, without gradients.
+        """Update the metrics with one batch; return the sums of its losses.
+
+        The sums have no gradients.
 
         Args:
-            batch: as an `Update` takes it.
+            batch: the batch, or the `Share` of it that this process has read.
         """
         sums, outputs = self.strategy.run(self._evaluate, args=(batch,))
         sums = reduce(self.strategy, sums, self.reductions_ready)
@@ -62,9 +64,10 @@ class Evaluation:
         return sums.with_losses(batch_losses(self.objective, effective_batch).losses)
 
     def _evaluate(self, batch: Nest | Share) -> tuple[GradientSums, Outputs]:
-        """Return the sums over this replica's share.
+        """Return the sums over this replica's share, and the outputs if needed.
 
-        The outputs are returned as well if the losses are over the effective batch.
+        The outputs are needed if the losses are over the effective batch. Otherwise the
+        dict of outputs is empty.
         """
         share, _ = share_of(batch)
         totals = batch_totals(batch)

@@ -1,10 +1,11 @@
 """Model FLOPs: the products of a forward and backward pass, counted in a traced graph.
 
-A multiply-add of a matrix product or a convolution counts 2; norms, activations, sums
-and look-ups count nothing, as in appendix B of Chowdhery et al. 2022, "PaLM". The graph
-has no gradient by frozen layers or by the inputs of the first one (grouped convolutions
-and cuDNN's RNNs compute it). It has all of a causal mask's square, the padding at
-borders, and twice what is rematerialized.
+A multiply-add in a matrix product or a convolution counts as 2 FLOPs; norms,
+activations, sums and look-ups count as 0, as in appendix B of Chowdhery et al. 2022,
+"PaLM". The graph contains no gradients for frozen layers, and none for the inputs of
+the first layer, except in grouped convolutions and cuDNN's RNNs. Everything else in the
+graph is counted: all attention scores under a causal mask, the padding at borders, and
+rematerialized operations twice.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .keras_internals import function_graph
 from .loss_sums import micro_batch_losses
 from .objective import Losses, Objective, by_name
 
-# Operations that run functions, with the attributes that name these functions. Of
-# several branches the most expensive one is counted.
+# Operations that call functions, with the attributes that name the functions. If an
+# operation has several branches, only the most expensive branch is counted.
 _CALLS = {
     "PartitionedCall": ["f"],
     "While": ["body"],
@@ -33,8 +34,8 @@ _CONVOLUTION = re.compile(
     r"(?P<forward>Conv[23]D|DepthwiseConv2dNative)"
     r"(Backprop(?P<gradient_by>Input|Filter)(V2)?)?"
 )
-# Operations that multiply matrices, or may: how often is unknown without a formula
-# here.
+# Operations that contain or may contain matrix products. An operation for which this
+# module has no formula is reported as unknown.
 _PRODUCT = re.compile(
     r".*(MatMul|Conv[23]?D|Einsum|RNN|LSTM|GRU|FFT|Cholesky|Svd|Qr|Eig"
     r"|PyFunc|XlaCall|CustomCall).*"
@@ -46,17 +47,18 @@ _PRODUCT = re.compile(
 def training_flops(
     model: keras.Model, loss: Losses | Objective, batch: Nest
 ) -> tuple[float, list[str]]:
-    """Return the model FLOPs of an example, and the operations that were not counted.
+    """Return the model FLOPs per example, and the operations that were not counted.
 
-    Tracing does not change the model.
+    The model is only traced, and not changed.
 
     Args:
-        model: as `accumulate_gradients` takes it.
-        loss: as `accumulate_gradients` takes it.
-        batch: as `accumulate_gradients` takes it, of a few examples.
+        model: see `accumulate_gradients`.
+        loss: see `accumulate_gradients`.
+        batch: a batch of a few examples; see `accumulate_gradients`.
 
     Returns:
-        The FLOPs, and the types of operations whose products could not be counted.
+        The FLOPs per example, and the types of operations whose products could not be
+        counted.
     """
     parts = parts_of(batch)
     objective = Objective.from_loss(loss)
@@ -83,14 +85,14 @@ class FlopCounter:
     """Counts the FLOPs of graphs.
 
     Attributes:
-        unknown: types of operations whose products it could not count.
+        unknown: types of operations whose products could not be counted.
     """
 
     def __init__(self) -> None:
         self.unknown: set[str] = set()
 
     def count_graph(self, graph: tf.Graph) -> int:
-        """Count what the outputs of a traced function need."""
+        """Return the FLOPs that the outputs of a traced function need."""
         total = 0
         seen = set[str]()
         remaining = [output.op for output in graph.outputs]
@@ -102,12 +104,12 @@ class FlopCounter:
             remaining += [tensor.op for tensor in operation.inputs]
             try:
                 total += self.count(operation)
-            except (TypeError, ValueError):  # a size is unknown while it is traced
+            except (TypeError, ValueError):  # a size was unknown during tracing
                 self.unknown.add(operation.type)
         return total
 
     def count(self, operation: tf.Operation) -> int:
-        """Count the products of an operation, and of the functions that it runs."""
+        """Return the FLOPs of an operation and of the functions that it calls."""
         kind = operation.type
         plain = kind.removeprefix("Stateful").removeprefix("Stateless")
         if plain in _CALLS:
@@ -143,9 +145,9 @@ def _count_matrix_product(operation: tf.Operation) -> int:
 
 
 def _count_einsum(operation: tf.Operation) -> int:
-    """Count a multiply-add for each combination of the indices of two inputs.
+    """Return the FLOPs of an einsum: 2 per combination of the indices of its inputs.
 
-    The axes that `...` stands for are counted from the last one.
+    The axes that `...` stands for are matched from the last axis backwards.
     """
     if len(operation.inputs) == 1:
         return 0
@@ -162,9 +164,9 @@ def _count_einsum(operation: tf.Operation) -> int:
 
 
 def _count_convolution(operation: tf.Operation) -> int:
-    """Count a multiply-add for each output and each weight of the filter that gives it.
+    """Return the FLOPs of a convolution: 2 per output element and filter weight in it.
 
-    A gradient of a convolution has as many as the convolution.
+    Each gradient of a convolution needs as many FLOPs as the convolution.
     """
     match = _CONVOLUTION.fullmatch(operation.type)
     assert match is not None
@@ -186,7 +188,7 @@ def _count_convolution(operation: tf.Operation) -> int:
 
 
 def _is_countable_rnn(operation: tf.Operation) -> bool:
-    """Return whether it is cuDNN's LSTM or GRU of one layer."""
+    """Return whether an operation is cuDNN's LSTM or GRU with a single layer."""
     if not operation.type.startswith("CudnnRNN"):
         return False
     if operation.get_attr("rnn_mode") not in _GATES:
@@ -204,13 +206,13 @@ def _count_rnn(operation: tf.Operation) -> int:
 
 
 def _iterations(loop: tf.Operation) -> int:
-    """Return the `maximum_iterations` of a loop or of the loop whose gradient it is.
+    """Return the `maximum_iterations` of a loop, or of the loop of its forward pass.
 
     Raises:
-        ValueError: they are unknown.
+        ValueError: the number of iterations is unknown.
     """
     count = loop.inputs[1]
-    # The loop of Keras' RNNs has a maximum over a scalar.
+    # In the loops of Keras' RNNs, the number is the maximum over a scalar.
     if count.op.type == "Max" and count.op.inputs[0].shape.rank == 0:
         count = count.op.inputs[0]
     iterations = tf.get_static_value(count)

@@ -14,15 +14,15 @@ from .batch import examples_in, slice_specs
 from .keras_internals import global_seed, layers_of
 from .same_noise import drawn, noisy_layers
 
-# TensorFlow operations that draw from a state of their own, as `tf.random.normal` and
-# `tf.random.Generator` do.
+# TensorFlow operations that draw random numbers from a state in TensorFlow, such as
+# those of `tf.random.normal` and `tf.random.Generator`.
 _DRAWING = re.compile(
     r"(?!Stateless).*Random.*|Rng.*|Stateful(Standard|Uniform).*"
     r"|.*TruncatedNormal|Multinomial"
 )
 
-# Methods that `fit` and `evaluate` of a plain model call, and `AccumulatingModel` does
-# not.
+# Methods that a model must not override: `fit` and `evaluate` of a plain model call
+# them, but `AccumulatingModel` does not.
 _METHODS_OF_FIT = ("train_step", "test_step", "compute_loss", "compute_metrics")
 
 
@@ -31,9 +31,10 @@ class Forward:
     """The side effects of a forward pass in training.
 
     Attributes:
-        assigned: variables that it assigns: moving statistics, and the seeds of layers.
-        cut_dependent_noise: names of layers and operations that draw new noise for each
-            micro-batch.
+        assigned: variables that the pass assigns: moving statistics, other states, and
+            the seeds of layers.
+        cut_dependent_noise: names of layers and operations whose noise depends on the
+            cut, as they draw new noise for each micro-batch.
         drawing_by_position: layers that draw for each example by its position in the
             effective batch.
     """
@@ -44,9 +45,13 @@ class Forward:
 
 
 def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
-    """Trace a forward pass of a built model on a few examples, without changing it.
+    """Trace a forward pass of a built model, without changing the model.
 
-    `same_noise` is that of an `Update`.
+    Args:
+        model: the built model.
+        x: inputs of a few examples.
+        same_noise: whether noise is drawn by the position of an example, where the
+            layer allows it; see `Update`.
     """
     noisy = noisy_layers(model, x) if same_noise else []
     x = tf.nest.map_structure(_as_tensor, x)
@@ -69,7 +74,7 @@ def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
     if seed is not None and is_assigned(seed):
         drawing.add("keras.random without a seed")
 
-    # A layer that has called Keras' own noise, too, has its seed assigned.
+    # Leave out a layer whose seed was assigned: some of its calls drew as in Keras.
     ids = {id(variable) for variable in assigned}
     drawing_by_position = [
         layer for layer in noisy if id(layer.seed_generator.state) not in ids
@@ -85,9 +90,9 @@ def _as_tensor(leaf: Any) -> Any:
 def batch_dependent_layers(
     model: keras.Model, forward: Forward, but: Sequence[keras.Layer] = ()
 ) -> list[str]:
-    """Return the names of the layers that assign a state in training, other than seeds.
+    """Return the names of layers that assign a state other than a seed in training.
 
-    The state depends on the micro-batch. That of the layers in `but` is left out.
+    Such a state depends on the micro-batch. The weights of layers in `but` are ignored.
     """
     ids = {id(variable) for variable in forward.assigned}
     for layer in but:
@@ -104,15 +109,15 @@ def batch_dependent_layers(
 def unsupported(
     model: keras.Model, *, as_by_fit: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yield why a model cannot be trained in micro-batches.
+    """Yield the reasons why a model cannot be trained in micro-batches.
 
     Args:
-        model: built.
-        as_by_fit: whether it must not have methods of its own that `fit` and `evaluate`
-            of a plain model call.
+        model: a built model.
+        as_by_fit: whether to also reject a model that overrides a method which `fit` or
+            `evaluate` of a plain model would call.
 
     Yields:
-        The rule that it breaks, and the layer or the variable that breaks it.
+        A rule that the model breaks, and the layer, variable or class that breaks it.
     """
     if as_by_fit:
         yield from _own_methods(model)
@@ -150,9 +155,9 @@ def _own_methods(model: keras.Model) -> Iterator[tuple[str, str]]:
 
 
 def untracked_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
-    """Yield TensorFlow's own variables and generators in the attributes of layers.
+    """Yield the variables in layers' attributes that Keras does not track, with names.
 
-    Each comes after a name; names may repeat.
+    They are TensorFlow variables and states of `tf.random.Generator`. Names may repeat.
     """
     for layer in (model, *layers_of(model)):
         for attribute, value in _attributes(layer):
@@ -166,7 +171,7 @@ def untracked_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]
 def _attributes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of each attribute.
 
-    A list or a dict is yielded entry by entry.
+    Lists and dicts are yielded entry by entry.
     """
     for name, value in vars(layer).items():
         entries = list(value.values()) if isinstance(value, dict) else value
@@ -180,9 +185,9 @@ def _attributes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 def _drawing_layers(
     model: keras.Model, assigned: list[keras.Variable]
 ) -> Iterator[str]:
-    """Yield the names of the layers whose seeds are among the variables.
+    """Yield the names of the layers whose seeds are among the assigned variables.
 
-    The seed may be that of a layer inside.
+    The seed may also belong to a nested layer.
     """
     ids = {id(variable) for variable in assigned}
 
@@ -199,7 +204,7 @@ def _drawing_layers(
 
 
 def _outermost(model: keras.Model) -> Iterator[keras.Layer]:
-    """Yield a model and its layers; of layers that are models also their layers."""
+    """Yield a model and its layers; layers that are models are expanded likewise."""
     yield model
     for layer in model.layers:
         if isinstance(layer, keras.Model):
@@ -209,9 +214,9 @@ def _outermost(model: keras.Model) -> Iterator[keras.Layer]:
 
 
 def _drawing_operations(graph: tf.Graph) -> Iterator[str]:
-    """Yield the names of the operations that draw from TensorFlow's own state.
+    """Yield the names of the operations that draw from a state in TensorFlow.
 
-    Those in functions are included.
+    Operations in functions of the graph are included.
     """
     definition = graph.as_graph_def()
     nodes = list(definition.node)

@@ -1,10 +1,10 @@
-"""A weighted sum of gradients that outlives a step: for loops with a tape of their own.
+"""A weighted sum of gradients that is kept between steps, for your own loops.
 
-    S += w·g;  W += w        # for each part, on each replica by itself
-    S / W                    # once an update, over all replicas
+    S += w·g;  W += w        # for each part, separately on each replica
+    S / W                    # once per update, over all replicas
 
-Where g is the gradient of a mean over w examples, or over weights whose sum is w, S / W
-is that of the mean over all.
+If g is the gradient of a mean over w examples, or of a weighted mean whose weights sum
+to w, then S / W is the gradient of the mean over all parts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ZERO = (
 
 
 class GradientAccumulator(tf.Module):
-    """Sums of gradients, and of their weights, in variables.
+    """Sums of gradients and of their weights, in TensorFlow variables.
 
-    The variables are those of the strategy that is current when it is made. A sum is
-    dense, in float32 at least; the sum for an embedding has the size of its table. A
-    `tf.train.Checkpoint` saves all of it, also between two parts.
+    The sums are created under the current strategy. Each sum is dense, in float32 at
+    least; the sum for an embedding is as large as the embedding table. A
+    `tf.train.Checkpoint` saves the whole state, also between two parts of an update.
 
     Args:
-        variables: those that the gradients are of, in their order.
+        variables: the variables that the gradients belong to, in the same order.
 
     Raises:
         ValueError: the strategy has several replicas and is not a `MirroredStrategy`.
@@ -53,22 +53,22 @@ class GradientAccumulator(tf.Module):
             raise ValueError(f"{rule}. Received: {type(self.strategy).__name__}")
         self.sums = [_zeros(tuple(each.shape), each.dtype) for each in variables]
         self.weight = _zeros((), "float64")
-        # How many gradients each sum has. A variable without any has none in this
-        # update, and is left as it is. They are kept in a variable: after a restart,
-        # Python would not know them.
+        # The number of gradients in each sum. With 0, the variable is not changed in
+        # this update. The counts are a variable so that a checkpoint restores them.
         self.counts = _zeros((len(self.sums),), "float64")
-        # The sets of indices of variables that had a gradient in one part. They decide
-        # what is traced, never what is computed. Lists would be tracked, and could not
-        # be saved after a change.
+        # One set per combination of variables that had a gradient in the same part: the
+        # indices of these variables. The sets affect what is traced, but not what is
+        # computed. Do not use lists: `tf.Module` would track a list, and a checkpoint
+        # could not save it after a change.
         self._patterns = set[frozenset[int]]()
         # Indices of variables that a traced average leaves out.
         self._left_out = set[int]()
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """What a checkpoint must hold between two parts.
+        """The state that a checkpoint must save between two parts.
 
-        They are the weight, the sums, and how many gradients each sum has.
+        It consists of the weight, the sums, and the number of gradients in each sum.
         """
         return [self.weight, *self.sums, self.counts]
 
@@ -77,19 +77,21 @@ class GradientAccumulator(tf.Module):
     ) -> None:
         """Add the gradients of one part.
 
-        Under a strategy call it inside `strategy.run`: each replica adds those of its
-        share. Where it raises, nothing was added.
+        Under a strategy, call this inside `strategy.run`: each replica adds the
+        gradients of its share. If the call raises an error, nothing was added.
 
         Args:
-            gradients: of each variable, of the mean over the part or share, dense or
-                `tf.IndexedSlices`; None where there is none. Inside `strategy.run`
-                multiply by the number of replicas: Keras' losses divide by it.
-            weight: of the part, scalar: by how much its mean counts.
-            times: by what the gradients are multiplied.
+            gradients: the gradient of the mean over the part or share for each
+                variable: a dense tensor, `tf.IndexedSlices`, or None for no gradient.
+                Keras' losses divide by the number of replicas inside `strategy.run`, so
+                multiply by it.
+            weight: weight of the mean over this part, scalar.
+            times: factor by which the gradients are multiplied.
 
         Raises:
-            ValueError: their number or shapes are not the variables', the weight is no
-                scalar, or an average that was traced before leaves one out.
+            ValueError: the number or the shapes of the gradients do not match the
+                variables, the weight is not a scalar, or a variable with a gradient is
+                left out by an average that was traced before.
         """
         gradients, uncertain = self._checked(gradients)
         weight = tf.convert_to_tensor(weight)
@@ -104,8 +106,8 @@ class GradientAccumulator(tf.Module):
         for index, wait in zip(indices, self._waits(present, uncertain), strict=True):
             total = self.sums[index]
             with tf.control_dependencies(wait):
-                # A replica's share may be empty: its mean is not a number, and its
-                # weight zero.
+                # Multiply without NaN: if a replica's share is empty, its mean is NaN
+                # and its weight is 0.
                 factor = tf.cast(weight, total.dtype) * times
                 summand = tf.math.multiply_no_nan(gradients[index], factor)
                 total.assign_add(summand)
@@ -114,18 +116,18 @@ class GradientAccumulator(tf.Module):
             self.counts.assign_add(tf.constant(counts, self.counts.dtype))
 
     def average(self) -> list[tf.Tensor | None]:
-        """Return Σ w·g / Σ w over all parts and replicas.
+        """Return Σ w·g / Σ w over all parts and replicas, for each variable.
 
-        It is None for a variable that had no gradient in any part, and zero where
-        nothing was added. Call it and apply it outside of `strategy.run`: inside, Keras
-        would add up averages.
+        The average is None for a variable that had no gradient in any part. All
+        averages are zero if nothing was added. Call this and apply the result outside
+        of `strategy.run`: inside, Keras would sum the averages over replicas.
 
-        Inside a `tf.function` what is None is fixed when it is traced: a variable that
-        had a gradient until then has to have one in each update.
+        Inside a `tf.function`, tracing fixes which averages are None. A variable that
+        had a gradient before then must have one in each update.
 
         Raises:
-            tf.errors.InvalidArgumentError: inside a `tf.function`, a variable has no
-                gradient in this update, and had one when it was traced.
+            tf.errors.InvalidArgumentError: inside a `tf.function`, a variable that had
+                a gradient before the tracing has none in this update.
         """
         values = of_first_replica(self.strategy, self.reduced())
         if tf.inside_function():
@@ -136,9 +138,9 @@ class GradientAccumulator(tf.Module):
         return self.averages_from(values, present_in(counts))
 
     def reduced(self) -> list[Any]:
-        """Return the values of `variables` over all replicas, on each of them.
+        """Return the sums of `variables` over replicas, on each replica.
 
-        Call it outside of `strategy.run`.
+        Call this outside of `strategy.run`.
         """
         values = [variable.value for variable in self.variables]
         if self.strategy.num_replicas_in_sync > 1:
@@ -151,8 +153,8 @@ class GradientAccumulator(tf.Module):
         """Return the averages for some variables, and None for the others.
 
         Args:
-            values: what `reduced` has returned.
-            indices: of the variables.
+            values: the result of `reduced`.
+            indices: indices of the variables whose averages are returned.
         """
         weight, *sums, _ = values
         averages: list[tf.Tensor | None] = [None] * len(sums)
@@ -161,9 +163,9 @@ class GradientAccumulator(tf.Module):
         return averages
 
     def groups_beside(self, indices: Collection[int]) -> list[list[int]]:
-        """Return sets of variables that had a gradient in the same parts until now.
+        """Return groups of variables that had gradients in the same parts until now.
 
-        Together they are all variables but those at `indices`.
+        The groups, lists of indices, contain all variables except those at `indices`.
         """
         patterns = [*self._patterns, self._present_when_traced()]
         groups: dict[tuple[bool, ...], list[int]] = {}
@@ -174,28 +176,30 @@ class GradientAccumulator(tf.Module):
         return list(groups.values())
 
     def reset(self) -> None:
-        """Begin the next update."""
+        """Set all sums, weights and counts to 0, for the next update."""
         for variable in self.variables:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
 
     def _waits(
         self, present: Sequence[tf.Tensor], uncertain: Sequence[tf.Tensor]
     ) -> list[Sequence[tf.Tensor]]:
-        """Return for each gradient which ones are computed before it is added.
+        """Return, for each gradient, the tensors to compute before it is added.
 
-        A traced step of `fit` runs once more where data of an unknown length ends, and
-        fails where the batch is read. A gradient that does not depend on the batch, as
-        of a regularizer alone, must not be added then: it waits for all others. If all
-        waited, all would be in memory at once.
+        At the end of data of unknown length, a traced step of `fit` starts once more
+        and fails when it reads the batch. A gradient that does not depend on the batch,
+        such as that of a regularizer alone, must not be added then, so it waits for all
+        other gradients. If each gradient waited for all others, all would be in memory
+        at once. So a gradient that depends on the batch waits only for the gradients in
+        `uncertain`: if a shape is wrong, nothing is added.
 
         Args:
             present: the gradients.
-            uncertain: those whose shapes are checked only as they are computed.
+            uncertain: the gradients whose shapes are checked only at run time.
         """
         if not present or not tf.inside_function():
             return [()] * len(present)
         depends = depending_on_batch(present)
-        if not any(depends):  # as in a branch, which captures what it computes from
+        if not any(depends):  # as in a branch, whose graph captures the batch
             return [present] * len(present)
         waits: list[Sequence[tf.Tensor]] = []
         for depends_on_batch in depends:
@@ -208,10 +212,11 @@ class GradientAccumulator(tf.Module):
     def _checked(
         self, gradients: Sequence[Gradient]
     ) -> tuple[list[tf.Tensor | None], list[tf.Tensor]]:
-        """Return the gradients, dense and in the dtypes of the sums.
+        """Check the gradients; make them dense, in the dtypes of the sums.
 
         Returns:
-            Them, and those whose shapes are checked only as they are computed.
+            The gradients, and the ones among them whose shapes are checked only at run
+            time.
         """
         if len(gradients) != len(self.sums):
             rule = f"gradients must be {len(self.sums)}, one a variable"
@@ -243,7 +248,7 @@ class GradientAccumulator(tf.Module):
         return checked, uncertain
 
     def _note(self, pattern: frozenset[int]) -> None:
-        """Note which variables have a gradient in a part."""
+        """Record which variables have a gradient in a part."""
         left_out = sorted(pattern & self._left_out)
         if left_out:
             received = f"None for variable {left_out[0]} when the average was traced"
@@ -251,7 +256,7 @@ class GradientAccumulator(tf.Module):
         self._patterns.add(pattern)
 
     def _present_when_traced(self) -> frozenset[int]:
-        """Return the indices of variables that have a gradient now, while tracing."""
+        """Return the indices of the variables that have a gradient during tracing."""
         with tf.init_scope():
             return frozenset(present_in(self.counts))
 
@@ -261,7 +266,7 @@ class GradientAccumulator(tf.Module):
         self._left_out |= everything - indices
 
         weight, *_, counts = values
-        # With nothing added, all averages are zero.
+        # If nothing was added, missing gradients are no error: the averages are zero.
         is_empty = tf.equal(weight, 0) & tf.reduce_all(counts <= 0)
         present = tf.gather(counts, sorted(indices)) > 0
         message = f"{ZERO}. Received: None in all parts of an update"
@@ -272,12 +277,15 @@ class GradientAccumulator(tf.Module):
 
 
 def present_in(counts: Any) -> list[int]:
-    """Return the indices of the counts, (variables,), that are not zero."""
+    """Return the indices of the positive counts, which have shape (variables,)."""
     return [index for index, count in enumerate(counts.numpy()) if count > 0]
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> keras.Variable:
-    """Return a variable for a sum of values of `dtype`, one on each replica."""
+    """Return a variable, with one copy per replica, for a sum of values of `dtype`.
+
+    Half precision is summed in float32.
+    """
     name = keras.backend.standardize_dtype(dtype)
     if name in ("float16", "bfloat16"):
         name = "float32"

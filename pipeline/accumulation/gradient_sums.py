@@ -1,6 +1,6 @@
-"""The sums of an effective batch: losses, gradients and what else an update needs.
+"""The sums over an effective batch: losses, gradients and other data for an update.
 
-The sum of gradients in half precision is in float32.
+Gradients in half precision are summed in float32.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from .loss_sums import LossSum, divide, float32_at_least
 from .micro_batches import rows_once
 from .moving_statistics import StatisticsSteps
 
-# For each variable a tensor, or `ABSENT` if the losses do not depend on it.
+# One entry per variable: a tensor or `tf.IndexedSlices`, or `ABSENT` if the losses do
+# not depend on the variable.
 Gradients = tuple[Any, ...]
 
 
 class GradientNoiseSums(NamedTuple):
-    """What `noise_scale.estimates` takes of the micro-batches, scalars.
+    """The sums over micro-batches that `noise_scale.estimates` needs, scalars.
 
-    ωₖ is the weight of micro-batch k, gₖ its gradient, nₖ its number of examples that
-    count.
+    ωₖ is the weight of micro-batch k, gₖ its gradient, and nₖ its effective number of
+    examples: see `noise_scale`.
     """
 
     squares: tf.Tensor  # Σₖ ωₖ|gₖ|²
@@ -36,23 +37,23 @@ class GradientNoiseSums(NamedTuple):
 class GradientSums(NamedTuple):
     """The sums over one effective batch, or over one replica's share of it.
 
-    An evaluation has the first three alone. A weight of zero divides by one: its sum is
-    zero too, or the loss' reduction is `sum`, which divides by nothing.
+    An evaluation sets only the first three attributes. A sum with a weight of 0 is not
+    divided: either the sum is 0, too, or the reduction of the loss is `sum`.
 
     Attributes:
-        losses: of each output that has a loss, by its name.
-        added: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its nₖ
-            examples; of those that have one value per example, N·Σᵢ aᵢ over all N
-            examples, because Keras sums them over the batch.
-        examples: Σₖ nₖ, scalar.
-        gradient_sums: the gradient of each group of losses that are divided by one
-            weight.
-        weights: that weight, scalar, of each group; `ABSENT` where the losses were
-            divided by it before.
-        gradient_noise: what the micro-batches tell of it; `ABSENT` if it is never
+        losses: the loss of each output that has one, by output name.
+        added: Σₖ nₖ·Aₖ, scalar, where Aₖ is the sum of the losses that the model adds
+            for the nₖ examples of micro-batch k. A loss that is a sum over examples is
+            multiplied by the size of the effective batch instead: see `_added` in
+            `loss_sums`.
+        examples: number of examples, Σₖ nₖ, scalar.
+        gradient_sums: the gradients of each group of losses that have a common divisor.
+        weights: the divisor of each group, scalar; `ABSENT` if the losses were divided
+            before they were differentiated.
+        gradient_noise: the sums for the gradient noise; `ABSENT` if the noise is never
             measured.
-        statistics_steps: by how much BatchNormalization would have moved its
-            statistics; empty where it has moved them itself.
+        statistics_steps: the steps by which the micro-batches would have moved the
+            statistics of BatchNormalization; empty if they have moved them.
     """
 
     losses: dict[str, LossSum]
@@ -64,20 +65,20 @@ class GradientSums(NamedTuple):
     statistics_steps: StatisticsSteps = ()
 
     def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:
-        """Return the sums with losses that are known for the effective batch."""
+        """Return a copy with losses that were computed over the effective batch."""
         first = next(iter(losses.values()))
         added = tf.cast(self.added, first.total.dtype)
         return self._replace(losses=losses, added=added)
 
     def mean_loss(self) -> tf.Tensor:
-        """Return the loss that one large batch would have shown, scalar."""
+        """Return the loss that one large batch would have given, scalar."""
         means = [divide(loss.scaled, loss.weight) for loss in self.losses.values()]
         return sum(means, divide(self.added, self.examples))
 
     def output_losses(self) -> dict[str, tf.Tensor]:
-        """Return the loss of each of several outputs, before `loss_weights` scale it.
+        """Return the loss of each output, before `loss_weights` are applied.
 
-        The names are `<output>_loss`. The result is empty for a single output.
+        The names are `<output>_loss`. If only one output has a loss, the dict is empty.
         """
         means = {}
         for name, loss in self.losses.items():
@@ -87,23 +88,24 @@ class GradientSums(NamedTuple):
     def results(
         self, measured: Mapping[str, keras.metrics.Metric]
     ) -> dict[str, tf.Tensor]:
-        """Return the losses, and the results of the metrics `measured`; scalars."""
+        """Return the losses and the results of the metrics in `measured`, scalars."""
         results = {"loss": self.mean_loss(), **self.output_losses()}
         for name, metric in measured.items():
             results[name] = metric.result()
         return results
 
     def gradients(self) -> list[tf.Tensor | None]:
-        """Return the gradients of one large batch.
+        """Return the gradients that one large batch would have given.
 
-        They have the order and shapes of `model.trainable_variables`. The gradient of
-        an embedding is `tf.IndexedSlices`, with each row that was looked up once; it is
-        None for a variable that no loss depends on.
+        They have the order and shapes of the variables, by default
+        `model.trainable_variables`. The gradient of an embedding is a
+        `tf.IndexedSlices`, which contains each looked-up row once. The gradient of a
+        variable that no loss depends on is None.
         """
         return means(self.gradient_sums, self.weights)
 
     def divided(self, weights: tuple[Any, ...]) -> GradientSums:
-        """Return the sums with the groups' gradients as one, divided by `weights`."""
+        """Divide each group's gradients by its weight, and add up the groups."""
         gradients: list[Any] = []
         for gradient in means(self.gradient_sums, weights):
             if gradient is None:
@@ -116,8 +118,8 @@ class GradientSums(NamedTuple):
 def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor | None]:
     """Return Σ sum/weight over the groups, for each variable.
 
-    A weight that is `ABSENT` divides by nothing. The mean of a variable that no sum
-    depends on is None.
+    If a weight is `ABSENT`, the sum is not divided. The result is None for a variable
+    that has no gradient in any group.
     """
     gradients: list[tf.Tensor | None] = []
     for sums_of_variable in zip(*sums, strict=True):
@@ -136,7 +138,7 @@ def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor |
 
 
 class OutputGradient(NamedTuple):
-    """An output of the model, and the gradient of a loss by it."""
+    """An output of the model, and the gradient of a loss with respect to it."""
 
     output: tf.Tensor
     gradient: tf.Tensor
@@ -149,18 +151,18 @@ def gradients_by(
     variables: Sequence[tf.Variable],
     output_gradients: Sequence[OutputGradient] = (),
 ) -> Gradients:
-    """Return the gradient of `target` by each variable, in float32 at least.
+    """Return the gradient of `target` for each variable, in float32 at least.
 
     Args:
-        tape: on which the target was computed.
-        target: what is differentiated, scalar.
-        times: a scalar that multiplies the gradients, or `ABSENT` for 1.
-        variables: by which it is differentiated.
-        output_gradients: of another loss, by outputs of the model. The gradients of
-            that loss by the variables are added.
+        tape: the tape that recorded the computation of the target.
+        target: the scalar to differentiate.
+        times: scalar factor for the gradients, or `ABSENT` for 1.
+        variables: the variables to differentiate with respect to.
+        output_gradients: gradients of another loss with respect to outputs of the
+            model. They are backpropagated to the variables and added.
     """
     targets = [target]
-    gradients_by_targets = [tf.ones_like(target)]  # None would count for zero
+    gradients_by_targets = [tf.ones_like(target)]  # None would count as zero
     for output, gradient in output_gradients:
         targets.append(output)
         gradients_by_targets.append(gradient)
@@ -179,7 +181,7 @@ def gradients_by(
             rows = scaled(gradient.values)
             shape = tf.constant(variable.shape.as_list())
             return tf.IndexedSlices(rows, gradient.indices, shape)
-        # Not known where it was summed over an axis of unknown length.
+        # Set the static shape, which a sum over an axis of unknown length has lost.
         gradient.set_shape(variable.shape)
         return scaled(gradient)
 
@@ -192,15 +194,15 @@ def sum_over_replicas(
     variables: Sequence[Any],
     reductions_ready: tf.Variable | None,
 ) -> GradientSums:
-    """Return the sums over replicas, with the gradients on each of them.
+    """Return the sums over replicas; every replica gets the gradients.
 
-    Call it in the cross-replica context; the arguments are as for `reduce`.
+    Call this in the cross-replica context. For `reductions_ready`, see `reduce`.
     """
     if strategy.num_replicas_in_sync == 1:
         return reduce(strategy, sums, reductions_ready)
     if tf.nest.flatten(sums.weights):
-        # The weights first: each replica divides by them, so the gradients of all
-        # groups are sent once.
+        # Sum the weights first. Each replica divides its groups by them and adds the
+        # groups up, so that only one gradient is sent.
         weights = reduce(strategy, sums.weights, reductions_ready)
         sums = strategy.run(GradientSums.divided, (sums, weights))
     sums = reduce(strategy, sums, reductions_ready)
@@ -209,7 +211,7 @@ def sum_over_replicas(
     def gradient(
         on_each: Any, on_first: Any, variable: keras.Variable | tf.Variable
     ) -> Any:
-        """Return what each replica applies, of rows those that the first has added."""
+        """Return the gradient to apply, with the rows of equal index added up."""
         if not isinstance(on_first, tf.IndexedSlices):
             return on_each
         rows, indices = rows_once(on_first.values, on_first.indices)

@@ -1,8 +1,8 @@
-"""The names of this package that the other packages of the project use.
+"""The names of this package that other packages of this project use.
 
-They are no part of what users call, and may change. A project of your own that copies
-this folder needs none of them. Some are here only because they were exports of
-`pipeline.accumulation`, from where they still import.
+These names are not public and may change. A project that copies this folder does not
+need them. Some names are here only because `pipeline.accumulation` used to export them:
+imports from there still work, with a warning.
 """
 
 from .batch import (

@@ -1,40 +1,41 @@
 """The private parts of Keras 3.15 and TensorFlow 2.21 that this package uses.
 
-It also has the temporary replacements in objects of Keras, which Keras would track.
+This module also replaces attributes of Keras objects for a limited time.
 
-`_keras_mask`, on an output: which of its elements count. The loss and the metrics of
-    `fit` read it there too.
-`_keras_logits`, on the output of a softmax or a sigmoid: what a cross-entropy with
-    `from_logits=False` is computed from.
-`_flatten_layers`: all layers of a model, also those inside other layers and in lists;
-    `layers` has the outermost alone.
-`global_seed_generator`: what `keras.random` without a seed draws from. Its first draw
-    makes it, and no layer has it.
+`_keras_mask`, on an output: the mask of the output's elements, which the loss and the
+    metrics of `fit` also read.
+`_keras_logits`, on the output of a softmax or a sigmoid: the logits from which a
+    cross-entropy with `from_logits=False` is computed.
+`_flatten_layers`: all layers of a model, including those inside other layers and in
+    lists. `layers` contains only the outermost ones.
+`global_seed_generator`: the generator for `keras.random` without a seed. The first draw
+    creates the generator, and no layer tracks it.
 `_batches_seen_since_last_saving`, `_last_batch_seen`, `_current_epoch`, of
-    `ModelCheckpoint`: when it saves, and under which epoch.
+    `ModelCheckpoint`: the state that decides when it saves, and for which epoch.
 `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_flat_metrics`,
-    `_flat_weighted_metrics`, `_loss_tracker`: what `compile` makes of its arguments,
-    with "accuracy" resolved. The history and `EarlyStopping` use these names.
+    `_flat_weighted_metrics`, `_loss_tracker`: the losses and metrics that `compile`
+    builds, with names such as "accuracy" resolved. The history and `EarlyStopping` use
+    the names of these objects.
 `TensorFlowTrainer.train_step`, with its `self`, `y_pred` and `sample_weight`: the step
-    of `fit`, which says whether the batches have a mask or weights.
-`_momentums`, `_velocities`, `_get_variable_index`, of `Adam`: its moments, and which of
-    them are a variable's. Without them an update of a model with many weights takes up
-    to 2.5 times as long.
-`_all_reduce_sum_gradients`, of an optimizer: outside of a replica it sums nothing, and
-    takes the gradients of the first replica.
-`_var_key`, of an optimizer: the same for a variable of Keras and for TensorFlow's in
-    it, which a tape returns.
-`_learning_rate`, of an optimizer: what `learning_rate` computes a value from each time
-    that it is read.
-`model_supports_jit`: whether `fit` would have XLA compile a model, by its layers, the
-    platform and determinism.
-`get_loss`: the loss that `compile` makes of a name or a function.
+    of `fit`, which shows whether the batches have masks or sample weights.
+`_momentums`, `_velocities`, `_get_variable_index`, of `Adam`: the moments, and their
+    index for a variable. `fused_adam` needs them; without it, an update of a model with
+    many weights takes up to 2.5 times as long.
+`_all_reduce_sum_gradients`, of an optimizer: sums gradients over replicas. Outside of a
+    replica it does not sum, but returns the gradients of the first replica.
+`_var_key`, of an optimizer: a key that is the same for a Keras variable and for the
+    TensorFlow variable inside, which a tape returns.
+`_learning_rate`, of an optimizer: the rate or schedule from which each read of
+    `learning_rate` computes a value.
+`model_supports_jit`: whether `fit` would compile a model with XLA, judging by the
+    layers, the platform and determinism.
+`get_loss`: the loss that `compile` builds from a name or a function.
 `_get_function`, of a TensorFlow graph: the graphs of loops, branches and calls, whose
     operations are counted.
-`captures`, of a function's graph: which placeholders are not its arguments.
-`record_operation`, `stop_recording`: declare a gradient. `tf.custom_gradient` would
-    keep each trace forever, with all that it captures.
-`pack_tangents`: what forward accumulators have for a tensor.
+`captures`, of a function's graph: the placeholders that are not arguments.
+`record_operation`, `stop_recording`: record a gradient on a tape. `tf.custom_gradient`
+    would keep each trace, with all that it captures, for the life of the process.
+`pack_tangents`: the derivatives of a tensor in forward accumulators.
 """
 
 from __future__ import annotations
@@ -67,27 +68,27 @@ MODEL_CHECKPOINT_KEEPS = (
 
 MetricsByOutput = dict[str, list[keras.metrics.Metric]]
 
-# Held while a layer's `call` is replaced: another thread may trace the same model.
+# Held while a layer's `call` is replaced, as another thread may trace the same model.
 _REPLACING = threading.RLock()
 
-# Returns the graph that is being traced. A layer's own loop or function has its own.
+# Returns the graph that is being traced. A loop or function in a layer has another one.
 graph = tf.compat.v1.get_default_graph
 
 
 def mask_of(output: Any) -> tf.Tensor | None:
-    """Return the mask that Keras keeps on an output; None where there is none."""
+    """Return the mask that Keras stores on an output, or None if there is none."""
     return getattr(output, "_keras_mask", None)
 
 
 def logits_of(output: Any) -> tf.Tensor | None:
-    """Return the logits that Keras keeps on an output; None where there are none."""
+    """Return the logits that Keras stores on an output, or None if there are none."""
     return getattr(output, "_keras_logits", None)
 
 
 def with_mask_and_logits(output: tf.Tensor, mask: Any, logits: Any) -> tf.Tensor:
-    """Return a copy of an output that has a mask, of any dtype, and logits.
+    """Return a copy of an output, with a mask and logits stored on it.
 
-    `ABSENT` stands for a mask or logits that Keras does not keep.
+    The mask may have any dtype. A mask or logits that are `ABSENT` are not stored.
     """
     copy = tf.identity(output)
     if not is_absent(mask):
@@ -98,14 +99,15 @@ def with_mask_and_logits(output: tf.Tensor, mask: Any, logits: Any) -> tf.Tensor
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers of a model and those inside them, without the model itself."""
+    """Return all layers of a model, including nested ones, but not the model."""
     return list(model._flatten_layers(include_self=False))
 
 
 def global_seed(*, make: bool = False) -> keras.Variable | None:
     """Return the state of Keras' global seed generator.
 
-    Before its first draw the result is None, unless `make` makes the generator.
+    Before the first draw, there is no generator and the result is None, unless `make`
+    is true: the generator is then created.
     """
     if make:
         generator = seed_generator.global_seed_generator()
@@ -120,10 +122,10 @@ class CompiledLoss(NamedTuple):
     """One of the losses of a compiled model.
 
     Attributes:
-        path: the keys and indices of its output in the model's outputs.
-        loss: the loss that Keras has made.
-        scale: its entry of `loss_weights`.
-        mean: the mean over an epoch that the history shows; None for a single loss.
+        path: keys and indices of the loss's output in the nest of outputs.
+        loss: the loss that Keras has built.
+        scale: the entry of `loss_weights` for this loss.
+        mean: the mean over an epoch in the history, or None for a single loss.
     """
 
     path: tuple[Any, ...]
@@ -133,7 +135,7 @@ class CompiledLoss(NamedTuple):
 
 
 def compiled_losses(model: keras.Model) -> list[CompiledLoss]:
-    """Return the losses of a model after a `compute_loss`; none before."""
+    """Return the losses of a compiled model. Call this after `compute_loss`."""
     compiled = model._compile_loss
     if compiled is None:
         return []
@@ -149,10 +151,10 @@ def compiled_losses(model: keras.Model) -> list[CompiledLoss]:
 def compiled_metrics(
     model: keras.Model, names: Sequence[str]
 ) -> tuple[MetricsByOutput, MetricsByOutput]:
-    """Return `metrics` and `weighted_metrics` of a model after a `compute_metrics`.
+    """Return `metrics` and `weighted_metrics` of a compiled model, by output name.
 
-    Both are by the name that the metrics have for their output, else by its entry of
-    `names`.
+    Call this after `compute_metrics`. If the metrics do not state the name of their
+    output, the entry of `names` is used.
     """
     compiled = model._compile_metrics
     if compiled is None:
@@ -172,7 +174,7 @@ def _metrics_by_output(names: Sequence[str], lists: Sequence[Any]) -> MetricsByO
 
 
 class StepOfFit(NamedTuple):
-    """What Keras' own `train_step` has when it calls the optimizer."""
+    """Local variables of Keras' own `train_step` while it calls the optimizer."""
 
     model: keras.Model
     outputs: Any
@@ -180,9 +182,10 @@ class StepOfFit(NamedTuple):
 
 
 def step_of_fit() -> StepOfFit | None:
-    """Return the `train_step` of Keras that calls this; None if none does.
+    """Return variables of the Keras `train_step` that is running, or None.
 
-    An optimizer is told no more than gradients and variables.
+    They are read from the call stack, because an optimizer receives only gradients and
+    variables.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -194,14 +197,14 @@ def step_of_fit() -> StepOfFit | None:
 
 
 def loss_mean(model: keras.Model) -> keras.metrics.Mean:
-    """Return the mean of the loss over an epoch, which the history shows."""
+    """Return the metric that averages the loss over an epoch, for the history."""
     return model._loss_tracker
 
 
 def adam_moments(
     adam: keras.optimizers.Adam, variable: tf.Variable
 ) -> tuple[tf.Variable, tf.Variable]:
-    """Return the means of the gradients of a variable and of their squares."""
+    """Return Adam's first and second moment of the gradients of a variable."""
     index = adam._get_variable_index(variable)
     return adam._momentums[index].value, adam._velocities[index].value
 
@@ -209,20 +212,20 @@ def adam_moments(
 def key_of_variable(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable | tf.Variable
 ) -> Any:
-    """Return what tells a variable, or TensorFlow's variable in it, from others."""
+    """Return the key of a variable, or of the TensorFlow variable in it."""
     return optimizer._var_key(variable)
 
 
 @contextmanager
 def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
-    """Compute the learning rate once for all who read it in the `with` block; yield it.
+    """Compute the learning rate once for all reads in the `with` block; yield the rate.
 
-    It is computed on the host and waits for nothing of this update. The rate of a
-    `MultiOptimizer`, which has none, is NaN.
+    The rate is computed on the host, without waiting for other operations. It is NaN
+    for an optimizer without a learning rate, such as a `MultiOptimizer`.
     """
     with tf.control_dependencies(None), tf.device("CPU:0"):
         rate = tf.convert_to_tensor(getattr(optimizer, "learning_rate", math.nan))
-    # Adafactor decides by whether the attribute is callable.
+    # Keep a schedule callable: Adafactor distinguishes schedules from constants.
     fixed = (lambda: rate) if callable(optimizer._learning_rate) else rate
     with replaced([(optimizer, "_learning_rate", fixed)]):
         yield rate
@@ -231,9 +234,9 @@ def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
 def applying_sums(
     optimizer: keras.optimizers.Optimizer,
 ) -> AbstractContextManager[None]:
-    """Have `apply` use each replica's gradients as they are, as they are sums already.
+    """Make `apply` use gradients that are already summed over replicas as they are.
 
-    This holds inside the `with` block.
+    This applies inside the `with` block.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
 
@@ -248,15 +251,15 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Give attributes of objects other values inside the `with` block.
 
     Args:
-        changes: the object, the name of the attribute, and the value. The value is set
-            past Keras, which would track it.
+        changes: an object, the name of an attribute, and its value, per change. Keras
+            does not track the value.
     """
     with ExitStack() as after:
         for thing, name, value in changes:
             is_property = isinstance(getattr(type(thing), name, None), property)
             if name in vars(thing) or is_property:
                 after.callback(object.__setattr__, thing, name, getattr(thing, name))
-            else:  # a method of its class, or nothing
+            else:  # a method of the class, or no attribute yet
                 after.callback(object.__delattr__, thing, name)
             object.__setattr__(thing, name, value)
         yield
@@ -266,12 +269,12 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator[None]:
     """Replace the `call` of each layer inside the `with` block.
 
-    A model that is saved meanwhile is saved with Keras' own.
+    A model that is saved inside the block is saved with its original `call`.
     """
 
     def changes() -> Iterator[tuple[keras.Layer, str, Any]]:
         for layer, call in calls:
-            signature = inspect.signature(layer.call)  # which Keras reads
+            signature = inspect.signature(layer.call)  # Keras reads it
             call.__signature__ = signature  # type: ignore[attr-defined]
             yield layer, "call", call
 
@@ -280,9 +283,9 @@ def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator
 
 
 def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
-    """Return whether the layer's `call` is that of `kind`.
+    """Return whether a layer is a `kind` and uses the `call` of that class.
 
-    It is not if a subclass or a wrapper has overridden it.
+    It does not if a subclass or a wrapper has overridden `call`.
     """
     with _REPLACING:
         return (
@@ -293,15 +296,15 @@ def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
 
 
 def depending_on_batch(tensors: Sequence[tf.Tensor]) -> list[bool]:
-    """Return for each tensor of a trace whether it is computed from what is read there.
+    """Return, for each tensor of a trace, whether it depends on the batch.
 
-    That is an argument of the function that is traced, or the next element of a
-    dataset. What a function captures, such as a variable, is no batch.
+    The batch is an argument of the traced function, or the next element of a dataset.
+    Tensors that the function captures, such as variables, are not part of the batch.
     """
     traced_graph = graph()
     captured = {tensor.op.name for _, tensor in getattr(traced_graph, "captures", ())}
     of_batch = set()
-    for operation in traced_graph.get_operations():  # each after its inputs
+    for operation in traced_graph.get_operations():  # inputs come before their users
         if operation.type == "Placeholder":
             is_data = operation.outputs[0].dtype not in (tf.resource, tf.variant)
             depends = is_data and operation.name not in captured
@@ -317,7 +320,6 @@ def depending_on_batch(tensors: Sequence[tf.Tensor]) -> list[bool]:
 def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph:
     """Return the graph of a function that an operation calls.
 
-    `attribute` names the function among the operation's attributes: a loop has a
-    `body`.
+    `attribute` is the operation's attribute for the function, such as `body` of a loop.
     """
     return operation.graph._get_function(operation.get_attr(attribute).name).graph

@@ -1,16 +1,18 @@
-"""The losses of a micro-batch as sums and weights, and which of them share a sum.
+"""The losses of a micro-batch as sums and weights, grouped by their divisors.
 
-A mean is divided by its own weight: elements, unmasked elements, sample weights, or
-examples for what the model adds (regularization, `add_loss`). Losses whose weight over
-the effective batch is known before the forward pass are divided by it before they are
-differentiated, as in `fit`, and share one gradient in memory:
+Each mean is divided by its own weight: the number of elements or unmasked elements, the
+sum of the sample weights, or the number of examples for losses that the model adds
+(regularization, `add_loss`). If the weight over the effective batch is known before the
+forward pass, a loss is divided by it before the differentiation, as in `fit`. All these
+losses share one gradient in memory:
 
     gradient = Σₖ ∇(L₁ₖ/W₁ + L₂ₖ/W₂ + …)
 
 A loss whose weight is known only after the forward pass (a mask that the model
 computes, ragged outputs, an axis of unknown length) has a gradient sum of its own,
-which is divided at the end. Layers then see the gradient of a sum, which makes a
-difference where their backward pass is not linear: to one that clips its gradient.
+which is divided at the end. The layers then receive the gradient of a sum. This makes a
+difference for a layer whose backward pass is not linear, such as one that clips its
+gradient.
 """
 
 from __future__ import annotations
@@ -31,40 +33,40 @@ class LossSum(NamedTuple):
     """The loss of one output over some examples, as a sum and its weight; scalars."""
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
-    scaled: tf.Tensor  # the same times its entry of `loss_weights`
+    scaled: tf.Tensor  # `total` × the output's entry of `loss_weights`
     weight: tf.Tensor  # Σ wᵢ
 
 
 class LossPart(NamedTuple):
-    """What is minimized over a micro-batch and divided by one weight; scalars.
+    """The part of a micro-batch's losses that has one divisor; scalars.
 
-    A part is divided where the weight of the effective batch is known before the
-    forward pass. Its `weight` is then the micro-batch's share of that weight. For the
-    reduction `sum`, which nothing divides, it is the share of the examples.
+    `total` is already divided if the weight W of the effective batch is known before
+    the forward pass. `weight` is then the micro-batch's share of W. For the reduction
+    `sum`, which has no divisor, `weight` is the micro-batch's share of the examples.
     """
 
-    total: tf.Tensor  # Σ wᵢ·lossᵢ over the micro-batch, over W if `divided`
-    weight: tf.Tensor  # Σ wᵢ over the micro-batch, or its share in W if `divided`
+    total: tf.Tensor  # Σ wᵢ·lossᵢ over the micro-batch, ÷ W if `divided`
+    weight: tf.Tensor  # Σ wᵢ over the micro-batch, ÷ W if `divided`
     effective_examples: tf.Tensor  # of the micro-batch: see `WeightedSum`
-    divided: bool  # whether nothing is left to divide `total` by at the end
+    divided: bool  # whether `total` is already divided by W, or has no divisor
 
     @property
     def divisor(self) -> Any:
-        """The weight that divides the sum at the end; `ABSENT` if that was done."""
+        """The weight to divide the sum by at the end, or `ABSENT` if `divided`."""
         return ABSENT if self.divided else self.weight
 
     @property
     def nonzero_divisor(self) -> Any:
-        """The divisor, 1 where it is 0."""
+        """The divisor, with 0 replaced by 1."""
         return ABSENT if self.divided else nonzero(self.weight)
 
 
 class MicroBatchLosses(NamedTuple):
     """The losses of one micro-batch."""
 
-    losses: dict[str, LossSum]  # by output
-    added: tf.Tensor  # what the model adds, times the examples; scalar
-    minimized: list[LossPart]  # all of them, by the weights that divide them
+    losses: dict[str, LossSum]  # by output name
+    added: tf.Tensor  # the losses that the model adds × examples, scalar: see `_added`
+    minimized: list[LossPart]  # the sum of all losses, in one part per divisor
 
 
 class WeightedSum(NamedTuple):
@@ -76,7 +78,7 @@ class WeightedSum(NamedTuple):
     total: tf.Tensor  # Σ wᵢ·lossᵢ
     weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`: see `_sum_reduction`
     batch_weight: tf.Tensor | None  # W of the batch, if known before a forward pass
-    # (Σ wᵢ)² / Σ wᵢ² with the weights of examples: Kish, Survey Sampling, 1965.
+    # (Σ wᵢ)² / Σ wᵢ² over the weights of the examples: Kish, Survey Sampling, 1965.
     effective_examples: tf.Tensor
 
 
@@ -87,10 +89,10 @@ def micro_batch_losses(
     micro_batch: Nest,
     totals: BatchTotals,
 ) -> MicroBatchLosses:
-    """Return the loss of each output and what the model adds.
+    """Return the loss of each output, and the losses that the model adds.
 
-    Call it after the forward pass that gave `outputs`. `totals` are those of the
-    effective batch.
+    Call this right after the forward pass that computed `outputs`. `totals` are the
+    totals of the effective batch.
     """
     x, y, sample_weight = micro_batch
     dtype = tf.as_dtype(keras.config.floatx())
@@ -102,7 +104,7 @@ def micro_batch_losses(
     weights = spread(totals.weights, list(outputs), "sample_weight", to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
         if couples_examples(term.loss) and not objective.over_batch:
-            # A micro-batch does not have all of its examples.
+            # A micro-batch contains only some of the examples that the loss compares.
             rule = "loss_over must be effective_batch for a loss of several examples"
             raise ValueError(f"{rule} at once, {term.loss.name}. Received: 'example'")
         totals_of_output = BatchTotals(batch_examples, weights.get(term.name))
@@ -159,16 +161,17 @@ def _added(
     batch_examples: tf.Tensor,
     dtype: tf.DType,
 ) -> tf.Tensor:
-    """Return what the model adds: means over a micro-batch, times its examples.
+    """Return the sum of the losses that the model adds, each × a number of examples.
 
-    What is a sum over the examples of the effective batch is multiplied by their number
-    instead. These are values of examples, which Keras sums over the batch, and the
-    scalars of layers if `objective.added_losses` is "sum".
+    A mean over the micro-batch is multiplied by the number of examples in the
+    micro-batch. A sum over examples is multiplied by the number of examples in the
+    effective batch. Sums are losses with one value per example, which Keras sums over
+    the batch, and scalars that layers add if `objective.added_losses` is "sum".
     """
     added = tf.zeros((), dtype)
     scalars_are_sums = objective.added_losses == "sum"
     count_of_layers = len(added_losses(model))
-    for index, value in enumerate(model.losses):  # those of layers, then of weights
+    for index, value in enumerate(model.losses):  # regularization comes last
         is_of_examples = value.shape.rank and value.shape[0] is None
         is_of_layer = index < count_of_layers
         if is_of_examples or (scalars_are_sums and is_of_layer):
@@ -180,9 +183,10 @@ def _added(
 
 
 def _merged(parts: Sequence[LossPart]) -> list[LossPart]:
-    """Return the parts with all that are divided as one, in the place of the first.
+    """Merge the divided parts into one, which takes the place of the first of them.
 
-    It has the weight of the first: the noise is measured by the first of all parts.
+    The merged part has the weight of that first part, because the gradient noise is
+    measured with the weight of the first part in the result.
     """
     divided = [part for part in parts if part.divided]
     if not divided:
@@ -204,8 +208,9 @@ def function_losses(
 ) -> MicroBatchLosses:
     """Return the loss that a function computes from a micro-batch.
 
-    The function takes the parts of the micro-batch, and returns the mean loss of its
-    examples, or a tuple of a mean and the weight that it was divided by.
+    The function takes the parts of the micro-batch that are not None. It returns the
+    mean loss over the examples, or a tuple of a mean and the weight that the mean was
+    divided by.
 
     Raises:
         ValueError: the mean is not a scalar.
@@ -242,9 +247,9 @@ def function_losses(
 
 
 def added_losses(layer: keras.Layer) -> list[tf.Tensor]:
-    """Return what a layer and those inside it have added in their last call.
+    """Return the losses that a layer and its nested layers added in their last call.
 
-    What regularizes weights is left out: Keras lists it last.
+    Weight regularization, which Keras lists last, is left out.
     """
     weights = layer.trainable_variables
     regularized = [weight for weight in weights if weight.regularizer is not None]
@@ -261,35 +266,36 @@ def weighted_sum(
 ) -> WeightedSum:
     """Return numerator and denominator of `loss(y_true, outputs, sample_weight)`.
 
-    It follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and
-    `sum_over_batch_size` divide by the number of loss elements, or of unmasked ones;
-    `mean_with_sample_weight` by the sum of the weights; `sum` by nothing.
+    The computation follows `keras.losses.Loss.__call__` of Keras 3.15. The reductions
+    `mean` and `sum_over_batch_size` divide by the number of unmasked loss elements, and
+    `mean_with_sample_weight` by the sum of the weights. `sum` does not divide.
 
     Args:
-        loss: its `call` gives one value per example, or per element of an example.
+        loss: a loss whose `call` returns one value per example, or per element of an
+            example.
         y_true: labels, with the examples on axis 0.
-        outputs: of the model, with the examples on axis 0.
-        sample_weight: (examples,) or of the values' shape.
-        totals: of the batch, with the weights of this output alone, where
-            `batch_weight` is wanted.
-        over_batch: whether these are all examples of the effective batch; `call` may
-            then give a scalar.
+        outputs: outputs of the model, with the examples on axis 0.
+        sample_weight: sample weights, (examples,) or in the shape of the loss values.
+        totals: totals of the batch, with the weights of this output alone. Without
+            them, `batch_weight` is None or, for the reduction `sum`, 0.
+        over_batch: whether these are all examples of the effective batch. If so, `call`
+            may also return a scalar.
 
     Raises:
-        ValueError: the loss reduces nothing, or to a scalar in its `call`, or the
-            sample weights do not fit its values.
+        ValueError: the loss has no reduction, its `call` returns a scalar where it must
+            not, or the sample weights do not fit the loss values.
     """
     if loss.reduction in (None, "none"):
         rule = "The loss must have a reduction"
         received = f"{loss.name} with reduction={loss.reduction!r}"
         raise ValueError(f"{rule}. Received: {received}")
     loss_dtype = tf.as_dtype(loss.dtype)
-    dtype = float32_at_least(loss_dtype)  # a bfloat16 that counts stops at 256
+    dtype = float32_at_least(loss_dtype)  # a count in bfloat16 stops at 256
     output_mask = mask_of(outputs)
     outputs = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), outputs)
     y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), y_true)
 
-    # Before the call, of which a loss may keep a tensor.
+    # Do this first: it traces the loss, which may keep a tensor of its last call.
     values_per_example = None
     if totals is not None and output_mask is None:
         values_per_example = _values_per_example(loss, y_true, outputs)
@@ -319,21 +325,21 @@ def weighted_sum(
 
 
 class _Weighting(NamedTuple):
-    """How the values of a loss are weighted."""
+    """The weights of the values of a loss."""
 
-    unmasked_values: tf.Tensor  # their number, scalar
-    mask: tf.Tensor | None  # 1 for what counts, by all masks together
-    weights: tf.Tensor | None  # of the values: the mask times the sample weights
+    unmasked_values: tf.Tensor  # number of unmasked values, scalar
+    mask: tf.Tensor | None  # product of all masks, 0 or 1
+    weights: tf.Tensor | None  # mask × sample weights, in a shape that fits the values
 
 
 def _weighting(
     values: tf.Tensor, masks: Sequence[tf.Tensor], sample_weight: tf.Tensor | None
 ) -> _Weighting:
-    """Return how the values of a loss are weighted.
+    """Return the weights of the values of a loss.
 
-    A mask may have fewer axes than the values, so that one entry of it stands for
-    several values. So the number of unmasked values is their size times the unmasked
-    share of the mask, as in `keras.losses.Loss.__call__`.
+    A mask may have fewer axes than the values, so that one of its entries masks several
+    values. Therefore the number of unmasked values is the number of values × the
+    unmasked share of the mask, as in `keras.losses.Loss.__call__`.
     """
     dtype = values.dtype
     unmasked_values = tf.cast(tf.size(values), dtype)
@@ -355,10 +361,10 @@ def _weighting(
 def _sum_reduction(
     weighted_values: tf.Tensor, micro_batch_examples: tf.Tensor
 ) -> WeightedSum:
-    """Return the sum of a loss whose reduction divides by nothing.
+    """Return the sum of a loss with the reduction `sum`, which does not divide.
 
-    Its weight is 0, by which `divide` does not divide: added up over the micro-batches
-    it stays 0, while a weight of 1 would become their number.
+    The weight is 0, as `divide` does not divide by 0. Added up over the micro-batches,
+    it remains 0, while a weight of 1 would become the number of micro-batches.
     """
     zero = tf.zeros((), weighted_values.dtype)
     return WeightedSum(
@@ -377,12 +383,12 @@ def _by_sample_weights(
 ) -> WeightedSum:
     """Return the sum of a loss that is divided by the sum of its weights.
 
-    `result` is what the loss has returned.
+    `result` is the return value of the loss.
     """
     weights = weighting.weights
     assert weights is not None
     batch_weight = None
-    # The weights of a batch are summed ahead without any mask.
+    # `totals.weights` is the divisor only without a mask, which it does not include.
     if totals is not None and weighting.mask is None:
         batch_weight = tf.cast(totals.weights, weights.dtype)
     return WeightedSum(
@@ -402,8 +408,8 @@ def _by_elements(
 ) -> WeightedSum:
     """Return the sum of a loss that is divided by its number of unmasked elements.
 
-    `result` is what the loss has returned. `batch_elements` is the number of elements
-    of the batch without any mask, if it is known.
+    `result` is the return value of the loss. `batch_elements` is the number of elements
+    in the batch before masking, or None if it is unknown.
     """
     batch_weight = batch_elements
     if weighting.mask is not None:
@@ -425,9 +431,10 @@ def _by_elements(
 def _sum_of_scalar(
     loss: keras.losses.Loss, value: tf.Tensor, batch_examples: tf.Tensor
 ) -> WeightedSum:
-    """Return the sum for a loss that is one scalar over all examples of a batch.
+    """Return the sum for a loss that returns one scalar for all examples of a batch.
 
-    An evaluation weighs the batches by their examples.
+    Unless the reduction is `sum`, the scalar is weighted by the number of examples, so
+    that an evaluation averages it over batches.
     """
     if loss.reduction == "sum":
         zero = tf.zeros((), value.dtype)
@@ -440,8 +447,8 @@ def _effective_examples(
 ) -> tf.Tensor:
     """Return (Σ wᵢ)² / Σ wᵢ² over examples; 0 if all weights are 0.
 
-    The weight wᵢ of an example is the sum over all axes but the first. `result` is what
-    the loss has returned, and `values` are its flat values.
+    The weight wᵢ of an example is the sum of `weights` over all axes but the first.
+    `result` is the return value of the loss, and `values` are its flat values.
     """
     if isinstance(result, tf.RaggedTensor):
         flat_weights = tf.broadcast_to(weights, tf.shape(values))
@@ -453,19 +460,19 @@ def _effective_examples(
 
 
 def float32_at_least(dtype: tf.DType) -> tf.DType:
-    """Return the dtype of sums of values of `dtype`: float32 for half precision."""
+    """Return the dtype for sums of `dtype` values: float32 for half precision."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def nonzero(weight: tf.Tensor) -> tf.Tensor:
-    """Return the weight, 1 where it is 0."""
+    """Return the weight, with 0 replaced by 1."""
     return tf.where(weight == 0, tf.ones_like(weight), weight)
 
 
 def divide(value: Any, weight: Any) -> Any:
     """Return a tensor or `tf.IndexedSlices` divided by a weight.
 
-    A weight that is 0 or `ABSENT` divides by nothing.
+    If the weight is 0 or `ABSENT`, the value is returned undivided.
     """
     if is_absent(weight):
         return value
@@ -478,9 +485,9 @@ def divide(value: Any, weight: Any) -> Any:
 def _values_per_example(
     loss: keras.losses.Loss, y_true: Nest, outputs: Nest
 ) -> int | None:
-    """Return how many values the loss has for an example; None if that may differ.
+    """Return the number of loss values per example, or None if it is not fixed.
 
-    The shapes for three examples show it.
+    The number follows from the static shapes of the loss for three examples.
     """
     for leaf in tf.nest.flatten((y_true, outputs)):
         if isinstance(leaf, tf.RaggedTensor) or leaf.shape.rank is None:
@@ -517,7 +524,7 @@ def _product(factors: Sequence[tf.Tensor], values: tf.Tensor) -> tf.Tensor:
 
 
 def _fits(weights: tf.TensorShape, values: tf.TensorShape) -> bool:
-    """Return whether each axis of the weights is 1, unknown, or that of the values."""
+    """Return whether weights broadcast to values, as far as static shapes tell."""
     if weights.rank > values.rank:
         return False
     for weights_size, values_size in zip(weights[1:], values[1:], strict=False):
@@ -530,7 +537,7 @@ def _fits(weights: tf.TensorShape, values: tf.TensorShape) -> bool:
 def _aligned(weights: tf.Tensor, rank: int) -> tf.Tensor:
     """Add or remove last axes of size 1 until `weights` has `rank` axes.
 
-    So weights of shape (examples,) weigh every element of an example.
+    Weights of shape (examples,) then apply to every element of an example.
     """
     while weights.shape.rank < rank:
         weights = tf.expand_dims(weights, -1)

@@ -1,6 +1,6 @@
-"""The loop that runs a step on each micro-batch of a batch, and joins its results.
+"""The loop that runs a step on each micro-batch of a batch, and joins the results.
 
-A result has one of three forms: see `_DenseSum`, `_RowSum` and `_Concatenation`.
+There are three ways to join: see `_DenseSum`, `_RowSum` and `_Concatenation`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def run_micro_batches(
     Args:
         micro_step: `start` is the position of the micro-batch's first example in
             `batch`. The step returns a nest of tensors and `tf.IndexedSlices`.
-        batch: it stays on the host. While one micro-batch is computed, the next is
-            copied to the device, which holds two of them; 32-bit integers stay on the
-            host until they are used. The micro-batches of `Batches` end where its
-            batches do.
-        micro_batch_size: examples of a micro-batch; the last one may be smaller.
-        jit_compile: whether XLA compiles the step for full micro-batches. It compiles
-            nothing for the sizes that a last one may have.
+        batch: the batch, which stays on the host. While one micro-batch is computed,
+            the next one is copied to the device, which holds two micro-batches at a
+            time; 32-bit integers stay on the host until they are used. In `Batches`, no
+            micro-batch spans two batches.
+        micro_batch_size: examples per micro-batch; the last one may be smaller.
+        jit_compile: whether XLA compiles the step for full micro-batches. A smaller
+            last micro-batch is not compiled.
 
     Returns:
-        The nest of the results: each is summed over the micro-batches, or concatenated
-        where the size of axis 0 is unknown when traced, as that of the examples is.
+        A nest of results. Each is the sum over the micro-batches, or the concatenation
+        if the size of axis 0 is unknown during tracing, like the number of examples.
 
     Raises:
         ValueError: the micro-batch size is not positive.
@@ -54,8 +54,8 @@ def run_micro_batches(
         raise ValueError(f"{rule}. Received: {micro_batch_size}")
     cut = _Cut(batch, micro_batch_size)
 
-    # A function of its own, so that its outputs are known before the loop and XLA sees
-    # full micro-batches.
+    # Trace the step as a separate function: its outputs are then known before the loop,
+    # and XLA can compile it for full micro-batches.
     def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:
         return micro_step(start, *cut.packed(slices))
 
@@ -64,9 +64,9 @@ def run_micro_batches(
     structure = step.get_concrete_function().structured_outputs
     joins = [_join_of(output) for output in tf.nest.flatten(structure)]
 
-    loops = [(step, cut.examples)]  # each step with where its loop ends
+    loops = [(step, cut.examples)]  # each step and the end of its loop
     if jit_compile:
-        # Around the function that was traced, so that nothing is traced twice.
+        # Wrap the function that was traced, so that nothing is traced twice.
         compiled = tf.function(
             lambda *arguments: step(*arguments),
             signature,
@@ -95,8 +95,8 @@ def run_micro_batches(
             partial(body, step_of_loop),
             state,
             shape_invariants=(tf.TensorShape([]), cut.specs, shapes),
-            # Two at once were faster on a CPU, and held up to 1.7 times the
-            # activations.
+            # Run one iteration at a time: two were faster on a CPU, but needed up to
+            # 1.7 times the memory for activations.
             parallel_iterations=1,
         )
     *_, totals = state
@@ -107,21 +107,22 @@ def run_micro_batches(
 
 
 class _Cut:
-    """The micro-batches of a batch, which stays on the host."""
+    """Cuts a batch, which stays on the host, into micro-batches."""
 
     def __init__(self, batch: Nest | Batches, micro_batch_size: int):
         self._micro_batch_size = micro_batch_size
         self._parts = parts_of(batch)
-        self._ends = None  # of the batches of `Batches`
-        # On the host: a GPU would have to be asked for the shape of what it holds.
+        self._ends = None  # for `Batches`: where each batch ends
+        # Get the shape on the CPU, so that the host does not wait for a GPU.
         with tf.device("CPU:0"):
             self.examples = examples_in(self._parts)
             if isinstance(batch, Batches):
-                # The last end is there twice. The loop cuts one micro-batch more than
-                # it uses, an empty one from that end on, which no batch contains.
+                # Repeat the last end: the loop cuts one micro-batch more than it uses,
+                # an empty one that starts and ends there.
                 self._ends = tf.concat([tf.cumsum(batch.sizes), [self.examples]], 0)
-            # TensorFlow holds what a loop captures on the device that its operation
-            # asks for: on a GPU if it asks for none.
+            # Copy the leaves by an operation that is placed on the host. TensorFlow
+            # keeps a captured tensor on the device of its operation, which would be a
+            # GPU by default.
             leaves = tf.nest.flatten(self._parts)
             self._leaves = [tf.identity(leaf) for leaf in leaves if leaf is not None]
         self.specs = slice_specs(self._leaves)
@@ -129,7 +130,7 @@ class _Cut:
             self.specs = [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs]
 
     def packed(self, slices: Sequence[tf.Tensor]) -> Nest:
-        """Return `(x, y, sample_weight)` of a micro-batch, made of its leaves."""
+        """Return `(x, y, sample_weight)` of a micro-batch, built from its leaves."""
         remaining = iter(slices)
 
         def leaf_of_slice(leaf: Any) -> Any:
@@ -147,7 +148,7 @@ class _Cut:
             return tf.minimum(stop, self._ends[index])
 
     def on_device(self, start: tf.Tensor) -> list[Any]:
-        """Return the leaves of the micro-batch that begins at `start`."""
+        """Return the leaves of the micro-batch from `start` on, on the device."""
         with tf.device("CPU:0"):
             slices = slice_of(self._leaves, start, self.stop(start))
             if self._ends is not None:
@@ -155,40 +156,40 @@ class _Cut:
                 slices = [
                     tf.ensure_shape(to_dense(leaf), spec.shape) for leaf, spec in pairs
                 ]
-        # Outside of the block: on the device that computes.
+        # Copy to the device that computes, which is current outside of the block.
         return [tf.identity(leaf) for leaf in slices]
 
 
 @dataclass(frozen=True)
 class _DenseSum:
-    """How the loop sums dense tensors of the shape and dtype of `output`."""
+    """Sums dense tensors that have the shape and dtype of `output`."""
 
     output: tf.Tensor
 
     def start(self) -> tf.Tensor:
-        """Return zero, with one element.
+        """Return a zero with one element, which broadcasts to the output's shape.
 
-        Zeros of the output's size would take the memory of a second gradient.
+        Zeros in the output's shape would take the memory of a second gradient.
         """
         return tf.zeros([1] * self.output.shape.rank, self.output.dtype)
 
     def shape(self) -> tf.TensorShape:
-        """Return the shape of the total in any iteration."""
+        """Return the static shape that fits the total in every iteration."""
         return tf.TensorShape([None] * self.output.shape.rank)
 
     def add(self, total: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         return total + value
 
     def finish(self, total: tf.Tensor) -> tf.Tensor:
-        # Without any micro-batch the total still has one element.
+        # If there was no micro-batch, the total still has one element.
         return tf.broadcast_to(total, self.output.shape)
 
 
 @dataclass(frozen=True)
 class _RowSum:
-    """How the loop sums an embedding's gradients, as rows and their indices.
+    """Sums an embedding's gradients as rows and their indices.
 
-    The total has each looked-up row once, so it is never larger than the dense sum.
+    The total contains each looked-up row once, so it is never larger than a dense sum.
     """
 
     output: tf.IndexedSlices
@@ -215,7 +216,7 @@ class _RowSum:
 
 @dataclass(frozen=True)
 class _Concatenation:
-    """How the loop concatenates what has the examples of a micro-batch on axis 0."""
+    """Concatenates tensors that have the micro-batch's examples on axis 0."""
 
     output: tf.Tensor
 
@@ -239,7 +240,7 @@ class _Concatenation:
 
 
 def _join_of(output: Any) -> _DenseSum | _RowSum | _Concatenation:
-    """Return how the loop joins an output of the step over the micro-batches."""
+    """Return the object that joins an output of the step over the micro-batches."""
     if isinstance(output, tf.IndexedSlices):
         return _RowSum(output)
     if output.shape.rank and output.shape[0] is None:
@@ -248,6 +249,6 @@ def _join_of(output: Any) -> _DenseSum | _RowSum | _Concatenation:
 
 
 def rows_once(rows: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return rows and their indices, the rows of one index added."""
+    """Add up the rows that share an index; return the rows and their indices."""
     unique, segments = tf.unique(indices)
     return tf.math.unsorted_segment_sum(rows, segments, tf.size(unique)), unique

@@ -1,17 +1,17 @@
-"""The moving statistics of BatchNormalization, moved once an update.
+"""The moving statistics of BatchNormalization, moved once per update.
 
-They are moved by the statistics of the effective batch. Each micro-batch k is
-normalized by its own mean μₖ and variance σₖ². Moved by each of them, the moving
-statistics would follow K times as fast, and miss the variance between the μₖ. With wₖ
-values in micro-batch k, the effective batch has
+They move by the mean and the variance of the effective batch. Each micro-batch k is
+normalized with its own mean μₖ and variance σₖ². If each of the K micro-batches moved
+the moving statistics, they would move K times as fast and miss the variance between the
+μₖ. With wₖ values in micro-batch k, the effective batch has
 
     μ = Σ wₖμₖ / Σ wₖ        σ² = Σ wₖσₖ² / Σ wₖ + Σ wₖ(μₖ − μ)² / Σ wₖ
 
-The sums, in float64, are over the steps that each micro-batch alone would have made,
-dₖ = (1 − m)(μₖ − old) with the layer's momentum m. The variance of the means is
-(Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)²) / (1 − m)², and 1 − m times that is its part in the
-step of the moving variance. Before the statistics have converged, all dₖ are nearly
-equal, and in float32 their difference would be lost.
+Both are computed from the steps that each micro-batch alone would have made,
+dₖ = (1 − m)(μₖ − old) for the moving mean, where m is the layer's momentum. The
+variance of the μₖ is (Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)²) / (1 − m)², and it moves the
+moving variance by 1 − m times itself. The sums are in float64: before the statistics
+have converged, all dₖ are nearly equal, and float32 would lose their differences.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from .loss_sums import nonzero
 
 
 class StatisticsStep(NamedTuple):
-    """Sums over the steps that single micro-batches would move a layer's statistics by.
+    """Sums over the steps by which single micro-batches would move the statistics.
 
-    All are float64 of shape (channels,). A weight that all channels share is a scalar.
+    All are float64 of shape (channels,). If all channels have the same weight, `weight`
+    is a scalar.
     """
 
-    weight: tf.Tensor  # Σ wₖ, the number of values that each mean is taken of
+    weight: tf.Tensor  # Σ wₖ, the number of values in each mean
     weighted_mean_step: tf.Tensor  # Σ wₖdₖ
     weighted_square_of_mean_step: tf.Tensor  # Σ wₖdₖ²
     weighted_variance_step: tf.Tensor  # Σ wₖ(1 − m)(σₖ² − old)
 
 
-# For each of `normalizing_layers`, one for each of its calls in a forward pass.
+# Per layer of `normalizing_layers`, one step per call in a forward pass.
 StatisticsSteps = tuple[tuple[StatisticsStep, ...], ...]
 
 
 def normalizing_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
-    """Return the layers whose moving statistics can be those of the effective batch."""
+    """Return the layers whose moving statistics can move by the effective batch."""
     return [layer for layer in layers_of(model) if _is_normalizing(layer)]
 
 
@@ -56,7 +57,7 @@ def _is_normalizing(layer: keras.Layer) -> bool:
 def statistics_held(
     layers: Sequence[keras.layers.BatchNormalization],
 ) -> Iterator[Callable[[], StatisticsSteps]]:
-    """Keep calls of the layers inside the `with` block from moving their statistics.
+    """Prevent calls of the layers in the `with` block from moving the statistics.
 
     Yields:
         A function that returns the steps that the calls would have made.
@@ -72,9 +73,9 @@ def statistics_held(
 
 
 def assign_moving_statistics(model: keras.Model, steps: StatisticsSteps) -> None:
-    """Move the statistics once, by the sums over an effective batch.
+    """Move the moving statistics once, by the sums of steps over an effective batch.
 
-    Call it in the cross-replica context.
+    Call this in the cross-replica context.
     """
     for layer, steps_of_layer in zip(normalizing_layers(model), steps, strict=True):
         if steps_of_layer:
@@ -98,11 +99,12 @@ def _assign_statistics(
         if rate:
             mean_square = step.weighted_square_of_mean_step / weight
             variance_of_steps = mean_square - tf.square(mean_step)
-            # The variance of the means is this / rate²; the step is rate times that.
+            # The variance of the means is `variance_of_steps` / rate². The moving
+            # variance moves by rate times that.
             step_by_means = tf.maximum(variance_of_steps, 0) / rate
         else:
             step_by_means = tf.zeros_like(mean_step)
-        if index:  # a call moves from where the previous call has moved them to
+        if index:  # the previous call has moved the statistics: start from there
             mean += rate * (old_mean - mean)
             variance += rate * (old_variance - variance)
         mean += mean_step
@@ -121,7 +123,8 @@ def _call(
         inputs: tf.Tensor, training: Any = None, mask: tf.Tensor | None = None
     ) -> tf.Tensor:
         keras_call = keras.layers.BatchNormalization.call
-        # From a layer's own loop nothing can be returned: there Keras moves them.
+        # In a layer's own loop, let Keras move the statistics: the steps could not be
+        # returned from the loop.
         if not training or not layer.trainable or graph() is not traced_graph:
             return keras_call(layer, inputs, training=training, mask=mask)
 
@@ -154,11 +157,11 @@ def _difference(after: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
 def _values(
     layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
 ) -> tf.Tensor:
-    """Return the number of values that a channel's statistics are taken of."""
+    """Return the number of values per channel from which statistics are computed."""
     channels = layer.axis % inputs.shape.rank
     if mask is None:
         return tf.size(inputs) // inputs.shape[channels]
-    # A mask is without the last axis, along which Keras repeats it.
+    # A mask lacks the last axis, along which Keras broadcasts it.
     mask_of_values = tf.broadcast_to(
         tf.cast(mask, tf.bool)[..., None], tf.shape(inputs)
     )

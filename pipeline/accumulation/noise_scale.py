@@ -1,27 +1,27 @@
-"""The gradient noise scale: how large a batch is before more examples stop helping.
+"""The gradient noise scale: the batch size beyond which more examples help little.
 
-McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1: the simple noise scale is B =
-tr(Σ)/|G|², Σ the covariance of one example's gradient, G the true gradient. Two batch
-sizes give two equations; accumulation has both, the gradients gₖ of the K micro-batches
-and g = Σ ωₖgₖ of their union, where ωₖ is the share of micro-batch k in its weight:
+The simple noise scale of McCandlish et al. 2018 (arXiv:1812.06162, appendix A.1) is B =
+tr(Σ)/|G|², where Σ is the covariance of the gradient of one example, and G is the true
+gradient. Two batch sizes give two equations for tr(Σ) and |G|². Accumulation provides
+both: the gradients gₖ of the K micro-batches, and the gradient g = Σ ωₖgₖ of the
+effective batch, where ωₖ is the share of micro-batch k in the total weight:
 
     E|gₖ|² = |G|² + tr(Σ)/nₖ        E|g|² = |G|² + tr(Σ)/n
 
-nₖ is the number of examples that count: all where they weigh the same, (Σw)²/Σw² with
-weights w, which are those of the samples or numbers of unmasked tokens. So 1/n = Σ
-ωₖ²/nₖ. Weighing the first by ωₖ and solving gives estimates that are unbiased for
-unequal micro-batches too,
+nₖ is the effective number of examples: the number of examples if all weigh the same,
+else (Σw)²/Σw², where w are the sample weights or the numbers of unmasked tokens. So
+1/n = Σ ωₖ²/nₖ. Average the first equation over k with the weights ωₖ, and solve. The
+estimates are unbiased, even if the micro-batches are unequal:
 
     tr(Σ) ≈ (Σₖ ωₖ|gₖ|² − |g|²) / (Σₖ ωₖ/nₖ − 1/n)        |G|² ≈ |g|² − tr(Σ)/n
 
-whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided
-last. A measurement that was made Δ updates before another counts exp(−Δ/τ) times as
-much, where τ is a tenth of the updates until then, at most 100: |G|² falls fast at
-first, by powers of ten, and a longer average would lag behind it by as much.
+Their ratio is biased, so numerator and denominator are averaged separately, and divided
+last. In these averages, a measurement counts exp(−Δ/τ) times as much as the next one,
+which was made Δ updates later. τ is a tenth of the updates until then, at most 100:
+|G|² first falls fast, by powers of ten, and longer averages would lag behind.
 
-The gradients are those that are applied: what the model adds to the loss
-(regularization, `add_loss`) moves |G|². With several outputs, ωₖ and nₖ are the first
-one's.
+The gradients are those that are applied, so losses that the model adds (regularization,
+`add_loss`) change |G|². With several outputs, ωₖ and nₖ are those of the first output.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from .gradient_sums import GradientNoiseSums, Gradients, means
 from .loss_sums import LossPart
 from .micro_batches import rows_once
 
-# The time constant of the averages in updates: a share of the updates so far, up to a
-# limit. Where |G|² falls as a power p of the updates, the average is too large by
-# 1 / (1 − p · SHARE): by a quarter for p = 2.
+# The time constant of the averages, in updates: a share of the updates so far, up to a
+# limit. If |G|² falls as 1 / updatesᵖ, the average is 1 / (1 − p · SHARE) times too
+# large: by a quarter for p = 2.
 SHARE = 0.1
 LONGEST = 100.0
 
-# With one micro-batch Σ ωₖ/nₖ and 1/n are equal up to rounding.
+# Maximum relative difference between Σ ωₖ/nₖ and 1/n with a single micro-batch: the two
+# are then equal up to rounding.
 ALONE = 1e-5
 
 
@@ -64,14 +65,15 @@ class Averages(NamedTuple):
 def square(
     gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None],
 ) -> tf.Tensor:
-    """Return the sum of the squares of all entries, scalar.
+    """Return the sum of the squares of all elements, scalar.
 
-    `ABSENT` or None stands for a missing gradient.
+    Missing gradients, `ABSENT` or None, are skipped.
     """
-    # In one pass over each gradient: materialized squares cost three times as much.
+    # `l2_loss` is one pass over each gradient. Storing the squares would take three
+    # times as long.
     halves = []
     for gradient in filter(tf.is_tensor, gradients):
-        if isinstance(gradient, tf.IndexedSlices):  # each row once, summed
+        if isinstance(gradient, tf.IndexedSlices):  # each row once, added up
             gradient, _ = rows_once(gradient.values, gradient.indices)
         halves.append(tf.nn.l2_loss(gradient))
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
@@ -82,20 +84,22 @@ def gradient_noise_of_micro_batch(
     gradients: Sequence[Gradients],
     minimized: Sequence[LossPart],
 ) -> GradientNoiseSums | tuple[()]:
-    """Return what one micro-batch adds to the gradient noise.
+    """Return the summands of one micro-batch in the sums for the gradient noise.
 
     Args:
-        measure: whether it is measured. If not, or if the micro-batch weighs nothing,
-            the result is zeros; it is `ABSENT` if it is never measured.
-        gradients: of each of `minimized`.
-        minimized: what is minimized; its first part has the weight of the micro-batch.
+        measure: whether to measure the noise in this update. If not, or if the
+            micro-batch has no weight, the result is zeros. The Python value False means
+            never, and the result is `ABSENT`.
+        gradients: the gradients of each part of `minimized`.
+        minimized: the losses, in parts with one divisor each. The weight of the first
+            part is used as the weight of the micro-batch.
     """
     if measure is False:
         return ABSENT
     weight = minimized[0].weight
 
     def measured() -> GradientNoiseSums:
-        if len(gradients) == 1:  # gₖ need not be computed, which saves a pass over it
+        if len(gradients) == 1:  # compute |gₖ|² without gₖ, which saves a pass
             square_of_sum = tf.cast(square(gradients[0]), weight.dtype)
             squares = tf.math.divide_no_nan(square_of_sum, weight)
         else:
@@ -119,9 +123,9 @@ def estimates(
     """Estimate tr(Σ), per example, and |G|² from one update.
 
     Args:
-        sums: over the micro-batches, of gradients that have a loss scale.
-        square_of_mean: |g|², without a loss scale.
-        loss_scale: by which the gradients of the micro-batches are multiplied.
+        sums: sums over the micro-batches, whose gradients include the loss scale.
+        square_of_mean: |g|², without the loss scale.
+        loss_scale: the factor in the gradients of the micro-batches.
     """
     dtype = sums.squares.dtype
     scale = tf.cast(tf.square(loss_scale), dtype)
@@ -138,21 +142,21 @@ def estimates(
 
 
 class NoiseScale:
-    """tr(Σ)/|G|² in examples, smoothed over the updates that were measured."""
+    """The gradient noise scale tr(Σ)/|G|², in examples, averaged over updates."""
 
     def __init__(self) -> None:
         self._updates = 0
         self._measured_at = 0  # the last update that was measured
-        # Weighted sums over the measurements, and the sum of their weights: averages
-        # that begin with the first measurement, not with zero.
+        # Weighted sums over the measurements, and the sum of the weights. Their ratios
+        # are averages that start from the first measurement, not from zero.
         self._weight = 0.0
         self._variance = 0.0
         self._square = 0.0
 
     def add(self, variance: float, square: float) -> None:
-        """Add one update's estimates. Call it once an update.
+        """Add the estimates of one update. Call this once per update.
 
-        A pair that is not finite stands for an update that was not measured.
+        If an estimate is not finite, the update counts as not measured.
         """
         self._updates += 1
         if not (math.isfinite(variance) and math.isfinite(square)):
@@ -168,7 +172,7 @@ class NoiseScale:
     def value(self) -> float | None:
         """The gradient noise scale in examples.
 
-        It is None while nothing was measured, or |G|² is not positive.
+        It is None before the first measurement, or if |G|² is not positive.
         """
         if self._square > 0:
             return self._variance / self._square
@@ -176,19 +180,20 @@ class NoiseScale:
 
     @property
     def averages(self) -> Averages | None:
-        """The averages whose ratio is `value`; None while nothing was measured."""
+        """The averages whose ratio is `value`, or None before the first measurement."""
         if not self._weight:
             return None
         return Averages(self._variance / self._weight, self._square / self._weight)
 
     def get_state(self) -> dict[str, float]:
-        """Return the averages, for `set_state`."""
+        """Return the state of the averages, for `set_state`."""
         return dict(vars(self))
 
     def set_state(self, state: Mapping[str, float]) -> None:
-        """Set the averages to those that `get_state` returned.
+        """Restore a state that `get_state` returned.
 
-        They start anew from the state of an earlier version, which averaged otherwise.
+        The state of an earlier version, which averaged in another way, is dropped: the
+        averages then start anew.
         """
         start = NoiseScale().get_state()
         if state.keys() != start.keys():

@@ -1,4 +1,4 @@
-"""What is minimized and measured: losses, loss weights and metrics, as in `compile`."""
+"""The objective of a training: losses, loss weights and metrics, as in `compile`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import keras
 from .batch import Nest, spread
 from .keras_internals import get_loss, mask_of
 
-# As `compile` takes it: one loss for every output, or a dict or list of losses, with
-# None for an output without a loss; None alone for a model that learns from `add_loss`.
+# As in `compile`: one loss for all outputs, or a dict or list of losses, with None for
+# an output without a loss. None alone is for a model that learns from `add_loss`.
 Losses = Any
 Metrics = Sequence[keras.metrics.Metric] | Mapping[str, Sequence[keras.metrics.Metric]]
 
@@ -22,7 +22,7 @@ class Term(NamedTuple):
 
     name: str  # of the output
     loss: keras.losses.Loss
-    scale: float | None  # its entry of `loss_weights`
+    scale: float | None  # the output's entry of `loss_weights`
     y: Nest
     output: Nest
     sample_weight: Nest
@@ -30,19 +30,20 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimized and measured.
+    """The losses that are minimized, and the metrics.
 
     Attributes:
-        loss: as `compile` takes it.
-        loss_weights: a number for each output, by name or in order.
-        metrics: of the only output or by name; the mask weighs them.
-        weighted_metrics: of the only output or by name; the sample weights weigh them.
-        layer_metrics: those that the model's layers update in their calls.
-        added_losses: whether a scalar of `add_loss` is the "mean" of what the examples
-            of its batch add, or the "sum".
-        loss_over: "example" if the loss of an example does not depend on the others;
-            "effective_batch" computes all losses over the effective batch, at the price
-            of a second forward pass: see `over_effective_batch`.
+        loss: the loss or losses, as in `compile`.
+        loss_weights: a number per output, by name or in order.
+        metrics: metrics for the only output, or lists of metrics by output name. The
+            mask of the output weights them.
+        weighted_metrics: metrics like `metrics` that the sample weights weight.
+        layer_metrics: metrics that the model's layers update in their calls.
+        added_losses: whether a scalar of `add_loss` is the "mean" or the "sum" over the
+            examples of its batch.
+        loss_over: "example" if the loss of an example does not depend on other
+            examples. "effective_batch" computes all losses over the effective batch,
+            which costs a second forward pass; see `over_effective_batch`.
     """
 
     loss: Losses
@@ -72,9 +73,9 @@ class Objective:
     def from_loss(
         cls, loss: Losses | Objective, loss_over: str | None = None
     ) -> Objective:
-        """Return `loss` if it is an objective, else an objective of it without metrics.
+        """Return `loss` if it is an objective, else an objective with this loss only.
 
-        `loss_over` replaces the objective's own, unless it is None.
+        If `loss_over` is not None, it replaces the attribute of the objective.
         """
         objective = loss if isinstance(loss, Objective) else cls(loss)
         if loss_over is None:
@@ -82,9 +83,10 @@ class Objective:
         return replace(objective, loss_over=loss_over)
 
     def of_micro_batch(self) -> Objective:
-        """Return what is minimized over a micro-batch by itself.
+        """Return the objective for a single micro-batch.
 
-        If the losses are over the effective batch, it is only what the model adds.
+        If the losses are over the effective batch, the result has no loss, so that only
+        the losses that the model adds are minimized.
         """
         if self.over_batch:
             return replace(self, loss=None, loss_over="example")
@@ -97,11 +99,12 @@ class Objective:
 
         Args:
             y: labels; those of outputs without a loss are ignored.
-            outputs: as `by_name` returns them.
-            sample_weight: for all outputs, or by name or in order.
+            outputs: the outputs by name; see `by_name`.
+            sample_weight: sample weights for all outputs, or by name or in order.
 
         Raises:
-            ValueError: they do not fit the outputs, or each other.
+            ValueError: the losses, loss weights, labels or sample weights do not fit
+                the outputs, or an output with a loss has no labels.
         """
         if self.loss is None:
             return []
@@ -146,11 +149,11 @@ class Objective:
     ) -> None:
         """Update the metrics with one micro-batch.
 
-        The sample weights weigh `weighted_metrics`, else the mask of the output, if
-        any.
+        `weighted_metrics` are weighted by the sample weights. Without sample weights,
+        and in `metrics`, the mask of the output is used, if there is one.
 
         Raises:
-            ValueError: a metric is of no output, or of one that has no labels.
+            ValueError: a metric is for an output that does not exist or has no labels.
         """
         names = list(outputs)
         labels = labels_by_name(self.loss, y, names)
@@ -161,7 +164,7 @@ class Objective:
     def measured(self) -> dict[str, keras.metrics.Metric]:
         """Return all metrics by the names that `fit` gives them.
 
-        A metric of one of several outputs is `<output>_<metric>`.
+        A metric that is given by output name is called `<output>_<metric>`.
         """
         named = {}
         for metrics in (self.metrics, self.weighted_metrics, self.layer_metrics):
@@ -174,8 +177,8 @@ class Objective:
 def couples_examples(loss: Any) -> bool:
     """Return whether a loss is known to depend on several examples at once.
 
-    Known are Keras' `Circle`, and losses and functions of your own that have a true
-    attribute `couples_examples`.
+    Such losses are Keras' `Circle`, and losses or functions whose attribute
+    `couples_examples` is true.
     """
     function = getattr(loss, "fn", loss)  # `compile` wraps a function
     function = getattr(function, "func", function)  # and so does `functools.partial`
@@ -186,11 +189,11 @@ def couples_examples(loss: Any) -> bool:
 
 
 def by_name(model: keras.Model, outputs: Nest) -> dict[str, Nest]:
-    """Return the outputs by their names, in their order.
+    """Return the outputs by name, in order.
 
-    The names are the keys of a dict, joined by `/` where dicts are nested; for a list,
-    the names that a functional model gives its outputs, else their numbers. The only
-    output of any other model has the name "".
+    The names are the keys of a dict, joined by `/` if dicts are nested. Otherwise they
+    are the output names of a functional model, or else the indices in a list. The only
+    output of another model has the name "".
     """
     paths_and_outputs = keras.tree.flatten_with_path(outputs)
     names = ["/".join(map(str, path)) for path, _ in paths_and_outputs]
@@ -201,10 +204,9 @@ def by_name(model: keras.Model, outputs: Nest) -> dict[str, Nest]:
 
 
 def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:
-    """Return the labels by the names of their `outputs`.
+    """Return the labels by output name, for the names `outputs`.
 
-    A list of labels that has none for outputs without a loss is in the order of the
-    other outputs.
+    A list of labels may leave out the outputs without a loss.
     """
     names = list(outputs)
     is_complete_list = isinstance(y, list | tuple) and len(y) == len(names)
@@ -233,7 +235,7 @@ def _update(
         if labels.get(name) is None:
             raise ValueError(f"there must be labels for the metric {metric.name}")
 
-        # Keras' own metrics look for a mask themselves; others do not.
+        # Pass on the mask: only Keras' own metrics would find it by themselves.
         weight = weights.get(name)
         if weight is None:
             weight = mask_of(outputs[name])
@@ -244,7 +246,7 @@ def _update(
 
 
 def _with_outputs(metrics: Metrics) -> list[tuple[str | None, keras.metrics.Metric]]:
-    """Return each metric after the name of its output; None stands for the only one."""
+    """Return (output name, metric) pairs; the name is None for the only output."""
     if not isinstance(metrics, Mapping):
         return [(None, metric) for metric in metrics]
     pairs: list[tuple[str | None, keras.metrics.Metric]] = []

@@ -4,10 +4,10 @@
     L = loss(y, o);  g = ∂L/∂o                         # over all o = (o₁, …, o_K)
     for each micro-batch k:  S += gₖᵀ · ∂f(xₖ; θ)/∂θ   # second pass, with a tape
 
-The method is that of Gao et al., arXiv 2101.06983, 2021. The first pass frees its
-activations. Both passes draw the same noise (`same_noise`), and no layer may mix the
-examples of a micro-batch or move a state that the second pass would find changed. What
-the first pass assigns, such as a layer's metrics, is dropped.
+This is the method of Gao et al. 2021 (arXiv:2101.06983). The first pass keeps no
+activations. Both passes must draw the same noise (see `same_noise`). No layer may mix
+the examples of a micro-batch, or change a state on which the second pass depends. Other
+assignments in the first pass, such as to a layer's metrics, are discarded.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .xla import compiled_by_xla, without_cudnn
 
 
 class KeptOutput(NamedTuple):
-    """One output of the model and what Keras keeps on it, or `ABSENT`.
+    """One output of the model with its mask and logits, which may be `ABSENT`.
 
-    All have the examples on axis 0.
+    All of them have the examples on axis 0.
     """
 
     output: tf.Tensor
-    mask: Any  # 0 or 1, in float32: what is gathered is summed
+    mask: Any  # 0 or 1 in float32, because tensors are gathered by a sum
     logits: Any
 
 
@@ -54,7 +54,7 @@ Outputs = dict[str, KeptOutput]  # by name
 
 
 class GatheredBatch(NamedTuple):
-    """What a loss over the effective batch is computed from."""
+    """The outputs, labels and sample weights of the whole effective batch."""
 
     outputs: Outputs
     y: Nest
@@ -64,15 +64,15 @@ class GatheredBatch(NamedTuple):
 class BatchLosses(NamedTuple):
     """The losses over the effective batch."""
 
-    losses: dict[str, LossSum]  # by output
-    minimized: tf.Tensor  # their scaled means, summed; scalar
+    losses: dict[str, LossSum]  # by output name
+    minimized: tf.Tensor  # the sum of their scaled means, scalar
 
 
 def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, str]]:
-    """Yield why the loss of a model cannot be over the effective batch.
+    """Yield the reasons why a model's loss cannot be over the effective batch.
 
     Yields:
-        The rule that it breaks, and the layers that break it.
+        A rule that the model breaks, and the layers that break it.
     """
     noisy = forward.cut_dependent_noise
     if noisy:
@@ -94,10 +94,10 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
 
 
 def kept(outputs: Mapping[str, Nest]) -> Outputs:
-    """Return the outputs of a forward pass with what Keras keeps on them.
+    """Return the outputs of a forward pass with the masks and logits stored on them.
 
     Raises:
-        ValueError: an output is no dense tensor with the examples on axis 0.
+        ValueError: an output is not a dense tensor with the examples on axis 0.
     """
     kept_by_name: Outputs = {}
     for name, output in outputs.items():
@@ -123,9 +123,9 @@ def kept_outputs(
     dropout_keys: Sequence[tf.Tensor],
     jit_compile: bool | str,
 ) -> Outputs:
-    """Return the outputs for this replica's share of `batch`, by the first pass.
+    """Run the first pass on this replica's share of `batch`; return the outputs.
 
-    The arguments are as for an `Update`, `dropout_keys` as for `accumulate_share`.
+    For `dropout_keys`, see `BatchContext`; for the other arguments, see `Update`.
     """
     share, position = share_of(batch)
     compiled = compiled_by_xla(jit_compile, model, share)
@@ -134,7 +134,7 @@ def kept_outputs(
 
     def micro_step(start: tf.Tensor, x: Nest, *_: Nest) -> Outputs:
         drawing = drawn(noisy, keys, position + start, examples_in(x), compiled)
-        # The scope drops what the pass assigns.
+        # The scope discards all assignments in the pass.
         with keras.StatelessScope(), without_cudnn(model, compiled), drawing:
             return kept(by_name(model, model(x, training=True)))
 
@@ -142,9 +142,9 @@ def kept_outputs(
 
 
 def differentiable(outputs: Outputs) -> list[tf.Tensor]:
-    """Return the tensors by which a loss may have a gradient.
+    """Return the tensors with respect to which a loss may have a gradient.
 
-    They are the outputs, and the logits that Keras keeps on them.
+    They are the floating-point outputs, and the logits that Keras stores on outputs.
     """
     tensors = []
     for kept_output in outputs.values():
@@ -155,7 +155,7 @@ def differentiable(outputs: Outputs) -> list[tf.Tensor]:
 
 
 def batch_losses(objective: Objective, batch: GatheredBatch) -> BatchLosses:
-    """Return the losses over the effective batch, without what the model adds."""
+    """Return the losses over the effective batch, except those that the model adds."""
     outputs = {}
     for name, kept_output in batch.outputs.items():
         outputs[name] = with_mask_and_logits(*kept_output)
@@ -178,10 +178,10 @@ def output_gradients(
     batch: GatheredBatch,
     scale_loss: Callable[..., tf.Tensor] | None,
 ) -> tuple[dict[str, LossSum], list[tf.Tensor | None]]:
-    """Return the losses over the batch, and the gradients of their sum by the outputs.
+    """Return the losses over the batch, and the output gradients of their sum.
 
-    There is a gradient by each of `differentiable(batch.outputs)`. It is scaled by
-    `scale_loss`, and None where the loss does not depend on the tensor.
+    There is one gradient per tensor of `differentiable(batch.outputs)`, in this order.
+    `scale_loss` is included. The gradient is None if no loss depends on the tensor.
     """
     sources = differentiable(batch.outputs)
     with tf.GradientTape() as tape:
@@ -191,7 +191,7 @@ def output_gradients(
             target = scale_loss(target)
     on_host: list[tf.Tensor | None] = []
     gradients = tape.gradient(target, sources)
-    with tf.device("CPU:0"):  # from where each micro-batch takes its slice
+    with tf.device("CPU:0"):  # where they are cut into micro-batches
         for gradient in gradients:
             if gradient is not None:
                 gradient = tf.identity(tf.convert_to_tensor(gradient))
@@ -207,12 +207,12 @@ def gathered(
 ) -> GatheredBatch:
     """Return the outputs, labels and sample weights of the effective batch.
 
-    Call it in the cross-replica context, with the outputs of each replica's share. They
-    are gathered by one sum over replicas, in which each has zeros in place of the
-    others' examples; the first replica's device gets all of them. `reductions_ready` is
-    as for `reduce`.
+    Call this in the cross-replica context, with the outputs of each replica's share.
+    Each replica pads its tensors with zeros for the examples of the other replicas, and
+    one sum over replicas gathers them. The result is on the first replica's device. For
+    `reductions_ready`, see `reduce`.
     """
-    _, y, sample_weight = parts_of(batch)  # of a `Share`, what this process has read
+    _, y, sample_weight = parts_of(batch)  # in a `Share`, those of this process
     if strategy.num_replicas_in_sync == 1:
         return GatheredBatch(outputs, y, sample_weight)
 
@@ -244,7 +244,8 @@ def _padded(leaf: tf.Tensor, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
             "for outputs or labels of an unknown shape"
         )
         raise ValueError(f"{rule}. Received: {slice_specs(leaf)}")
-    # Integers travel as float64, exact up to 2⁵³: collectives do not take all of them.
+    # Send integers as float64, which is exact up to 2⁵³: collectives do not support all
+    # integer dtypes.
     if not leaf.dtype.is_floating:
         leaf = tf.cast(leaf, tf.float64)
     other_axes = [[0, 0]] * (leaf.shape.rank - 1)

@@ -1,16 +1,16 @@
 """Noise that does not depend on how an effective batch is cut.
 
 Philox is a counter-based generator: block c of key k is a function of (k, c) alone
-(Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011). A layer takes one
-key an update. The example at position p of the effective batch takes the blocks from
-p·⌈m/4⌉ on, where m is the number of values it needs and a block has four:
+(Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011). Each layer uses one
+key per update. The example at position p of the effective batch uses the blocks from
+p·⌈m/4⌉ on, where m is the number of values per example, and a block has four values:
 
     position  0              1              2          …      in the effective batch
     blocks    0 … ⌈m/4⌉−1    ⌈m/4⌉ …        2⌈m/4⌉ …   …      over all replicas
 
-So any micro-batch of any replica draws the rows of its own examples, as one draw for
-the effective batch would have them, and nothing of that size is ever in memory. Noise
-is drawn in float32, whatever the precision of the layer.
+So a micro-batch draws the same values for its examples as one draw for the whole
+effective batch would, on any replica, without the memory for that draw. Noise is drawn
+in float32, whatever the precision of the layer.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ from keras import layers
 
 from .keras_internals import calling, graph, keeps_call_of, layers_of
 
-# Takes a shape, whose sizes may be scalars, and returns values of float32 in [0, 1).
+# A function of a shape, whose sizes may be scalar tensors. It returns float32 values in
+# [0, 1).
 Draw = Callable[[Sequence[Any]], tf.Tensor]
 
-_BLOCK = 4  # 32-bit values in a block
-_PHILOX = 1  # its number in raw operations
-_SCRAMBLE = 0x02461E293EC8F720  # the key by which TensorFlow makes a key of a seed
+_BLOCK = 4  # 32-bit values per block
+_PHILOX = 1  # the number of the Philox algorithm in raw operations
+_SCRAMBLE = 0x02461E293EC8F720  # with it, TensorFlow derives a key from a seed
 
 
 class Key(NamedTuple):
-    """What a layer draws by.
+    """The key from which a layer draws its noise.
 
-    It is on the host: if it were made on a GPU, the host would wait for it at every
-        draw.
+    The key is on the host: if it were on a GPU, the host would wait for it at every
+    draw.
     """
 
     seed: tf.Tensor  # int64 of shape (2,)
-    key: tf.Tensor  # of Philox, made of the seed; uint64 of shape (1,)
-    counter: tf.Tensor  # its first block; uint64 of shape (2,)
+    key: tf.Tensor  # the Philox key from the seed; uint64 of shape (1,)
+    counter: tf.Tensor  # number of the first block; uint64 of shape (2,)
 
     @classmethod
     def from_seed(cls, seed: tf.Tensor, call: int = 0) -> Key:
-        """Return the key of a seed, another one for each `call` in a forward pass."""
+        """Return the key of a seed for call number `call` of the layer in a pass."""
         with tf.device("CPU:0"):
             if not call:
                 key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
                 return cls(seed, key, counter)
             seed = tf.random.experimental.stateless_fold_in(seed, call)
-            # What that operation computes, because its XLA kernel takes a negative seed
-            # for another one.
+            # Compute the result of `StatelessRandomGetKeyCounter` without that
+            # operation, whose XLA kernel returns another key for a negative seed.
             scramble = tf.constant([_SCRAMBLE], tf.uint64)
             bits = tf.raw_ops.StatelessRandomUniformFullIntV2(
                 shape=[4],
@@ -72,7 +73,8 @@ def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
     """Return the layers whose noise can be drawn example by example.
 
     They are Keras' own dropout and noise layers. If an input in `x` is ragged, there
-    are none: an example may then need as many values as the longest of its micro-batch.
+    are none: the number of values per example may then depend on the longest example in
+    the micro-batch.
     """
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
         return []
@@ -80,9 +82,9 @@ def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
 
 
 def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
-    """Take a key from the seed of each noisy layer, as one call of the layer takes one.
+    """Draw a seed from each noisy layer's seed generator, as a call of the layer does.
 
-    Call it once an update.
+    Call this once per update.
     """
     with tf.device("CPU:0"):
         return [layer.seed_generator.next() for layer in noisy]
@@ -97,13 +99,13 @@ def drawn(
 ) -> AbstractContextManager[None]:
     """Make noisy layers draw by the position of an example in the effective batch.
 
-    This holds inside the `with` block.
+    This applies inside the `with` block.
 
     Args:
-        noisy: the layers, as `noisy_layers` returns them.
-        keys: of the layers in this update, as `keys_of` returns them.
-        position: in the effective batch, of the first example that they draw for.
-        examples: number of examples that they draw for.
+        noisy: the layers; see `noisy_layers`.
+        keys: one seed per layer for this update, see `keys_of`, or the key of the seed.
+        position: position of the micro-batch's first example in the effective batch.
+        examples: number of examples in the micro-batch.
         jit_compile: whether XLA compiles the calls.
     """
     if jit_compile:
@@ -123,9 +125,9 @@ def _as_key(seed_or_key: tf.Tensor | Key) -> Key:
 
 
 def _uniform_by_xla(**arguments: Any) -> tf.Tensor:
-    """Return what TensorFlow's kernel makes of the same bits.
+    """Return the values that TensorFlow's own kernel would draw, if XLA compiles.
 
-    It takes the lower 23 bits of each value; XLA's own kernel takes the upper ones.
+    TensorFlow's kernel uses the lower 23 bits of each value; XLA's uses the upper ones.
     """
     bits = tf.raw_ops.StatelessRandomUniformFullIntV2(dtype=tf.uint32, **arguments)
     return tf.bitcast(bits & 0x7FFFFF | 0x3F800000, tf.float32) - 1
@@ -133,20 +135,19 @@ def _uniform_by_xla(**arguments: Any) -> tf.Tensor:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The examples of the effective batch that are drawn for."""
+    """The examples of a micro-batch, for which noise is drawn."""
 
-    position: Any  # of the first of them
-    examples: tf.Tensor  # their number
+    position: Any  # of the first example in the effective batch
+    examples: tf.Tensor  # number of examples
     uniform: Callable[..., tf.Tensor]  # the operation that draws
 
     def draw(self, key: Key, sizes: Sequence[Any]) -> tf.Tensor:
-        """Return values of the shape `sizes`, each example's by its position."""
+        """Return values of shape `sizes`, drawn by the positions of the examples."""
         values = math.prod(sizes[1:])
         blocks = -(-values // _BLOCK)
         counter = key.counter
-        with tf.device("CPU:0"):  # where the position is known
-            # An example has several rows where a previous layer has merged the first
-            # axes.
+        with tf.device("CPU:0"):  # where the position already is
+            # An example has several rows if a previous layer has merged the first axes.
             check = tf.debugging.assert_equal(
                 sizes[0] % self.examples, 0, "same_noise: rows that are of no example"
             )
@@ -156,8 +157,8 @@ class _Rows:
                 row = position * tf.cast(sizes[0] // self.examples, tf.int64)
             first = tf.cast(row * tf.cast(blocks, tf.int64), tf.uint64)
             start = tf.stack([first, tf.zeros((), tf.uint64)])
-            # The counter's lower half is zero: TensorFlow makes the upper one of the
-            # seed.
+            # Add to the lower half of the counter, which is zero: TensorFlow derives
+            # only the upper half from the seed.
             counter += start
         noise = self.uniform(
             shape=[sizes[0], blocks * _BLOCK],
@@ -187,13 +188,13 @@ def _call(layer: keras.Layer, key: Key, rows: _Rows) -> Callable[..., tf.Tensor]
         nonlocal calls
         noise_shape = getattr(layer, "noise_shape", None)
         is_shared = noise_shape is not None and noise_shape[0] is not None
-        # Keras draws in a layer's own loop, as for a recurrent cell, where each step
-        # needs new noise, and for inputs with a known number of rows, whose first axis
-        # is not that of the examples.
+        # Let Keras draw in a layer's own loop, such as that of a recurrent cell, where
+        # each step needs new noise; and for inputs with a known number of rows, whose
+        # first axis is not that of the examples.
         is_of_examples = inputs.shape[0] is None or is_shared
         if not training or graph() is not traced_graph or not is_of_examples:
             return type(layer).call(layer, inputs, training=training)
-        # A layer that is called twice in a forward pass draws twice.
+        # If a layer is called again in a forward pass, draw other values.
         key_of_call = Key.from_seed(key.seed, calls) if calls else key
         calls += 1
 
@@ -210,15 +211,15 @@ def _call(layer: keras.Layer, key: Key, rows: _Rows) -> Callable[..., tf.Tensor]
 def _formula(
     layer: keras.Layer,
 ) -> Callable[[keras.Layer, tf.Tensor, Draw], tf.Tensor] | None:
-    """Return the formula of the layer's outputs as a function of its draws.
+    """Return the function that computes a layer's outputs from its inputs and draws.
 
-    It is None if the layer draws nothing, or is not Keras' own.
+    Return None if the layer draws nothing, or if its `call` is not Keras' own.
     """
     if isinstance(layer, layers.GaussianNoise):
         amount = getattr(layer, "stddev", 0)
     else:
         amount = getattr(layer, "rate", 0)
-    if not amount or amount == 1:  # dropout at 1 leaves nothing
+    if not amount or amount == 1:  # dropout at a rate of 1 outputs zeros
         return None
     for kind, formula in _FORMULAS.items():
         if keeps_call_of(layer, kind):
@@ -252,12 +253,12 @@ def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    """Return normal noise of the shape of `x` after Box and Muller, 1958.
+    """Return standard normal noise in the shape of `x`, by Box and Muller, 1958.
 
-    XLA's own noise depends on how many values are drawn.
+    XLA's own normal noise would depend on how many values are drawn at once.
     """
-    # In float64 where the layer computes in it: the last bit of a logarithm depends on
-    # its position in a vector register.
+    # Compute in float64 if the layer does, so that noise differs by float64 rounding at
+    # most: the last bit of a logarithm depends on the position in a vector register.
     dtype = tf.float64 if x.dtype == tf.float64 else tf.float32
     pairs = tf.cast(draw([*_sizes(x, [None] * x.shape.rank), 2]), dtype)
     radius = tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0]))
@@ -274,9 +275,9 @@ _FORMULAS = {
 
 
 def _sizes(x: tf.Tensor, shape: Sequence[int | None]) -> list[Any]:
-    """Return the sizes of `shape`, in which None stands for that axis of `x`.
+    """Return the sizes of `shape`, with each None replaced by the size in `x`.
 
-    A size that is unknown when traced is a scalar.
+    A size that is unknown during tracing is a scalar tensor.
     """
     sizes = []
     for axis, (size, size_of_x) in enumerate(zip(shape, x.shape, strict=False)):
@@ -289,7 +290,7 @@ def _sizes(x: tf.Tensor, shape: Sequence[int | None]) -> list[Any]:
 
 
 def _noise_shape(layer: keras.Layer, x: tf.Tensor) -> Sequence[int | None]:
-    """Return the shape of a dropout's noise; None where it is that of `x`."""
+    """Return the shape of a dropout layer's noise; None stands for the size in `x`."""
     rank = x.shape.rank
     if isinstance(layer, _SPATIAL):
         # All elements of a channel share the noise.

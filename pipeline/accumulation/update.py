@@ -1,6 +1,6 @@
-"""The update: an effective batch in, one step of the optimizer out.
+"""The update: one optimizer step per effective batch.
 
-sums = Σ over replicas, Σ over micro-batches       # `accumulate` has the algorithm
+sums = Σ over replicas, Σ over micro-batches       # see `accumulate`
 optimizer.apply(sums.gradients())                  # once
 assign_moving_statistics(sums.statistics_steps)    # once
 """
@@ -38,34 +38,34 @@ from .xla import compiled_by_xla
 
 
 class Update:
-    """One effective batch in, one step of the optimizer out, under a strategy.
+    """Applies one effective batch in one optimizer step, under a strategy.
 
     Args:
-        model: as `accumulate_gradients` takes it.
+        model: a built model; see `accumulate_gradients`.
         objective: a loss or an `Objective`. Its metrics are reset at each update, so
-            they are over exactly its examples.
-        optimizer: built for the model's variables.
+            their results cover exactly the examples of the update.
+        optimizer: an optimizer that was built for the model's trainable variables.
         micro_batch_size: examples per forward and backward pass on one replica.
         strategy: the strategy in whose scope the model was built; the current one by
             default.
-        noise_every: updates from one measurement of the gradient noise to the next; 0
-            measures none. They are counted in `begun`, a variable, which has to be set
-            where training resumes from a checkpoint.
-        same_noise: have Keras' dropout and noise layers draw for each example what they
-            draw in any other cut. True rejects layers that can only draw for each
-            micro-batch; "auto" leaves them to Keras.
-        hold_statistics: move BatchNormalization's statistics once an update, by the
-            effective batch, not by each micro-batch.
-        jit_compile: compile each forward and backward pass with XLA, but not that of a
-            last micro-batch of fewer examples; "auto" as `compiled_by_xla` says.
-            `compiled` is what became of it, once an update was traced.
-        reductions_ready: counts the reductions that this process had its sums ready
-            for, where there are several processes.
+        noise_every: number of updates from one measurement of the gradient noise to the
+            next; 0 for no measurements. The variable `begun` counts the updates. Set
+            this variable when training resumes from a checkpoint.
+        same_noise: whether Keras' dropout and noise layers draw the same noise for an
+            example, however the effective batch is cut. True rejects layers that can
+            only draw for a whole micro-batch; "auto" leaves these layers to Keras.
+        hold_statistics: whether BatchNormalization's statistics move once per update,
+            by the effective batch, and not with each micro-batch.
+        jit_compile: whether XLA compiles each forward and backward pass. A smaller last
+            micro-batch is not compiled. For "auto", see `compiled_by_xla`. After an
+            update was traced, the attribute `compiled` holds the decision.
+        reductions_ready: a variable that counts the reductions for which this process
+            had its summands ready. It is needed only with several processes.
         loss_over: "effective_batch" computes the losses over all examples of an update,
-            on all replicas, which losses of several examples at once need: see
-            `Objective`, whose own it is by default. It costs a second forward pass, and
-            memory for the outputs of the effective batch. It needs `same_noise` where
-            there is noise.
+            on all replicas, for losses that compare several examples. This costs a
+            second forward pass, and memory for the outputs of the effective batch. If
+            layers draw noise, `same_noise` is required. By default, the attribute of
+            the `Objective` is used.
     """
 
     def __init__(  # noqa: PLR0913  options of an update
@@ -102,14 +102,15 @@ class Update:
         self.compiled = False
         self.measured = self.objective.measured()
 
-        # Read on the host: from a GPU, the host would wait for the update before.
+        # On a GPU, the host would wait for the previous update to read it.
         with tf.device("CPU:0"):
             self.begun = tf.Variable(0, dtype=tf.int64, trainable=False)
-        # Updates whose gradient was complete, so that it may have been applied: such an
-        # update cannot be retried.
+        # The number of updates whose gradient was complete. This gradient may have been
+        # applied, so the update cannot be retried.
         self.applying = tf.Variable(0, dtype=tf.int64, trainable=False)
 
-        # Keras' `apply` divides by the factor of any optimizer that has one.
+        # Scale the loss for any optimizer with a scale factor: Keras' `apply` divides
+        # the gradients by it.
         has_loss_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if has_loss_scale or optimizer.loss_scale_factor is not None:
             self._scale_loss = optimizer.scale_loss
@@ -121,19 +122,21 @@ class Update:
         """Apply the gradient of `batch` once. Call it inside a `tf.function`.
 
         Args:
-            batch: the effective batch, the `Batches` that make it, or the `Share` of it
-                that this process has read.
+            batch: the effective batch, the `Batches` that it consists of, or the
+                `Share` of it that this process has read.
 
         Returns:
-            Scalars: `loss`, that of each of several outputs as `<output>_loss`, one
-            entry for each metric, `learning_rate` as this update used it, and
+            Scalars by name: `loss`; `<output>_loss` for each output, if several have a
+            loss; the metrics; `learning_rate`, the rate of this update; and
             `gradient_norm`, the global L2 norm of the averaged gradient before
-            clipping; where the noise is measured also `gradient_variance` and
-            `gradient_square`, estimates of tr(Σ), per example, and of the squared norm
-            of the true gradient, which are NaN with one micro-batch.
+            clipping. With `noise_every`, also `gradient_variance`, an estimate of
+            tr(Σ) per example, and `gradient_square`, an estimate of the squared norm of
+            the true gradient. Both are NaN in an update without a measurement, and with
+            a single micro-batch.
 
         Raises:
-            ValueError: it is called in a strategy's scope.
+            ValueError: the call is in a strategy's scope, or the model or the batch
+                does not allow `same_noise` or `loss_over`.
         """
         metrics = list(self.measured.values())
         variable_counts = [len(metric.variables) for metric in metrics]
@@ -164,7 +167,8 @@ class Update:
 
         results = sums.results(self.measured)
         for metric, count in zip(metrics, variable_counts, strict=True):
-            # Built in this trace: the reset above left out what was not there yet.
+            # The metric was built in this trace, after the reset above: reset it for
+            # the next update.
             if len(metric.variables) > count:
                 metric.reset_state()
         if isinstance(sums.gradient_noise, GradientNoiseSums):
@@ -184,15 +188,16 @@ class Update:
     ) -> GradientSums:
         """Return the sums over all replicas without applying them.
 
-        The metrics are updated and not reset.
+        The metrics are updated without being reset first.
         """
-        if tf.distribute.has_strategy():  # Keras would apply as inside a replica
+        if tf.distribute.has_strategy():  # Keras would act as if in a replica
             rule = "an update must be outside of its strategy's scope"
             raise ValueError(f"{rule}; the model is made inside of it")
         x = inputs_of(batch)
         self._check(batch, x)
 
-        # Here, where all copies of a seed get the same value: they may have diverged.
+        # Draw the seeds outside of the replicas, where all copies of a seed get the
+        # same value: the copies may have diverged.
         dropout_keys: list[tf.Tensor] = []
         if self.same_noise:
             with tf.control_dependencies(tensors_of(batch)):
@@ -211,10 +216,10 @@ class Update:
     def apply(
         self, gradients: Sequence[tf.Tensor | None], sums: GradientSums
     ) -> tf.Tensor:
-        """Take one step of the optimizer, and one of the moving statistics.
+        """Apply the gradients. With `hold_statistics`, also move the statistics once.
 
         Returns:
-            The learning rate of that step, scalar.
+            The learning rate of this step, scalar.
         """
         with applying_sums(self.optimizer), fused_adam(self.optimizer) as learning_rate:
             self.optimizer.apply(gradients, self.model.trainable_variables)
@@ -244,9 +249,9 @@ class Update:
     def _losses_over_batch(
         self, batch: Nest | Share, dropout_keys: Sequence[tf.Tensor]
     ) -> tuple[dict[str, LossSum], list[tf.Tensor | None]]:
-        """Return the losses over the effective batch, and gradients by its outputs.
+        """Return the losses over the effective batch, and their output gradients.
 
-        This is the first of two forward passes: see `over_effective_batch`.
+        This runs the first of two forward passes: see `over_effective_batch`.
         """
 
         def first_pass() -> over.Outputs:
@@ -279,7 +284,7 @@ class Update:
             stop = position + examples_in(share)
             gradients = slice_of(context.output_gradients, position, stop)
             context = context._replace(output_gradients=gradients)
-        if isinstance(batch, Batches):  # XLA would compile for each of their sizes
+        if isinstance(batch, Batches):  # XLA would compile once per size
             share = batch._replace(batch=share)
         else:
             self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
@@ -293,8 +298,9 @@ class Update:
         )
         sums = accumulate_share(kernel, share, context, position)
 
-        # Keras divides no rows by a loss scale. Processes would add rows of one index
-        # in different orders, and their weights would differ.
+        # Make embedding gradients dense in two cases. With a loss scale, Keras cannot
+        # divide `tf.IndexedSlices`. Several processes would add the rows of an index in
+        # different orders, so that their weights would differ.
         replicas = self.strategy.num_replicas_in_sync
         several_processes = isinstance(batch, Share) and replicas > 1
         if self._scale_loss is not None or several_processes:

@@ -1,4 +1,4 @@
-"""Which micro-steps XLA compiles, for which shapes, and without which kernels."""
+"""Decides whether XLA compiles the micro-steps, and adapts the model to XLA."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def compiled_by_xla(
 ) -> bool:
     """Return whether XLA compiles the micro-steps of `batch`.
 
-    Call it where they are traced. With "auto" XLA compiles what `fit` would have it
-    compile: nothing on a CPU or under a strategy, nor where a layer rejects it by
-    `supports_jit`, or where operations are deterministic. Ragged input is not compiled
-    either, which `fit` tries and XLA rejects.
+    Call this where the micro-steps are traced. With "auto", the decision is that of
+    `fit`: nothing is compiled on a CPU, under a strategy, with deterministic
+    operations, or if `supports_jit` of a layer is false. For ragged input nothing is
+    compiled either, whereas `fit` would try and XLA would raise an error.
     """
     if jit_compile != "auto":
         return bool(jit_compile)
@@ -35,9 +35,9 @@ def compiled_by_xla(
 
 
 def shapes_compiled(batch: Nest | Share) -> tf.Tensor:
-    """Return a number for the shapes that XLA compiles micro-batches of `batch` for.
+    """Return a hash of the shapes for which XLA compiles micro-batches of `batch`.
 
-    The number is a scalar of int64.
+    The hash is a scalar of int64, below 2⁵².
     """
     leaves = tf.nest.flatten(parts_of(batch), expand_composites=True)
     with tf.device("CPU:0"):
@@ -50,9 +50,9 @@ def shapes_compiled(batch: Nest | Share) -> tf.Tensor:
 def without_cudnn(
     model: keras.Model | None, jit_compile: bool
 ) -> AbstractContextManager[None]:
-    """Have the model's LSTM and GRU do without cuDNN, which XLA cannot call.
+    """Prevent the model's LSTM and GRU layers from using cuDNN, which XLA cannot call.
 
-    This holds inside the `with` block, if XLA compiles.
+    This applies inside the `with` block, if `jit_compile` is true.
     """
     if model is None or not jit_compile:
         return replaced([])

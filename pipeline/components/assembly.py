@@ -48,7 +48,7 @@ from pipeline.dataset.stream import Stream, digest
 from pipeline.tracking import provenance
 from pipeline.training.evaluator import Best
 
-# Called with the record of the data, see `provenance.dataset`; raises to reject it.
+# Receives the record of the data, see `provenance.dataset`; raises to reject it.
 CheckDataset = Callable[[dict[str, Any]], None]
 
 
@@ -70,11 +70,11 @@ class Parts:
     data: Data
     files: DataFiles  # the files of `data`, with their state before they were read
     plan: Plan
-    batches: tf.data.Dataset  # effective batches left to train on; a worker's shares
+    batches: tf.data.Dataset  # remaining effective batches, or this worker's shares
     model: keras.Model  # compiled with its built optimizer
     objective: RunObjective
     inputs: Any  # the inputs of up to four training examples, on the host
-    reader: Reader | None  # reads this worker's share; None without other workers
+    reader: Reader | None  # reads this worker's share; None for one process
     best: Best | None  # tracks the best evaluation; None if its checkpoint is not kept
     record: PartsRecord
 
@@ -131,7 +131,7 @@ class Parts:
 
         Args:
             name: `validation` or `test`.
-            reader: a worker, which then gets only its share of each batch.
+            reader: a worker's reader, to get only its share of each batch, or None.
         """
         if name not in self.data.splits:
             return None
@@ -142,7 +142,7 @@ class Parts:
         size = self.plan.batching.effective_batch_size
         return evaluation_batches(self.data, name, size, node.get("pad"), reader, keep)
 
-    @cached_property  # Each trace may draw another seed.
+    @cached_property  # Trace only once: each trace may draw another seed.
     def forward(self) -> internals.Forward:
         """The noise and the assigned variables of a forward pass in training."""
         return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
@@ -309,7 +309,7 @@ def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
 
 
 def _reader(spec: RunSpec) -> Reader | None:
-    """Return the reader of this worker's share, or None without other workers."""
+    """Return the reader of this worker's share, or None for a single process."""
     if spec.workers is None:
         return None
     replicas = spec.config.hardware.replicas
@@ -337,7 +337,7 @@ def _batches(
 def _reading(
     node: DictConfig, data: Data, files: DataFiles, key: str = "dataset"
 ) -> Iterator[None]:
-    """Turn an error of reading or tracing the data into one that names its cause.
+    """Replace an error in reading or tracing the data by one that names its cause.
 
     Args:
         node: the config node whose code runs in the block.

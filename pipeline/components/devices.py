@@ -30,7 +30,7 @@ class Devices:
     on_gpu: bool
     description: str  # one line for the user
     workers: int = 1  # number of processes
-    # The number of all-reduces that this worker was ready for; None if it is alone.
+    # Counts the all-reduces for which this worker was ready; None for one process.
     reductions_ready: tf.Variable | None = None
     gpus: Sequence[int] = ()  # indices into the GPUs that TensorFlow lists
 
@@ -209,7 +209,7 @@ def _gpus_of_process(
         )
         raise ConfigError(KEY, rule, processes)
     # If this process sees the GPUs of all workers on the machine, take its own slice.
-    # If it sees too few for that, they are all its own.
+    # If it sees fewer GPUs, all of them belong to this process.
     first = workers.index_on_machine * replicas
     if count < first + replicas:
         return gpus[:replicas]

@@ -207,7 +207,7 @@ def decoder(
         x += _dropped(attended, dropout)
 
         normed = layers.LayerNormalization()(x)
-        # Keep the order in which these layers are made: each draws its seed then.
+        # Keep the order in which these layers are created: each draws its seed then.
         narrow = layers.Dense(width)
         wide = layers.Dense(4 * width, activation="gelu")
         x += _dropped(narrow(wide(normed)), dropout)

@@ -25,7 +25,7 @@ class RunObjective:
 
     training: internals.Objective
     evaluation: internals.Objective  # the same losses, with separate metric objects
-    # The callbacks, by their names in the config. Each update is a batch for them.
+    # The callbacks, by their names in the config. They see each update as one batch.
     callbacks: dict[str, keras.callbacks.Callback]
 
 

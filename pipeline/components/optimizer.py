@@ -118,7 +118,8 @@ def check(
 ) -> None:
     """Check that the optimizer can apply a gradient, by tracing one application.
 
-    Keras checks most arguments of an optimizer only then. No variable is changed.
+    Keras checks most arguments of an optimizer only at that time. No variable is
+    changed.
 
     Args:
         optimizer: the optimizer, built.
@@ -299,7 +300,7 @@ def _share_in_updates(text: str, updates: int, key: str) -> int:
 def _checked_length(value: Any, updates: int, key: str, reference: float) -> Any:
     """Check a length in updates; return it, with a warm-up multiplied by `reference`.
 
-    Keras does not check lengths.
+    The check is needed because Keras does not check lengths.
     """
     name = key.rpartition(".")[2]
     warms_up = name.startswith("warmup")

@@ -59,9 +59,9 @@ def counts_examples(spec: RunSpec) -> bool:
 
 
 def horizon(spec: RunSpec, plan: Plan) -> int:
-    """Return the horizon, in examples ÷ effective batch size of the first stage.
+    """Return the horizon as a number of batches of the first stage's effective size.
 
-    The result is rounded up.
+    The number is rounded up.
     """
     unit, length = spec.horizon
     if unit == "updates":
