@@ -1,7 +1,7 @@
 """The gradient noise scale: the batch size beyond which more examples help little.
 
 The simple noise scale of McCandlish et al. 2018 (arXiv:1812.06162, appendix A.1) is B =
-tr(Σ)/|G|², where Σ is the covariance of the gradient of one example, and G is the true
+`tr(Σ)/|G|²`, where Σ is the covariance of the gradient of one example, and G is the true
 gradient. Two batch sizes give two equations for tr(Σ) and |G|². Accumulation provides
 both: the gradients gₖ of the K micro-batches, and the gradient g = Σ ωₖgₖ of the
 effective batch, where ωₖ is the share of micro-batch k in the total weight:
@@ -142,7 +142,7 @@ def estimates(
 
 
 class NoiseScale:
-    """The gradient noise scale tr(Σ)/|G|², in examples, averaged over updates."""
+    """The gradient noise scale `tr(Σ)/|G|²`, in examples, averaged over updates."""
 
     def __init__(self) -> None:
         self._updates = 0
@@ -172,7 +172,7 @@ class NoiseScale:
     def value(self) -> float | None:
         """The gradient noise scale in examples.
 
-        It is None before the first measurement, or if |G|² is not positive.
+        It is None before the first measurement, or if `|G|²` is not positive.
         """
         if self._square > 0:
             return self._variance / self._square
