@@ -8,6 +8,7 @@ distinct decision to its end.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,6 +105,13 @@ class Recorded:
             disk.apply(sync)
         yield disk.tree()
 
+    def disks_between(self) -> Iterator[dict[str, bytes | None]]:
+        """Yield the disk after each sync."""
+        disk = Disk(self.root)
+        for sync in self.syncs:
+            disk.apply(sync)
+            yield disk.tree()
+
     def disks_ahead(self) -> Iterator[dict[str, bytes | None]]:
         """Yield disks on which the system has written the journal before a sync."""
         journal = self.last()[JOURNAL_NAME]
@@ -163,6 +171,23 @@ def test_a_sample_of_power_cuts(recorded, tmp_path):
         if number % 20 == 0:
             _check(recorded.decide(tree, tmp_path / "run"), seen)
     assert {decision.update for decision in seen} >= {0, 3, 9}
+
+
+def test_the_newest_checkpoint_is_used_once_it_is_on_the_disk(recorded, tmp_path):
+    """Its rows were brought to the disk before it."""
+    updates = set()
+    for tree in _different(recorded.disks_between()):
+        complete = [0]
+        for path in tree:
+            match = re.fullmatch(r"checkpoints/([0-9]+)/manifest.json", path)
+            if match is not None:
+                complete.append(int(match[1]))
+        if b'"end":' in (tree.get(JOURNAL_NAME) or b""):
+            break  # The run is over, so that no checkpoint is read.
+        decision = recorded.decide(tree, tmp_path / "run")
+        assert decision.update == max(complete)
+        updates.add(decision.update)
+    assert updates == {0, 3, 6, 9, 12}
 
 
 @pytest.mark.slow
