@@ -7,11 +7,13 @@ examples themselves are run by tests/examples/.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,11 +107,82 @@ def test_every_name_for_users_is_in_the_python_api():
 
 
 def test_the_readme_is_short():
-    assert len(PAGES["README.md"].splitlines()) <= 150
+    assert len(PAGES["README.md"].splitlines()) <= 110
+
+
+def test_the_readme_counts_the_cases_as_they_were_measured():
+    """The table that compares Keras' option and this package."""
+    rows = {}
+    for line in PAGES["README.md"].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3:
+            rows[cells[0]] = cells[1:]
+    (cases,) = [row for name, row in rows.items() if "twelve typical cases" in name]
+    keras = outcomes_of("keras_fit", "fit")
+    ours = outcomes_of("ours", "ours")
+    counts = Counter(keras.values())
+    assert len(keras) == 12
+    assert cases == [
+        f"{counts['right']}; {counts['wrong']} are wrong, {counts['raises']} raise an error",
+        str(Counter(ours.values())["right"]),
+    ]
+
+    (speeds,) = [row for name, row in rows.items() if "six models" in name]
+    figures = json.loads((ROOT / "docs" / "bench.json").read_text())["figures"]
+    medians = []
+    for figure in figures:
+        if figure["what"] == "train ÷ fit, an update an execution":
+            medians.append(figure["median"])
+    assert len(medians) == 6
+    assert speeds == ["1", f"{min(medians):.1f} to {max(medians):.1f}"]
+
+
+def outcomes_of(library: str, way: str) -> dict[str, str]:
+    """Return, by case, what a way of a library came to in docs/conformance.json."""
+    measured = json.loads((ROOT / "docs" / "conformance.json").read_text())
+    outcomes = {}
+    for case, outcome in measured[library]["outcomes"][way].items():
+        bound = 1e-12
+        if case == "logs":
+            bound = 1e-6
+        if outcome["raised"]:
+            outcomes[case] = "raises"
+        elif outcome["error"] <= bound:
+            outcomes[case] = "right"
+        else:
+            outcomes[case] = "wrong"
+    return outcomes
+
+
+def test_every_message_of_the_page_on_trouble_is_one_of_the_program():
+    page = PAGES["docs/troubleshooting.md"]
+    quoted = re.findall(r"^\| `(.+?)` \| ", page, re.MULTILINE)
+    assert len(quoted) >= 20
+    texts = texts_of_the_program()
+    for message in quoted:
+        for part in message.split("…"):
+            assert any(part.strip() in text for text in texts), message
+    assert not any("must not be blue" in text for text in texts)
+
+
+def texts_of_the_program() -> list[str]:
+    """Return the strings in pipeline/; `…` stands for what a string is filled with."""
+    texts = []
+    for file in sorted((ROOT / "pipeline").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                constants = [
+                    part for part in node.values if isinstance(part, ast.Constant)
+                ]
+                texts += ["…".join(str(part.value) for part in constants)]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
 
 
 def test_the_table_of_commands_has_every_verb():
-    table = PAGES["README.md"].split("## Commands")[1].split("\n\n")[1]
+    page = PAGES["docs/command_line.md"]
+    table = page.split("## Commands")[1].split("\n\n")[1]
     assert set(re.findall(r"^\| `pipeline (\w+)", table, re.MULTILINE)) == set(VERBS)
 
 
@@ -303,7 +376,7 @@ def test_a_broken_link_is_found():
     content = """
 ## How to
 [a](docs/design.md#packages) [b](docs/design.md#package) [c](docs/nothing.md)
-[d](#how-to) [e](#how-not-to)
+[d](#track-a-run) [e](#how-not-to)
 """
     assert list(broken("README.md", content)) == [
         "docs/design.md#package",

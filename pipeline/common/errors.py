@@ -52,6 +52,7 @@ class ConfigError(Exception):
         choices: the accepted values. The message lists them, and suggests a close one.
         similar: accepted values that are too many to list. The message suggests a close
             one.
+        meant: what the user probably meant, if no accepted value is close.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ConfigError(Exception):
         received: object = _NOT_GIVEN,
         choices: Iterable[object] | None = None,
         similar: Iterable[object] | None = (),
+        meant: str = "",
     ):
         # Keep all values as text, so that the error can be sent to another process.
         self.key = key
@@ -69,10 +71,10 @@ class ConfigError(Exception):
         self.choices: list[str] | None = None
         if choices is not None:
             self.choices = [str(choice) for choice in choices]
-        self.close = ""
+        self.close = meant
         if isinstance(received, str):
             accepted = [*(self.choices or ()), *map(str, similar or ())]
-            matches = difflib.get_close_matches(received, accepted, n=1, cutoff=0.7)
+            matches = difflib.get_close_matches(received, accepted, n=1, cutoff=0.66)
             if matches:
                 self.close = matches[0]
         super().__init__(key, rule)

@@ -19,7 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import yaml_size
 from pipeline.common.errors import ConfigError, say
-from pipeline.config import former_names, hydra_errors, schema, text_keys
+from pipeline.config import (
+    former_names,
+    hydra_errors,
+    schema,
+    suggestions,
+    text_keys,
+)
 from pipeline.config.hydra_internals import get_args_parser
 from pipeline.config.session import Session, entered, session
 
@@ -216,6 +222,22 @@ def _expand_home(config: DictConfig) -> None:
                 OmegaConf.update(config, key, prefix + path)
 
 
+def _as_override(message: str) -> str | None:
+    """Return the override for an option that Hydra lacks, such as `--epochs=5`, or None.
+
+    Args:
+        message: the message of Hydra's parser.
+    """
+    match = re.search(r"unrecognized arguments: --([\w.-]+)(=\S+)?", message)
+    if match is None:
+        return None
+    name = match[1].replace("-", "_")
+    key = suggestions.key_elsewhere(name.rpartition(".")[2])
+    if key is None:
+        return None
+    return f"{key}{match[2] or '=VALUE'}"
+
+
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line with Hydra's own parser.
 
@@ -225,7 +247,10 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
     def reject(message: str) -> NoReturn:
         raise ConfigError(
-            "arguments", f"must be what Hydra takes ({message})", " ".join(arguments)
+            "arguments",
+            f"must be what Hydra takes ({message})",
+            " ".join(arguments),
+            meant=_as_override(message) or "",
         )
 
     parser = get_args_parser()

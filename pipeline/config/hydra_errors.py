@@ -15,7 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.config import former_names
+from pipeline.config import former_names, suggestions
 from pipeline.config.objective_nodes import NAMED
 
 # Key → the rule for its value, a mapping. Keras takes lists for these in `compile` and
@@ -253,7 +253,8 @@ def _unknown_key_error(
         ours = {sibling for sibling in siblings if sibling != "hydra"}
         siblings = sorted({*ours, *groups(folders)})
     rule = f"must be a key of {parent or 'the config'}{origin}"
-    return ConfigError(key, rule, name, siblings)
+    meant = suggestions.key_elsewhere(name) or ""
+    return ConfigError(key, rule, name, siblings, meant=meant)
 
 
 def _merge_error(

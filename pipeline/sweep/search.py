@@ -81,7 +81,7 @@ class SearchSweeper(Sweeper):
         except ImportError:
             rule = (
                 "must be one that is installed; this one needs Optuna: "
-                "pip install 'accumulation-pipeline[search]'"
+                "pip install 'optuna>=4,<6'"
             )
             raise ConfigError("hydra/sweeper", rule, "search") from None
         for key in ("trials", "at_once"):

@@ -1,0 +1,45 @@
+"""An unknown key or option is answered with the one that was probably meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.common.errors import ConfigError
+from pipeline.config.compose import composed, read_command_line
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("batch_size=64", "accumulation.effective_batch_size"),
+        ("training.batch_size=64", "accumulation.effective_batch_size"),
+        ("optimizer.lr=0.1", "optimizer.learning_rate"),
+        ("precision=float64", "hardware.precision"),
+        ("training.epoch=3", "epochs"),
+        ("model=mpl", "mlp"),
+    ],
+)
+def test_an_unknown_key_or_option_is_answered_with_a_near_one(override, meant):
+    with pytest.raises(ConfigError) as rejected:
+        composed([override])
+    assert str(rejected.value).endswith(f" Did you mean {meant!r}?")
+
+
+def test_a_name_that_is_like_no_key_gets_no_suggestion():
+    with pytest.raises(ConfigError) as rejected:
+        composed(["zebra=1"])
+    assert "Did you mean" not in str(rejected.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--epochs=5", "training.epochs=5"),
+        ("--batch-size=64", "accumulation.effective_batch_size=64"),
+        ("--lr", "optimizer.learning_rate=VALUE"),
+    ],
+)
+def test_an_option_of_other_tools_is_answered_with_an_override(option, meant):
+    with pytest.raises(ConfigError) as rejected:
+        read_command_line([option])
+    assert str(rejected.value).endswith(f" Did you mean {meant!r}?")
