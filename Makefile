@@ -26,7 +26,7 @@ IN_BASE = $$(sed -n 's/^\([A-Za-z0-9._-]*\).*==.*/--no-emit-package=\1/p' requir
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all soak check bench peers docs ui screenshot lock clean
+.PHONY: help setup train test test-all soak check bench peers docs dist ui screenshot lock clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,9 @@ peers: $(PEERS) ## .venv-peers: what `make bench` and docs/conformance.md compar
 
 docs: $(STAMP) ## the documentation site, in docs/_build; warnings and dead links are errors
 	$(RUN) sphinx --fail-on-warning --keep-going --nitpicky --quiet $(ARGS) docs docs/_build
+
+dist: $(STAMP) ## a wheel of this project, in dist/
+	$(RUN) pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 ui: $(STAMP) ## MLflow's UI on the default store, on 127.0.0.1
 	$(RUN) pipeline ui $(ARGS)

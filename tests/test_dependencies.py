@@ -161,3 +161,32 @@ def test_the_peers_have_a_lock_of_their_own_that_shares_versions():
     text = read("requirements-peers.lock")
     assert "://" not in text
     assert text.count("==") <= text.count("--hash=sha256:")
+
+
+def test_the_image_is_set_up_by_the_commands_of_make(tmp_path):
+    """Those of the recipe that installs, as `make -n` prints them."""
+    for name in ("Makefile", "pyproject.toml", *LOCKS):
+        (tmp_path / name).write_text(read(name))
+    planned = make(tmp_path, "-n", "setup", "PYTHON=python3", "LOCK=requirements.lock")
+    of_make = []
+    for line in planned.stdout.splitlines():
+        if line.startswith(("python3 -m", ".venv/bin/python -m", "cat ")):
+            of_make.append(line.replace("requirements.lock", "$LOCK"))
+    of_the_image = re.findall(r"^RUN (.+)$", read("Dockerfile"), re.MULTILINE)
+    # Their last one keeps a copy of the locks, of which there are one or two.
+    assert of_the_image[:-1] == of_make[:-1]
+    assert of_the_image[-1].endswith(of_make[-1].removeprefix("cat $LOCK"))
+    assert len(of_make) == 4
+
+
+def test_the_version_is_the_same_everywhere():
+    version = pyproject("project")["version"]
+    assert f"version: {version}\n" in read("CITATION.cff")
+    assert f"accumulation_pipeline-{version}-" in read("docs/gpu.md")
+    pythons = []
+    for classifier in pyproject("project")["classifiers"]:
+        if match := re.fullmatch(
+            r"Programming Language :: Python :: (3\.\d+)", classifier
+        ):
+            pythons.append(match[1])
+    assert pythons == ["3.11", "3.12", "3.13"]
