@@ -258,8 +258,9 @@ def _unequal_horizons(
 def time_to_target(sweep: SweepResult) -> SweepFinding:
     """Report which group reaches the target first, and whether chance explains it.
 
-    A group is not ranked if one of its jobs met the target at its first evaluation,
-    since its time is then only an upper bound.
+    A group is ranked only if all of its judged jobs reached the target. A group with a
+    job that met the target at its first point is not ranked either, since its time is
+    only an upper bound.
     """
     target = sweep.target
     if target is None:

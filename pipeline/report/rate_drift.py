@@ -122,7 +122,7 @@ class Drift:
 
 
 def drifts(sweep: SweepResult) -> list[Drift]:
-    """Return the drift of each recipe with at least two batches of three rates."""
+    """Return the drift of each recipe that has three rates at each of two batches."""
     return [
         _drift(recipe, batches) for recipe, batches in _losses_by_recipe(sweep).items()
     ]
@@ -134,7 +134,7 @@ def loss_by_rate_key(index: int) -> str:
 
 
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
-    """Yield the drift for each recipe, then the comparison of several drifts."""
+    """Yield the drift for each recipe, then a comparison of those with intervals."""
     judged = []
     for index, drift in enumerate(drifts(sweep)):
         text = _sentence(drift)
@@ -147,7 +147,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 
 
 def loss_metric(sweep: SweepResult) -> str:
-    """Return the loss metric by which a rate is judged."""
+    """Return the loss metric by which rates are judged."""
     if VALIDATION_LOSS in sweep.metrics:
         return VALIDATION_LOSS
     return LOSS
@@ -210,11 +210,12 @@ def _drift(recipe: str, batches: list[BatchLosses]) -> Drift:
 def _best_rates(batches: list[BatchLosses], draws: int = 4000) -> list[Array]:
     """Return, for each batch, log2 of the best rate: as measured, then bootstrapped.
 
-    The bootstrap draws mean losses, with a fixed random seed. It adds noise to each
-    measured mean: the deviations of seeds from their mean, scaled by √(n / (n − 1)) for
-    n seeds. Deviations are pooled over rates and batches, since each rate has few
-    seeds, but only near the lowest losses, since losses vary more elsewhere. If each
-    of these rates has a single seed, there are no bootstrap samples.
+    The bootstrap draws mean losses, with a fixed random seed. To the measured mean over
+    n seeds, it adds the mean of n deviations, drawn with replacement. A deviation is
+    the difference between the loss of a seed and the mean over all m seeds of its rate,
+    times √(m / (m − 1)). Deviations are pooled over rates and batches, since each rate
+    has few seeds, but only near the lowest losses, since losses vary more elsewhere. If
+    each of these rates has a single seed, there are no bootstrap samples.
     """
     pool = []
     for batch_losses in batches:
@@ -315,7 +316,7 @@ def _fewest_seeds(batches: list[BatchLosses]) -> int:
 
 
 def _interval(measured_and_drawn: Array) -> list[float]:
-    """Return the 95% interval of the samples, which follow the measured value."""
+    """Return the 95% interval of the bootstrap samples, without the measured value."""
     return list(np.quantile(measured_and_drawn[1:], (0.025, 0.975)).tolist())
 
 
