@@ -176,7 +176,12 @@ class Rerun:
         return new_run_ids[0]
 
     def _check_composed(self, config: DictConfig) -> None:
-        """Check the composed config, in which the recorded links are now resolved."""
+        """Check the composed config, in which the recorded links are now resolved.
+
+        Raises:
+            ConfigError: the config is not trusted, or it asks for a search for the
+                micro-batch size.
+        """
         with hydra_errors.as_config_error():
             check_config(plain(config), self.gate, imports=False)
         micro_batch_size = config.accumulation.micro_batch_size
@@ -187,7 +192,10 @@ class Rerun:
     def _check_without_running(
         self, config: DictConfig, overrides: Sequence[str]
     ) -> None:
-        """Make the checks that precede training, including those of the data."""
+        """Make the checks that precede training.
+
+        If the data cannot be loaded or differ from the recorded data, print why.
+        """
         spec = resolve(config, overrides)
         fork.find_fork(spec, self.gate.run_dir)
         with imports.without_chatter():
@@ -200,13 +208,13 @@ class Rerun:
                 say(f"  differs: {error}")
 
     def _check_dataset(self, now: dict[str, Any]) -> None:
-        """Reject data other than the recorded data, unless an override changes them.
+        """Reject data other than the recorded data, unless an override may change them.
 
         Args:
             now: the record of the current data.
 
         Raises:
-            ConfigError: the data differ, or the recorded run has no points.
+            ConfigError: the data differ, or the recorded run has no training metrics.
         """
         if not any(key.startswith("train/") for key in self.recorded.run.data.metrics):
             rule = "must have logged an update, to compare its rerun with"
