@@ -87,7 +87,8 @@ def workers_of_run(
 
     Raises:
         ConfigError: the number of workers is out of range, differs from that in the
-            environment, or is given neither by `workers` nor by the environment.
+            environment, or is given neither by `workers` nor by the environment. Or the
+            environment describes the workers wrongly.
     """
     if workers is not None and workers < 1:
         rule = "must be at least 1, or null for what TF_CONFIG or Slurm says"
@@ -121,7 +122,7 @@ def workers_of_run(
 
 
 def is_named(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment names the workers.
+    """Return whether the environment names the workers, by TF_CONFIG or a Slurm step.
 
     If it does, the chief does not start the other workers.
     """
@@ -215,7 +216,7 @@ def _tf_config_workers(text: str) -> Cluster:
 
 
 def _read_tf_config(content: Any) -> Cluster | None:
-    """Return the cluster in TF_CONFIG, or None if its index or a port is invalid."""
+    """Return the cluster in TF_CONFIG, or None if the index or a port is invalid."""
     jobs = content["cluster"]
     task = content["task"]
     addresses: list[str] = []

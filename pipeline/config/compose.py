@@ -177,7 +177,7 @@ def check_config_dir(folder: str) -> None:
 
 
 class RunFolders(Callback):
-    """Expands `~` in the run directory, and records which folders Hydra will create."""
+    """Expands `~` in folders, and records the folders that Hydra will create."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         key = "hydra.sweep.dir"
@@ -193,7 +193,8 @@ class RunFolders(Callback):
                     OmegaConf.update(config, key, str(folder))
                     # The jobs of a sweep compose their configs from these overrides.
                     config.hydra.overrides.hydra.append(f"{key}='{folder}'")
-            # Expand now, as a launcher opens the store before a job calls `prepare`.
+            # Also expand `~` in the store's URI now, as a launcher opens the store
+            # before a job calls `prepare`.
             _expand_home(config)
             current = session()
             current.key = key

@@ -18,8 +18,8 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.config import former_names
 from pipeline.config.objective_nodes import NAMED
 
-# Key → the rule for its value, a mapping. Keras takes lists for these in `compile` and
-# `fit`, so users may write lists.
+# Rules for keys whose value is a mapping. Users may write a list, since Keras accepts
+# lists of metrics and callbacks in `compile` and `fit`.
 _NAMED = {
     f"training.{name}": NAMED for name in ("metrics", "weighted_metrics", "callbacks")
 }
@@ -88,7 +88,7 @@ def as_config_error(
     folders: Sequence[str] = (),
     kinds: tuple[type[Exception], ...] = COMPOSITION,
 ) -> Iterator[None]:
-    """Raise a `ConfigError` in place of errors of Hydra and OmegaConf.
+    """Raise a `ConfigError` in place of errors of Hydra and OmegaConf in the block.
 
     Args:
         overrides: overrides on the command line, so that the error can quote one.
@@ -337,7 +337,10 @@ def _pattern_error(
 def _group_error(
     overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError | None:
-    """Return the error for a config group whose value is not a name, or None."""
+    """Return the error for a config group whose value is not a name.
+
+    Return None if no override sets a group to such a value.
+    """
     known = groups(folders)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
@@ -351,7 +354,8 @@ def _group_error(
 def _file(error: Exception, folders: Sequence[str]) -> str | None:
     """Return the config file that raises `error` when it is read, or None.
 
-    Hydra's error does not name the file, so all files in `folders` are read again.
+    Hydra's error does not name the file, so the files in `folders` are read again until
+    one of them raises the same error.
     """
     for folder in folders:
         for file in sorted(Path(folder).resolve().rglob("*.yaml")):
@@ -372,6 +376,6 @@ def _origin(error: Exception) -> str:
 
 
 def _cause(error: errors.OmegaConfBaseException) -> str:
-    """Return the first line of an error, without OmegaConf's prefix and quotes."""
+    """Return the first line of an error, without OmegaConf's prefix or outer quotes."""
     around = r"^\w+ raised while resolving interpolation: "
     return re.sub(around, "", first_line(error)).strip("\"'")

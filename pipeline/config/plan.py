@@ -27,7 +27,7 @@ UNCUT = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """The batches and the length of a run, counted in updates.
+    """The batches of a run, and its length in updates.
 
     Attributes:
         batching: how an effective batch of the first stage is currently cut.
@@ -138,8 +138,9 @@ class Plan:
     def digest(self, update: int) -> int | None:
         """Return a number by which a resumed run checks that its data is the same.
 
-        With a batch-size schedule, this is the number of examples seen. Otherwise the
-        config alone determines the data, and the result is None.
+        With a batch-size schedule, it is the number of examples in the first `update`
+        updates. Otherwise, the config alone determines the data, and the result is
+        None.
         """
         return self.examples_seen(update) if self.stages else None
 

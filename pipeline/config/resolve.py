@@ -208,8 +208,8 @@ def resolve(
 ) -> RunSpec:
     """Check a composed config, and resolve it to a spec.
 
-    A horizon or a size that is set by an override outranks the defaults, which become
-    null.
+    A horizon or a size that is set by an override outranks the defaults. The outranked
+    defaults become null.
 
     Args:
         composed: the config as Hydra composed it; it is not modified.
@@ -250,7 +250,11 @@ def resolve(
 
 
 def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
-    """Return the spec that a text from `RunSpec.to_text` describes."""
+    """Return the spec that a text from `RunSpec.to_text` describes.
+
+    The text contains neither the workers nor the overrides: the result has `workers`,
+    and no overrides.
+    """
     configs = yaml.safe_load(text)
     composed = _typed(plain.escaped(configs["resolved"]))
     return replace(_spec(composed, workers), original=configs["original"])
@@ -271,7 +275,7 @@ def _typed(config: Any) -> Any:
 
 
 def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
-    """Set the sizes that apply, in place; defaults that they outrank become None.
+    """Set the sizes that apply, in place. Defaults that are outranked become None.
 
     Args:
         composed: the config.

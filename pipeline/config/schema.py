@@ -102,7 +102,7 @@ def facts(
     each_workers_own: bool | None = None,
     **others: bool,
 ) -> KeyFacts:
-    """Return the facts of a key; those that are not given follow from its kind."""
+    """Return the facts of a key. Facts that are not given follow from its kind."""
     if fixed is None:
         fixed = kind == Kind.TRAINING
     if each_workers_own is None:
@@ -503,7 +503,10 @@ def keys_in(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def group_in(hint: Any) -> type | None:
-    """Return the dataclass in a type hint, such as `X` or `X | None`, or None."""
+    """Return the dataclass in a type hint such as `X` or `X | None`.
+
+    Return None if the hint has no dataclass.
+    """
     for part in (hint, *get_args(hint)):
         if is_dataclass(part) and isinstance(part, type):
             return part
