@@ -58,8 +58,7 @@ def effective_batches(
     """Return the effective batches of the training split, epoch after epoch.
 
     The last batch of an epoch may be smaller. Skipped examples before the start of a
-    slice are not made or augmented, but if they are streamed, they are read and
-    shuffled.
+    slice are not augmented. If the data is streamed, they are still read and shuffled.
 
     Args:
         node: the `dataset` group of the config.
@@ -72,7 +71,8 @@ def effective_batches(
             batch if examples differ in shape.
 
     Raises:
-        ConfigError: the augmentation changes the shape or dtype of an input.
+        ConfigError: the augmentation changes the shape or dtype of an input, or the
+            sample weights of data in memory do not have a positive and finite sum.
     """
     spec = data.train.element_spec
     pad = node.get("pad")
@@ -117,7 +117,7 @@ def effective_batches(
 
 
 def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
-    """Return the seed, (2,), for the order and the augmentation of an epoch.
+    """Return the seed of an epoch's order and augmentation, of shape (2,).
 
     Args:
         seed: seed of the run.
@@ -165,7 +165,7 @@ def in_order(
 def stream_batches(
     stream: Stream, first_update: int, weigh: Weigh = None
 ) -> tf.data.Dataset:
-    """Return the effective batches of a stream from `first_update` on.
+    """Return the effective batches of a stream after the first `first_update` ones.
 
     Each element is a `Batches`, the batches of a user's loader that make one update.
     """
@@ -255,9 +255,9 @@ class _Keys(NamedTuple):
     """Keys of the training split, before they are shuffled in a buffer.
 
     Attributes:
-        by_seed: a seed, scalar of int64 → the keys. With `dataset.shuffle_files`, the
-            order of the files follows from the seed.
-        make: one key → one example, or None if the keys are the examples.
+        by_seed: a function from a seed, a scalar of int64, to the keys. With
+            `dataset.shuffle_files`, the order of the files follows from the seed.
+        make: a function from a key to an example, or None if the keys are the examples.
     """
 
     by_seed: Callable[[tf.Tensor], tf.data.Dataset]

@@ -251,7 +251,10 @@ def _tfds_builder(name: str | None, data_dir: str | None) -> Any:
 def _check_features(
     builder: Any, input_key: str, label_key: str, resize: tuple[int, int] | None
 ) -> None:
-    """Raise a `ConfigError` if a feature is missing, or images differ in size."""
+    """Raise a `ConfigError` if a feature is missing, or `resize` is necessary and None.
+
+    It is necessary if the images differ in size.
+    """
     features = dict(builder.info.features or {})
     for key, value in (("input_key", input_key), ("label_key", label_key)):
         if value not in features:
@@ -368,8 +371,8 @@ def _is_image_of_unknown_size(leaf: Any) -> bool:
 def _with_image_sizes(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Set the unknown size of images if the first `_SAMPLE` images have the same size.
 
-    Reading a later image of another size then raises an error. If the sizes of the
-    first images differ, the dataset is unchanged, and its batches are ragged.
+    Reading a later image of another size then raises an error. If the first images
+    differ in size, their size remains unknown, and they are batched as ragged tensors.
     """
     leaves = _leaves(dataset)
     unknown = [i for i, leaf in enumerate(leaves) if _is_image_of_unknown_size(leaf)]

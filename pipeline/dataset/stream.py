@@ -202,10 +202,10 @@ class Stream:
             self.per_epoch = -(-loader.count // factor)
 
     def batches(self, first_update: int) -> tf.data.Dataset:
-        """Return the effective batches from `first_update` on.
+        """Return the effective batches after the first `first_update` ones.
 
-        The earlier batches are read and skipped in this call. The dataset can be
-        iterated only once.
+        This call reads the earlier batches and skips them. The dataset can be iterated
+        only once.
         """
         effective_batches = self._effective_batches()
         for _ in range(first_update):
@@ -252,7 +252,7 @@ class Stream:
 
 
 def _last_varying_axis(spec: tf.TensorSpec) -> int:
-    """Return the last axis without a fixed size. Axis 0, the batch axis, has none."""
+    """Return the last axis without a fixed size; the batch axis, 0, never has one."""
     return max(axis for axis, size in enumerate(spec.shape) if size is None)
 
 
