@@ -198,6 +198,10 @@ def _branches(
         batch: the effective batch of the run.
         training_examples: number of examples in the training split.
         examples: minimum number of examples per branch; None for the default.
+
+    Raises:
+        ConfigError: there are not enough examples for a branch at twice the effective
+            batch of the run.
     """
     if examples is None:
         examples = UPDATES * batch

@@ -45,7 +45,7 @@ def sweep(arguments: Sequence[str]) -> int:
     """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package."""
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
-    # Convert the overrides to the form in which the record of a sweep has them.
+    # Convert the overrides to the form in which a sweep records them.
     rest = compose.as_text(rest)
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
