@@ -75,7 +75,11 @@ def remember(uri: str) -> None:
 
 
 def _credentials(rest: str) -> set[str]:
-    """Return the password in a URI without its scheme, or the user if it has none."""
+    """Return the password in a URI, or the user name if there is no password.
+
+    `rest` is the URI without its scheme. The result is empty if an `@` only occurs in
+    the path.
+    """
     user, colon, password = rest.rpartition("@")[0].partition(":")
     if "/" in user:
         return set()  # The @ is part of a path.
