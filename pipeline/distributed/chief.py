@@ -24,8 +24,8 @@ from pipeline.distributed import rendezvous, worker
 from pipeline.distributed.straggler import LostWorker
 from pipeline.trust import gate
 
-# Seconds after the loss of a worker until this process ends itself if not all workers
-# have joined. Once they have joined, TensorFlow detects the loss within this time.
+# If a worker is lost before all workers have joined, this process exits after this many
+# seconds. Once all have joined, TensorFlow itself detects the loss within this time.
 JOINING = 20.0
 
 
@@ -36,7 +36,7 @@ class WorkerError(RunError):
 class Chief(AbstractContextManager["Chief"]):
     """A context manager with which the chief controls the other workers of a run.
 
-    In a run with one worker, its methods do nothing.
+    In a run with one worker, its methods have no effect.
 
     Attributes:
         reductions_ready: the `tf.Variable` that counts all-reduces, or None before the
@@ -212,7 +212,7 @@ class Chief(AbstractContextManager["Chief"]):
         return self.reductions_ready
 
     def _on_lost(self, lost: LostWorker) -> None:
-        """Kill a worker that hangs, so that TensorFlow detects the loss.
+        """Kill a hanging worker, if the chief started it: TensorFlow detects its death.
 
         While TensorFlow waits for workers to join, it does not detect a loss. In that
         case, end this process after `JOINING` seconds.

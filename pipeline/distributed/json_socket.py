@@ -104,8 +104,8 @@ def unsealed(
 ) -> dict[str, Any] | None:
     """Verify a message of `sealed`, and return the original message.
 
-    Return None if the proof is wrong or the message is malformed. The arguments must be
-    those of `sealed`.
+    Return None if the proof is wrong or the message is malformed. `secret`, `sender`
+    and `challenge` must be those that were passed to `sealed`.
     """
     text = str(message.get("sealed"))
     proof = str(message.get("proof")).encode(errors="replace")

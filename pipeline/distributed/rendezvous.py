@@ -102,7 +102,8 @@ class Server:
 
         Raises:
             ConfigError: a worker is missing, rejects its config, or has a different
-                statement. All connected workers are told the reason.
+                statement; all connected workers are told the reason. Or the port for
+                TensorFlow is taken.
         """
 
         def check_statement(worker: WorkerConnection) -> None:

@@ -33,7 +33,8 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
     """Take part in the chief's run until it ends.
 
     If this worker rejects its config or data, the process ends with status 2; if it
-    fails otherwise, with status 1. The chief is told the reason.
+    fails otherwise, with status 1. The chief is told the reason. The function returns
+    only if the run was already finished; otherwise, the process ends with the run.
 
     Args:
         spec: this worker's own spec.
