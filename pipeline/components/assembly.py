@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its spec, in this order. Nothing is written.
+"""Builds the parts of a run from its spec, in this order.
 
 devices ─► data ─► plan ─► batches ─► model, objective, optimizer ─► Parts
 """
@@ -118,7 +118,8 @@ class Parts:
     def effective_batches(self, done: int = 0) -> tf.data.Dataset:
         """Return the effective batches that follow the first `done` updates.
 
-        Each element is a whole effective batch, even if there are several workers.
+        Each element is a whole effective batch, even if there are several workers. With
+        `done=0`, the parts must have been assembled with `first_update=0`.
         """
         if self.reader is None and not done:
             return self.batches

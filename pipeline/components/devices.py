@@ -208,8 +208,8 @@ def _gpus_of_process(
             f"each has {replicas} of the {count} GPUs of this machine"
         )
         raise ConfigError(KEY, rule, processes)
-    # If this process sees the GPUs of all workers on the machine, take its own slice.
-    # If it sees fewer GPUs, all of them belong to this process.
+    # Take this worker's slice if it exists: the GPUs may be shared by all workers on
+    # the machine. Otherwise, assume that the visible GPUs are this process's own.
     first = workers.index_on_machine * replicas
     if count < first + replicas:
         return gpus[:replicas]
@@ -253,8 +253,9 @@ def _split_cpu(replicas: int, workers: Cluster | None) -> None:
 
 
 def _set_precision_and_seed(config: HardwareConfig, seed: int) -> None:
-    # Restart Keras' numbering of layers, which counts all models in a process: a
-    # checkpoint identifies a variable by its name, so each run needs the same names.
+    # Reset Keras' numbering of layers, which otherwise continues across all models in a
+    # process: a checkpoint identifies a variable by its name, so each run needs the
+    # same names.
     keras.utils.clear_session(free_memory=False)
     precision = config.precision.name
     # Losses and layers without a dtype policy use floatx.

@@ -339,7 +339,8 @@ def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
     """Raise a ValueError if labels and outputs differ in shape, except in unit axes.
 
     Many Keras losses and metrics would silently broadcast labels of shape (batch,)
-    against outputs of shape (batch, n). Other classes are not checked.
+    against outputs of shape (batch, n). The user's own losses and metrics, and those
+    that accept other shapes, are not checked.
     """
     kind = type(measure)
     if not kind.__module__.startswith("keras.") or kind.__name__ in _OF_ANY_SHAPE:
@@ -372,7 +373,8 @@ def _check_classes(
         loss: the loss.
         y: the labels.
         outputs: the model's output.
-        classes: number of classes, counted from 0, or None if it is unknown.
+        classes: number of classes, or None if it is unknown. The labels are 0 to
+            `classes` − 1.
     """
     if not isinstance(loss, _CROSS_ENTROPIES):
         return

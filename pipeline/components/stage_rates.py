@@ -146,7 +146,7 @@ class StageRates(scaling.DerivedSchedule):
     def _examples_seen(self, updates: tf.Tensor, stage: tf.Tensor) -> tf.Tensor:
         """Return the examples seen after `updates`; see `Plan.examples_seen`.
 
-        `stage` is the row of `stages` that these updates end in.
+        `stage` is the row of `stages` for the next update.
         """
         after, size, epoch, first, in_epoch = tf.unstack(stage)
         epochs = epoch + (updates - after) // in_epoch
