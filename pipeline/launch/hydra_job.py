@@ -146,7 +146,7 @@ class _Job:
 
 
 def _check_working_folder() -> None:
-    """Reject a folder whose path Hydra would read as more than text."""
+    """Reject a working directory whose path Hydra would read as an interpolation."""
     folder = os.getcwd()
     if "${" in folder:
         rule = "must have no ${ in its path: Hydra reads it as a reference to a key"
@@ -184,7 +184,7 @@ def _by_environment(overrides: Sequence[Override]) -> list[str]:
 
 @contextmanager
 def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
-    """Within the block, let Hydra read these arguments, and raise errors, not print."""
+    """Within the block, let Hydra read these arguments, and raise its errors."""
     arguments_before = sys.argv
     full_error_before = os.environ.get("HYDRA_FULL_ERROR", "0")
     sys.argv = ["pipeline", *arguments]  # Hydra needs adjacent overrides.
