@@ -132,7 +132,8 @@ class Parts:
 
         Args:
             name: `validation` or `test`.
-            reader: a worker's reader, to get only its share of each batch, or None.
+            reader: a worker's reader, to get only its share of each batch, or None for
+                whole batches.
         """
         if name not in self.data.splits:
             return None
@@ -145,11 +146,11 @@ class Parts:
 
     @cached_property  # Trace only once: each trace may draw another seed.
     def forward(self) -> internals.Forward:
-        """The noise and the assigned variables of a forward pass in training."""
+        """Return the noise and the assigned variables of a forward pass in training."""
         return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def assigned_by_forward(self) -> list[tf.Variable]:
-        """Return every replica's copy of the variables that a forward pass assigns."""
+        """Return every replica's copy of variables that a forward pass may assign."""
         variables = [variable.value for variable in self.forward.assigned]
         # If a layer draws from Keras' global seed, the trace above has created it.
         seed = internals.global_seed()
@@ -355,7 +356,7 @@ def _reading(
 
 @contextmanager
 def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
-    """Apply `_reading` to the training split: name the augmentation if there is one."""
+    """Apply `_reading` to the training split; errors name any augmentation."""
     augment = spec.dataset.get("augment")
     node = augment or spec.dataset
     key = "dataset" if augment is None else "dataset.augment"

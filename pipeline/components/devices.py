@@ -30,7 +30,7 @@ class Devices:
     on_gpu: bool
     description: str  # one line for the user
     workers: int = 1  # number of processes
-    # Counts the all-reduces for which this worker was ready; None for one process.
+    # Counts the all-reduces for which this worker was ready. None with a single worker.
     reductions_ready: tf.Variable | None = None
     gpus: Sequence[int] = ()  # indices into the GPUs that TensorFlow lists
 
@@ -52,7 +52,7 @@ class Devices:
 
     @cached_property
     def _sum(self) -> Callable[[int], int]:
-        """A function that returns the sum of an integer over all replicas.
+        """Return a function that sums an integer over all replicas.
 
         The replicas of a worker all contribute the worker's integer.
         """
@@ -177,6 +177,9 @@ def _named_gpus(gpus: list[Any], names: int | list[int] | None) -> list[Any]:
     Args:
         gpus: all GPUs that TensorFlow lists.
         names: one index or several indices into `gpus`, or None for all GPUs.
+
+    Raises:
+        ConfigError: an index is too large.
     """
     if names is None:
         return gpus

@@ -20,7 +20,7 @@ from pipeline.trust import instantiate
 class RunObjective:
     """The loss, the metrics and the callbacks of a run.
 
-    For a model with several outputs, losses and metrics are grouped by output name.
+    For a model with several outputs, losses and metrics may be given by output name.
     """
 
     training: internals.Objective

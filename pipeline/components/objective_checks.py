@@ -119,7 +119,10 @@ def check(
 def _check_loss(
     goal: internals.Objective, model: keras.Model, example: _Example
 ) -> None:
-    """Raise a ConfigError if the loss fails, or does not depend on the outputs."""
+    """Raise a ConfigError if the loss fails, or does not depend on the outputs.
+
+    Without a loss in the config, the model must add one by itself.
+    """
     if goal.loss is None:
         if not model.losses:
             rule = "must be given for a model that adds no loss by itself"
@@ -229,7 +232,8 @@ def _check_class_weights(
 def _classes(loss: internals.Losses, outputs: Sequence[Any]) -> int | None:
     """Return the number of classes, judging by the width of the only output.
 
-    Return None if there are several outputs, or if the loss is no cross-entropy.
+    Return None if there are several outputs, or if the loss is not one of
+    `_CROSS_ENTROPIES`.
     """
     if len(outputs) != 1 or not isinstance(loss, _CROSS_ENTROPIES):
         return None

@@ -42,7 +42,8 @@ def build(
     Args:
         spec: the spec of the run.
         updates: number of updates in the whole run.
-        plan: the plan, if the learning rate may follow its stages, or None.
+        plan: the plan of the run, whose stages the learning rate may follow, or None if
+            a user's loader makes the batches.
 
     Raises:
         ConfigError: a target or an argument is wrong.

@@ -150,7 +150,7 @@ class Scaled(DerivedSchedule):
     Args:
         schedule: the schedule to scale, or a number.
         factor: factor of the learning rate after the warm-up.
-        warmup: length of the warm-up in updates; 0 for none.
+        warmup: length of the warm-up in updates; 0 if there is no warm-up.
     """
 
     def __init__(self, schedule: Any, factor: float, warmup: int):

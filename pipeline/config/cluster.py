@@ -79,7 +79,7 @@ class Cluster:
 def workers_of_run(
     workers: int | None, environment: Mapping[str, str]
 ) -> Cluster | None:
-    """Return the workers of a run, or None for a run with a single worker.
+    """Return the workers of a run, or None if the run has a single worker.
 
     Args:
         workers: the value of `hardware.workers`; None reads the environment.
@@ -171,10 +171,10 @@ def reachable() -> list[str]:
 
 
 def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
-    """Return the secret that the workers share; empty if none is configured.
+    """Return the secret that the workers share, or `b""` if none is configured.
 
     Args:
-        file: the file with the secret, or None.
+        file: the file with the secret, or None if there is no file.
         environment: the environment variables; `PIPELINE_SECRET` outranks the file.
 
     Raises:

@@ -142,9 +142,10 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 
 
 def own_folder() -> str | None:
-    """Return the user's own folder `conf` in the working directory, or None.
+    """Return the user's own folder `conf` in the working directory.
 
-    The folder is the user's own if it holds config groups and is not the package's.
+    The folder is the user's own if it has config groups and is not the package's.
+    Otherwise, return None.
     """
     folder = Path("conf").absolute()
     if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()):

@@ -34,7 +34,7 @@ class Plan:
         examples: number of examples per epoch.
         updates: number of updates in the run.
         before: earlier cuts as pairs of the last update with the cut, and the cut.
-        stages: the stages of the batch-size schedule; empty without a schedule.
+        stages: the stages of the batch-size schedule; empty if there is no schedule.
     """
 
     batching: Batching
@@ -414,7 +414,7 @@ class StreamPlan(Plan):
         return previous.epoch, previous.in_epoch + 1
 
     def digest(self, update: int) -> int | None:
-        """Return the checksum of the batches of `update`; None for update 0."""
+        """Return the checksum of the batches of `update`, or None if `update` is 0."""
         return self.windows[update - 1].digest if update else None
 
     def batch_size(self, update: int) -> int:

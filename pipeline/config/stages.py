@@ -19,7 +19,7 @@ ALL = -1
 
 
 class ScheduledStage(NamedTuple):
-    """A stage, as the config gives it.
+    """A stage of the schedule in the config.
 
     The first update of the stage is the first update that begins at `start` or later.
     """
@@ -66,7 +66,7 @@ class Stage(NamedTuple):
         return self.after + whole_epochs - (self.first - first) // self.size
 
     def micro_steps(self, done: int, steps_of_batch: Callable[[int], int]) -> int:
-        """Return the micro-steps in this stage, within the first `done` updates.
+        """Return the number of micro-steps of this stage in the first `done` updates.
 
         Args:
             done: number of updates since the start of the run.

@@ -49,7 +49,7 @@ class Flip:
 
 
 def example_seed(seed_of_epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-    """Return the seed with which an example is augmented in an epoch, of shape (2,).
+    """Return the seed, of shape (2,), with which an example is augmented in an epoch.
 
     Args:
         seed_of_epoch: see `batches.epoch_seed`, of shape (2,).

@@ -65,7 +65,7 @@ def effective_batches(
         data: the loaded dataset.
         slices: the parts of the epochs to read, each with its batch size.
         seed: seed of the run; it determines the order and the augmentation.
-        weigh: adds sample weights to a batch, or None.
+        weigh: adds sample weights to a batch, or None to leave batches unchanged.
         reader: reads this worker's share of each batch, or None if there is only one
             worker. With a reader, each element is the worker's `Share`, or the whole
             batch if examples differ in shape.
@@ -117,7 +117,7 @@ def effective_batches(
 
 
 def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
-    """Return the seed of an epoch's order and augmentation, of shape (2,).
+    """Return the seed, of shape (2,), for the order and the augmentation of an epoch.
 
     Args:
         seed: seed of the run.

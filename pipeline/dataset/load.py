@@ -199,7 +199,7 @@ def from_tfds(  # noqa: PLR0913  keys of the config
             slices such as `train[:90%]`.
         input_key, label_key: names of the features to use as x and y.
         scale: factor by which x is multiplied.
-        resize: (height, width) to which x is resized, or None.
+        resize: (height, width) to which x is resized, or None to keep its size.
         preprocess: a function from the features to (x, y) or (x, y, sample_weight). It
             replaces `input_key`, `scale` and `resize`, and chooses the labels.
         builder: dotted name of your own `tfds.core.DatasetBuilder`, instead of `name`.

@@ -51,7 +51,8 @@ class Source:
         make: a function from a key to an example, or None if the keys are the examples.
         make_batch: a function from a batch of keys to a batch of examples, or None to
             call `make` for each key.
-        parallel: number of concurrent calls of `make_batch`, or None for one at a time.
+        parallel: number of concurrent calls of `make_batch`, or None for a single call
+            at a time.
     """
 
     keys: tf.data.Dataset

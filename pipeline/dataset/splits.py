@@ -81,7 +81,7 @@ class Data:
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
-        """The splits that are not None, by their names."""
+        """Return the splits that are not None, by their names."""
         splits = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in splits.items() if split is not None}
 
@@ -100,7 +100,7 @@ class Data:
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:
-        """Shape of the input of one example, or None if the input is a nest."""
+        """Return the shape of the input of one example, or None if it is a nest."""
         spec = self.train.element_spec[0]
         if not isinstance(spec, tf.TypeSpec):
             return None
@@ -108,5 +108,5 @@ class Data:
 
     @property
     def examples(self) -> int:
-        """Number of examples in the training split."""
+        """Return the number of examples in the training split."""
         return int(self.train.cardinality())

@@ -93,6 +93,7 @@ class Loader:
         Raises:
             DataError: a batch cannot be read. The error gives its number and, if the
                 source has `file_paths`, the first file that is not an image.
+            ConfigError: a batch has a wrong form, see `_checked`.
         """
         for number in itertools.count():
             try:
@@ -116,7 +117,12 @@ class Loader:
         return batch.unbatch().apply(tf.data.experimental.assert_cardinality(count))
 
     def _checked(self, batch: Any) -> tuple:
-        """Return a batch as tensors `(x, y, sample_weight)`, leaving out None parts."""
+        """Return a batch as tensors `(x, y, sample_weight)`, leaving out None parts.
+
+        Raises:
+            ConfigError: a part is not a dense tensor with a batch axis, or the parts
+                have different numbers of examples, or none.
+        """
         parts = tuple(part for part in parts_of(batch) if part is not None)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):

@@ -127,7 +127,7 @@ class Chief(AbstractContextManager["Chief"]):
         Args:
             spec: the spec of the run.
             run_dir: the directory of the run.
-            start: the checkpoint from which training starts, or None.
+            start: the checkpoint from which training starts, or None to start anew.
 
         Returns:
             The spec with the addresses at which TensorFlow listens.
@@ -158,9 +158,9 @@ class Chief(AbstractContextManager["Chief"]):
         return replace(spec, workers=workers)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell waiting workers that this process will not train.
+        """Notify waiting workers that this process will not train.
 
-        Workers that the chief has started are not told.
+        Workers that the chief has started are not notified.
 
         Args:
             error: why the chief rejects the config, or None if the run has finished.
@@ -245,9 +245,9 @@ class Chief(AbstractContextManager["Chief"]):
 
 
 def tell_workers(hardware: DictConfig, error: ConfigError) -> bool:
-    """Tell the other workers of a cluster that this process rejects the config.
+    """Notify the other workers of a cluster that this process rejects the config.
 
-    Does nothing if the run has one worker, or if the chief starts the workers.
+    Nothing is sent if the run has one worker, or if the chief starts the workers.
 
     Args:
         hardware: the `hardware` group of the config.

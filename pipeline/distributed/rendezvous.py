@@ -102,7 +102,7 @@ class Server:
 
         Raises:
             ConfigError: a worker is missing, rejects its config, or has a different
-                statement; all connected workers are told the reason. Or the port for
+                statement; all connected workers are notified. Or the port for
                 TensorFlow is taken.
         """
 
@@ -123,7 +123,7 @@ class Server:
         return replace(self.cluster, addresses=addresses)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell all workers that this run will not train, and close all connections.
+        """Notify all workers that this run will not train; close all connections.
 
         Workers that have not connected are waited for, for up to `REJECTING` or
         `FINISHED` seconds.
@@ -243,7 +243,8 @@ class Client:
 
     Attributes:
         cluster: the workers of the run.
-        told: whether the chief knows why this or another worker does not take part.
+        told: whether the chief was notified why this worker ends, or has sent the
+            reason why the run is rejected.
     """
 
     def __init__(self, cluster: Cluster, secret: bytes):
@@ -292,7 +293,7 @@ class Client:
         raise ConfigError(KEY, "must include a chief that answers", chief)
 
     def reject(self, error: ConfigError) -> bool:
-        """Tell the chief that this worker rejects its config.
+        """Notify the chief that this worker rejects its config.
 
         Returns:
             Whether the chief has confirmed the message.
@@ -327,7 +328,7 @@ class Client:
         threading.Thread(target=heartbeats.exchange, daemon=True).start()
 
     def fail(self, reason: Mapping[str, str]) -> None:
-        """Tell the chief why this worker ends.
+        """Notify the chief why this worker ends.
 
         Args:
             reason: a dict with the key `failed` or `refused` and the reason.
@@ -361,7 +362,7 @@ class Client:
     def _greet(
         self, connection: JsonSocket, greeting: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Answer the chief's challenge; return the reply, or None without a reply."""
+        """Answer the chief's challenge; return the reply, or None if there is none."""
         # Wait without a time limit: the chief may first search for a micro-batch size.
         message = connection.read()
         if message is None:
@@ -400,7 +401,7 @@ def _connect(address: str) -> JsonSocket:
 def _check_statement(
     greeting: Mapping[str, Any], chief_statement: Mapping[str, Any]
 ) -> None:
-    """Raise a `ConfigError` if a worker's statement is a rejection or differs."""
+    """Raise a `ConfigError` if a worker rejects its config or differs from the chief."""
     index = greeting["index"]
     if "refused" in greeting:
         reason = greeting["refused"][:LONGEST].rstrip(".")

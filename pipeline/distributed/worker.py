@@ -33,8 +33,9 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
     """Take part in the chief's run until it ends.
 
     If this worker rejects its config or data, the process ends with status 2; if it
-    fails otherwise, with status 1. The chief is told the reason. The function returns
-    only if the run was already finished; otherwise, the process ends with the run.
+    fails otherwise, with status 1. The reason is sent to the chief. The function
+    returns only if the run was already finished; otherwise, the process ends with the
+    run.
 
     Args:
         spec: this worker's own spec.
@@ -121,7 +122,7 @@ def train(
     Args:
         parts: the parts of the run.
         run_dir: the directory of the run.
-        start: the checkpoint from which training starts, or None.
+        start: the checkpoint from which training starts, or None to start anew.
     """
     from pipeline.components import fitting
 

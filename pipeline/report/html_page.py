@@ -180,7 +180,7 @@ def render(
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with non-finite numbers as strings, as JSON has no such numbers.
+    """Return `value` with non-finite numbers as strings, since JSON cannot hold them.
 
     Containers are converted recursively: tuples become lists, and keys become strings.
     """

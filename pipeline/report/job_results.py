@@ -151,8 +151,8 @@ class JobResult:
         """Return the cumulative time spent in updates.
 
         The time excludes evaluation, checkpoints and start-up. The first update, which
-        includes tracing, counts with the median time of the later ones. Return None if
-        no update times were logged.
+        includes tracing, counts with the median time of the later updates. Return None
+        if no update times were logged.
         """
         curve = self.curves.get(UPDATE_SECONDS)
         if curve is None:
@@ -328,7 +328,7 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
 
 
 def _size(params: dict[str, str], key: str) -> int | None:
-    """Return the derived size, else the configured one, else None."""
+    """Return the derived size, or else the configured size, or else None."""
     for group in ("derived", "accumulation"):
         text = params.get(f"{group}.{key}", "")
         if text.isdigit():

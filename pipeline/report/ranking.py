@@ -90,7 +90,7 @@ class Ranking:
 
     @property
     def lead(self) -> Difference:
-        """Return the difference of the second group from the best group."""
+        """Return the difference between the means: the second group minus the best."""
         return difference(self.best.values, self.second.values)
 
     @property
@@ -123,7 +123,7 @@ class Ranking:
 
         figures["worst"] = self.groups[-1].name
         figures["difference"] = None
-        # None if the error of the lead is unknown, as with one seed.
+        # These are None if the error of the lead is unknown, for example with one seed.
         figures["told_apart"] = None
         figures["not_told_apart"] = self.not_told_apart
         lead = self.lead

@@ -42,7 +42,10 @@ class BatchLosses:
 
     @property
     def edge(self) -> str | None:
-        """Return which end of the range of rates has the lowest mean, or None."""
+        """Return `smallest` or `largest` if that rate has the lowest mean loss.
+
+        Return None if another rate has it.
+        """
         if self.lowest == 0:
             return "smallest"
         if self.lowest == len(self.log_rates) - 1:
@@ -89,7 +92,10 @@ class Drift:
 
     @property
     def interval(self) -> list[float] | None:
-        """Return the 95% interval of the drift, or None without bootstrap samples."""
+        """Return the 95% interval of the drift.
+
+        Return None if there is no drift, or if there are no bootstrap samples.
+        """
         if self.slopes is None or len(self.slopes) == 1:
             return None
         return _interval(self.slopes)

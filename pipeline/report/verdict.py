@@ -193,9 +193,10 @@ def command_for_seeds(sweep: SweepResult, more: int) -> str:
 
 
 def _better_setting(contrasts: list[BudgetContrast]) -> Setting | None:
-    """Return the better setting at the first budget that is decided, or None.
+    """Return the better setting at the first budget that is decided.
 
-    Time takes precedence, since it is the first budget.
+    Time takes precedence, since it is the first budget. Return None if no budget is
+    decided.
     """
     for contrast in contrasts:
         if contrast.decided:

@@ -31,7 +31,10 @@ History = Mapping[str, Mapping[int, float]]  # metric → step → value
 
 @dataclass(frozen=True)
 class Point:
-    """The values of one metric at one step in two runs; None if a run lacks it."""
+    """The values of one metric at one step in two runs.
+
+    A value is None if the run has none at this step.
+    """
 
     metric: str
     step: int
@@ -321,7 +324,10 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
 
 
 def _count(share: float, examples: float) -> int | None:
-    """Convert a share to a number of examples, or None if that is no whole number."""
+    """Convert a share to a number of examples.
+
+    Return None if the result is not a whole number from 0 to `examples`.
+    """
     total = share * examples
     # The tolerance is twice the rounding error of a float32 division, which is at most
     # 2^-24 of the share. Counts up to 2^24 are exact in float32.

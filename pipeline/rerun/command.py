@@ -143,7 +143,7 @@ class Rerun:
         """Train with the adapted config; with `--dry`, only check it.
 
         Returns:
-            The ID of the new run, or None with `--dry`.
+            The ID of the new run, or None if `--dry` was given.
         """
         from pipeline.run import run  # imported late, since the import takes seconds
 

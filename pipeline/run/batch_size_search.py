@@ -130,7 +130,7 @@ class _Attempt:
 
 
 def search(spec: RunSpec) -> tuple[RunSpec, Found]:
-    """Return the micro-batch size of a run, from a cache or by a search.
+    """Find the micro-batch size of a run, in a cache or by a search.
 
     If several processes need the same size, one searches and the others wait. If the
     effective batch size changes during the run, the search uses the largest one.

@@ -82,7 +82,8 @@ def _run_fork(
         spec: the spec of the run, with the micro-batch size to try.
         timed: whether to time updates.
         resident: maximum resident memory in bytes.
-        address_space: maximum size of the address space in bytes, or None.
+        address_space: maximum size of the address space in bytes, or None if there is
+            no limit.
     """
     began = time.monotonic()
     parent_id = os.getppid()

@@ -120,9 +120,10 @@ class _Job:
         update: applies one effective batch.
         tracker: records the run.
         tags: additional tags of the run.
-        before: the run that is resumed, or None for a new run.
-        start: the checkpoint from which training starts, or None.
-        found: the result of the search for a micro-batch size, or None without one.
+        before: the run that is resumed, or None if the run is new.
+        start: the checkpoint from which training starts, or None to start anew.
+        found: the result of the search for a micro-batch size, or None if there was no
+            search.
     """
 
     parts: Parts

@@ -215,7 +215,7 @@ def _training_batches(parts: Parts) -> list[Any]:
 
 
 def _validation_batches(parts: Parts) -> list[Any]:
-    """Return a list of one validation batch, or an empty list without validation."""
+    """Return a list of one validation batch; it is empty without a validation split."""
     batches = parts.evaluation_batches()
     if batches is None:
         return []
