@@ -226,6 +226,9 @@ def _branch_config(
     This is the run's config with the `stages`, a constant learning rate, and no
     callbacks. At k times the run's effective batch, the learning rate is √k times that
     at the checkpoint.
+
+    Raises:
+        ConfigError: the run's scaling rule does not allow this.
     """
     batch = stages[-1].effective_batch_size
     scaling = config.get("scaling") or {}

@@ -191,7 +191,12 @@ def _repeatable(arguments: Sequence[str]) -> list[str]:
 def _recorded_overrides(
     options: argparse.Namespace, file: list[str], rest: list[str]
 ) -> list[str]:
-    """Return the recorded overrides of the sweep `options.again`, then `rest`."""
+    """Return the recorded overrides of the sweep `options.again`, then `rest`.
+
+    Raises:
+        ConfigError: no sweep or several sweeps match, the sweep has another name, or
+            its record is not trusted.
+    """
     # Compose only with the overrides for the store and the data, as swept values would
     # give several configs.
     keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")

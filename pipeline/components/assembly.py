@@ -74,7 +74,7 @@ class Parts:
     model: keras.Model  # compiled with its built optimizer
     objective: RunObjective
     inputs: Any  # the inputs of up to four training examples, on the host
-    reader: Reader | None  # reads this worker's share; None for one process
+    reader: Reader | None  # reads this worker's share; None without other workers
     best: Best | None  # tracks the best evaluation; None if its checkpoint is not kept
     record: PartsRecord
 
@@ -311,7 +311,7 @@ def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
 
 
 def _reader(spec: RunSpec) -> Reader | None:
-    """Return the reader of this worker's share, or None for a single process."""
+    """Return the reader of this worker's share, or None if there is only one worker."""
     if spec.workers is None:
         return None
     replicas = spec.config.hardware.replicas

@@ -247,7 +247,11 @@ def _lock(gpus: list[Any]) -> None:
 
 
 def _split_cpu(replicas: int, workers: Cluster | None) -> None:
-    """Split the CPU into one logical device per replica."""
+    """Split the CPU into one logical device per replica.
+
+    Raises:
+        ConfigError: there are several workers.
+    """
     if workers is not None:
         raise ConfigError(REPLICAS, "must be 1 with several workers on CPUs", replicas)
     (cpu,) = tf.config.list_physical_devices("CPU")

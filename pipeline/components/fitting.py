@@ -140,7 +140,9 @@ def fit(
 def _non_finite_data_named(parts: Parts) -> Iterator[None]:
     """If an update in the block is not finite, check its batch.
 
-    If the batch has a NaN or an infinite value, the error names the part that has it.
+    Raises:
+        NonFiniteError: an update is not finite. If its batch has a NaN or an infinite
+            value, the message names the part of the batch that has it.
     """
     try:
         yield

@@ -184,7 +184,11 @@ def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
 
 
 def _metrics(training: DictConfig, group: str) -> Metrics:
-    """Return the metrics of a group: a list, or a dict of lists by output name."""
+    """Return the metrics of a group: a list, or a dict of lists by output name.
+
+    Raises:
+        ConfigError: a metric cannot be built, or only some have the name of an output.
+    """
     nodes = metrics_of(training, group)
     metrics_by_output: dict[Any, list[keras.metrics.Metric]] = {}
     for node in nodes:

@@ -33,7 +33,11 @@ class StagedSchedule:
 
 
 def check(spec: RunSpec) -> None:
-    """Raise a ConfigError if a stage would change more arguments than the rate."""
+    """Raise a ConfigError if the scaling rule changes more than the learning rate.
+
+    Only the rate can change between the stages of a batch-size schedule. Without a
+    schedule, every rule is accepted.
+    """
     scale = spec.config.scaling
     if spec.config.accumulation.batch_schedule is None or scale.rule == Rule.none:
         return

@@ -178,8 +178,8 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
         environment: the environment variables; `PIPELINE_SECRET` outranks the file.
 
     Raises:
-        ConfigError: the secret is too short, or the file cannot be read or is
-            accessible to other users.
+        ConfigError: the secret is too short, or the file is not a regular file, cannot
+            be read, or is accessible to other users.
     """
     text = environment.get(SECRET)
     if text is not None:
@@ -202,7 +202,11 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
 
 
 def _tf_config_workers(text: str) -> Cluster:
-    """Return the cluster that TF_CONFIG describes."""
+    """Return the cluster that TF_CONFIG describes.
+
+    Raises:
+        ConfigError: the text is malformed, or two workers have the same address.
+    """
     try:
         cluster = _read_tf_config(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -216,7 +220,10 @@ def _tf_config_workers(text: str) -> Cluster:
 
 
 def _read_tf_config(content: Any) -> Cluster | None:
-    """Return the cluster in TF_CONFIG, or None if the index or a port is invalid."""
+    """Return the cluster in TF_CONFIG, or None if the index or a port is invalid.
+
+    Malformed content raises one of the errors that `_tf_config_workers` handles.
+    """
     jobs = content["cluster"]
     task = content["task"]
     addresses: list[str] = []
@@ -237,7 +244,12 @@ def _read_tf_config(content: Any) -> Cluster | None:
 
 
 def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
-    """Return the cluster of the tasks in a Slurm step, in the order of their ranks."""
+    """Return the cluster of the tasks in a Slurm step, in the order of their ranks.
+
+    Raises:
+        ConfigError: the list of nodes cannot be read, or the tasks are not distributed
+            over the nodes in blocks.
+    """
     nodes = environment["SLURM_STEP_NODELIST"]
     names = imports.output_of("scontrol", "show", "hostnames", nodes)
     if names is None:

@@ -309,6 +309,10 @@ def _stages_in_updates(
 
     A stage of the config that begins within an epoch becomes two stages of the plan:
     the rest of that epoch, and the epochs after it.
+
+    Raises:
+        ConfigError: an effective batch is larger than the training split, or a stage
+            does not begin after the previous stage.
     """
     last = -1
     for number, (unit, start, size) in enumerate(stages):

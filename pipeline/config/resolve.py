@@ -299,7 +299,7 @@ def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
 
 
 def _check_any_batch_size(composed: DictConfig) -> None:
-    """Reject values that require the size of a batch to be known before it is read."""
+    """Reject values that require the batch size before the first batch is read."""
     reason = f"with {sizes.BATCHED}=true: batches have any size"
     xla = composed.hardware.xla
     if xla not in ("auto", False):

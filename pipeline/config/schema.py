@@ -516,8 +516,9 @@ def group_in(hint: Any) -> type | None:
 def _times(left: Any, right: Any) -> int | float:
     """Return the product of two numbers.
 
-    Other operands are rejected: text times a number, or huge integers, could fill the
-    memory.
+    Raises:
+        ConfigError: an operand is not a number, or is an integer of more than 63 bits.
+            Text times a number, or huge integers, could fill the memory.
     """
     for factor in (left, right):
         integer = isinstance(factor, int) and not isinstance(factor, bool)

@@ -91,7 +91,7 @@ class Slice(NamedTuple):
 
 
 def parse_schedule(schedule: Any) -> list[ScheduledStage]:
-    """Return the stages in `accumulation.batch_schedule`; an empty list if it is null.
+    """Return the stages in `accumulation.batch_schedule`, or [] if it is null.
 
     Raises:
         ConfigError: the schedule is not a list of stages whose starts rise from 0.
@@ -171,7 +171,11 @@ def implied_values(
 
 
 def _asked_stage(key: str, stage: Any) -> ScheduledStage:
-    """Parse one entry of the schedule; `key` is the dotted name of the entry."""
+    """Parse one entry of the schedule; `key` is the dotted name of the entry.
+
+    Raises:
+        ConfigError: the entry is not a stage, or its start or size is invalid.
+    """
     start = None
     if isinstance(stage, Mapping) and {*stage} == {"start", "effective_batch_size"}:
         start = stage["start"]

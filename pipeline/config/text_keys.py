@@ -96,7 +96,10 @@ def _as_text(value: Any) -> Any:
 
 
 def _is_scalar_text(key: str) -> bool:
-    """Return whether a key holds one string, also as a key in a mapping of strings."""
+    """Return whether a key holds a single string.
+
+    The keys in a mapping of strings also do.
+    """
     if key in _FOLDERS:
         return True
     parent = key.rpartition(".")[0]

@@ -97,7 +97,11 @@ def _quiet_downloads() -> Iterator[None]:
 
 
 def _as_data(node: DictConfig, built: Any) -> Data:
-    """Return the result of a target, a `Data` or a tuple of splits, as a `Data`."""
+    """Return the result of a target, a `Data` or a tuple of splits, as a `Data`.
+
+    Raises:
+        ConfigError: the result is neither of these.
+    """
     if isinstance(built, tuple) and len(built) in (2, 3):
         parts = dict(zip(("train", "validation", "test"), built, strict=False))
         return Data(**parts, name=str(node.get("_target_")))
@@ -203,6 +207,10 @@ def from_tfds(  # noqa: PLR0913  keys of the config
         preprocess: a function from the features to (x, y) or (x, y, sample_weight). It
             replaces `input_key`, `scale` and `resize`, and chooses the labels.
         builder: dotted name of your own `tfds.core.DatasetBuilder`, instead of `name`.
+
+    Raises:
+        ConfigError: the dataset, its builder, a split or a feature is not found, or the
+            dataset is missing and may not be prepared.
     """
     if (name is None) == (builder is None):
         rule = "must give one of name and builder"
@@ -227,7 +235,11 @@ def from_tfds(  # noqa: PLR0913  keys of the config
 
 
 def _own_builder(builder: str, data_dir: str | None) -> Any:
-    """Return an instance of the user's builder with the dotted name `builder`."""
+    """Return an instance of the user's builder with the dotted name `builder`.
+
+    Raises:
+        ConfigError: the name is not trusted, or is not that of a TFDS builder.
+    """
     import tensorflow_datasets as tfds
 
     node = OmegaConf.create({"_target_": builder})
@@ -282,7 +294,12 @@ def _inputs_and_labels(
 
 
 def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
-    """Return the loaders of the splits, for `dataset.batched`."""
+    """Return the loaders of the splits, for `dataset.batched`.
+
+    Raises:
+        ConfigError: augmentation or padding is set, or a split is not a source of
+            batches.
+    """
     for key in ("augment", "pad"):
         if node.get(key) is not None:
             rule = (
@@ -436,7 +453,7 @@ def _leaves(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset of tuples, without labels that are None."""
+    """Return the dataset with tuples as elements, in which no label is None."""
     has_none = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in _leaves(dataset))
     if isinstance(dataset.element_spec, tuple) and not has_none:
         return dataset

@@ -141,7 +141,11 @@ def _without(value: Any, leaf: Any) -> Any:
 
 
 def _in_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return the padding value in the dtype of a part; for strings, return ""."""
+    """Return the padding value in the dtype of a part; for strings, return "".
+
+    Raises:
+        ConfigError: the part has integers, and the value is not such an integer.
+    """
     if dtype == tf.string:
         return tf.constant("")
     if dtype.is_integer:

@@ -102,7 +102,7 @@ def sealed(
 def unsealed(
     message: Mapping[str, Any], secret: bytes, sender: str, challenge: str
 ) -> dict[str, Any] | None:
-    """Verify a message of `sealed`, and return the original message.
+    """Verify a message that was made by `sealed`, and return the original message.
 
     Return None if the proof is wrong or the message is malformed. `secret`, `sender`
     and `challenge` must be those that were passed to `sealed`.

@@ -195,7 +195,11 @@ class Server:
         check: Callable[[], None],
         check_statement: Callable[[WorkerConnection], None],
     ) -> None:
-        """Wait for all workers to connect; raise a `ConfigError` after `until`."""
+        """Wait for all workers to connect; raise a `ConfigError` after `until`.
+
+        `check` is called repeatedly, and `check_statement` with each new worker. Both
+        may raise an error.
+        """
         while len(self._workers) + 1 < len(self.cluster.addresses):
             check()
             if time.monotonic() >= until:
@@ -401,7 +405,7 @@ def _connect(address: str) -> JsonSocket:
 def _check_statement(
     greeting: Mapping[str, Any], chief_statement: Mapping[str, Any]
 ) -> None:
-    """Raise a `ConfigError` if a worker rejects its config or differs from the chief."""
+    """Raise a `ConfigError` if a worker rejects its config, or has different values."""
     index = greeting["index"]
     if "refused" in greeting:
         reason = greeting["refused"][:LONGEST].rstrip(".")

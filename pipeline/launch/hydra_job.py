@@ -100,7 +100,12 @@ def run(
 
 
 def in_run_dir(task: Task, config: DictConfig) -> float:
-    """Call a task with the config, and with Hydra's overrides and run directory."""
+    """Call a task with the config, and with Hydra's overrides and run directory.
+
+    Raises:
+        ConfigError: a single run sets `tracking.sweep`, or Hydra would change the
+            working directory.
+    """
     settings = HydraConfig.get()
     parent = config.tracking.sweep
     if parent is not None and settings.mode == RunMode.RUN:

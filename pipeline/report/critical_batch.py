@@ -46,8 +46,8 @@ class CriticalBatch:
         losses: the smoothed loss by effective batch, in ascending order of batches.
         errors: the half-width of the 95% interval of each loss, in the same order. Most
             of the error is common to all branches.
-        diverged: the smallest batch with a non-finite loss, or None. Neither it nor any
-            larger batch is judged.
+        diverged: the smallest batch with a non-finite loss, or None if all losses are
+            finite. Neither this batch nor any larger one is judged.
     """
 
     critical: int

@@ -313,7 +313,13 @@ def _is_in_tf32(new: Any) -> bool:
 
 
 def _rerun_sweep(store: ForeignStore, request: Request) -> int:
-    """Rerun all jobs of a sweep, one after the other, each in a process of its own."""
+    """Rerun all jobs of a sweep, one after the other, each in a process of its own.
+
+    Return the exit status, see `_worst`.
+
+    Raises:
+        ConfigError: no sweep or several sweeps match, or the sweep has no runs.
+    """
     parent = store.sweep(request.run_id).info
     children = SweepRecord(store.uri, parent.run_id, parent.experiment_id).children()
     if not children:

@@ -432,7 +432,8 @@ def _code_hash(targets: Sequence[str]) -> str:
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
     """Start a process that tries sizes; yield the function that requests a trial.
 
-    The process is killed when the block ends.
+    The process is killed when the block ends. The function raises a `ConfigError` if
+    the process has ended, or if a trial fails for a reason other than the size.
     """
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stderr,

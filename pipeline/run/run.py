@@ -99,7 +99,12 @@ def run(
 
 
 def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
-    """Return the spec of a config. If it is rejected, notify the other workers."""
+    """Return the spec of a config. If it is rejected, notify the other workers.
+
+    Raises:
+        ConfigError: the config is rejected.
+        SystemExit: the config is rejected, and the chief prints the error.
+    """
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
@@ -237,7 +242,11 @@ def _finished(before: Continuation, workers: Chief) -> float:
 
 
 def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
-    """Train, log the model, and close the run; return the last loss."""
+    """Train, log the model, and close the run; return the last loss.
+
+    Raises:
+        NotShippedError: the run trained, but not all of it is in the store.
+    """
     from pipeline.components import fitting
 
     tracker = job.tracker
