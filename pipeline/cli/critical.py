@@ -145,7 +145,8 @@ def _interrupted_sweep(
     """Return the run ID of the sweep `options.again`.
 
     Raises:
-        ConfigError: the sweep does not have the same branches.
+        ConfigError: no sweep or several sweeps match, or the sweep does not have the
+            same branches.
     """
     place = [text for text in overrides if text.startswith(("tracking.", "trust."))]
     config = compose.composed([*file, *place])

@@ -145,7 +145,7 @@ def _close(
     command_again: CommandAgain,
     broken: str | None = None,
 ) -> int:
-    """Close a sweep, if there was one, and publish its report.
+    """Close a sweep, if there was one, publish its report, and return the exit status.
 
     No report is published for a sweep that ended early with the status `broken`.
     """

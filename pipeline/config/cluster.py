@@ -82,7 +82,7 @@ def workers_of_run(
     """Return the workers of a run, or None if the run has a single worker.
 
     Args:
-        workers: the value of `hardware.workers`; None reads the environment.
+        workers: the value of `hardware.workers`, or None to read the environment.
         environment: the environment variables of this process.
 
     Raises:

@@ -176,9 +176,10 @@ def _missing_config_error(error: MissingConfigException) -> ConfigError:
 
 
 def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
-    """Return the error for a list where a mapping is required, in the file `origin`.
+    """Return the error for a list where a mapping is required.
 
-    Return None if the file has no such list.
+    The list is in the file that `origin`, a result of `_origin`, names. Return None if
+    the file is not found or has no such list.
     """
     for folder in folders:
         file = Path(folder) / f"{origin[5:-1]}.yaml"
@@ -368,7 +369,10 @@ def _file(error: Exception, folders: Sequence[str]) -> str | None:
 
 
 def _origin(error: Exception) -> str:
-    """Return ` (in FILE)` if Hydra names a file other than `config.yaml`, else ''."""
+    """Return ` (in FILE)` if Hydra names a file, other than the main config.
+
+    Otherwise, return an empty string.
+    """
     match = re.match(r"In '(.+?)'", str(error))
     if match is None or match[1] in ("config", "hydra/config"):
         return ""

@@ -33,7 +33,8 @@ class Plan:
         batching: how an effective batch of the first stage is currently cut.
         examples: number of examples per epoch.
         updates: number of updates in the run.
-        before: earlier cuts as pairs of the last update with the cut, and the cut.
+        before: earlier cuts, each as a pair of the last update with the cut and the cut
+            itself.
         stages: the stages of the batch-size schedule; empty if there is no schedule.
     """
 
@@ -44,7 +45,7 @@ class Plan:
     stages: tuple[Stage, ...] = ()
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
-        """Return the plan of a run whose micro-batches change after `update`."""
+        """Return the plan of a run whose micro-batch size changes after `update`."""
         # Do not change an earlier cut: updates that are repeated keep their counters.
         update = max([update, *(last for last, _ in self.before)])
         before = (*self.before, (update, self.batching))

@@ -49,7 +49,7 @@ class RunSpec:
         overrides: the overrides on the command line.
         batching: how the first effective batch is cut.
         horizon: length of the run, in the unit of the config.
-        workers: the workers of the run; None for a run with a single worker.
+        workers: the workers of the run, or None if the run has a single worker.
     """
 
     config: Config
@@ -167,7 +167,7 @@ class RunSpec:
     def to_text(self) -> str:
         """Return the spec as text for a process that this one starts; see `from_text`.
 
-        The text is YAML, as a key in JSON cannot be an integer.
+        The text is YAML, since the keys of JSON cannot be integers.
         """
         configs = {"original": self.original, "resolved": self.resolved}
         return str(yaml.safe_dump(configs, sort_keys=False))
@@ -339,9 +339,9 @@ def _spec(
 
     Args:
         composed: the config.
-        workers: the workers of the run; None for a run with a single worker.
+        workers: the workers of the run, or None if the run has a single worker.
         overrides: the overrides on the command line.
-        named: the keys that the overrides set.
+        named: the keys that the overrides or a batch-size schedule set.
     """
     config: Any = OmegaConf.to_object(composed)
     resolved = plain.plain(composed)

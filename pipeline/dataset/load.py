@@ -83,7 +83,7 @@ def _build(node: DictConfig, prepare: bool) -> Any:
 
 @contextlib.contextmanager
 def _quiet_downloads() -> Iterator[None]:
-    """Within the block, suppress output such as TFDS' log about a missing dataset."""
+    """Within the block, suppress standard output and the log messages of downloads."""
     # Do not restore this level: after a download has failed, other downloads still run.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     absl = logging.getLogger("absl")
@@ -200,7 +200,8 @@ def from_tfds(  # noqa: PLR0913  keys of the config
         data_dir: folder of TFDS datasets, or None for the default of TFDS.
         download: whether to download and prepare the dataset if it is missing.
         train_split, validation_split, test_split: names of the splits in TFDS, or
-            slices such as `train[:90%]`.
+            slices such as `train[:90%]`. The last two may be None, to load no such
+            split.
         input_key, label_key: names of the features to use as x and y.
         scale: factor by which x is multiplied.
         resize: (height, width) to which x is resized, or None to keep its size.

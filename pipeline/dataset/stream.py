@@ -258,7 +258,7 @@ class Stream:
 
 
 def _last_varying_axis(spec: tf.TensorSpec) -> int:
-    """Return the last axis without a fixed size; the batch axis, 0, never has one."""
+    """Return the last axis without a fixed size. The batch axis, 0, is such an axis."""
     return max(axis for axis, size in enumerate(spec.shape) if size is None)
 
 

@@ -32,7 +32,7 @@ from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, SweepRecord,
 
 VALIDATION_LOSS = "val/loss"
 
-# The minimum number of validation losses per job. With fewer points, it would be too
+# The minimum number of validation losses per judged job. With fewer, it would be too
 # uncertain when a job reached the target, so jobs are judged by the training loss.
 EVALUATIONS = 5
 # The target is the lowest loss that all jobs reach if it is at least this share of the
@@ -154,7 +154,7 @@ class SweepResult:
         """Return the swept keys over which results are plotted.
 
         These are `factor` and `batch` if they vary, then all other varied keys except
-        the seed and those in `SIZES`. If no such key varies, the only one is `group`.
+        the seed and those in `SIZES`. If no such key varies, return only `group`.
         """
         keys = {"factor": None, "batch": None}
         for job in self.jobs:
@@ -302,7 +302,7 @@ class SweepResult:
         return Curve(curve.steps, means)
 
     def final(self, job: JobResult, metric: str) -> float:
-        """Return the last value of the job's smoothed curve, or NaN without a curve."""
+        """Return the last value of the job's smoothed curve, or NaN if it has none."""
         curve = self.smooth(job, metric)
         if curve is None:
             return math.nan
@@ -348,9 +348,9 @@ class SweepResult:
     def judged_loss(self) -> str | None:
         """Return the loss metric by which jobs are compared during training.
 
-        It is the validation loss if at least one judged job logged it and each one that
-        did has at least `EVALUATIONS` points. Otherwise it is the training loss, or
-        None if no judged job logged a training loss.
+        It is the validation loss if at least one judged job logged it, and all jobs
+        that logged it have at least `EVALUATIONS` points. Otherwise, it is the training
+        loss, or None if no judged job logged a training loss.
         """
         for metric, fewest_points in ((VALIDATION_LOSS, EVALUATIONS), (LOSS, 0)):
             curves = self._smooth_curves(self._judged_jobs, metric)

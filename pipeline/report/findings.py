@@ -343,7 +343,7 @@ def _agreement(differences: PairDifferences) -> str:
 
 
 def _how_far_they_part(differences: PairDifferences) -> str:
-    """Describe how the loss differences begin, rise above `LEVELS`, and how they end.
+    """Describe the first difference, the rise above `LEVELS`, and the maximum.
 
     The first difference is the maximum over all pairs, each at the first update that
     both of its jobs logged. The sentence names the first update of the worst pair,

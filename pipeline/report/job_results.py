@@ -117,8 +117,8 @@ class JobResult:
     def setting(self, key: str) -> Any:
         """Return the value of a swept key, or None if the name does not have the key.
 
-        The value is a float if the text in the name is a number, and else that text.
-        `factor` and `batch` return the recorded sizes, and `group` the job's group.
+        The value is a float if the text in the name is a number, or else that text. For
+        `factor` and `batch`, it is the recorded size; for `group`, the job's group.
         """
         if key == "factor":
             return self.factor

@@ -16,7 +16,7 @@ NOTE = "mlflow.note.content"  # the description, in Markdown
 _LINK = "[Compare the runs of this sweep]"
 _HEADLINE = re.compile(rf"^\*\*[^*]*\*\* (?={re.escape(_LINK)})")
 _QUOTE = "> "
-_LONGEST_VERDICT = 2000  # maximum characters in the description
+_LONGEST_VERDICT = 2000  # maximum characters of all verdicts in the description
 
 
 def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) -> None:

@@ -128,7 +128,10 @@ class Drift:
 
 
 def drifts(sweep: SweepResult) -> list[Drift]:
-    """Return the drift of each recipe that has three rates at each of two batches."""
+    """Return the drift of each recipe with enough rates and batches.
+
+    A recipe needs at least two batches, each with losses at three or more rates.
+    """
     return [
         _drift(recipe, batches) for recipe, batches in _losses_by_recipe(sweep).items()
     ]
@@ -140,7 +143,7 @@ def loss_by_rate_key(index: int) -> str:
 
 
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
-    """Yield the drift for each recipe, then a comparison of those with intervals."""
+    """Yield the drift for each recipe, then compare the drifts that have intervals."""
     judged = []
     for index, drift in enumerate(drifts(sweep)):
         text = _sentence(drift)

@@ -104,7 +104,7 @@ def compare(
         validation_examples: the size of the validation split; 0 if it is unknown.
         same_cut: whether both runs have equal numbers of micro-batches and replicas.
             Otherwise, metrics that depend on these numbers are left out.
-        until: the last update to compare, if the recorded run was interrupted.
+        until: the last update to compare; infinity if the recorded run finished.
         changed: metrics whose computation has changed since the recorded run. They are
             left out.
     """

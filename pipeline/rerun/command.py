@@ -354,7 +354,10 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
 
 
 def _worst(statuses: list[int]) -> int:
-    """Return the exit status of a sweep: the highest failure, else `DIFFERENT` or 0."""
+    """Return the exit status of a sweep: the highest status of a failed rerun.
+
+    If no rerun failed, return `DIFFERENT` if one of them differs, or else 0.
+    """
     failures = [status for status in statuses if status not in (0, DIFFERENT)]
     if failures:
         return max(failures)

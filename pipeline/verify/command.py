@@ -384,7 +384,10 @@ def _print(certificate: Certificate, every: bool) -> None:
 
 
 def _rows(comparisons: Sequence[Comparison], every: bool) -> list[_Row]:
-    """Return the worst difference per kind and precision, or all if `every` is true."""
+    """Return the worst difference of each kind in each precision.
+
+    If `every` is true, return the difference of each variable in each comparison.
+    """
     rows: dict[tuple[str, str], _Row] = {}
     for comparison in comparisons:
         # Put differences without a finite bound last, since they prove nothing.

@@ -134,7 +134,7 @@ def compare(
 
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Difference]:
-    """Compare the loss and the metrics of one batch in micro-batches with Keras'."""
+    """Compare the loss and metrics of a batch in micro-batches with those by Keras."""
     parts = internals.parts_of(batch)
 
     _reset_metrics(evaluation)

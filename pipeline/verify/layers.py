@@ -265,7 +265,7 @@ def _gradients_of_losses(
 
 
 def _call_recorded(model: keras.Model, x: Any) -> tuple[Any, list[_LayerCall]]:
-    """Call the model; return its outputs and the layers' calls as they completed."""
+    """Call the model; return its outputs, and its layers' calls as they complete."""
     calls: list[_LayerCall] = []
 
     def record(
