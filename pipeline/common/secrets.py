@@ -75,10 +75,10 @@ def remember(uri: str) -> None:
 
 
 def _credentials(rest: str) -> set[str]:
-    """Return the password in a URI, or the user name if there is no password.
+    """Return a set with the password in a URI, or with the user name if it has none.
 
-    `rest` is the URI without its scheme. The result is empty if an `@` only occurs in
-    the path.
+    `rest` is the URI without its scheme. The set is empty if the only `@` is in the
+    path.
     """
     user, colon, password = rest.rpartition("@")[0].partition(":")
     if "/" in user:

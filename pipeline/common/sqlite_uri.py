@@ -17,7 +17,7 @@ def path_in(uri: str) -> str:
 
 
 def absolute(uri: str) -> str:
-    """Return the URI of a store; if it is for SQLite, with the absolute path."""
+    """Return the URI of a store, in which the path of a SQLite file is absolute."""
     if not uri.startswith(SQLITE):
         return uri
     _, mark, options = uri.partition("?")

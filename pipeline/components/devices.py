@@ -41,7 +41,7 @@ class Devices:
         return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
 
     def same(self, number: int) -> bool:
-        """Return whether `number` is the same on every worker. All must call it.
+        """Return whether `number` is the same on every worker. All workers must call it.
 
         Args:
             number: an integer of up to 24 bits; larger ones would overflow the sums.

@@ -74,6 +74,9 @@ def mlp(
         hidden: widths of the hidden layers.
         dropout: dropout rate after each hidden layer.
         l2: factor of the L2 penalty on the kernels.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
     _check(classes=[classes], hidden=hidden, dropout=dropout, l2=l2)
     inputs = keras.Input(tuple(input_shape))

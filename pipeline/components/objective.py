@@ -86,7 +86,7 @@ def compile(
     y: Any,
     outputs: Any,
 ) -> None:
-    """Compile the model, and check that its callbacks work with it.
+    """Compile the model, and check that the run's callbacks work with it.
 
     Training does not use Keras' compiled loss; the callbacks and the saved model do.
 

@@ -127,7 +127,7 @@ def check(
 
     Args:
         optimizer: the optimizer, built.
-        variables: the trainable variables; the gradient is one of the first variable.
+        variables: the trainable variables. A gradient of the first one is applied.
 
     Raises:
         ConfigError: the optimizer cannot apply a gradient, or the first learning rate

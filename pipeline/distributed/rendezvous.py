@@ -42,10 +42,10 @@ from pipeline.distributed.straggler import (
 
 # Seconds within which all workers must connect; a cluster may start them one by one.
 PATIENCE = 300.0
-# Seconds for which a process that rejects its config tries to tell the other side.
+# Seconds for which a process that rejects its config tries to notify the other side.
 REJECTING = 10.0
-# Seconds for which the chief of a finished run waits for workers, to tell them. It is
-# longer, since workers import TensorFlow before they connect.
+# Seconds for which the chief of a finished run waits for workers, to notify them. The
+# time is longer, since workers import TensorFlow before they connect.
 FINISHED = 60.0
 
 

@@ -90,7 +90,7 @@ def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bo
 def _end_with(
     error: BaseException, client: rendezvous.Client, started: bool
 ) -> NoReturn:
-    """Tell the chief about the error, and end this process with status 1 or 2.
+    """Report the error to the chief, and end this process with status 1 or 2.
 
     Args:
         error: why the worker ends.

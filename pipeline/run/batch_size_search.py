@@ -228,7 +228,10 @@ def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> in
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest of the ascending `sizes` that fits, or None, by bisection."""
+    """Return the largest of the ascending `sizes` that fits, or None if none fits.
+
+    The size is found by bisection.
+    """
     count = bisect.bisect(sizes, False, key=lambda size: not fits(size))
     return sizes[count - 1] if count else None
 

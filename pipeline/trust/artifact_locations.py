@@ -148,7 +148,10 @@ def is_inside(path: Path, folders: Iterable[Path]) -> bool:
 
 
 def _folders_of_store(tracking_uri: str) -> list[str]:
-    """Return the local folders where a database keeps artifacts; none for a server."""
+    """Return the URIs of the local folders in which a store keeps artifacts.
+
+    For a tracking server, the list is empty.
+    """
     if urlsplit(tracking_uri).scheme in _DEFAULT_PORTS:
         return []  # a server
     folders = [Path("mlruns")]
