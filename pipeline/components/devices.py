@@ -41,7 +41,7 @@ class Devices:
         return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
 
     def same(self, number: int) -> bool:
-        """Return whether `number` is the same on every worker. All workers must call it.
+        """Return whether `number` is the same on all workers. All of them must call it.
 
         Args:
             number: an integer of up to 24 bits; larger ones would overflow the sums.
@@ -220,7 +220,7 @@ def _gpus_of_process(
 
 
 def _limit_memory(gpu: Any, size: Any) -> None:
-    """Limit TensorFlow's memory on a GPU to `size`, allocated at once.
+    """Limit TensorFlow's memory on a GPU to `size`, which is allocated at once.
 
     If `size` is None, TensorFlow allocates memory as needed.
     """

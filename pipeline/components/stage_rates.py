@@ -63,10 +63,7 @@ def counts_examples(spec: RunSpec) -> bool:
 
 
 def horizon(spec: RunSpec, plan: Plan) -> int:
-    """Return the horizon as a number of batches of the first stage's effective size.
-
-    The number is rounded up.
-    """
+    """Return the horizon in effective batches of the first stage's size, rounded up."""
     unit, length = spec.horizon
     if unit == "updates":
         examples = plan.examples_seen(length)

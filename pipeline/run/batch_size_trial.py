@@ -141,7 +141,7 @@ class _StuckClock:
         self._last_progress = time.monotonic()
 
     def seconds(self, process_id: int) -> float:
-        """Return the seconds without progress: 0.1 s of CPU time count as progress."""
+        """Return the seconds without progress. 0.1 s of CPU time counts as progress."""
         times = psutil.Process(process_id).cpu_times()
         cpu_seconds = times.user + times.system
         if cpu_seconds > self._cpu_seconds + 0.1:
