@@ -28,7 +28,7 @@ _KEYS_OF_PROGRAM = (
 )
 
 
-# Number of examples to read to find out whether all examples have the same size.
+# Number of examples to read to find out whether examples have a common size.
 _SAMPLE = 20
 
 

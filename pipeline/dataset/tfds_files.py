@@ -35,6 +35,10 @@ def read(
             split that is not to be loaded.
         make: a function from the features of an example to the example.
         label_key: name of the feature that states the number of classes.
+
+    Raises:
+        ConfigError: the dataset is missing and cannot or may not be prepared, or a
+            split does not exist.
     """
     _prepare(builder, download)
     names = {}

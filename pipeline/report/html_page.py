@@ -141,7 +141,7 @@ def _seven_digits(value: float) -> float:
 
 
 def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str, Any]:
-    """Return a Plotly axis, with ticks only at `ticks` unless they are empty."""
+    """Return a Plotly axis, with ticks only at `ticks` unless `ticks` is empty."""
     kind = "log" if log else "linear"
     drawn: dict[str, Any] = {"title": {"text": html.escape(title)}, "type": kind}
     if ticks:

@@ -67,7 +67,7 @@ class RecordedRun:
 
     @property
     def run_dir(self) -> str:
-        """Return the run directory of the recorded run."""
+        """Return the run directory of the recorded run, or "" if it is not known."""
         return str(self.environment.get("run_dir") or "")
 
     @property
