@@ -68,7 +68,7 @@ def effective_batches(
         weigh: adds sample weights to a batch, or None to leave batches unchanged.
         reader: reads this worker's share of each batch, or None if there is only one
             worker. With a reader, each element is the worker's `Share`, or the whole
-            batch if examples differ in shape.
+            batch if examples differ in shape or are padded.
 
     Raises:
         ConfigError: the augmentation changes the shape or dtype of an input, or the
@@ -145,7 +145,7 @@ def in_order(
         pad: `dataset.pad` of the config.
         reader: reads this worker's share of each batch, or None if there is only one
             worker. With a reader, each element is the worker's `Share`, or the whole
-            batch if examples differ in shape.
+            batch if examples differ in shape or are padded.
         made_of: the records from which the split is made, or None if they are unknown.
             With the records, a reader makes only the examples of its own share.
         keep: whether to keep the batches in memory after the first pass.

@@ -51,6 +51,7 @@ def run(
         RunError: a single run failed after it was created. Its traceback is in its run
             directory, unless the disk was full.
         NotShippedError: a single run has trained, but is not completely in the store.
+        SystemExit: Hydra has printed an error itself.
     """
     _check_working_folder()
     command_line = compose.read_command_line(arguments)
