@@ -165,10 +165,10 @@ class ScalingConfig(_SetOnce):
 class AccumulationConfig(_SetOnce):
     """The effective batch size, and how the effective batch is cut.
 
-    Three keys of the training are not `fixed`. `effective_batch_size`: a resumed run
-    compares the size that is derived from all keys instead. `same_noise` and
-    `moving_statistics`: their defaults for new runs differ from those for old records,
-    whose runs must remain resumable.
+    Three keys of the kind `TRAINING` are not `fixed`. Instead of
+    `effective_batch_size`, a resumed run compares the size that is derived from all
+    keys. For `same_noise` and `moving_statistics`, the defaults for new runs differ
+    from those for old records, whose runs must remain resumable.
     """
 
     # examples per optimizer update, over all replicas
