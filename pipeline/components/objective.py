@@ -234,9 +234,10 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
 
 
 def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
-    """Raise the error that a Keras callback would raise in its first epoch.
+    """Raise an error if a Keras callback would fail in its first epoch.
 
-    The check runs a copy, which leaves the callback and the learning rate unchanged.
+    The check runs new callbacks with the same settings, so that the callback itself and
+    the learning rate remain unchanged.
     """
     monitors = isinstance(getattr(callback, "monitor", None), str)
     if monitors and hasattr(callback, "mode"):

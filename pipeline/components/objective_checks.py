@@ -77,8 +77,9 @@ def check(
         spec: the spec of the run.
 
     Raises:
-        ConfigError: the model does not take the inputs or has no weights to train, or
-            the loss or a metric does not fit the labels and outputs.
+        ConfigError: the model does not take the inputs or has no weights to train, the
+            loss, a metric or a class weight does not fit the labels and outputs, or an
+            output or a metric has an unusable name.
     """
     goal = objective.training
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)

@@ -283,6 +283,10 @@ def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
 
     Returns:
         The union of `named` and the keys that a batch-size schedule sets.
+
+    Raises:
+        ConfigError: another value does not fit the batch-size schedule or
+            `dataset.batched`.
     """
     accumulation = composed.accumulation
     replicas = composed.hardware.replicas * composed.hardware.workers

@@ -248,8 +248,9 @@ class SweepResult:
     def target_values(self, axis: str) -> dict[str, Values]:
         """Return the cost of reaching the target for each seed, by group.
 
-        The cost is in the unit of `axis`, one of `AXES`. A group is left out if one of
-        its judged jobs did not reach the target or has only an upper bound on the cost.
+        The cost is in the unit of `axis`, one of `AXES`. A group is left out if it has
+        no judged jobs, or if one of them did not reach the target or has only an upper
+        bound on the cost.
         """
         if self.target is None:
             return {}

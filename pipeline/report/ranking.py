@@ -135,6 +135,8 @@ class Ranking:
     def sentences(self, scale: Scale, leads: str, trails: str) -> str:
         """Describe the best and the worst group, and whether chance explains the lead.
 
+        With a single group, return only its value.
+
         Args:
             scale: the units in which values are written.
             leads: the words between the best group and its value.

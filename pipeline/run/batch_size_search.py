@@ -139,7 +139,8 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
         The spec with the size, and the result of the search.
 
     Raises:
-        ConfigError: no size fits, or the update fails at any size.
+        ConfigError: no size fits, the update fails at any size, or the process that
+            tries sizes has ended.
     """
     largest_spec = spec.at_largest()
     budget = {

@@ -117,7 +117,8 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
         places: further places where the user allows artifacts.
 
     Raises:
-        ConfigError: the artifacts are elsewhere.
+        ConfigError: the artifacts are elsewhere, or their location has a backslash or
+            an unprintable character.
     """
     known = [*places, *_folders_of_store(tracking_uri)]
     lies_there = (

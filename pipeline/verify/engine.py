@@ -407,9 +407,9 @@ def _as_keras_takes(
     """Return outputs, labels and sample weights in the structure that Keras expects.
 
     Labels and nested weights get the structure of the outputs, with None for an output
-    that has none. Nested outputs are flattened to one dict by name, which is also how
-    losses and metrics are given. With a single output or without labels, the arguments
-    are returned unchanged.
+    without labels or weights. Nested outputs are flattened to one dict by name, which
+    is also how losses and metrics are given. With a single output or without labels,
+    the arguments are returned unchanged.
     """
     outputs_by_name = internals.by_name(computation.model, outputs)
     names = list(outputs_by_name)

@@ -265,7 +265,10 @@ def _gradients_of_losses(
 
 
 def _call_recorded(model: keras.Model, x: Any) -> tuple[Any, list[_LayerCall]]:
-    """Call the model; return its outputs, and its layers' calls as they complete."""
+    """Call the model; return the outputs, and the layers' calls as they completed.
+
+    A layer completes its call after the layers that it calls itself.
+    """
     calls: list[_LayerCall] = []
 
     def record(
