@@ -109,6 +109,9 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     """Parse a command line with Hydra's parser.
 
     Without `--config-dir`, the user's own folder `conf` is added, if there is one.
+
+    Raises:
+        ConfigError: the command line or the config folder is invalid.
     """
     arguments = as_text(arguments)
     options = _parsed(arguments)
