@@ -114,7 +114,7 @@ def current_override(text: str) -> str:
 
 
 def current_links(links: Mapping[str, str]) -> dict[str, str]:
-    """Return recorded links by key. The names of keys are current, also in the links."""
+    """Return recorded links by key. Names of keys are current, also in the links."""
     return {current_key(key): _current_link(link) for key, link in links.items()}
 
 

@@ -68,7 +68,7 @@ class BatchCosts:
 
     @property
     def ratios(self) -> dict[int, float]:
-        """Return the examples to the target relative to those of `cheapest`, by batch."""
+        """Return the examples to the target relative to `cheapest`, by batch."""
         fewest = self.examples[self.cheapest].mean
         return {batch: cost.mean / fewest for batch, cost in self.examples.items()}
 
