@@ -31,7 +31,7 @@ LARGEST = 64  # maximum effective batch of a branch, as a multiple of the run's
 LEAST_UPDATES = 3  # minimum number of updates at the largest effective batch
 UPDATES = 200  # default length of a branch, in updates at the run's effective batch
 _NEVER = 2**31 - 1  # `evaluate_every` for an evaluation after the last update only
-# The config values that all branches have in place of those of their run.
+# Config values of all branches, which replace those of the run.
 _BRANCH: dict[str, dict[str, Any]] = {
     "accumulation": {"factor": None},
     "training": {
@@ -145,7 +145,8 @@ def _interrupted_sweep(
     """Return the run ID of the sweep `options.again`.
 
     Raises:
-        ConfigError: the sweep does not have the same branches.
+        ConfigError: no sweep or several sweeps match, or the sweep does not have the
+            same branches.
     """
     place = [text for text in overrides if text.startswith(("tracking.", "trust."))]
     config = compose.composed([*file, *place])
@@ -197,7 +198,11 @@ def _branches(
     Args:
         batch: the effective batch of the run.
         training_examples: number of examples in the training split.
-        examples: minimum number of examples per branch; None for the default.
+        examples: minimum number of examples per branch, or None for the default.
+
+    Raises:
+        ConfigError: there are not enough examples for a branch at twice the effective
+            batch of the run.
     """
     if examples is None:
         examples = UPDATES * batch
@@ -222,6 +227,9 @@ def _branch_config(
     This is the run's config with the `stages`, a constant learning rate, and no
     callbacks. At k times the run's effective batch, the learning rate is √k times that
     at the checkpoint.
+
+    Raises:
+        ConfigError: the run's scaling rule does not allow this.
     """
     batch = stages[-1].effective_batch_size
     scaling = config.get("scaling") or {}

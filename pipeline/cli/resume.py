@@ -56,6 +56,8 @@ def overridden_keys(overrides: Sequence[str]) -> set[str]:
 def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
     """Set the store of a recorded config to the store of the run, in place.
 
+    The store is not set if its URI in the journal has a masked secret.
+
     Raises:
         ConfigError: the config has a masked secret at a key that is not in `keys`, the
             keys that overrides set.

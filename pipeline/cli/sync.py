@@ -61,7 +61,10 @@ def sync(arguments: Sequence[str]) -> int:
 
 
 def _close_sweep(folder: Path, store: OwnStore) -> int:
-    """Close the sweep in `folder` if its store was unreachable when its jobs ended."""
+    """Close the sweep in `folder` if its store was unreachable when its jobs ended.
+
+    Return the exit status: `NOT_SHIPPED` if the sweep cannot be closed, or else 0.
+    """
     from pipeline.sweep import parent_run
 
     try:

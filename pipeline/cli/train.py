@@ -45,7 +45,7 @@ def sweep(arguments: Sequence[str]) -> int:
     """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package."""
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
-    # Convert the overrides to the form in which the record of a sweep has them.
+    # Convert the overrides to the form in which a sweep records them.
     rest = compose.as_text(rest)
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
@@ -145,7 +145,7 @@ def _close(
     command_again: CommandAgain,
     broken: str | None = None,
 ) -> int:
-    """Close a sweep, if there was one, and publish its report.
+    """Close a sweep, if there was one, publish its report, and return the exit status.
 
     No report is published for a sweep that ended early with the status `broken`.
     """
@@ -191,7 +191,12 @@ def _repeatable(arguments: Sequence[str]) -> list[str]:
 def _recorded_overrides(
     options: argparse.Namespace, file: list[str], rest: list[str]
 ) -> list[str]:
-    """Return the recorded overrides of the sweep `options.again`, then `rest`."""
+    """Return the recorded overrides of the sweep `options.again`, then `rest`.
+
+    Raises:
+        ConfigError: no sweep or several sweeps match, the sweep has another name, or
+            its record is not trusted.
+    """
     # Compose only with the overrides for the store and the data, as swept values would
     # give several configs.
     keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")

@@ -52,7 +52,7 @@ def _serve(uri: str, port: int) -> int:
     if uri.startswith(("http://", "https://")):
         say(f"The store is a server with a UI of its own: {uri}", to=sys.stdout)
         return 0
-    # Read the store before the server starts, so that it does not start if that fails.
+    # Read the store first, so that the server is not started if reading fails.
     pages = _pages(uri, f"http://{HOST}:{port}")
 
     command = [sys.executable, "-m", "mlflow", "server"]

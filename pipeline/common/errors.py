@@ -247,10 +247,10 @@ def exits_as_failures() -> Iterator[None]:
 def as_config_error(
     key: str, rule: str, received: object, way: str = ""
 ) -> Iterator[None]:
-    """Convert any exception in the block to a `ConfigError` about `key`.
+    """Convert exceptions in the block to a `ConfigError` about `key`.
 
     The message has the `rule`, then the exception's message in parentheses, then `way`,
-    advice on how to avoid the error, if given.
+    advice on how to avoid the error, if given. A `ConfigError` is raised unchanged.
     """
     try:
         yield

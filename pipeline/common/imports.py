@@ -29,9 +29,9 @@ _PATIENCE = 30.0  # seconds to wait for the output of a program
 def without_chatter() -> Iterator[None]:
     """Within the block, suppress the notices that TensorFlow's libraries print.
 
-    Other lines on standard error are printed when the block ends. If TensorFlow is
-    first imported in the block, its objects are excluded from garbage collection, as
-    each collection would take 0.2 s longer.
+    Other lines on standard error are printed when the block ends, see `say`. If
+    TensorFlow is first imported in the block, its objects are excluded from garbage
+    collection, as each collection would take 0.2 s longer.
     """
     is_first_import = "tensorflow" not in sys.modules
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -1,4 +1,4 @@
-"""Paths for libraries that read some characters of a path as something else."""
+"""Provides paths for libraries that read a path as a glob pattern."""
 
 import re
 import tempfile
@@ -11,10 +11,11 @@ _PATTERN = re.compile(r"[\[\]*?\\]")
 
 @contextmanager
 def without_pattern(folder: Path) -> Iterator[Path]:
-    """Yield a path of `folder` that is no pattern.
+    """Yield a path to `folder` that has no special characters of glob patterns.
 
-    TensorFlow reads the path of a checkpoint as a pattern, in which `[64,64]` is one
-    character. A folder whose path has such characters is reached by a link.
+    TensorFlow reads the path of a checkpoint as a pattern, in which `[64,64]` matches
+    one character. If the path of `folder` has special characters, yield a symbolic link
+    that is removed at the end of the block.
     """
     if not _PATTERN.search(str(folder)):
         yield folder

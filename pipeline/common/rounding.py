@@ -19,9 +19,9 @@ class Rounding:
 
     Training amplifies rounding: in float32, SGD(0.1, momentum 0.9) amplified a
     difference of 1e-7 to 0.2 in 20 updates. So the bound doubles with every update, up
-    to a maximum. The bounds were chosen, not derived. In float64, 120 updates stay
-    below 1e-13. In float32, AdamW stays below 1e-5, while with a large momentum two
-    runs diverge and count as different.
+    to a maximum. The bounds were chosen, not derived. In float64, the differences stay
+    below 1e-13 for 120 updates. In float32, they stay below 1e-5 with AdamW, but with a
+    large momentum, two runs diverge and count as different.
 
     Attributes:
         bits: number of bits in the significand; the unit roundoff is 2^-bits.
@@ -68,7 +68,7 @@ def coarsest(precisions: Collection[str]) -> str:
 def of_dtype(dtype: str, *, in_tf32: bool) -> Rounding:
     """Return the rounding of sums and products in a floating-point type.
 
-    A type that is not in the table counts as bfloat16.
+    An unknown type counts as bfloat16.
     """
     if dtype == "float32" and in_tf32:
         return BY_PRECISION[TF32]

@@ -75,7 +75,11 @@ def remember(uri: str) -> None:
 
 
 def _credentials(rest: str) -> set[str]:
-    """Return the password in a URI without its scheme, or the user if it has none."""
+    """Return a set with the password in a URI, or with the user name if it has none.
+
+    `rest` is the URI without its scheme. The set is empty if the only `@` is in the
+    path.
+    """
     user, colon, password = rest.rpartition("@")[0].partition(":")
     if "/" in user:
         return set()  # The @ is part of a path.

@@ -27,7 +27,10 @@ class Interruption:
         self._defers = False
 
     def asked(self) -> BaseException | None:
-        """Return the exception to raise between two updates; None if there is none."""
+        """Return the exception to raise between two updates.
+
+        Return None if no signal was deferred.
+        """
         return self._reason
 
     @contextmanager

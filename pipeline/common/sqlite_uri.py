@@ -1,8 +1,8 @@
-"""The path in the URI of a SQLite store.
+"""Reads and checks the path in the URI of a SQLite store.
 
-SQLAlchemy decodes `%41` in it, and takes what follows a `?` for options. MLflow makes
-the folder of the path as it is written. So a path is used only where all of them read
-the same.
+SQLAlchemy decodes codes such as `%41` in the path, and reads the text after a `?` as
+options. MLflow creates the folder of the path without decoding it. So only paths that
+both libraries read in the same way are accepted.
 """
 
 import os
@@ -12,12 +12,12 @@ SQLITE = "sqlite:///"
 
 
 def path_in(uri: str) -> str:
-    """Return the path that a URI of SQLite names, without its options."""
+    """Return the path in the URI of a SQLite store, without the options."""
     return uri.removeprefix(SQLITE).partition("?")[0]
 
 
 def absolute(uri: str) -> str:
-    """Return the URI of a store, with the absolute path of a SQLite file."""
+    """Return the URI of a store, in which the path of a SQLite file is absolute."""
     if not uri.startswith(SQLITE):
         return uri
     _, mark, options = uri.partition("?")
@@ -25,9 +25,10 @@ def absolute(uri: str) -> str:
 
 
 def misread(uri: str) -> str:
-    """Return the rule that the absolute path of a SQLite file breaks; empty for none.
+    """Return the rule that the absolute path in a SQLite URI breaks, or "" if none.
 
-    A run records the absolute path, so that of the working folder counts, too.
+    A run records the absolute path. So for a relative path, the path of the working
+    directory must follow the rule, too.
     """
     path = os.path.abspath(path_in(uri))
     if "?" in path:

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its spec, in this order. Nothing is written.
+"""Builds the parts of a run from its spec, in this order.
 
 devices ─► data ─► plan ─► batches ─► model, objective, optimizer ─► Parts
 """
@@ -74,7 +74,7 @@ class Parts:
     model: keras.Model  # compiled with its built optimizer
     objective: RunObjective
     inputs: Any  # the inputs of up to four training examples, on the host
-    reader: Reader | None  # reads this worker's share; None for one process
+    reader: Reader | None  # reads this worker's share; None without other workers
     best: Best | None  # tracks the best evaluation; None if its checkpoint is not kept
     record: PartsRecord
 
@@ -118,7 +118,8 @@ class Parts:
     def effective_batches(self, done: int = 0) -> tf.data.Dataset:
         """Return the effective batches that follow the first `done` updates.
 
-        Each element is a whole effective batch, even if there are several workers.
+        Each element is a whole effective batch, even if there are several workers. With
+        `done=0`, the parts must have been assembled with `first_update=0`.
         """
         if self.reader is None and not done:
             return self.batches
@@ -131,7 +132,8 @@ class Parts:
 
         Args:
             name: `validation` or `test`.
-            reader: a worker's reader, to get only its share of each batch, or None.
+            reader: a worker's reader, to get only its share of each batch, or None for
+                whole batches.
         """
         if name not in self.data.splits:
             return None
@@ -144,11 +146,11 @@ class Parts:
 
     @cached_property  # Trace only once: each trace may draw another seed.
     def forward(self) -> internals.Forward:
-        """The noise and the assigned variables of a forward pass in training."""
+        """Return the noise and the assigned variables of a forward pass in training."""
         return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def assigned_by_forward(self) -> list[tf.Variable]:
-        """Return every replica's copy of the variables that a forward pass assigns."""
+        """Return every replica's copy of variables that a forward pass may assign."""
         variables = [variable.value for variable in self.forward.assigned]
         # If a layer draws from Keras' global seed, the trace above has created it.
         seed = internals.global_seed()
@@ -309,7 +311,7 @@ def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
 
 
 def _reader(spec: RunSpec) -> Reader | None:
-    """Return the reader of this worker's share, or None for a single process."""
+    """Return the reader of this worker's share, or None if there is only one worker."""
     if spec.workers is None:
         return None
     replicas = spec.config.hardware.replicas
@@ -354,7 +356,7 @@ def _reading(
 
 @contextmanager
 def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
-    """Apply `_reading` to the training split: name the augmentation if there is one."""
+    """Apply `_reading` to the training split; errors name any augmentation."""
     augment = spec.dataset.get("augment")
     node = augment or spec.dataset
     key = "dataset" if augment is None else "dataset.augment"

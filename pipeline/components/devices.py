@@ -30,7 +30,7 @@ class Devices:
     on_gpu: bool
     description: str  # one line for the user
     workers: int = 1  # number of processes
-    # Counts the all-reduces for which this worker was ready; None for one process.
+    # Counts the all-reduces for which this worker was ready. None with a single worker.
     reductions_ready: tf.Variable | None = None
     gpus: Sequence[int] = ()  # indices into the GPUs that TensorFlow lists
 
@@ -41,7 +41,7 @@ class Devices:
         return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
 
     def same(self, number: int) -> bool:
-        """Return whether `number` is the same on every worker. All must call it.
+        """Return whether `number` is the same on all workers. All of them must call it.
 
         Args:
             number: an integer of up to 24 bits; larger ones would overflow the sums.
@@ -52,7 +52,7 @@ class Devices:
 
     @cached_property
     def _sum(self) -> Callable[[int], int]:
-        """A function that returns the sum of an integer over all replicas.
+        """Return a function that sums an integer over all replicas.
 
         The replicas of a worker all contribute the worker's integer.
         """
@@ -177,6 +177,9 @@ def _named_gpus(gpus: list[Any], names: int | list[int] | None) -> list[Any]:
     Args:
         gpus: all GPUs that TensorFlow lists.
         names: one index or several indices into `gpus`, or None for all GPUs.
+
+    Raises:
+        ConfigError: an index is too large.
     """
     if names is None:
         return gpus
@@ -208,8 +211,8 @@ def _gpus_of_process(
             f"each has {replicas} of the {count} GPUs of this machine"
         )
         raise ConfigError(KEY, rule, processes)
-    # If this process sees the GPUs of all workers on the machine, take its own slice.
-    # If it sees fewer GPUs, all of them belong to this process.
+    # Take this worker's slice if it exists: the GPUs may be shared by all workers on
+    # the machine. Otherwise, assume that the visible GPUs are this process's own.
     first = workers.index_on_machine * replicas
     if count < first + replicas:
         return gpus[:replicas]
@@ -217,7 +220,7 @@ def _gpus_of_process(
 
 
 def _limit_memory(gpu: Any, size: Any) -> None:
-    """Limit TensorFlow's memory on a GPU to `size`, allocated at once.
+    """Limit TensorFlow's memory on a GPU to `size`, which is allocated at once.
 
     If `size` is None, TensorFlow allocates memory as needed.
     """
@@ -244,7 +247,11 @@ def _lock(gpus: list[Any]) -> None:
 
 
 def _split_cpu(replicas: int, workers: Cluster | None) -> None:
-    """Split the CPU into one logical device per replica."""
+    """Split the CPU into one logical device per replica.
+
+    Raises:
+        ConfigError: there are several workers.
+    """
     if workers is not None:
         raise ConfigError(REPLICAS, "must be 1 with several workers on CPUs", replicas)
     (cpu,) = tf.config.list_physical_devices("CPU")
@@ -253,8 +260,9 @@ def _split_cpu(replicas: int, workers: Cluster | None) -> None:
 
 
 def _set_precision_and_seed(config: HardwareConfig, seed: int) -> None:
-    # Restart Keras' numbering of layers, which counts all models in a process: a
-    # checkpoint identifies a variable by its name, so each run needs the same names.
+    # Reset Keras' numbering of layers, which otherwise continues across all models in a
+    # process: a checkpoint identifies a variable by its name, so each run needs the
+    # same names.
     keras.utils.clear_session(free_memory=False)
     precision = config.precision.name
     # Losses and layers without a dtype policy use floatx.

@@ -39,7 +39,7 @@ WRITING = {
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run.
 
-    Without a tracker, as on every worker except the chief, the recorder logs nothing.
+    Without a tracker, the recorder logs nothing. Only the chief has a tracker.
     """
     config = parts.spec.config
     plan = parts.plan
@@ -69,7 +69,7 @@ def checkpoints(
     """Return the checkpoints in a run directory.
 
     `training.checkpoint_every` decides when a checkpoint is written. Without a journal,
-    as on every worker except the chief, none is written.
+    none is written. Only the chief has a journal.
     """
     writes = journal is not None
     every = parts.spec.config.training.checkpoint_every if writes else None
@@ -88,8 +88,8 @@ def fit(
 ) -> float:
     """Train to the end of the plan.
 
-    If the recorder has no tracker, as on every worker except the chief, callbacks that
-    write files are left out, and no update is profiled or retried.
+    If the recorder has no tracker, callbacks that write files are left out, and no
+    update is profiled or retried. Only the chief has a tracker.
 
     Args:
         parts: the parts of the run.
@@ -140,7 +140,9 @@ def fit(
 def _non_finite_data_named(parts: Parts) -> Iterator[None]:
     """If an update in the block is not finite, check its batch.
 
-    If the batch has a NaN or an infinite value, the error names the part that has it.
+    Raises:
+        NonFiniteError: an update is not finite. If its batch has a NaN or an infinite
+            value, the message names the part of the batch that has it.
     """
     try:
         yield

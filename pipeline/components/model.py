@@ -74,6 +74,9 @@ def mlp(
         hidden: widths of the hidden layers.
         dropout: dropout rate after each hidden layer.
         l2: factor of the L2 penalty on the kernels.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
     _check(classes=[classes], hidden=hidden, dropout=dropout, l2=l2)
     inputs = keras.Input(tuple(input_shape))
@@ -103,6 +106,9 @@ def cnn(
         kernel_size: height and width of the convolution kernels.
         hidden, dropout, l2: see `mlp`. They apply to the dense layers, and `l2` also to
             the convolutions.
+
+    Raises:
+        ValueError: an argument is out of range, or the input is not an image.
     """
     if len(input_shape) != 3:
         rule = "input_shape must be (height, width, channels)"
@@ -148,6 +154,9 @@ def tabular(
         hidden, dropout, l2: see `mlp`.
         activation: activation of the output, such as `sigmoid`, or None for a linear
             output.
+
+    Raises:
+        ValueError: an argument is out of range, or an example is not a vector.
     """
     _check(hidden=hidden, dropout=dropout, l2=l2)
     if len(input_shape) != 1:
@@ -174,7 +183,7 @@ def decoder(
 ) -> keras.Model:
     """Return a decoder-only transformer with pre-layer normalization.
 
-    Inputs are token numbers, (batch, time), and outputs are logits,
+    Inputs are token numbers, of shape (batch, time). Outputs are logits, of shape
     (batch, time, classes).
 
     Args:
@@ -184,6 +193,10 @@ def decoder(
         blocks: number of blocks, each with an attention layer and two dense layers.
         heads: number of heads per attention layer.
         dropout: dropout rate after each attention layer and each pair of dense layers.
+
+    Raises:
+        ValueError: an argument is out of range, or `width` is not a multiple of
+            `heads`.
     """
     _check(
         dropout=dropout,
@@ -235,6 +248,10 @@ def application(
             `.weights.h5` file in the order of the layers. Layers whose weights do not
             fit, such as the last one, keep their initial weights.
         frozen: patterns for names of layers that are not trained, such as `conv1_*`.
+
+    Raises:
+        ValueError: there is no network `name`, a pattern matches no layer, or the
+            weights are missing or fit no layer.
     """
     build = getattr(keras.applications, name, None)
     if not callable(build) or not name[:1].isupper():

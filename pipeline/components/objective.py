@@ -20,7 +20,7 @@ from pipeline.trust import instantiate
 class RunObjective:
     """The loss, the metrics and the callbacks of a run.
 
-    For a model with several outputs, losses and metrics are grouped by output name.
+    For a model with several outputs, losses and metrics may be given by output name.
     """
 
     training: internals.Objective
@@ -86,7 +86,7 @@ def compile(
     y: Any,
     outputs: Any,
 ) -> None:
-    """Compile the model, and check that its callbacks work with it.
+    """Compile the model, and check that the run's callbacks work with it.
 
     Training does not use Keras' compiled loss; the callbacks and the saved model do.
 
@@ -184,7 +184,11 @@ def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
 
 
 def _metrics(training: DictConfig, group: str) -> Metrics:
-    """Return the metrics of a group: a list, or a dict of lists by output name."""
+    """Return the metrics of a group: a list, or a dict of lists by output name.
+
+    Raises:
+        ConfigError: a metric cannot be built, or only some have the name of an output.
+    """
     nodes = metrics_of(training, group)
     metrics_by_output: dict[Any, list[keras.metrics.Metric]] = {}
     for node in nodes:
@@ -230,9 +234,10 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
 
 
 def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
-    """Raise the error that a Keras callback would raise in its first epoch.
+    """Raise an error if a Keras callback would fail in its first epoch.
 
-    The check runs a copy, which leaves the callback and the learning rate unchanged.
+    The check runs new callbacks with the same settings, so that the callback itself and
+    the learning rate remain unchanged.
     """
     monitors = isinstance(getattr(callback, "monitor", None), str)
     if monitors and hasattr(callback, "mode"):

@@ -77,8 +77,9 @@ def check(
         spec: the spec of the run.
 
     Raises:
-        ConfigError: the model does not take the inputs or has no weights to train, or
-            the loss or a metric does not fit the labels and outputs.
+        ConfigError: the model does not take the inputs or has no weights to train, the
+            loss, a metric or a class weight does not fit the labels and outputs, or an
+            output or a metric has an unusable name.
     """
     goal = objective.training
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -119,7 +120,10 @@ def check(
 def _check_loss(
     goal: internals.Objective, model: keras.Model, example: _Example
 ) -> None:
-    """Raise a ConfigError if the loss fails, or does not depend on the outputs."""
+    """Raise a ConfigError if the loss fails, or does not depend on the outputs.
+
+    Without a loss in the config, the model must add one by itself.
+    """
     if goal.loss is None:
         if not model.losses:
             rule = "must be given for a model that adds no loss by itself"
@@ -229,7 +233,8 @@ def _check_class_weights(
 def _classes(loss: internals.Losses, outputs: Sequence[Any]) -> int | None:
     """Return the number of classes, judging by the width of the only output.
 
-    Return None if there are several outputs, or if the loss is no cross-entropy.
+    Return None if there are several outputs, or if the loss is not one of
+    `_CROSS_ENTROPIES`.
     """
     if len(outputs) != 1 or not isinstance(loss, _CROSS_ENTROPIES):
         return None
@@ -339,7 +344,8 @@ def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
     """Raise a ValueError if labels and outputs differ in shape, except in unit axes.
 
     Many Keras losses and metrics would silently broadcast labels of shape (batch,)
-    against outputs of shape (batch, n). Other classes are not checked.
+    against outputs of shape (batch, n). The user's own losses and metrics, and those
+    that accept other shapes, are not checked.
     """
     kind = type(measure)
     if not kind.__module__.startswith("keras.") or kind.__name__ in _OF_ANY_SHAPE:
@@ -372,7 +378,8 @@ def _check_classes(
         loss: the loss.
         y: the labels.
         outputs: the model's output.
-        classes: number of classes, counted from 0, or None if it is unknown.
+        classes: number of classes, or None if it is unknown. The labels are 0 to
+            `classes` − 1.
     """
     if not isinstance(loss, _CROSS_ENTROPIES):
         return

@@ -42,7 +42,8 @@ def build(
     Args:
         spec: the spec of the run.
         updates: number of updates in the whole run.
-        plan: the plan, if the learning rate may follow its stages, or None.
+        plan: the plan of the run, whose stages the learning rate may follow, or None if
+            a user's loader makes the batches.
 
     Raises:
         ConfigError: a target or an argument is wrong.
@@ -91,6 +92,9 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
         node: the `schedule` group of the config.
         updates: the horizon in updates; a length such as `5%` is a share of it.
         reference: factor by which the length of a warm-up is multiplied.
+
+    Raises:
+        ConfigError: a length or the target is invalid, or the boundaries do not rise.
     """
     lengths = OmegaConf.create(
         _in_updates(
@@ -123,7 +127,7 @@ def check(
 
     Args:
         optimizer: the optimizer, built.
-        variables: the trainable variables; the gradient is one of the first variable.
+        variables: the trainable variables. A gradient of the first one is applied.
 
     Raises:
         ConfigError: the optimizer cannot apply a gradient, or the first learning rate
@@ -194,6 +198,9 @@ def _scaled(
         factor: the factor of the learning rate, see `scaling.rate_factor`.
         updates: number of updates in the run.
         reference: factor by which the length of a warm-up is multiplied.
+
+    Raises:
+        ConfigError: `scaling.warmup` is not a length.
     """
     scale = spec.config.scaling
     warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
@@ -207,7 +214,11 @@ def _scaled(
 
 
 def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
-    """Return the optimizer of the `optimizer` group, with the learning rate `rate`."""
+    """Return the optimizer of the `optimizer` group, with the learning rate `rate`.
+
+    Raises:
+        ConfigError: the target is not an optimizer, or would accumulate gradients.
+    """
     # Place the update counter on the CPU: the schedule reads the counter on the host,
     # and would otherwise wait for the GPU.
     with tf.device("CPU:0"):
@@ -280,7 +291,11 @@ def _as_float(rate: Any) -> Any:
 
 
 def _share_in_updates(text: str, updates: int, key: str) -> int:
-    """Return the number of updates, at least 1, in a share of the horizon like `5%`."""
+    """Return the number of updates, at least 1, in a share of the horizon like `5%`.
+
+    Raises:
+        ConfigError: the text is not a share from 0% to 100%, or the horizon is unknown.
+    """
     try:
         share = float(text[:-1]) / 100
     except ValueError:

@@ -150,7 +150,7 @@ class Scaled(DerivedSchedule):
     Args:
         schedule: the schedule to scale, or a number.
         factor: factor of the learning rate after the warm-up.
-        warmup: length of the warm-up in updates; 0 for none.
+        warmup: length of the warm-up in updates; 0 if there is no warm-up.
     """
 
     def __init__(self, schedule: Any, factor: float, warmup: int):
@@ -199,7 +199,11 @@ def _decays_weights(optimizer: Any) -> bool:
 def _timescale(
     optimizer: Any, scaling: ScalingConfig, kappa: float
 ) -> dict[str, float]:
-    """Return the arguments that the rule `timescale` changes, see `rescale`."""
+    """Return the arguments that the rule `timescale` changes, see `rescale`.
+
+    Raises:
+        ConfigError: the optimizer has no weight decay.
+    """
     if not _decays_weights(optimizer):
         message = "must be a number for scaling.rule=timescale"
         raise ConfigError("optimizer.weight_decay", message, None)
@@ -208,7 +212,11 @@ def _timescale(
 
 
 def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
-    """Return the arguments that the rule `sde` changes, see `rescale`."""
+    """Return the arguments that the rule `sde` changes, see `rescale`.
+
+    Raises:
+        ConfigError: RMSprop has momentum or is centered, or κ is too large for a β.
+    """
     is_rmsprop = type(optimizer).__name__ == "RMSprop"
     if is_rmsprop and (optimizer.momentum or optimizer.centered):
         message = "must not be sde for RMSprop with momentum or centered"

@@ -33,7 +33,11 @@ class StagedSchedule:
 
 
 def check(spec: RunSpec) -> None:
-    """Raise a ConfigError if a stage would change more arguments than the rate."""
+    """Raise a ConfigError if the scaling rule changes more than the learning rate.
+
+    Only the rate can change between the stages of a batch-size schedule. Without a
+    schedule, every rule is accepted.
+    """
     scale = spec.config.scaling
     if spec.config.accumulation.batch_schedule is None or scale.rule == Rule.none:
         return
@@ -59,10 +63,7 @@ def counts_examples(spec: RunSpec) -> bool:
 
 
 def horizon(spec: RunSpec, plan: Plan) -> int:
-    """Return the horizon as a number of batches of the first stage's effective size.
-
-    The number is rounded up.
-    """
+    """Return the horizon in effective batches of the first stage's size, rounded up."""
     unit, length = spec.horizon
     if unit == "updates":
         examples = plan.examples_seen(length)
@@ -146,7 +147,7 @@ class StageRates(scaling.DerivedSchedule):
     def _examples_seen(self, updates: tf.Tensor, stage: tf.Tensor) -> tf.Tensor:
         """Return the examples seen after `updates`; see `Plan.examples_seen`.
 
-        `stage` is the row of `stages` that these updates end in.
+        `stage` is the row of `stages` for the next update.
         """
         after, size, epoch, first, in_epoch = tf.unstack(stage)
         epochs = epoch + (updates - after) // in_epoch

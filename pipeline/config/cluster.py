@@ -79,15 +79,16 @@ class Cluster:
 def workers_of_run(
     workers: int | None, environment: Mapping[str, str]
 ) -> Cluster | None:
-    """Return the workers of a run, or None for a run with a single worker.
+    """Return the workers of a run, or None if the run has a single worker.
 
     Args:
-        workers: the value of `hardware.workers`; None reads the environment.
+        workers: the value of `hardware.workers`, or None to read the environment.
         environment: the environment variables of this process.
 
     Raises:
         ConfigError: the number of workers is out of range, differs from that in the
-            environment, or is given neither by `workers` nor by the environment.
+            environment, or is given neither by `workers` nor by the environment. Or the
+            environment describes the workers wrongly.
     """
     if workers is not None and workers < 1:
         rule = "must be at least 1, or null for what TF_CONFIG or Slurm says"
@@ -121,7 +122,7 @@ def workers_of_run(
 
 
 def is_named(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment names the workers.
+    """Return whether the environment names the workers, by TF_CONFIG or a Slurm step.
 
     If it does, the chief does not start the other workers.
     """
@@ -170,15 +171,15 @@ def reachable() -> list[str]:
 
 
 def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
-    """Return the secret that the workers share; empty if none is configured.
+    """Return the secret that the workers share, or `b""` if none is configured.
 
     Args:
-        file: the file with the secret, or None.
+        file: the file with the secret, or None if there is no file.
         environment: the environment variables; `PIPELINE_SECRET` outranks the file.
 
     Raises:
-        ConfigError: the secret is too short, or the file cannot be read or is
-            accessible to other users.
+        ConfigError: the secret is too short, or the file is not a regular file, cannot
+            be read, or is accessible to other users.
     """
     text = environment.get(SECRET)
     if text is not None:
@@ -201,7 +202,11 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
 
 
 def _tf_config_workers(text: str) -> Cluster:
-    """Return the cluster that TF_CONFIG describes."""
+    """Return the cluster that TF_CONFIG describes.
+
+    Raises:
+        ConfigError: the text is malformed, or two workers have the same address.
+    """
     try:
         cluster = _read_tf_config(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -215,7 +220,10 @@ def _tf_config_workers(text: str) -> Cluster:
 
 
 def _read_tf_config(content: Any) -> Cluster | None:
-    """Return the cluster in TF_CONFIG, or None if its index or a port is invalid."""
+    """Return the cluster in TF_CONFIG, or None if the index or a port is invalid.
+
+    Malformed content raises one of the errors that `_tf_config_workers` handles.
+    """
     jobs = content["cluster"]
     task = content["task"]
     addresses: list[str] = []
@@ -236,7 +244,12 @@ def _read_tf_config(content: Any) -> Cluster | None:
 
 
 def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
-    """Return the cluster of the tasks in a Slurm step, in the order of their ranks."""
+    """Return the cluster of the tasks in a Slurm step, in the order of their ranks.
+
+    Raises:
+        ConfigError: the list of nodes cannot be read, or the tasks are not distributed
+            over the nodes in blocks.
+    """
     nodes = environment["SLURM_STEP_NODELIST"]
     names = imports.output_of("scontrol", "show", "hostnames", nodes)
     if names is None:

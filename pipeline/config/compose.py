@@ -115,6 +115,9 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     """Parse a command line with Hydra's parser.
 
     Without `--config-dir`, the user's own folder `conf` is added, if there is one.
+
+    Raises:
+        ConfigError: the command line or the config folder is invalid.
     """
     arguments = as_text(arguments)
     options = _parsed(arguments)
@@ -148,9 +151,10 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 
 
 def own_folder() -> str | None:
-    """Return the user's own folder `conf` in the working directory, or None.
+    """Return the user's own folder `conf` in the working directory.
 
-    The folder is the user's own if it holds config groups and is not the package's.
+    The folder is the user's own if it has config groups and is not the package's.
+    Otherwise, return None.
     """
     folder = Path("conf").absolute()
     if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()):
@@ -183,7 +187,7 @@ def check_config_dir(folder: str) -> None:
 
 
 class RunFolders(Callback):
-    """Expands `~` in the run directory, and records which folders Hydra will create."""
+    """Expands `~` in folders, and records the folders that Hydra will create."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         key = "hydra.sweep.dir"
@@ -199,7 +203,8 @@ class RunFolders(Callback):
                     OmegaConf.update(config, key, str(folder))
                     # The jobs of a sweep compose their configs from these overrides.
                     config.hydra.overrides.hydra.append(f"{key}='{folder}'")
-            # Expand now, as a launcher opens the store before a job calls `prepare`.
+            # Also expand `~` in the store's URI now, as a launcher opens the store
+            # before a job calls `prepare`.
             _expand_home(config)
             current = session()
             current.key = key

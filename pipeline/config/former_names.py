@@ -114,12 +114,14 @@ def current_override(text: str) -> str:
 
 
 def current_links(links: Mapping[str, str]) -> dict[str, str]:
-    """Return recorded links between config keys, with current names on both sides."""
+    """Return recorded links by key. Names of keys are current, also in the links."""
     return {current_key(key): _current_link(link) for key, link in links.items()}
 
 
 def renamed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config with current names, and without removed keys.
+
+    Values in `tracking` and `start` are not changed.
 
     Raises:
         ConfigError: a removed key has a value other than its default, or a key has a
@@ -170,8 +172,8 @@ def without_removed(overrides: Sequence[str]) -> list[str]:
     """Return recorded overrides without those that set a removed key to its default.
 
     Raises:
-        ConfigError: a removed key has another value, or a value was removed. Of a sweep
-            over several values, each is checked.
+        ConfigError: a removed key has another value, or a value was removed. In an
+            override that sweeps over several values, each value is checked.
     """
     kept = []
     for override in overrides:
@@ -188,7 +190,14 @@ def without_removed(overrides: Sequence[str]) -> list[str]:
 
 
 def rename(config: DictConfig) -> None:
-    """Replace former names among the values of a composed config, in place."""
+    """Replace former names in a composed config, in place.
+
+    Values in `tracking` and `start` are not changed.
+
+    Raises:
+        ConfigError: a removed key has a value other than its default, or a key has a
+            removed value.
+    """
     before: Any = OmegaConf.to_container(config, resolve=False)
     changed = {}
     for group, value in renamed(before).items():
@@ -204,7 +213,7 @@ def _current_link(link: str) -> str:
 def _with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config with each value under its current key.
 
-    If both the former and the current key have a value, the current key's is kept.
+    If both the former and the current key exist, the value of the current key is kept.
     """
     config = dict(config)
     for former, key in KEYS.items():

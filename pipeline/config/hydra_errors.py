@@ -18,8 +18,8 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.config import former_names, suggestions
 from pipeline.config.objective_nodes import NAMED
 
-# Key → the rule for its value, a mapping. Keras takes lists for these in `compile` and
-# `fit`, so users may write lists.
+# Rules for keys whose value is a mapping. Users may write a list, since Keras accepts
+# lists of metrics and callbacks in `compile` and `fit`.
 _NAMED = {
     f"training.{name}": NAMED for name in ("metrics", "weighted_metrics", "callbacks")
 }
@@ -88,7 +88,7 @@ def as_config_error(
     folders: Sequence[str] = (),
     kinds: tuple[type[Exception], ...] = COMPOSITION,
 ) -> Iterator[None]:
-    """Raise a `ConfigError` in place of errors of Hydra and OmegaConf.
+    """Raise a `ConfigError` in place of errors of Hydra and OmegaConf in the block.
 
     Args:
         overrides: overrides on the command line, so that the error can quote one.
@@ -176,9 +176,10 @@ def _missing_config_error(error: MissingConfigException) -> ConfigError:
 
 
 def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
-    """Return the error for a list where a mapping is required, in the file `origin`.
+    """Return the error for a list where a mapping is required.
 
-    Return None if the file has no such list.
+    The list is in the file that `origin`, a result of `_origin`, names. Return None if
+    the file is not found or has no such list.
     """
     for folder in folders:
         file = Path(folder) / f"{origin[5:-1]}.yaml"
@@ -338,7 +339,10 @@ def _pattern_error(
 def _group_error(
     overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError | None:
-    """Return the error for a config group whose value is not a name, or None."""
+    """Return the error for a config group whose value is not a name.
+
+    Return None if no override sets a group to such a value.
+    """
     known = groups(folders)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
@@ -352,7 +356,8 @@ def _group_error(
 def _file(error: Exception, folders: Sequence[str]) -> str | None:
     """Return the config file that raises `error` when it is read, or None.
 
-    Hydra's error does not name the file, so all files in `folders` are read again.
+    Hydra's error does not name the file, so the files in `folders` are read again until
+    one of them raises the same error.
     """
     for folder in folders:
         for file in sorted(Path(folder).resolve().rglob("*.yaml")):
@@ -365,7 +370,10 @@ def _file(error: Exception, folders: Sequence[str]) -> str | None:
 
 
 def _origin(error: Exception) -> str:
-    """Return ` (in FILE)` if Hydra names a file other than `config.yaml`, else ''."""
+    """Return ` (in FILE)` if Hydra names a file, other than the main config.
+
+    Otherwise, return an empty string.
+    """
     match = re.match(r"In '(.+?)'", str(error))
     if match is None or match[1] in ("config", "hydra/config"):
         return ""
@@ -373,6 +381,6 @@ def _origin(error: Exception) -> str:
 
 
 def _cause(error: errors.OmegaConfBaseException) -> str:
-    """Return the first line of an error, without OmegaConf's prefix and quotes."""
+    """Return the first line of an error, without OmegaConf's prefix or outer quotes."""
     around = r"^\w+ raised while resolving interpolation: "
     return re.sub(around, "", first_line(error)).strip("\"'")

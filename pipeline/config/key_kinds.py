@@ -86,7 +86,10 @@ def outside_a_sweep() -> dict[str, Any]:
 def restricted(
     config: Mapping[Any, Any], kinds: Collection[Kind], prefix: str = ""
 ) -> dict[Any, Any]:
-    """Return a copy of a plain config with only the keys of the given kinds."""
+    """Return a copy of a plain config with only the keys of the given kinds.
+
+    Groups that have no such key are left out.
+    """
     kept: dict[Any, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"

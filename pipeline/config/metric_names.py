@@ -33,8 +33,8 @@ class UpdateMetric(NamedTuple):
         counted: whether the metric counts examples, steps or epochs. Two runs must then
             agree on it exactly.
         of_the_cut: whether the value depends on how a batch is cut into micro-batches.
-        rounding: the allowed difference between two runs, as a multiple of that of a
-            loss.
+        rounding: the allowed difference between two runs, as a multiple of the
+            difference allowed for a loss.
         share: whether the value may be a fraction of the examples, such as an accuracy,
             which changes in steps of one example.
     """
@@ -86,5 +86,5 @@ def treatment_of(metric: str) -> UpdateMetric:
 def changed_since(schema: int) -> list[str]:
     """Return the metrics whose computation has changed since this schema version."""
     # Before schema 3, the gradient noise scale was averaged over about 95 updates, even
-    # where |G|² fell faster than that.
+    # if the squared gradient norm |G|² fell within fewer updates.
     return [f"train/{NOISE_SCALE}"] if schema < 3 else []

@@ -76,8 +76,8 @@ def check_names(metrics: Sequence[MetricNode]) -> None:
 def by_output(node: Any, key: str = "training.loss") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value for each output in a mapping or list.
 
-    A node with a `_target_`, or a single value, is yielded itself: it is for the only
-    output.
+    Nested mappings and lists are followed. A node that has a `_target_`, is empty, or
+    is a single value belongs to a single output, and is yielded with `key`.
     """
     holds_others = isinstance(node, Mapping | list | ListConfig) and node
     if not holds_others or "_target_" in node:

@@ -1,4 +1,4 @@
-"""Text of the command line in the grammar of Hydra's overrides."""
+"""Quotes values in the grammar of Hydra's overrides."""
 
 import re
 
@@ -6,7 +6,8 @@ import re
 def hydra_quoted(text: object) -> str:
     """Return `text` as a quoted value in Hydra's grammar.
 
-    A backslash escapes only before a quote, so those before one are doubled.
+    In this grammar, a backslash is an escape only before a quote. So backslashes before
+    a quote are doubled, also those before the closing quote.
     """
 
     def escape(match: re.Match[str]) -> str:

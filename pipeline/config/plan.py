@@ -27,14 +27,15 @@ UNCUT = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """The batches and the length of a run, counted in updates.
+    """The batches of a run, and its length in updates.
 
     Attributes:
         batching: how an effective batch of the first stage is currently cut.
         examples: number of examples per epoch.
         updates: number of updates in the run.
-        before: earlier cuts as pairs of the last update with the cut, and the cut.
-        stages: the stages of the batch-size schedule; empty without a schedule.
+        before: earlier cuts, each as a pair of the last update with the cut and the cut
+            itself.
+        stages: the stages of the batch-size schedule; empty if there is no schedule.
     """
 
     batching: Batching
@@ -44,7 +45,7 @@ class Plan:
     stages: tuple[Stage, ...] = ()
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
-        """Return the plan of a run whose micro-batches change after `update`."""
+        """Return the plan of a run whose micro-batch size changes after `update`."""
         # Do not change an earlier cut: updates that are repeated keep their counters.
         update = max([update, *(last for last, _ in self.before)])
         before = (*self.before, (update, self.batching))
@@ -138,8 +139,9 @@ class Plan:
     def digest(self, update: int) -> int | None:
         """Return a number by which a resumed run checks that its data is the same.
 
-        With a batch-size schedule, this is the number of examples seen. Otherwise the
-        config alone determines the data, and the result is None.
+        With a batch-size schedule, it is the number of examples in the first `update`
+        updates. Otherwise, the config alone determines the data, and the result is
+        None.
         """
         return self.examples_seen(update) if self.stages else None
 
@@ -308,6 +310,10 @@ def _stages_in_updates(
 
     A stage of the config that begins within an epoch becomes two stages of the plan:
     the rest of that epoch, and the epochs after it.
+
+    Raises:
+        ConfigError: an effective batch is larger than the training split, or a stage
+            does not begin after the previous stage.
     """
     last = -1
     for number, (unit, start, size) in enumerate(stages):
@@ -413,7 +419,7 @@ class StreamPlan(Plan):
         return previous.epoch, previous.in_epoch + 1
 
     def digest(self, update: int) -> int | None:
-        """Return the checksum of the batches of `update`; None for update 0."""
+        """Return the checksum of the batches of `update`, or None if `update` is 0."""
         return self.windows[update - 1].digest if update else None
 
     def batch_size(self, update: int) -> int:

@@ -49,7 +49,7 @@ class RunSpec:
         overrides: the overrides on the command line.
         batching: how the first effective batch is cut.
         horizon: length of the run, in the unit of the config.
-        workers: the workers of the run; None for a run with a single worker.
+        workers: the workers of the run, or None if the run has a single worker.
     """
 
     config: Config
@@ -167,7 +167,7 @@ class RunSpec:
     def to_text(self) -> str:
         """Return the spec as text for a process that this one starts; see `from_text`.
 
-        The text is YAML, as a key in JSON cannot be an integer.
+        The text is YAML, since the keys of JSON cannot be integers.
         """
         configs = {"original": self.original, "resolved": self.resolved}
         return str(yaml.safe_dump(configs, sort_keys=False))
@@ -208,8 +208,8 @@ def resolve(
 ) -> RunSpec:
     """Check a composed config, and resolve it to a spec.
 
-    A horizon or a size that is set by an override outranks the defaults, which become
-    null.
+    A horizon or a size that is set by an override outranks the defaults. The outranked
+    defaults become null.
 
     Args:
         composed: the config as Hydra composed it; it is not modified.
@@ -250,7 +250,11 @@ def resolve(
 
 
 def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
-    """Return the spec that a text from `RunSpec.to_text` describes."""
+    """Return the spec that a text from `RunSpec.to_text` describes.
+
+    The text contains neither the workers nor the overrides: the result has `workers`,
+    and no overrides.
+    """
     configs = yaml.safe_load(text)
     composed = _typed(plain.escaped(configs["resolved"]))
     return replace(_spec(composed, workers), original=configs["original"])
@@ -271,7 +275,7 @@ def _typed(config: Any) -> Any:
 
 
 def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
-    """Set the sizes that apply, in place; defaults that they outrank become None.
+    """Set the sizes that apply, in place. Defaults that are outranked become None.
 
     Args:
         composed: the config.
@@ -279,6 +283,10 @@ def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
 
     Returns:
         The union of `named` and the keys that a batch-size schedule sets.
+
+    Raises:
+        ConfigError: another value does not fit the batch-size schedule or
+            `dataset.batched`.
     """
     accumulation = composed.accumulation
     replicas = composed.hardware.replicas * composed.hardware.workers
@@ -295,7 +303,7 @@ def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
 
 
 def _check_any_batch_size(composed: DictConfig) -> None:
-    """Reject values that require the size of a batch to be known before it is read."""
+    """Reject values that require the batch size before the first batch is read."""
     reason = f"with {sizes.BATCHED}=true: batches have any size"
     xla = composed.hardware.xla
     if xla not in ("auto", False):
@@ -335,9 +343,9 @@ def _spec(
 
     Args:
         composed: the config.
-        workers: the workers of the run; None for a run with a single worker.
+        workers: the workers of the run, or None if the run has a single worker.
         overrides: the overrides on the command line.
-        named: the keys that the overrides set.
+        named: the keys that the overrides or a batch-size schedule set.
     """
     config: Any = OmegaConf.to_object(composed)
     resolved = plain.plain(composed)

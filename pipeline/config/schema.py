@@ -102,7 +102,7 @@ def facts(
     each_workers_own: bool | None = None,
     **others: bool,
 ) -> KeyFacts:
-    """Return the facts of a key; those that are not given follow from its kind."""
+    """Return the facts of a key. Facts that are not given follow from its kind."""
     if fixed is None:
         fixed = kind == Kind.TRAINING
     if each_workers_own is None:
@@ -165,10 +165,10 @@ class ScalingConfig(_SetOnce):
 class AccumulationConfig(_SetOnce):
     """The effective batch size, and how the effective batch is cut.
 
-    Three keys of the training are not `fixed`. `effective_batch_size`: a resumed run
-    compares the size that is derived from all keys instead. `same_noise` and
-    `moving_statistics`: their defaults for new runs differ from those for old records,
-    whose runs must remain resumable.
+    Three keys of the kind `TRAINING` are not `fixed`. Instead of
+    `effective_batch_size`, a resumed run compares the size that is derived from all
+    keys. For `same_noise` and `moving_statistics`, the defaults for new runs differ
+    from those for old records, whose runs must remain resumable.
     """
 
     # examples per optimizer update, over all replicas
@@ -503,7 +503,10 @@ def keys_in(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def group_in(hint: Any) -> type | None:
-    """Return the dataclass in a type hint, such as `X` or `X | None`, or None."""
+    """Return the dataclass in a type hint such as `X` or `X | None`.
+
+    Return None if the hint has no dataclass.
+    """
     for part in (hint, *get_args(hint)):
         if is_dataclass(part) and isinstance(part, type):
             return part
@@ -513,8 +516,9 @@ def group_in(hint: Any) -> type | None:
 def _times(left: Any, right: Any) -> int | float:
     """Return the product of two numbers.
 
-    Other operands are rejected: text times a number, or huge integers, could fill the
-    memory.
+    Raises:
+        ConfigError: an operand is not a number, or is an integer of more than 63 bits.
+            Text times a number, or huge integers, could fill the memory.
     """
     for factor in (left, right):
         integer = isinstance(factor, int) and not isinstance(factor, bool)

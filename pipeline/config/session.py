@@ -20,7 +20,7 @@ class Session:
 
     Attributes:
         config_dir: the user's config folder, if a plugin has to add it to Hydra's
-            search path; else None.
+            search path, or else None.
         key: the config key of the run directory.
         run_dir: the run directory, which is the value of this key.
         new_folders: the folders that Hydra creates for `run_dir`, innermost first.

@@ -226,8 +226,9 @@ def of_batches(
         named: keys that the command line sets.
 
     Raises:
-        ConfigError: the factor is missing or below 1, or another value requires that
-            the effective batch size is known.
+        ConfigError: the factor is missing or below 1, there are several replicas, or
+            another value sets or requires an effective batch size that is known before
+            the data is read.
     """
     effective = accumulation["effective_batch_size"]
     factor = accumulation["factor"]
@@ -273,7 +274,7 @@ def batching(
     """Return how the first effective batch of a run is cut.
 
     If the micro-batch size must still be searched for, the largest possible size is
-    assumed, the share of a replica.
+    assumed, which is the share of one replica.
 
     Args:
         sizes: the sizes that apply, by their names in `SIZES`.

@@ -19,7 +19,7 @@ ALL = -1
 
 
 class ScheduledStage(NamedTuple):
-    """A stage, as the config gives it.
+    """A stage of the schedule in the config.
 
     The first update of the stage is the first update that begins at `start` or later.
     """
@@ -66,7 +66,7 @@ class Stage(NamedTuple):
         return self.after + whole_epochs - (self.first - first) // self.size
 
     def micro_steps(self, done: int, steps_of_batch: Callable[[int], int]) -> int:
-        """Return the micro-steps in this stage, within the first `done` updates.
+        """Return the number of micro-steps of this stage in the first `done` updates.
 
         Args:
             done: number of updates since the start of the run.
@@ -91,7 +91,7 @@ class Slice(NamedTuple):
 
 
 def parse_schedule(schedule: Any) -> list[ScheduledStage]:
-    """Return the stages in `accumulation.batch_schedule`; an empty list if it is null.
+    """Return the stages in `accumulation.batch_schedule`, or [] if it is null.
 
     Raises:
         ConfigError: the schedule is not a list of stages whose starts rise from 0.
@@ -171,7 +171,11 @@ def implied_values(
 
 
 def _asked_stage(key: str, stage: Any) -> ScheduledStage:
-    """Parse one entry of the schedule; `key` is the dotted name of the entry."""
+    """Parse one entry of the schedule; `key` is the dotted name of the entry.
+
+    Raises:
+        ConfigError: the entry is not a stage, or its start or size is invalid.
+    """
     start = None
     if isinstance(stage, Mapping) and {*stage} == {"start", "effective_batch_size"}:
         start = stage["start"]

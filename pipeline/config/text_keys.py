@@ -1,8 +1,8 @@
 """Keeps the text that a user typed for a key that holds text.
 
 Hydra and YAML read `1e5`, `2024_01_02` and `no` as numbers and Booleans. Converted back
-to text, `1e5` would become `100000.0`. On the command line, such a value is quoted. In
-a file the typed text is lost, so a value that is not text is rejected.
+to text, `1e5` would become `100000.0`. So such a value on the command line is quoted.
+In a file, the typed text is lost, so a value that is not text is rejected.
 """
 
 import re
@@ -96,7 +96,10 @@ def _as_text(value: Any) -> Any:
 
 
 def _is_scalar_text(key: str) -> bool:
-    """Return whether a key holds a single string, also as an entry of a mapping."""
+    """Return whether a key holds a single string.
+
+    This includes each key in a mapping of strings.
+    """
     if key in _FOLDERS:
         return True
     parent = key.rpartition(".")[0]

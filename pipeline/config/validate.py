@@ -113,7 +113,10 @@ def check_settings(config: DictConfig) -> None:
 
 
 def _check_store(uri: str) -> None:
-    """Reject a tracking URI with an unknown scheme, or for SQLite without a file."""
+    """Reject a tracking URI with an unknown scheme.
+
+    Also reject an SQLite URI that does not name a file, or that would be misread.
+    """
     scheme = uri.partition(":")[0].lower().split("+")[0]
     if scheme not in SCHEMES:
         rule = "must be an MLflow tracking URI of a known scheme"

@@ -12,11 +12,15 @@ import tensorflow as tf
 from pipeline.common.errors import ConfigError
 from pipeline.dataset.source import Source
 
-Augment = Callable[[Any, tf.Tensor], Any]  # an input and a seed, (2,) → the new input
+# Takes an input and a seed of shape (2,), and returns the new input.
+Augment = Callable[[Any, tf.Tensor], Any]
 
 
 class Shift:
-    """Shift an image by up to `pixels` in each direction. New pixels are zero."""
+    """Shift an image at random, by up to `pixels` in each direction.
+
+    Pixels that are shifted into the image are zero.
+    """
 
     def __init__(self, pixels: int):
         if pixels < 1:
@@ -24,7 +28,10 @@ class Shift:
         self.pixels = pixels
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        """Return the shifted `image`, (height, width, channels); `seed` is (2,)."""
+        """Return the shifted image, of shape (height, width, channels).
+
+        `image` has the same shape. `seed` has shape (2,).
+        """
         padding = [[self.pixels, self.pixels], [self.pixels, self.pixels], [0, 0]]
         padded = tf.pad(image, padding)
         return tf.image.stateless_random_crop(padded, tf.shape(image), seed)
@@ -34,15 +41,18 @@ class Flip:
     """Mirror an image left to right with probability ½."""
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        """Return `image`, (height, width, channels), or its mirror; `seed` is (2,)."""
+        """Return `image` or its mirror image, of shape (height, width, channels).
+
+        `seed` has shape (2,).
+        """
         return tf.image.stateless_random_flip_left_right(image, seed)
 
 
 def example_seed(seed_of_epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-    """Return the seed, (2,), with which an example is augmented in an epoch.
+    """Return the seed, of shape (2,), with which an example is augmented in an epoch.
 
     Args:
-        seed_of_epoch: see `batches.epoch_seed`, (2,).
+        seed_of_epoch: see `batches.epoch_seed`, of shape (2,).
         number: position of the example in the training split, scalar of int64.
     """
     return tf.random.experimental.stateless_fold_in(seed_of_epoch, number)
@@ -55,7 +65,7 @@ def augmented(source: Source, augment: Augment, seed_of_epoch: tf.Tensor) -> Sou
         source: the source of the examples. The first part of each key is the number of
             the example.
         augment: the augmentation.
-        seed_of_epoch: see `batches.epoch_seed`, (2,).
+        seed_of_epoch: see `batches.epoch_seed`, of shape (2,).
     """
     make = source.make
     assert make is not None

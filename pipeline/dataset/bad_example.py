@@ -80,7 +80,8 @@ def _first_unreadable(data: Data) -> str:
                 example = next(examples, None)
             except tf.errors.OpError as error:
                 place = f"example {number} of the {name} split"
-                # Name no file if the split is only shorter than its stated cardinality.
+                # Do not name a file if the split merely has fewer examples than its
+                # cardinality states.
                 if "expected to contain" not in str(error):
                     place += _place_in_file(data, name, number)
                 return f"{place}, counted from 0: {first_line(error)}"

@@ -58,21 +58,21 @@ def effective_batches(
     """Return the effective batches of the training split, epoch after epoch.
 
     The last batch of an epoch may be smaller. Skipped examples before the start of a
-    slice are not made or augmented, but if they are streamed, they are read and
-    shuffled.
+    slice are not augmented. If the data is streamed, they are still read and shuffled.
 
     Args:
         node: the `dataset` group of the config.
         data: the loaded dataset.
         slices: the parts of the epochs to read, each with its batch size.
         seed: seed of the run; it determines the order and the augmentation.
-        weigh: adds sample weights to a batch, or None.
+        weigh: adds sample weights to a batch, or None to leave batches unchanged.
         reader: reads this worker's share of each batch, or None if there is only one
             worker. With a reader, each element is the worker's `Share`, or the whole
-            batch if examples differ in shape.
+            batch if examples differ in shape or are padded.
 
     Raises:
-        ConfigError: the augmentation changes the shape or dtype of an input.
+        ConfigError: the augmentation changes the shape or dtype of an input, or the
+            sample weights of data in memory do not have a positive and finite sum.
     """
     spec = data.train.element_spec
     pad = node.get("pad")
@@ -117,7 +117,7 @@ def effective_batches(
 
 
 def epoch_seed(seed: int, epoch: tf.Tensor) -> tf.Tensor:
-    """Return the seed, (2,), for the order and the augmentation of an epoch.
+    """Return the seed, of shape (2,), for the order and the augmentation of an epoch.
 
     Args:
         seed: seed of the run.
@@ -145,7 +145,7 @@ def in_order(
         pad: `dataset.pad` of the config.
         reader: reads this worker's share of each batch, or None if there is only one
             worker. With a reader, each element is the worker's `Share`, or the whole
-            batch if examples differ in shape.
+            batch if examples differ in shape or are padded.
         made_of: the records from which the split is made, or None if they are unknown.
             With the records, a reader makes only the examples of its own share.
         keep: whether to keep the batches in memory after the first pass.
@@ -165,7 +165,7 @@ def in_order(
 def stream_batches(
     stream: Stream, first_update: int, weigh: Weigh = None
 ) -> tf.data.Dataset:
-    """Return the effective batches of a stream from `first_update` on.
+    """Return the effective batches of a stream after the first `first_update` ones.
 
     Each element is a `Batches`, the batches of a user's loader that make one update.
     """
@@ -255,9 +255,9 @@ class _Keys(NamedTuple):
     """Keys of the training split, before they are shuffled in a buffer.
 
     Attributes:
-        by_seed: a seed, scalar of int64 → the keys. With `dataset.shuffle_files`, the
-            order of the files follows from the seed.
-        make: one key → one example, or None if the keys are the examples.
+        by_seed: a function from a seed, a scalar of int64, to the keys. With
+            `dataset.shuffle_files`, the order of the files follows from the seed.
+        make: a function from a key to an example, or None if the keys are the examples.
     """
 
     by_seed: Callable[[tf.Tensor], tf.data.Dataset]

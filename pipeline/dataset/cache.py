@@ -86,6 +86,9 @@ def in_memory(data: Data) -> SourceOfEpoch:
     """Return a function that makes the source of an epoch, for data in memory.
 
     Each key is the number of an example.
+
+    Raises:
+        ConfigError: the sum of the sample weights is not positive and finite.
     """
     count = data.examples
     split = batched(data.train, count).get_single_element()

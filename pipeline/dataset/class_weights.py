@@ -23,8 +23,8 @@ def weigher(training: TrainingConfig, data: Data) -> Weigh:
     pixel of a label map. Without `training.class_weight`, return None.
 
     Raises:
-        ConfigError: the labels have no classes, or the axis of the classes is
-            ambiguous.
+        ConfigError: an example is not `(x, y)` with a single `y` of fixed shape, or the
+            axis of the classes is ambiguous.
     """
     weights_by_class = training.class_weight
     if weights_by_class is None:

@@ -28,7 +28,7 @@ _KEYS_OF_PROGRAM = (
 )
 
 
-# Number of examples to read to find out whether all examples have the same size.
+# Number of examples to read to find out whether examples have a common size.
 _SAMPLE = 20
 
 
@@ -83,7 +83,7 @@ def _build(node: DictConfig, prepare: bool) -> Any:
 
 @contextlib.contextmanager
 def _quiet_downloads() -> Iterator[None]:
-    """Within the block, suppress output such as TFDS' log about a missing dataset."""
+    """Within the block, suppress standard output and the log messages of downloads."""
     # Do not restore this level: after a download has failed, other downloads still run.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     absl = logging.getLogger("absl")
@@ -97,7 +97,11 @@ def _quiet_downloads() -> Iterator[None]:
 
 
 def _as_data(node: DictConfig, built: Any) -> Data:
-    """Return the result of a target, a `Data` or a tuple of splits, as a `Data`."""
+    """Return the result of a target, a `Data` or a tuple of splits, as a `Data`.
+
+    Raises:
+        ConfigError: the result is neither of these.
+    """
     if isinstance(built, tuple) and len(built) in (2, 3):
         parts = dict(zip(("train", "validation", "test"), built, strict=False))
         return Data(**parts, name=str(node.get("_target_")))
@@ -196,13 +200,18 @@ def from_tfds(  # noqa: PLR0913  keys of the config
         data_dir: folder of TFDS datasets, or None for the default of TFDS.
         download: whether to download and prepare the dataset if it is missing.
         train_split, validation_split, test_split: names of the splits in TFDS, or
-            slices such as `train[:90%]`.
+            slices such as `train[:90%]`. The last two may be None, to load no such
+            split.
         input_key, label_key: names of the features to use as x and y.
         scale: factor by which x is multiplied.
-        resize: (height, width) to which x is resized, or None.
+        resize: (height, width) to which x is resized, or None to keep its size.
         preprocess: a function from the features to (x, y) or (x, y, sample_weight). It
             replaces `input_key`, `scale` and `resize`, and chooses the labels.
         builder: dotted name of your own `tfds.core.DatasetBuilder`, instead of `name`.
+
+    Raises:
+        ConfigError: the dataset, its builder, a split or a feature is not found, or the
+            dataset is missing and may not be prepared.
     """
     if (name is None) == (builder is None):
         rule = "must give one of name and builder"
@@ -227,7 +236,11 @@ def from_tfds(  # noqa: PLR0913  keys of the config
 
 
 def _own_builder(builder: str, data_dir: str | None) -> Any:
-    """Return an instance of the user's builder with the dotted name `builder`."""
+    """Return an instance of the user's builder with the dotted name `builder`.
+
+    Raises:
+        ConfigError: the name is not trusted, or is not that of a TFDS builder.
+    """
     import tensorflow_datasets as tfds
 
     node = OmegaConf.create({"_target_": builder})
@@ -251,7 +264,10 @@ def _tfds_builder(name: str | None, data_dir: str | None) -> Any:
 def _check_features(
     builder: Any, input_key: str, label_key: str, resize: tuple[int, int] | None
 ) -> None:
-    """Raise a `ConfigError` if a feature is missing, or images differ in size."""
+    """Raise a `ConfigError` if a feature is missing, or `resize` is necessary and None.
+
+    It is necessary if the images differ in size.
+    """
     features = dict(builder.info.features or {})
     for key, value in (("input_key", input_key), ("label_key", label_key)):
         if value not in features:
@@ -279,7 +295,12 @@ def _inputs_and_labels(
 
 
 def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
-    """Return the loaders of the splits, for `dataset.batched`."""
+    """Return the loaders of the splits, for `dataset.batched`.
+
+    Raises:
+        ConfigError: augmentation or padding is set, or a split is not a source of
+            batches.
+    """
     for key in ("augment", "pad"):
         if node.get(key) is not None:
             rule = (
@@ -368,8 +389,8 @@ def _is_image_of_unknown_size(leaf: Any) -> bool:
 def _with_image_sizes(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Set the unknown size of images if the first `_SAMPLE` images have the same size.
 
-    Reading a later image of another size then raises an error. If the sizes of the
-    first images differ, the dataset is unchanged, and its batches are ragged.
+    Reading a later image of another size then raises an error. If the first images
+    differ in size, their size remains unknown, and they are batched as ragged tensors.
     """
     leaves = _leaves(dataset)
     unknown = [i for i, leaf in enumerate(leaves) if _is_image_of_unknown_size(leaf)]
@@ -433,7 +454,7 @@ def _leaves(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset of tuples, without labels that are None."""
+    """Return the dataset with tuples as elements, in which no label is None."""
     has_none = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in _leaves(dataset))
     if isinstance(dataset.element_spec, tuple) and not has_none:
         return dataset

@@ -115,7 +115,7 @@ def _numbers_of_longest(
 
 
 def _varies(spec: tf.TypeSpec) -> bool:
-    """Return whether the size of a part differs between examples."""
+    """Return whether the size of a part may differ between examples."""
     if isinstance(spec, tf.TensorSpec):
         return bool(spec.dtype == tf.string or not spec.shape.is_fully_defined())
     return not isinstance(spec, tf.NoneTensorSpec)

@@ -19,8 +19,8 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
     length in the batch, rounded up to a multiple of `pad.multiple`. Inputs are padded
     with `pad.value`, strings with "", labels and sample weights with 0.
 
-    With ragged labels, each step has a sample weight: the weight of its example, or 1
-    without sample weights.
+    With ragged labels, each step gets a sample weight: its own if the sample weights
+    are ragged, else that of its example, or 1 if there are none. Padding gets 0.
 
     Args:
         pad: the node of the config, with `multiple` and `value`.
@@ -141,7 +141,11 @@ def _without(value: Any, leaf: Any) -> Any:
 
 
 def _in_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return the padding value in the dtype of a part; for strings, return ""."""
+    """Return the padding value in the dtype of a part; for strings, return "".
+
+    Raises:
+        ConfigError: the part has integers, and the value is not such an integer.
+    """
     if dtype == tf.string:
         return tf.constant("")
     if dtype.is_integer:

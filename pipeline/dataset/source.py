@@ -19,7 +19,8 @@ from pipeline.accumulation.internals import Batches, Share
 # tf.data buffered 3 GB of batches of 6 MB.
 AHEAD = 2
 
-# The seed of an epoch, (2,), and the number of keys to skip → the source of the epoch.
+# Takes the seed of an epoch, of shape (2,), and the number of keys to skip, and returns
+# the source of the epoch.
 SourceOfEpoch = Callable[[tf.Tensor, tf.Tensor], "Source"]
 
 
@@ -47,10 +48,11 @@ class Source:
 
     Attributes:
         keys: a dataset of keys, the arguments of `make`.
-        make: one key → one example, or None if the keys are the examples.
-        make_batch: a batch of keys → a batch of examples, or None to call `make` per
-            key.
-        parallel: number of concurrent calls of `make_batch`, or None for one at a time.
+        make: a function from a key to an example, or None if the keys are the examples.
+        make_batch: a function from a batch of keys to a batch of examples, or None to
+            call `make` for each key.
+        parallel: number of concurrent calls of `make_batch`, or None for a single call
+            at a time.
     """
 
     keys: tf.data.Dataset

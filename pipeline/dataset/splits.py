@@ -32,9 +32,10 @@ class Stored:
         split: the examples that are made from the records. The records are used only if
             a `Data` has this same object as its split.
         records: the records in the order of the split.
-        make: one record → one example, a tuple as in the split.
-        shuffled: a seed, scalar of int64 → the records, read from files in an order
-            that depends on the seed. None if the order of files cannot be shuffled.
+        make: a function from a record to an example, which is a tuple as in the split.
+        shuffled: a function from a seed, a scalar of int64, to the records, read from
+            files in an order that depends on the seed. None if the order of the files
+            cannot be shuffled.
     """
 
     split: tf.data.Dataset
@@ -51,14 +52,14 @@ class Data:
         train, validation, test: elements are `(x, y)`, `(x, y, sample_weight)` or,
             without labels, `(x,)` of one example; each part is a tensor or a nest of
             tensors without a batch axis. The number of examples is known.
-        classes: number of classes, if the labels are classes.
+        classes: number of classes, or None if it is unknown or labels are not classes.
         name, version: name and version of the dataset.
         files: prepared files from which the examples are read, if there are any.
         shards: the parts of files that make each split, by the split's name, in the
             order in which they are read.
-        shuffled: a seed, scalar of int64 → the training split, read from files in an
-            order that depends on the seed. None if the order cannot be shuffled, or if
-            `stored` has the records.
+        shuffled: a function from a seed, a scalar of int64, to the training split, read
+            from files in an order that depends on the seed. None if the order cannot be
+            shuffled, or if `stored` has the records.
         stored: the records from which splits are made, by the split's name. With stored
             records, streamed examples are made after shuffling, and each of several
             workers makes only the examples of its share.
@@ -80,12 +81,12 @@ class Data:
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
-        """The splits that are not None, by their names."""
+        """Return the splits that are not None, by their names."""
         splits = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in splits.items() if split is not None}
 
     def count(self, name: str) -> int | None:
-        """Return the number of examples in a split, or None if a loader makes it."""
+        """Return the number of examples in a split, or None if it has a loader."""
         if name in self.loaders:
             return None
         return int(self.splits[name].cardinality())
@@ -99,7 +100,7 @@ class Data:
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:
-        """Shape of the input of one example, or None if the input is a nest."""
+        """Return the shape of the input of one example, or None if it is a nest."""
         spec = self.train.element_spec[0]
         if not isinstance(spec, tf.TypeSpec):
             return None
@@ -107,5 +108,5 @@ class Data:
 
     @property
     def examples(self) -> int:
-        """Number of examples in the training split."""
+        """Return the number of examples in the training split."""
         return int(self.train.cardinality())

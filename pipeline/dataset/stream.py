@@ -93,6 +93,7 @@ class Loader:
         Raises:
             DataError: a batch cannot be read. The error gives its number and, if the
                 source has `file_paths`, the first file that is not an image.
+            ConfigError: a batch has a wrong form, see `_checked`.
         """
         for number in itertools.count():
             try:
@@ -116,7 +117,12 @@ class Loader:
         return batch.unbatch().apply(tf.data.experimental.assert_cardinality(count))
 
     def _checked(self, batch: Any) -> tuple:
-        """Return a batch as tensors `(x, y, sample_weight)`, leaving out None parts."""
+        """Return a batch as tensors `(x, y, sample_weight)`, leaving out None parts.
+
+        Raises:
+            ConfigError: a part is not a dense tensor with a batch axis, or the parts
+                have different numbers of examples, or none.
+        """
         parts = tuple(part for part in parts_of(batch) if part is not None)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
@@ -202,10 +208,10 @@ class Stream:
             self.per_epoch = -(-loader.count // factor)
 
     def batches(self, first_update: int) -> tf.data.Dataset:
-        """Return the effective batches from `first_update` on.
+        """Return the effective batches after the first `first_update` ones.
 
-        The earlier batches are read and skipped in this call. The dataset can be
-        iterated only once.
+        This call reads the earlier batches and skips them. The dataset can be iterated
+        only once.
         """
         effective_batches = self._effective_batches()
         for _ in range(first_update):
@@ -252,7 +258,7 @@ class Stream:
 
 
 def _last_varying_axis(spec: tf.TensorSpec) -> int:
-    """Return the last axis without a fixed size. Axis 0, the batch axis, has none."""
+    """Return the last axis without a fixed size. The batch axis, 0, is such an axis."""
     return max(axis for axis, size in enumerate(spec.shape) if size is None)
 
 

@@ -33,8 +33,12 @@ def read(
         download: whether to prepare the dataset if it is missing.
         splits: names in TFDS of the training, validation and test splits. None for a
             split that is not to be loaded.
-        make: the features of an example → the example.
+        make: a function from the features of an example to the example.
         label_key: name of the feature that states the number of classes.
+
+    Raises:
+        ConfigError: the dataset is missing and cannot or may not be prepared, or a
+            split does not exist.
     """
     _prepare(builder, download)
     names = {}
@@ -113,7 +117,7 @@ def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
         builder: a `tfds.core.DatasetBuilder`, prepared.
         part: `train`, `validation` or `test`.
         name: name of the split in TFDS, or a slice.
-        preprocess: the features of an example → the example.
+        preprocess: a function from the features of an example to the example.
     """
     split = _as_dataset(builder, part, name)
     split = split.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)

@@ -18,7 +18,7 @@ def counter(
             that is a sequence: a ragged part, a vector of integers with more than one
             element, or a part whose first axis is the only axis without a fixed size.
         padding: the value with which `dataset.pad` fills sequences of unequal length,
-            or None without `dataset.pad`. Positions with this value do not count.
+            or None if `dataset.pad` is not set. Positions with this value do not count.
         masked: whether the model masks zeros. Zeros in sequences of fixed length then
             do not count.
 

@@ -24,8 +24,8 @@ from pipeline.distributed import rendezvous, worker
 from pipeline.distributed.straggler import LostWorker
 from pipeline.trust import gate
 
-# Seconds after the loss of a worker until this process ends itself if not all workers
-# have joined. Once they have joined, TensorFlow detects the loss within this time.
+# If a worker is lost before all workers have joined, this process exits after this many
+# seconds. Once all have joined, TensorFlow itself detects the loss within this time.
 JOINING = 20.0
 
 
@@ -36,7 +36,7 @@ class WorkerError(RunError):
 class Chief(AbstractContextManager["Chief"]):
     """A context manager with which the chief controls the other workers of a run.
 
-    In a run with one worker, its methods do nothing.
+    In a run with one worker, its methods have no effect.
 
     Attributes:
         reductions_ready: the `tf.Variable` that counts all-reduces, or None before the
@@ -127,7 +127,7 @@ class Chief(AbstractContextManager["Chief"]):
         Args:
             spec: the spec of the run.
             run_dir: the directory of the run.
-            start: the checkpoint from which training starts, or None.
+            start: the checkpoint from which training starts, or None to start anew.
 
         Returns:
             The spec with the addresses at which TensorFlow listens.
@@ -158,9 +158,9 @@ class Chief(AbstractContextManager["Chief"]):
         return replace(spec, workers=workers)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell waiting workers that this process will not train.
+        """Notify waiting workers that this process will not train.
 
-        Workers that the chief has started are not told.
+        Workers that the chief has started are not notified.
 
         Args:
             error: why the chief rejects the config, or None if the run has finished.
@@ -212,7 +212,7 @@ class Chief(AbstractContextManager["Chief"]):
         return self.reductions_ready
 
     def _on_lost(self, lost: LostWorker) -> None:
-        """Kill a worker that hangs, so that TensorFlow detects the loss.
+        """Kill a hanging worker, if the chief started it: TensorFlow detects its death.
 
         While TensorFlow waits for workers to join, it does not detect a loss. In that
         case, end this process after `JOINING` seconds.
@@ -245,9 +245,9 @@ class Chief(AbstractContextManager["Chief"]):
 
 
 def tell_workers(hardware: DictConfig, error: ConfigError) -> bool:
-    """Tell the other workers of a cluster that this process rejects the config.
+    """Notify the other workers of a cluster that this process rejects the config.
 
-    Does nothing if the run has one worker, or if the chief starts the workers.
+    Nothing is sent if the run has one worker, or if the chief starts the workers.
 
     Args:
         hardware: the `hardware` group of the config.

@@ -45,7 +45,7 @@ class JsonSocket:
         """Wait for the next message and return it.
 
         Return None if the connection is closed, if nothing arrives for `seconds`, or if
-        the message is too long or is no JSON object.
+        the message is too long or is not a JSON object.
         """
         while b"\n" not in self._unread:
             if not self._receive(seconds):
@@ -56,7 +56,7 @@ class JsonSocket:
     def received(self) -> list[dict[str, Any]] | None:
         """Return the messages that have arrived, without waiting for more.
 
-        Return None if the connection is closed, or if a message is too long or is no
+        Return None if the connection is closed, or if a message is too long or is not a
         JSON object.
         """
         if b"\n" not in self._unread and readable([self.socket], 0.0):
@@ -102,10 +102,10 @@ def sealed(
 def unsealed(
     message: Mapping[str, Any], secret: bytes, sender: str, challenge: str
 ) -> dict[str, Any] | None:
-    """Verify a message of `sealed`, and return the original message.
+    """Verify a message that was made by `sealed`, and return the original message.
 
-    Return None if the proof is wrong or the message is malformed. The arguments must be
-    those of `sealed`.
+    Return None if the proof is wrong or the message is malformed. `secret`, `sender`
+    and `challenge` must be those that were passed to `sealed`.
     """
     text = str(message.get("sealed"))
     proof = str(message.get("proof")).encode(errors="replace")

@@ -125,7 +125,10 @@ class Listener:
         return stranger
 
     def _close_silent_strangers(self) -> None:
-        """Close strangers that are too late, or else the oldest of too many."""
+        """Close strangers whose time to answer is over.
+
+        If there are none, close the oldest strangers beyond `MOST_STRANGERS`.
+        """
         now = time.monotonic()
         closed = [
             connection

@@ -42,10 +42,10 @@ from pipeline.distributed.straggler import (
 
 # Seconds within which all workers must connect; a cluster may start them one by one.
 PATIENCE = 300.0
-# Seconds for which a process that rejects its config tries to tell the other side.
+# Seconds for which a process that rejects its config tries to notify the other side.
 REJECTING = 10.0
-# Seconds for which the chief of a finished run waits for workers, to tell them. It is
-# longer, since workers import TensorFlow before they connect.
+# Seconds for which the chief of a finished run waits for workers, to notify them. The
+# time is longer, since workers import TensorFlow before they connect.
 FINISHED = 60.0
 
 
@@ -102,7 +102,8 @@ class Server:
 
         Raises:
             ConfigError: a worker is missing, rejects its config, or has a different
-                statement. All connected workers are told the reason.
+                statement; all connected workers are notified. Or the port for
+                TensorFlow is taken.
         """
 
         def check_statement(worker: WorkerConnection) -> None:
@@ -122,7 +123,7 @@ class Server:
         return replace(self.cluster, addresses=addresses)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
-        """Tell all workers that this run will not train, and close all connections.
+        """Notify all workers that this run will not train; close all connections.
 
         Workers that have not connected are waited for, for up to `REJECTING` or
         `FINISHED` seconds.
@@ -194,7 +195,11 @@ class Server:
         check: Callable[[], None],
         check_statement: Callable[[WorkerConnection], None],
     ) -> None:
-        """Wait for all workers to connect; raise a `ConfigError` after `until`."""
+        """Wait for all workers to connect; raise a `ConfigError` after `until`.
+
+        `check` is called repeatedly, and `check_statement` with each new worker. Both
+        may raise an error.
+        """
         while len(self._workers) + 1 < len(self.cluster.addresses):
             check()
             if time.monotonic() >= until:
@@ -242,7 +247,8 @@ class Client:
 
     Attributes:
         cluster: the workers of the run.
-        told: whether the chief knows why this or another worker does not take part.
+        told: whether the chief was notified why this worker ends, or has sent the
+            reason why the run is rejected.
     """
 
     def __init__(self, cluster: Cluster, secret: bytes):
@@ -291,7 +297,7 @@ class Client:
         raise ConfigError(KEY, "must include a chief that answers", chief)
 
     def reject(self, error: ConfigError) -> bool:
-        """Tell the chief that this worker rejects its config.
+        """Notify the chief that this worker rejects its config.
 
         Returns:
             Whether the chief has confirmed the message.
@@ -326,7 +332,7 @@ class Client:
         threading.Thread(target=heartbeats.exchange, daemon=True).start()
 
     def fail(self, reason: Mapping[str, str]) -> None:
-        """Tell the chief why this worker ends.
+        """Notify the chief why this worker ends.
 
         Args:
             reason: a dict with the key `failed` or `refused` and the reason.
@@ -360,7 +366,7 @@ class Client:
     def _greet(
         self, connection: JsonSocket, greeting: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Answer the chief's challenge; return the reply, or None without a reply."""
+        """Answer the chief's challenge; return the reply, or None if there is none."""
         # Wait without a time limit: the chief may first search for a micro-batch size.
         message = connection.read()
         if message is None:
@@ -399,7 +405,7 @@ def _connect(address: str) -> JsonSocket:
 def _check_statement(
     greeting: Mapping[str, Any], chief_statement: Mapping[str, Any]
 ) -> None:
-    """Raise a `ConfigError` if a worker's statement is a rejection or differs."""
+    """Raise a `ConfigError` if a worker rejects its config, or has different values."""
     index = greeting["index"]
     if "refused" in greeting:
         reason = greeting["refused"][:LONGEST].rstrip(".")

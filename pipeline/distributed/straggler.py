@@ -65,7 +65,7 @@ class ReductionCounts:
             self._since = time.monotonic()
 
     def straggler(self) -> int | None:
-        """Return the worker that has kept the others waiting too long, or None."""
+        """Return the worker that keeps the others waiting for too long, if any."""
         least = min(self._counts)
         if least == max(self._counts):
             return None

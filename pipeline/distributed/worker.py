@@ -33,7 +33,9 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
     """Take part in the chief's run until it ends.
 
     If this worker rejects its config or data, the process ends with status 2; if it
-    fails otherwise, with status 1. The chief is told the reason.
+    fails otherwise, with status 1. The reason is sent to the chief. The function
+    returns only if the run was already finished; otherwise, the process ends with the
+    run.
 
     Args:
         spec: this worker's own spec.
@@ -88,7 +90,7 @@ def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bo
 def _end_with(
     error: BaseException, client: rendezvous.Client, started: bool
 ) -> NoReturn:
-    """Tell the chief about the error, and end this process with status 1 or 2.
+    """Report the error to the chief, and end this process with status 1 or 2.
 
     Args:
         error: why the worker ends.
@@ -120,7 +122,7 @@ def train(
     Args:
         parts: the parts of the run.
         run_dir: the directory of the run.
-        start: the checkpoint from which training starts, or None.
+        start: the checkpoint from which training starts, or None to start anew.
     """
     from pipeline.components import fitting
 

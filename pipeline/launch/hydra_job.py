@@ -51,6 +51,7 @@ def run(
         RunError: a single run failed after it was created. Its traceback is in its run
             directory, unless the disk was full.
         NotShippedError: a single run has trained, but is not completely in the store.
+        SystemExit: Hydra has printed an error itself.
     """
     _check_working_folder()
     command_line = compose.read_command_line(arguments)
@@ -100,7 +101,12 @@ def run(
 
 
 def in_run_dir(task: Task, config: DictConfig) -> float:
-    """Call a task with the config, and with Hydra's overrides and run directory."""
+    """Call a task with the config, and with Hydra's overrides and run directory.
+
+    Raises:
+        ConfigError: a single run sets `tracking.sweep`, or Hydra would change the
+            working directory.
+    """
     settings = HydraConfig.get()
     parent = config.tracking.sweep
     if parent is not None and settings.mode == RunMode.RUN:
@@ -146,7 +152,7 @@ class _Job:
 
 
 def _check_working_folder() -> None:
-    """Reject a folder whose path Hydra would read as more than text."""
+    """Reject a working directory whose path Hydra would read as an interpolation."""
     folder = os.getcwd()
     if "${" in folder:
         rule = "must have no ${ in its path: Hydra reads it as a reference to a key"
@@ -184,7 +190,7 @@ def _by_environment(overrides: Sequence[Override]) -> list[str]:
 
 @contextmanager
 def _command_line_of_hydra(arguments: Sequence[str]) -> Iterator[None]:
-    """Within the block, let Hydra read these arguments, and raise errors, not print."""
+    """Within the block, let Hydra read these arguments, and raise its errors."""
     arguments_before = sys.argv
     full_error_before = os.environ.get("HYDRA_FULL_ERROR", "0")
     sys.argv = ["pipeline", *arguments]  # Hydra needs adjacent overrides.

@@ -32,20 +32,20 @@ from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, SweepRecord,
 
 VALIDATION_LOSS = "val/loss"
 
-# The minimum number of points of a validation loss between which a crossing of the
-# target is interpolated. With fewer points, jobs are judged by the training loss.
+# The minimum number of validation losses per judged job. With fewer, it would be too
+# uncertain when a job reached the target, so jobs are judged by the training loss.
 EVALUATIONS = 5
-# The minimum share of the fall from the first to the lowest loss at which the loss that
-# all jobs reach is the target. With a smaller share, the target is the lowest loss that
-# half of the jobs reach.
+# The target is the lowest loss that all jobs reach if it is at least this share of the
+# way down from the first to the lowest loss. Otherwise, it is the lowest loss that half
+# of the jobs reach.
 PROGRESS = 0.5
-# The share of the shortest run over which training metrics are averaged. It spans
-# several updates, so that a single batch with a low loss does not reach the target.
+# Training metrics are averaged over this share of the examples in the shortest run, so
+# that a single batch with a low loss does not reach the target.
 WINDOW = 0.1
-# A relative fall of a loss up to this counts as rounding.
+# A loss has not fallen if its relative fall is at most this: it may be rounding.
 FELL = 1e-6
 
-# A metric of the parent run: the number of seeds per factor at the time of a verdict.
+# The metric of the parent run that records the number of seeds at each verdict.
 SEEDS_OF_VERDICT = "verdict/seeds"
 
 _COST = re.compile(
@@ -65,9 +65,11 @@ class TargetLoss:
         all_reach: whether the target was chosen so that all judged jobs reach it;
             otherwise at least half of them do.
         costs: the cost of each job that reached the target, by job name and axis of
-            `AXES`, interpolated between two points.
-        at_first: the names of the jobs whose first point already met the target. Their
-            costs are upper bounds, since they may have reached it earlier.
+            `AXES`, interpolated between two points. A cost is NaN if its axis was not
+            logged.
+        at_first: the names of the jobs whose first point, after at least one update,
+            already met the target. Their costs are upper bounds, since they may have
+            reached the target earlier.
     """
 
     metric: str
@@ -80,7 +82,7 @@ class TargetLoss:
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
         """Return the spread of the costs of the judged jobs among `jobs`.
 
-        Return None if there are no judged jobs, if one of them did not reach the
+        Return None if none of these has a finite cost, if one of them did not reach the
         target, or if the cost of one is only an upper bound.
         """
         judged = [job for job in jobs if job.name in self.judged]
@@ -91,10 +93,10 @@ class TargetLoss:
         return pooled(judged, lambda job: self.costs[job.name][axis])
 
     def bound(self, jobs: list[JobResult], axis: str) -> float | None:
-        """Return the maximum cost of the judged jobs, if it is only an upper bound.
+        """Return an upper bound on the costs of the judged jobs among `jobs`.
 
-        Return None unless all judged jobs among `jobs` reached the target, and the
-        first point of at least one already met it.
+        Return None unless all of these jobs reached the target, and at least one of
+        their costs is only an upper bound.
         """
         judged = [job for job in jobs if job.name in self.judged]
         if not all(job.name in self.costs for job in judged):
@@ -120,7 +122,8 @@ class SweepResult:
         question: the question in the header of the sweep file.
         search: whether the sweep was a search, in which the results of earlier trials
             determine later ones.
-        looks: the number of seeds at each earlier verdict on this sweep, ascending.
+        looks: the distinct numbers of seeds at earlier verdicts on this sweep, in
+            ascending order.
     """
 
     uri: str
@@ -151,7 +154,7 @@ class SweepResult:
         """Return the swept keys over which results are plotted.
 
         These are `factor` and `batch` if they vary, then all other varied keys except
-        the seed and batch sizes. If nothing varies, the only key is `group`.
+        the seed and those in `SIZES`. If no such key varies, return only `group`.
         """
         keys = {"factor": None, "batch": None}
         for job in self.jobs:
@@ -201,7 +204,7 @@ class SweepResult:
         return None
 
     def lower_is_better(self, metric: str) -> bool:
-        """Return whether lower values are better, judging by the name and the class."""
+        """Return whether lower values are better, by the metric's name or class."""
         name = metric.split("/", 1)[1]
         if _COST.search(name):
             return True
@@ -245,8 +248,9 @@ class SweepResult:
     def target_values(self, axis: str) -> dict[str, Values]:
         """Return the cost of reaching the target for each seed, by group.
 
-        The cost is in the unit of `axis`, one of `AXES`. A group is left out if one of
-        its judged jobs did not reach the target or has only an upper bound on the cost.
+        The cost is in the unit of `axis`, one of `AXES`. A group is left out if it has
+        no judged jobs, or if one of them did not reach the target or has only an upper
+        bound on the cost.
         """
         if self.target is None:
             return {}
@@ -276,8 +280,8 @@ class SweepResult:
     def window(self) -> int:
         """Return the number of examples over which training metrics are averaged.
 
-        It is the share `WINDOW` of the shortest comparable run, and at least the
-        largest batch of the sweep.
+        It is the share `WINDOW` of the examples in the shortest comparable run, but at
+        least the largest batch of the sweep.
         """
         horizons = [job.horizon for job in comparable_jobs(self.jobs)]
         shortest = min((seen for seen in horizons if math.isfinite(seen)), default=0.0)
@@ -286,8 +290,8 @@ class SweepResult:
     def smooth(self, job: JobResult, metric: str) -> Curve | None:
         """Return the curve of a metric of a job, or None if the metric was not logged.
 
-        A training metric is averaged over the last `window` examples, unless the number
-        of examples seen is not known at each step.
+        A training metric is averaged over the last `window` examples if the number of
+        examples seen is known at each of its steps. Other curves are not averaged.
         """
         curve = job.curves.get(metric)
         if curve is None or not metric.startswith("train/"):
@@ -299,7 +303,7 @@ class SweepResult:
         return Curve(curve.steps, means)
 
     def final(self, job: JobResult, metric: str) -> float:
-        """Return the last value of the job's smoothed curve, or NaN without a curve."""
+        """Return the last value of the job's smoothed curve, or NaN if it has none."""
         curve = self.smooth(job, metric)
         if curve is None:
             return math.nan
@@ -330,9 +334,9 @@ class SweepResult:
         """Return the target loss: the lowest loss that all finished jobs reach.
 
         If no job has finished, the running jobs are used. If the loss that all jobs
-        reach is less than `PROGRESS` of the way down, as when a job diverged, the
-        target is the lowest loss that half of them reach. Return None if no loss has
-        fallen, and for the branches of `pipeline critical`.
+        reach is less than `PROGRESS` of the way down, for example because a job
+        diverged, the target is the lowest loss that half of them reach. Return None for
+        the branches of `pipeline critical`, or if no loss was logged or has fallen.
         """
         # Branches have no target: their examples are counted from the start of the run
         # from which they branch off.
@@ -345,9 +349,9 @@ class SweepResult:
     def judged_loss(self) -> str | None:
         """Return the loss metric by which jobs are compared during training.
 
-        It is the validation loss if at least one judged job logged it and each one that
-        did has at least `EVALUATIONS` points. Otherwise it is the training loss, or
-        None if no judged job logged a training loss.
+        It is the validation loss if at least one judged job logged it, and all jobs
+        that logged it have at least `EVALUATIONS` points. Otherwise, it is the training
+        loss, or None if no judged job logged a training loss.
         """
         for metric, fewest_points in ((VALIDATION_LOSS, EVALUATIONS), (LOSS, 0)):
             curves = self._smooth_curves(self._judged_jobs, metric)
@@ -423,7 +427,9 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
         allow: locations where the sweep's artifacts may be.
 
     Raises:
-        ConfigError: the store does not exist, or does not have exactly one such sweep.
+        ConfigError: the store does not exist or does not answer, no sweep or several
+            sweeps match, or the artifacts of the sweep lie outside the allowed
+            locations.
     """
     store = ForeignStore.open(uri, allow)
     client = store.client()
@@ -456,7 +462,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
 
 
 def _looks(client: Any, parent: Any) -> tuple[int, ...]:
-    """Return the distinct numbers of seeds at verdicts in the parent run, ascending."""
+    """Return the distinct numbers of seeds at earlier verdicts, in ascending order."""
     if SEEDS_OF_VERDICT not in parent.data.metrics:
         return ()
     points = client.get_metric_history(parent.info.run_id, SEEDS_OF_VERDICT)
@@ -465,9 +471,10 @@ def _looks(client: Any, parent: Any) -> tuple[int, ...]:
 
 
 def _with_last_stage(branch: JobResult) -> JobResult:
-    """Return the branch with the effective batch of its last stage, from its name.
+    """Return the branch with the effective batch of its last stage, and no factor.
 
-    The recorded sizes are those of the first stage. The factor is set to None.
+    The recorded sizes are those of the first stage, so the batch is read from the name
+    of the branch. A branch without a batch in its name keeps the recorded size.
     """
     batch = dict(branch.settings).get("batch", branch.effective_batch_size or 0)
     return replace(branch, factor=None, effective_batch_size=int(batch))

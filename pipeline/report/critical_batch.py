@@ -17,8 +17,8 @@ from pipeline.report.job_results import LOSS, grouped
 from pipeline.report.noise_scale import UNMEASURED, beside_measured, noise_scale
 from pipeline.report.statistics import Array, Spread
 
-# A larger batch counts as no worse if its loss is higher by at most this, as in Merrill
-# et al. 2025.
+# A larger batch counts as no worse if its loss is at most this much higher, as in
+# Merrill et al. 2025.
 TOLERANCE = 0.01
 # The half-life of the weights in the regression that gives the slope of the losses, in
 # units of the largest batch.
@@ -46,8 +46,8 @@ class CriticalBatch:
         losses: the smoothed loss by effective batch, in ascending order of batches.
         errors: the half-width of the 95% interval of each loss, in the same order. Most
             of the error is common to all branches.
-        diverged: the smallest batch with a non-finite loss, or None. Neither it nor any
-            larger batch is judged.
+        diverged: the smallest batch with a non-finite loss, or None if all losses are
+            finite. Neither this batch nor any larger one is judged.
     """
 
     critical: int
@@ -74,9 +74,10 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
     `TOLERANCE` (Merrill et al. 2025, arXiv:2505.23971, section 3.1). The first batch
     that diverged and all larger ones are left out.
 
-    Merrill et al. smooth over updates. At k times the batch, their average would span k
-    times as many examples and lag by as many more. Here the losses of all branches are
-    averaged over the same examples, see `_losses_at_same_examples`.
+    Merrill et al. average over a number of updates. With a batch k times as large, such
+    an average spans k times as many examples, and so includes older losses. Here the
+    losses of all branches are averaged over the same examples, see
+    `_losses_at_same_examples`.
 
     The interval is computed by a parametric bootstrap of the smoothed losses (Efron and
     Tibshirani 1993, section 6.5). It covers the sampling error of the examples, which
@@ -88,7 +89,7 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
 
     Returns:
         The critical batch, or None if fewer than two batches are common to all seeds,
-        or if the smallest of these diverged or has a single update.
+        or if the smallest of these diverged or has a single update for some seed.
     """
     common_batches = _common_batches(seeds)
     batches = _batches_before_divergence(seeds, common_batches)
@@ -224,7 +225,7 @@ def measured(sweep: SweepResult) -> CriticalBatch | None:
     """Return the critical batch measured by the branches of a sweep.
 
     Return None if the sweep varies more than batch and seed, or if `measure` returns
-    None, as before two branches have finished.
+    None, for example before two branches have finished.
     """
     if _varies_more(sweep):
         return None
@@ -262,7 +263,10 @@ def _varies_more(sweep: SweepResult) -> bool:
 
 
 def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
-    """Yield the critical batch, the batch schedule for it, and the noise scale."""
+    """Yield the critical batch, the batch schedule for it, and the noise scale.
+
+    If the critical batch cannot be measured, yield only the reason.
+    """
     result = measured(sweep)
     if result is None:
         why = " before two branches have finished"
@@ -338,9 +342,10 @@ def _schedule(sweep: SweepResult, critical: int) -> str | None:
 def _beside_interval(scale: float, result: CriticalBatch) -> str:
     """Return a sentence that compares the noise scale with the measured interval.
 
-    Return `UNMEASURED` if the noise scale lies beyond an end of the interval that is
-    also the smallest or the largest batch judged: the critical batch may lie there too.
-    This does not apply to the upper end if a larger batch diverged.
+    Return `UNMEASURED` if the noise scale is below an interval that begins at the
+    smallest judged batch, since the critical batch may be smaller, too. The same
+    applies above an interval that ends at the largest judged batch, unless a larger
+    batch diverged.
     """
     low, high = result.interval
     at_largest = high == max(result.losses) and result.diverged is None

@@ -21,8 +21,8 @@ from pipeline.report.statistics import Array
 
 POINTS = 600  # maximum points per curve; a longer curve is plotted as means
 FEW_POINTS = 30  # A curve with fewer points has markers.
-# The axis of a cost is logarithmic if its largest value is more than this many times
-# its smallest value.
+# The axis of a cost or of the noise scale is logarithmic if the largest value is more
+# than this many times the smallest one.
 FALLS = 20.0
 
 # The axes of `AXES` against which a metric is plotted, with the captions of the plots.
@@ -107,7 +107,8 @@ def _group_traces(
 ) -> list[Trace]:
     """Return the curve of a group.
 
-    With several jobs, return a faint curve per job, then the mean curve in front.
+    If several jobs have the metric, return a faint curve for each of them, then the
+    mean curve of those that are comparable, see `comparable_jobs`.
     """
     traces = []
     for job in jobs_with(jobs, metric):
@@ -131,7 +132,7 @@ def _faint(drawn: Trace) -> Trace:
 
 
 def _curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
-    """Return the trace of a curve without non-finite points, shortened to `POINTS`."""
+    """Return the trace of a curve's finite points, averaged to at most `POINTS`."""
     known = np.isfinite(x) & np.isfinite(y)
     x = x[known]
     y = y[known]
@@ -156,7 +157,7 @@ class _Points:
 
 
 def _mean_curve(jobs: Sequence[JobResult], metric: str, along: str) -> _Points:
-    """Return the mean curve of the jobs, at the steps that all jobs have."""
+    """Return the mean curve of the jobs at the steps that all jobs logged."""
     steps = jobs[0].curves[metric].steps
     for job in jobs[1:]:
         steps = np.intersect1d(steps, job.curves[metric].steps)
@@ -202,7 +203,7 @@ def _target_line(value: float) -> dict[str, Any]:
 
 
 def difference_plot(sweep: SweepResult) -> Plot:
-    """Plot the loss differences of jobs that should train the same trajectory."""
+    """Plot the loss differences between jobs that should train the same trajectory."""
     traces = []
     for color, pair in enumerate(trajectory_pairs(sweep)):
         values = pair.curve.values

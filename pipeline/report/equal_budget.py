@@ -18,11 +18,11 @@ from pipeline.report.seed_differences import (
 )
 from pipeline.report.statistics import joined, number
 
-# The axes of `AXES` along which budgets are compared, with their names in sentences.
+# The axes of `AXES` that can be a budget, with their names in sentences.
 BUDGETS = {"seconds": "time", "examples": "examples"}
 
-# The maximum number of additional seeds per group that a report recommends. If more are
-# needed for a verdict, the state is `same`.
+# The maximum number of additional seeds per group that a report recommends. If a
+# verdict would need more, the state is `same`.
 MOST_ADDED_SEEDS = 10
 
 
@@ -48,7 +48,8 @@ class BudgetContrast:
     Attributes:
         axis: the axis of the budget, one of `BUDGETS`.
         budget: the amount at which the shortest job ends, in units of the axis.
-        state: `pays`, `not`, `few` (more seeds are needed) or `same`.
+        state: `pays`, `not` (does not pay), `few` (more seeds would tell) or `same` (no
+            difference within the seeds).
         base: the best setting with factor 1.
         other: the best setting with a larger factor.
         result: the difference between the losses of `other` and `base`. Its interval
@@ -118,10 +119,13 @@ class Losses:
 def contrast_at_budget(
     losses: Losses, axis: str, looks: tuple[int, ...]
 ) -> BudgetContrast:
-    """Compare the losses at a budget by the interval of `best_against_best`.
+    """Compare the best setting with a larger factor to the best with factor 1.
+
+    The comparison uses the confidence interval of `best_against_best`.
 
     Args:
-        losses: the losses, which include factor 1 and a larger factor.
+        losses: the settings' losses at the budget. They must include settings with
+            factor 1 and with a larger factor.
         axis: the axis of the budget.
         looks: the number of seeds at each earlier verdict.
     """
@@ -168,8 +172,9 @@ def losses_at_budget(
 ) -> Losses:
     """Return the loss per setting and seed at the budget: where the shortest job ends.
 
-    A loss is interpolated linearly between two points of its curve, and is NaN before
-    the first point.
+    A loss is interpolated linearly between two points of its curve. A setting is left
+    out if it has no finite loss at the budget for some seed, for example because the
+    first point of a job comes later.
     """
     losses_at: dict[str, tuple[Any, Any]] = {}
     budget = math.inf
@@ -226,13 +231,14 @@ def _more_seeds(
     verdict as one more look at the data, see `chance_of_look`.
 
     Returns:
-        A number of seeds, or 0 if more than `MOST_ADDED_SEEDS` are needed. If the error
-        is unknown, it is the number that makes `FEWEST_SEEDS`, and at least 1.
+        The number of seeds, or 0 if more than `MOST_ADDED_SEEDS` are needed. If the
+        error is unknown, the number that raises the seeds to `FEWEST_SEEDS`, but at
+        least 1.
     """
     seeds = result.best.seeds
     if result.best.error is None:
-        # The error is unknown, so nothing can be predicted: add seeds up to
-        # `FEWEST_SEEDS`, or a single one if there are already as many.
+        # Nothing can be predicted from an unknown error: add seeds up to
+        # `FEWEST_SEEDS`, or a single seed if there are already that many.
         return max(FEWEST_SEEDS - seeds, 1)
     chance = chance_of_look(earlier + 1)
     for total in range(seeds + 1, seeds + MOST_ADDED_SEEDS + 1):

@@ -53,7 +53,10 @@ COSTS = (
 
 
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
-    """Yield, for each family, the costs of the smallest and the largest factor."""
+    """Yield, for each family, the costs of the smallest and the largest factor.
+
+    Families with fewer than two timed factors are skipped.
+    """
     caveat = shared_device_caveat(sweep)
     for family, jobs in by_family(sweep.jobs).items():
         factors = _timed_factors(jobs)

@@ -147,7 +147,8 @@ def trajectory_pairs(sweep: SweepResult) -> list[TrajectoryPair]:
     """Pair the jobs that should train the same trajectory.
 
     Such jobs have the same effective batch, seed and training config. Each is paired
-    with the job that has the smallest factor among them.
+    with the job that has the smallest factor among them. A pair is left out if no
+    update was logged by both jobs.
     """
     pairs = []
     for jobs in grouped(sweep.jobs, _trajectory).values():
@@ -188,7 +189,7 @@ def _trajectory(job: JobResult) -> tuple | None:
 
 
 def _decides_the_updates(key: str) -> bool:
-    """Return whether jobs that differ in this param train different trajectories."""
+    """Return whether different values of this param may give other trajectories."""
     if key in key_kinds.DERIVED_CUT or key in _OF_NO_UPDATE:
         return False
     return key_kinds.kind_of(key) == Kind.TRAINING
@@ -342,11 +343,11 @@ def _agreement(differences: PairDifferences) -> str:
 
 
 def _how_far_they_part(differences: PairDifferences) -> str:
-    """Describe the differences at the start, at each of `LEVELS`, and at most.
+    """Describe the first difference, the rise above `LEVELS`, and the maximum.
 
-    The difference at the start is the maximum over all pairs, each at the first update
-    that both of its jobs logged. The update named with it is the first one of the worst
-    pair, which may differ from that of the pair with the maximum.
+    The first difference is the maximum over all pairs, each at the first update that
+    both of its jobs logged. The sentence names the first update of the worst pair,
+    even if the maximum is that of another pair.
     """
     worst = differences.worst
     begin = "the first update"
@@ -374,7 +375,10 @@ def _how_far_they_part(differences: PairDifferences) -> str:
 
 
 def _compared_jobs(pairs: list[TrajectoryPair]) -> str:
-    """Return the subject of a sentence: the number of jobs, and keys that differ."""
+    """Return the subject of a sentence: the number of jobs, and keys that differ.
+
+    Only keys that affect training or numerics are named.
+    """
     bases = {pair.base.name for pair in pairs}
     jobs = count(len(pairs) + len(bases), "job")
     subject = f"{jobs} of equal effective batch, seed and config"

@@ -98,7 +98,7 @@ def trace(
         y: numbers.
         color: the index into the colors of the theme, and into the dashes and marks.
         mode: Plotly's mode, such as `lines+markers`.
-        error: half the length of each error bar; without error bars if all are 0.
+        error: half the length of each error bar. If all are 0, no bars are drawn.
     """
     # Escape the name, since Plotly interprets some HTML tags.
     name = html.escape(name, quote=False)
@@ -141,7 +141,7 @@ def _seven_digits(value: float) -> float:
 
 
 def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str, Any]:
-    """Return a Plotly axis, with `ticks` in place of the default ticks if given."""
+    """Return a Plotly axis, with ticks only at `ticks` unless `ticks` is empty."""
     kind = "log" if log else "linear"
     drawn: dict[str, Any] = {"title": {"text": html.escape(title)}, "type": kind}
     if ticks:
@@ -155,7 +155,7 @@ def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str
 def render(
     title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any
 ) -> str:
-    """Render the template `report.html`, which escapes all strings.
+    """Render the template `report.html` as a page.
 
     The comment at the start of the template lists the variables, including those in
     `sweep`.
@@ -180,9 +180,9 @@ def render(
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with non-finite numbers as strings, since JSON has no such ones.
+    """Return `value` with non-finite numbers as strings, since JSON cannot hold them.
 
-    Containers are converted recursively; tuples become lists.
+    Containers are converted recursively: tuples become lists, and keys become strings.
     """
     if isinstance(value, dict):
         return {str(key): finite(entry) for key, entry in value.items()}

@@ -65,12 +65,18 @@ class JobResult:
 
     @property
     def seed(self) -> str | None:
-        """Return the seed in the job's name, or else the recorded one, if any."""
+        """Return the seed in the job's name, or else the recorded seed.
+
+        Return None if there is neither.
+        """
         return dict(self.settings).get("seed") or self.params.get("seed")
 
     @property
     def group(self) -> str:
-        """Return the name without the seed. Jobs of a group differ only in the seed."""
+        """Return the name without the seed, or `all jobs` if nothing is left.
+
+        The jobs of a group differ only in the seed.
+        """
         return self.without({"seed"}) or "all jobs"
 
     @property
@@ -98,7 +104,7 @@ class JobResult:
 
     @cached_property
     def settings(self) -> list[tuple[str, str]]:
-        """Return the pairs of key and value in the name, such as `rate` and `0.1`."""
+        """Return the keys and values in the name, such as `("rate", "0.1")`."""
         # Drop the ending `#2` that distinguishes jobs with equal settings, so that they
         # count as repetitions.
         name = re.sub(r" #\d+$", "", self.name)
@@ -109,9 +115,10 @@ class JobResult:
         return settings
 
     def setting(self, key: str) -> Any:
-        """Return a swept key's value: a float if it parses as one, or None if absent.
+        """Return the value of a swept key, or None if the name does not have the key.
 
-        `factor` and `batch` are integers, and `group` is the name of the job's group.
+        The value is a float if the text in the name is a number, or else that text. For
+        `factor` and `batch`, it is the recorded size; for `group`, the job's group.
         """
         if key == "factor":
             return self.factor
@@ -144,21 +151,25 @@ class JobResult:
         """Return the cumulative time spent in updates.
 
         The time excludes evaluation, checkpoints and start-up. The first update, which
-        includes tracing, counts with the median time of the later ones. Return None if
-        no update times were logged.
+        includes tracing, counts with the median time of the later updates. Return None
+        if no update times were logged.
         """
         curve = self.curves.get(UPDATE_SECONDS)
         if curve is None:
             return None
         is_first = curve.steps == 1
         update_seconds = np.where(is_first, self.typical(UPDATE_SECONDS), curve.values)
-        # If only some updates were logged, the time of each logged one also counts for
-        # the updates since the previous logged one.
+        # If some updates were not logged, each of them counts with the time of the next
+        # logged update.
         updates = np.diff(curve.steps, prepend=0)
         return Curve(curve.steps, np.cumsum(update_seconds * updates))
 
     def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
-        """Convert `steps` to an axis of `AXES`; NaN after the last logged step."""
+        """Convert `steps` to an axis of `AXES`.
+
+        The result is NaN after the last logged step of the axis, and everywhere if the
+        axis was not logged. The axis `updates` is always known.
+        """
         if axis == "updates":
             return steps.astype(float)
         if axis == "seconds":
@@ -260,11 +271,11 @@ def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
 
 
 def pooled(jobs: Sequence[JobResult], measure: Measure) -> Spread | None:
-    """Return the spread of a value over the seeds of one group, or None without values.
+    """Return the spread of a value over the seeds of one group.
 
     For several groups, return the mean of the group means. Its deviation is None, since
     groups do not differ by chance, and its count is that of the group with the fewest
-    values.
+    values. Return None if no job has a finite value.
     """
     spreads = []
     for group_jobs in by_group(jobs).values():
@@ -317,7 +328,7 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
 
 
 def _size(params: dict[str, str], key: str) -> int | None:
-    """Return a size as derived, or as configured if no derived size was recorded."""
+    """Return the derived size, or else the configured size, or else None."""
     for group in ("derived", "accumulation"):
         text = params.get(f"{group}.{key}", "")
         if text.isdigit():

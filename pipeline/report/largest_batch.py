@@ -33,10 +33,11 @@ class BatchCosts:
             batch is left out if one of its judged jobs did not reach the target or has
             only an upper bound.
         by_seed: the same costs, by batch and seed.
-        bounds: for each batch with a job that met the target at its first evaluation,
-            the upper bound on the number of examples to the target.
+        bounds: the upper bound on the number of examples to the target, for each batch
+            whose judged jobs all reached it, at least one of them at its first point.
         horizons: the minimum number of examples seen by the jobs of a batch, by batch.
-        fit: the trade-off between examples and updates, or None if there is none.
+        fit: the trade-off between examples and updates, or None if it cannot be fitted,
+            see `statistics.tradeoff`.
     """
 
     family: str
@@ -67,7 +68,7 @@ class BatchCosts:
 
     @property
     def ratios(self) -> dict[int, float]:
-        """Return the ratio of examples to the target to the minimum, by batch."""
+        """Return the examples to the target relative to `cheapest`, by batch."""
         fewest = self.examples[self.cheapest].mean
         return {batch: cost.mean / fewest for batch, cost in self.examples.items()}
 
@@ -120,8 +121,8 @@ def finding(costs: BatchCosts) -> SweepFinding:
     the smallest batches (arXiv:1812.06162). So the largest batch that pays is the
     largest one that needs at most `PAYS` times the minimum number of examples of any
     batch, and fewer updates than every smaller batch (unless it is the batch with the
-    minimum). The minimum in a sweep is never below the true minimum, so the result
-    tends to be too large.
+    minimum). A sweep may not include the cheapest batch of all, so its minimum tends to
+    be too high, and the result too large.
     """
     if costs.bounds:
         return SweepFinding("largest_batch", _nothing_said_for_bounds(costs))

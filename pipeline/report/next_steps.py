@@ -59,8 +59,10 @@ def _run_missing_jobs(sweep: SweepResult) -> Iterable[SweepFinding]:
 def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
     """Yield the recommended settings, if any.
 
-    These are the best of a search, or else the first to reach the target, or else those
-    of the only decided verdict.
+    These are the best settings of a search. Otherwise, if several groups were ranked by
+    their time to the target and no time is only an upper bound, they are those of
+    `_take_fastest`. Otherwise, they are those of the only verdict that recommends a
+    setting.
     """
     if sweep.best:
         text = f"Take {sweep.best}: the lowest loss of the search."
@@ -73,8 +75,8 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
         yield _take_fastest(sweep, earlier, times)
         return
 
-    # It is unknown which group reached the target first, so follow the verdict if just
-    # one recommends a setting.
+    # Follow the verdict if exactly one recommends a setting, since it is unknown which
+    # group reached the target first.
     taken = []
     for verdict in _figures(earlier, "verdict"):
         if verdict["take"]:
@@ -88,7 +90,7 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
 def _take_fastest(
     sweep: SweepResult, earlier: list[SweepFinding], times: dict[str, Any]
 ) -> SweepFinding:
-    """Return the recommended group for this machine.
+    """Recommend a group for this machine.
 
     It is the group that reached the target first, unless the verdict for the same
     recipe and micro-batch recommends another group.
@@ -126,7 +128,10 @@ def _take_fastest(
 def _better_final(
     sweep: SweepResult, earlier: list[SweepFinding], recommended: str
 ) -> str:
-    """Return a sentence if another group has a better final result, or else ''."""
+    """Return a sentence if another group has a better final result.
+
+    Otherwise, or if the final results are unknown, return an empty string.
+    """
     final = _first_figures(earlier, "final")
     best = final.get("best")
     if best is None or recommended in (best, *final["same"]):
@@ -176,7 +181,7 @@ def _repeat_with_seeds(sweep: SweepResult) -> Iterable[SweepFinding]:
 
 
 def _run_in_float64(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
-    """Yield advice if only rounding set trajectories apart in a lower precision."""
+    """Recommend float64 if rounding set trajectories apart in a lower precision."""
     for figures in _figures(earlier, "trajectories"):
         if figures["by_rounding"] and figures["precision"] != "float64":
             text = (

@@ -12,19 +12,19 @@ from pipeline.report.findings import SweepFinding
 from pipeline.tracking.foreign_store import LONGEST_TAG
 
 NOTE = "mlflow.note.content"  # the description, in Markdown
-# The description of `pipeline.sweep.mlflow_view` begins with this link.
+# The description that `pipeline.sweep.mlflow_view` writes begins with this link.
 _LINK = "[Compare the runs of this sweep]"
 _HEADLINE = re.compile(rf"^\*\*[^*]*\*\* (?={re.escape(_LINK)})")
 _QUOTE = "> "
-_LONGEST_VERDICT = 2000  # maximum characters in the description
+_LONGEST_VERDICT = 2000  # maximum characters of all verdicts in the description
 
 
 def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) -> None:
     """Write the verdicts of a sweep into the description and metrics of its parent run.
 
-    Nothing is written while the sweep is running. A verdict that is written counts as a
-    look at the data, which lowers the chance of error allowed to verdicts with more
-    seeds, see `seed_differences.chance_of_look`.
+    Nothing is written while the sweep is running. A written verdict over at least two
+    seeds counts as a look at the data: it lowers the chance of error that later
+    verdicts with more seeds may have, see `seed_differences.chance_of_look`.
     """
     verdicts = []
     for finding in findings:
@@ -41,7 +41,7 @@ def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) ->
 
 
 def with_verdicts(note: str, verdicts: Sequence[SweepFinding]) -> str:
-    """Return the description with earlier verdicts replaced by these.
+    """Return the description `note` with `verdicts` in place of earlier verdicts.
 
     The headlines are put before the link to the comparison, since MLflow's UI collapses
     a description to three lines. The full sentences follow as a quotation. If the
@@ -72,10 +72,11 @@ def with_verdicts(note: str, verdicts: Sequence[SweepFinding]) -> str:
 def metrics(verdicts: Sequence[SweepFinding]) -> dict[str, float]:
     """Return the verdicts as metrics of the parent run, by name.
 
-    For each budget there are the difference between the losses and the ends of its
+    For each budget, they are the difference between the losses and the two ends of its
     interval. `factor` is the recommended factor, if a budget is decided. If there are
     several verdicts, the names also include the recipe and the micro-batch. Values that
-    are not finite are left out.
+    are not finite are left out. `SEEDS_OF_VERDICT` is the smallest number of seeds, if
+    it is at least two.
     """
     values: dict[str, float] = {}
     for verdict in verdicts:

@@ -90,7 +90,7 @@ class Ranking:
 
     @property
     def lead(self) -> Difference:
-        """Return the difference of the second group from the best group."""
+        """Return the difference between the means: the second group minus the best."""
         return difference(self.best.values, self.second.values)
 
     @property
@@ -123,7 +123,7 @@ class Ranking:
 
         figures["worst"] = self.groups[-1].name
         figures["difference"] = None
-        # None if the error of the lead is unknown, as with one seed.
+        # These are None if the error of the lead is unknown, for example with one seed.
         figures["told_apart"] = None
         figures["not_told_apart"] = self.not_told_apart
         lead = self.lead
@@ -134,6 +134,8 @@ class Ranking:
 
     def sentences(self, scale: Scale, leads: str, trails: str) -> str:
         """Describe the best and the worst group, and whether chance explains the lead.
+
+        With a single group, return only its value.
 
         Args:
             scale: the units in which values are written.
@@ -258,8 +260,9 @@ def _unequal_horizons(
 def time_to_target(sweep: SweepResult) -> SweepFinding:
     """Report which group reaches the target first, and whether chance explains it.
 
-    A group is not ranked if one of its jobs met the target at its first evaluation,
-    since its time is then only an upper bound.
+    A group is ranked only if all of its judged jobs reached the target. A group with a
+    job that met the target at its first point is not ranked either, since its time is
+    only an upper bound.
     """
     target = sweep.target
     if target is None:

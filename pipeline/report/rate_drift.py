@@ -42,7 +42,10 @@ class BatchLosses:
 
     @property
     def edge(self) -> str | None:
-        """Return which end of the range of rates has the lowest mean, or None."""
+        """Return `smallest` or `largest` if that rate has the lowest mean loss.
+
+        Return None if another rate has it.
+        """
         if self.lowest == 0:
             return "smallest"
         if self.lowest == len(self.log_rates) - 1:
@@ -89,7 +92,10 @@ class Drift:
 
     @property
     def interval(self) -> list[float] | None:
-        """Return the 95% interval of the drift, or None without bootstrap samples."""
+        """Return the 95% interval of the drift.
+
+        Return None if there is no drift, or if there are no bootstrap samples.
+        """
         if self.slopes is None or len(self.slopes) == 1:
             return None
         return _interval(self.slopes)
@@ -122,7 +128,10 @@ class Drift:
 
 
 def drifts(sweep: SweepResult) -> list[Drift]:
-    """Return the drift of each recipe with at least two batches of three rates."""
+    """Return the drift of each recipe with enough rates and batches.
+
+    A recipe needs at least two batches, each with losses at three or more rates.
+    """
     return [
         _drift(recipe, batches) for recipe, batches in _losses_by_recipe(sweep).items()
     ]
@@ -134,7 +143,7 @@ def loss_by_rate_key(index: int) -> str:
 
 
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
-    """Yield the drift for each recipe, then the comparison of several drifts."""
+    """Yield the drift for each recipe, then compare the drifts that have intervals."""
     judged = []
     for index, drift in enumerate(drifts(sweep)):
         text = _sentence(drift)
@@ -147,7 +156,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 
 
 def loss_metric(sweep: SweepResult) -> str:
-    """Return the loss metric by which a rate is judged."""
+    """Return the loss metric by which rates are judged."""
     if VALIDATION_LOSS in sweep.metrics:
         return VALIDATION_LOSS
     return LOSS
@@ -210,11 +219,12 @@ def _drift(recipe: str, batches: list[BatchLosses]) -> Drift:
 def _best_rates(batches: list[BatchLosses], draws: int = 4000) -> list[Array]:
     """Return, for each batch, log2 of the best rate: as measured, then bootstrapped.
 
-    The bootstrap draws mean losses, with a fixed random seed. It adds noise to each
-    measured mean: the deviations of seeds from their mean, scaled by √(n / (n − 1)) for
-    n seeds. Deviations are pooled over rates and batches, since each rate has few
-    seeds, but only near the lowest losses, since losses vary more elsewhere. If each
-    of these rates has a single seed, there are no bootstrap samples.
+    The bootstrap draws mean losses, with a fixed random seed. To the measured mean over
+    n seeds, it adds the mean of n deviations, drawn with replacement. A deviation is
+    the difference between the loss of a seed and the mean over all m seeds of its rate,
+    times √(m / (m − 1)). Deviations are pooled over rates and batches, since each rate
+    has few seeds, but only near the lowest losses, since losses vary more elsewhere. If
+    each of these rates has a single seed, there are no bootstrap samples.
     """
     pool = []
     for batch_losses in batches:
@@ -315,7 +325,7 @@ def _fewest_seeds(batches: list[BatchLosses]) -> int:
 
 
 def _interval(measured_and_drawn: Array) -> list[float]:
-    """Return the 95% interval of the samples, which follow the measured value."""
+    """Return the 95% interval of the bootstrap samples, without the measured value."""
     return list(np.quantile(measured_and_drawn[1:], (0.025, 0.975)).tolist())
 
 

@@ -38,7 +38,8 @@ class Difference:
         value: the difference between the means: the second minus the first.
         error: the standard error of `value`, or None if it is unknown.
         freedom: the degrees of freedom of `error`.
-        seeds: the number of seeds, or that of the smaller group if not paired.
+        seeds: the number of seeds in common if paired, or else the number of values in
+            the smaller group.
         paired: whether the groups are compared at seeds that both have.
         equal: whether both groups have the same value at each seed, within `EQUAL`.
     """
@@ -91,7 +92,7 @@ def values_by_seed(jobs: Sequence[JobResult], measure: Measure) -> dict[str, flo
 
 
 def difference(first: Values, second: Values) -> Difference:
-    """Return the difference of the mean of `second` from the mean of `first`.
+    """Return the mean of `second` minus the mean of `first`, with its standard error.
 
     If the groups have two or more seeds in common, only these seeds are used, as in
     Student's paired test (Student 1908): the half-width of the interval is t · s / √n,
@@ -99,9 +100,10 @@ def difference(first: Values, second: Values) -> Difference:
     This holds for any variances of the two groups. Otherwise the error is that of
     Welch's test, see `statistics.welch`, unless both groups have the same single seed.
 
-    The error is None with one seed in a group. It is also None if no results vary over
-    the seeds, since equal results (as of an accuracy over 180 examples) do not show
-    that chance has no effect; or if just two differences are equal.
+    The error is None if a group has a single seed, or if the groups have just two seeds
+    in common and both differences are equal. It is also None if no results vary over
+    the seeds: equal results, such as accuracies over 180 examples, do not show that
+    chance has no effect.
     """
     common = sorted(set(first) & set(second))
     paired = len(common) > 1 or len(first) == len(second) == len(common)
@@ -133,7 +135,11 @@ def difference(first: Values, second: Values) -> Difference:
 
 
 def _only_the_seeds_vary(values: Values, seeds: Sequence[str], scale: float) -> bool:
-    """Return whether the values of at least `FEWEST_SEEDS` seeds vary."""
+    """Return whether there are `FEWEST_SEEDS` or more `seeds` and their values vary.
+
+    If the differences between two groups do not vary, this shows that the two groups
+    vary in the same way.
+    """
     if len(seeds) < FEWEST_SEEDS:
         return False
     return float(np.std([values[seed] for seed in seeds])) > EQUAL * scale
@@ -143,9 +149,9 @@ def chance_of_look(earlier: int) -> float:
     """Return the allowed chance of error of a verdict after `earlier` verdicts.
 
     A user who adds seeds until the verdict is clear looks at the data several times,
-    and each look may err. The chances of all looks add up to at most `CHANCE`, so the
-    chance that any look errs is at most `CHANCE` (Bonferroni's inequality). This is an
-    alpha-spending function (Lan and DeMets 1983) of the number of looks.
+    and each look may err. The allowed chances of all looks add up to at most `CHANCE`,
+    so the chance that any look errs is at most `CHANCE` (Bonferroni's inequality). This
+    is an alpha-spending function (Lan and DeMets 1983) of the number of looks.
     """
     return CHANCE * FIRST_SHARE * (1 - FIRST_SHARE) ** earlier
 
@@ -178,8 +184,8 @@ def best_against_best(
     """Compare the best of `others` with the best of `bases`, where lower is better.
 
     The interval covers min μ(others) − min μ(bases) = min over j of max over b of δ_jb,
-    where δ_jb is the difference of the other group j from the base group b. It is valid
-    although the best groups are chosen by the same values that are compared:
+    where δ_jb is the mean of the other group j minus that of the base group b. It is
+    valid although the best groups are chosen by the same values that are compared:
 
     - The upper end is the minimum over j of the maximum over b of the upper ends of
       δ_jb. The chance of error is divided among all j (Bonferroni; Dunn 1961). It is

@@ -218,7 +218,7 @@ def noise_by_batch_plot(sweep: SweepResult) -> Plot:
 
 
 def _plot_by(sweep: SweepResult, key: str, quantity: _Quantity) -> Plot:
-    """Plot a quantity against one of `sweep.axes`: means over seeds with error bars.
+    """Plot a quantity against a swept key: means over seeds with error bars.
 
     There is one trace for each combination of the other swept keys.
     """
@@ -257,7 +257,10 @@ def _plot_by(sweep: SweepResult, key: str, quantity: _Quantity) -> Plot:
 
 
 def _jobs_by_other_settings(sweep: SweepResult, key: str) -> dict[str, list[JobResult]]:
-    """Group the jobs by their names without the seed and the swept key `key`."""
+    """Group the jobs by their names without the seed and the swept key `key`.
+
+    The key `group` results in a single group.
+    """
     if key == "group":
         return {"": sweep.jobs}
     left_out = {"seed", key}

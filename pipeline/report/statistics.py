@@ -91,7 +91,8 @@ class Spread:
     """The mean and the standard deviation of a value over seeds."""
 
     mean: float
-    deviation: float | None  # sample standard deviation (n − 1); None for one value
+    # The sample standard deviation (n − 1), or None if it is unknown.
+    deviation: float | None
     count: int  # number of values, such as one per seed
 
     def text(self, scale: Scale = PLAIN) -> str:
@@ -164,8 +165,8 @@ def welch(first: Spread, second: Spread) -> Welch | None:
     standard error of the difference is √(a + b), and it has
     (a + b)² / (a² / (n₁ − 1) + b² / (n₂ − 1)) degrees of freedom.
 
-    Return None if the deviation of a group is unknown, as with a single value, or if
-    both deviations are 0.
+    Return None if the deviation of a group is unknown, because it has a single value,
+    or if both deviations are 0.
     """
     if first.deviation is None or second.deviation is None:
         return None
@@ -259,8 +260,8 @@ def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | 
         examples: the number of examples E to the target, for each batch.
 
     Returns:
-        The fit, or None with fewer than three different batches or if a fitted minimum
-        is not positive.
+        The fit, or None if there are fewer than three different batches, or if a fitted
+        minimum is not positive.
     """
     if len(set(batches)) < 3:
         return None

@@ -99,7 +99,7 @@ def _target_column(
 
 
 def _updates(job: JobResult) -> float:
-    """Return the number of the last logged update, or NaN without metrics."""
+    """Return the number of the last logged update, or NaN if nothing was logged."""
     last_steps = [int(curve.steps[-1]) for curve in job.curves.values()]
     return max(last_steps, default=math.nan)
 
@@ -163,6 +163,7 @@ def best_by_value(sweep: SweepResult) -> Table:
     """Return the table with one row for each value of each swept key.
 
     A row shows the best final result with that value, and the group that reached it.
+    Values without a final result are left out.
     """
     rows = []
     for key in sweep.axes:
@@ -179,7 +180,7 @@ def best_by_value(sweep: SweepResult) -> Table:
 
 
 def _best_group(sweep: SweepResult, jobs: list[JobResult]) -> str | None:
-    """Return the group with the best final result, or None without final results."""
+    """Return the group with the best final result, or None if no group has one."""
     sign = 1 if sweep.lower_is_better(sweep.quality or LOSS) else -1
     ends = []
     for group in by_group(jobs):

@@ -1,8 +1,8 @@
 """Reports whether accumulating pays: factors above 1 compared with factor 1.
 
 Jobs are compared only with jobs of the same micro-batch size, so that they need the
-same memory. Their losses are compared at equal budgets of time and of examples, each
-of which is the smallest amount at which one of the jobs ends.
+same memory. Their losses are compared at an equal budget of time, and at an equal
+budget of examples. A budget is the amount at which the shortest job ends.
 """
 
 import math
@@ -45,7 +45,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield a verdict for each recipe and micro-batch, if the sweep is over factors.
 
     A recipe is the settings that jobs share apart from seed, batch sizes and learning
-    rate, such as a scaling rule.
+    rate, such as a scaling rule. If there is no verdict, yield the reason.
     """
     if len(_factors(sweep.jobs) - {None}) < 2:
         return
@@ -84,7 +84,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 def _jobs_of_equal_memory(
     sweep: SweepResult, left_out: list[str]
 ) -> Iterable[list[JobResult]]:
-    """Yield the jobs per recipe and micro-batch, if they have factor 1 and another."""
+    """Yield the jobs of each recipe and micro-batch with factor 1 and a larger one."""
     jobs = [
         job for job in sweep.jobs if job.group not in left_out and job.micro_batch_size
     ]
@@ -101,7 +101,10 @@ def _factors(jobs: list[JobResult]) -> set[int | None]:
 def _verdict(
     sweep: SweepResult, jobs: list[JobResult], remark: str
 ) -> SweepFinding | None:
-    """Return the verdict on jobs of one recipe and micro-batch; None without a loss."""
+    """Return the verdict on jobs of one recipe and micro-batch size.
+
+    Return None if no loss was logged.
+    """
     metric = sweep.judged_loss
     if metric is None:
         return None
@@ -190,9 +193,10 @@ def command_for_seeds(sweep: SweepResult, more: int) -> str:
 
 
 def _better_setting(contrasts: list[BudgetContrast]) -> Setting | None:
-    """Return the better setting at the first budget that is decided, or None.
+    """Return the better setting at the first budget that is decided.
 
-    Time takes precedence, since it is the first budget.
+    Time takes precedence, since it is the first budget. Return None if no budget is
+    decided.
     """
     for contrast in contrasts:
         if contrast.decided:
@@ -224,7 +228,10 @@ def _equal_memory(jobs: list[JobResult], memory_ratio: float) -> str:
 
 
 def _memory_ratio(jobs: list[JobResult], contrast: BudgetContrast) -> float:
-    """Return the peak memory relative to that of factor 1, or NaN if unknown."""
+    """Return the ratio of the peak memory of `other` to that of `base` in `contrast`.
+
+    The ratio is NaN if one of the two is unknown.
+    """
     jobs_by_group = by_group(jobs)
     base = pooled(jobs_by_group[contrast.base.group], _peak_memory)
     other = pooled(jobs_by_group[contrast.other.group], _peak_memory)
@@ -238,7 +245,10 @@ def _peak_memory(job: JobResult) -> float:
 
 
 def _rates(jobs: list[JobResult], contrast: BudgetContrast) -> dict[int, float]:
-    """Return, by factor, the peak learning rate of the best setting."""
+    """Return the peak learning rate of the best setting with each factor, by factor.
+
+    A factor without a logged learning rate is left out.
+    """
     jobs_by_group = by_group(jobs)
     rates = {}
     for factor, setting in contrast.best_by_factor.items():

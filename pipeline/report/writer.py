@@ -130,8 +130,8 @@ def report(arguments: Sequence[str]) -> int:
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
     """Write the report of a sweep, log it to the parent run, and print its findings.
 
-    The verdict is also written to the description and the metrics of the parent run.
-    For the arguments, see `write`.
+    Verdicts are also recorded in the parent run, see `parent_verdict.record`. For the
+    arguments, see `write`.
     """
     store = ForeignStore.open(uri, allow)
     with (

@@ -42,7 +42,8 @@ def adapt(
         experiment: the experiment of the new run.
 
     Raises:
-        ConfigError: the record is not trusted, or an override is missing.
+        ConfigError: the schema of the record is unknown, the record is not trusted, or
+            an override is missing, such as that of a secret.
     """
     config = placed(recorded, own_config, gate, experiment)
     recorded.check_schema()
@@ -111,8 +112,8 @@ def data_dir(recorded: RecordedRun, gate: Gate) -> str | None:
 def _remove_replaced(config: dict[str, Any], request: Request) -> None:
     """Remove the values that overrides replace, so that they are not checked.
 
-    A value that an override deletes is kept, since Hydra requires it to exist. A
-    mapping is also kept, since Hydra merges the override into it.
+    A value that an override deletes is kept, since Hydra requires it to exist. A value
+    is also kept if the override is a mapping, which Hydra merges into it.
     """
     for key in request.values.keys() - request.deleted:
         is_merged = isinstance(request.values[key], dict)
@@ -146,7 +147,7 @@ def _without_writers(config: dict[str, Any], gate: Gate) -> dict[str, Any]:
 
 
 def _check_secrets(config: dict[str, Any], request: Request) -> None:
-    """Reject a config in which the value of a secret is missing."""
+    """Reject a config with a masked secret that no override replaces or deletes."""
     # Skip `tracking`: the store is the user's own, and the name of the experiment is
     # masked in the store, too.
     unchecked = ["tracking."]
@@ -160,9 +161,10 @@ def _check_secrets(config: dict[str, Any], request: Request) -> None:
 
 
 def _check_rate(recorded: RecordedRun, request: Request) -> None:
-    """Reject another learning rate if the schedule may depend on it without a link.
+    """Reject an override of the learning rate if the record has no links.
 
-    A record without links, as of an older version, needs an override of the schedule.
+    Such a record, made by an older version, does not say which values follow the
+    learning rate. It also needs an override of the schedule.
     """
     if _RATE not in request.values or recorded.links:
         return

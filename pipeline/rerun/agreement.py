@@ -26,12 +26,15 @@ NO_POINTS = "nothing to compare"
 # examples if it is computed over more examples than that.
 MOST_EXAMPLES = 2
 
-History = Mapping[str, Mapping[int, float]]  # value by step, by metric
+History = Mapping[str, Mapping[int, float]]  # metric → step → value
 
 
 @dataclass(frozen=True)
 class Point:
-    """The values of one metric at one step in two runs; None if a run lacks it."""
+    """The values of one metric at one step in two runs.
+
+    A value is None if the run has none at this step.
+    """
 
     metric: str
     step: int
@@ -67,7 +70,7 @@ class Agreement:
     """The outcome of a comparison.
 
     Attributes:
-        verdict: one of the four verdicts above.
+        verdict: one of the four verdicts, such as `BIT_EQUAL`.
         text: the verdict, what was compared, and where the runs differ.
     """
 
@@ -101,7 +104,7 @@ def compare(
         validation_examples: the size of the validation split; 0 if it is unknown.
         same_cut: whether both runs have equal numbers of micro-batches and replicas.
             Otherwise, metrics that depend on these numbers are left out.
-        until: the last update to compare, if the recorded run was interrupted.
+        until: the last update to compare; infinity if the recorded run finished.
         changed: metrics whose computation has changed since the recorded run. They are
             left out.
     """
@@ -297,8 +300,8 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
     Args:
         point: a point at which the runs differ.
         precision: a key of `rounding.BY_PRECISION`.
-        examples: the number of examples from which the values are computed, or None if
-            it is unknown.
+        examples: the number of examples from which the values are computed; None or 0
+            if it is unknown.
     """
     metric = metric_names.treatment_of(point.metric)
     if metric.counted or point.old is None or point.new is None:
@@ -321,7 +324,10 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
 
 
 def _count(share: float, examples: float) -> int | None:
-    """Convert a share to a number of examples; None if it is not a whole number."""
+    """Convert a share to a number of examples.
+
+    Return None if the result is not a whole number from 0 to `examples`.
+    """
     total = share * examples
     # The tolerance is twice the rounding error of a float32 division, which is at most
     # 2^-24 of the share. Counts up to 2^24 are exact in float32.
@@ -350,7 +356,10 @@ def _have_same_cut(old: Any, new: Any) -> bool:
 
 
 def _last_update(run: Any, history: History) -> float:
-    """Return the last recorded step of an unfinished run; infinity if it finished."""
+    """Return the last step of an unfinished run, or infinity if the run finished.
+
+    The result is 0 if an unfinished run has no points.
+    """
     if run.info.status == "FINISHED":
         return math.inf
     steps: list[int] = []

@@ -143,7 +143,7 @@ class Rerun:
         """Train with the adapted config; with `--dry`, only check it.
 
         Returns:
-            The ID of the new run, or None with `--dry`.
+            The ID of the new run, or None if `--dry` was given.
         """
         from pipeline.run import run  # imported late, since the import takes seconds
 
@@ -176,7 +176,12 @@ class Rerun:
         return new_run_ids[0]
 
     def _check_composed(self, config: DictConfig) -> None:
-        """Check the composed config, in which the recorded links are now resolved."""
+        """Check the composed config, in which the recorded links are now resolved.
+
+        Raises:
+            ConfigError: the config is not trusted, or it asks for a search for the
+                micro-batch size.
+        """
         with hydra_errors.as_config_error():
             check_config(plain(config), self.gate, imports=False)
         micro_batch_size = config.accumulation.micro_batch_size
@@ -187,7 +192,10 @@ class Rerun:
     def _check_without_running(
         self, config: DictConfig, overrides: Sequence[str]
     ) -> None:
-        """Make the checks that precede training, including those of the data."""
+        """Make the checks that precede training.
+
+        If the data cannot be loaded or differ from the recorded data, print why.
+        """
         spec = resolve(config, overrides)
         fork.find_fork(spec, self.gate.run_dir)
         with imports.without_chatter():
@@ -200,13 +208,13 @@ class Rerun:
                 say(f"  differs: {error}")
 
     def _check_dataset(self, now: dict[str, Any]) -> None:
-        """Reject data other than the recorded data, unless an override changes them.
+        """Reject data other than the recorded data, unless an override may change them.
 
         Args:
             now: the record of the current data.
 
         Raises:
-            ConfigError: the data differ, or the recorded run has no points.
+            ConfigError: the data differ, or the recorded run has no training metrics.
         """
         if not any(key.startswith("train/") for key in self.recorded.run.data.metrics):
             rule = "must have logged an update, to compare its rerun with"
@@ -305,7 +313,13 @@ def _is_in_tf32(new: Any) -> bool:
 
 
 def _rerun_sweep(store: ForeignStore, request: Request) -> int:
-    """Rerun all jobs of a sweep, one after the other, each in a process of its own."""
+    """Rerun all jobs of a sweep, one after the other, each in a process of its own.
+
+    Return the exit status, see `_worst`.
+
+    Raises:
+        ConfigError: no sweep or several sweeps match, or the sweep has no runs.
+    """
     parent = store.sweep(request.run_id).info
     children = SweepRecord(store.uri, parent.run_id, parent.experiment_id).children()
     if not children:
@@ -340,7 +354,10 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
 
 
 def _worst(statuses: list[int]) -> int:
-    """Return the exit status of a sweep: the highest failure, else `DIFFERENT` or 0."""
+    """Return the exit status of a sweep: the highest status of a failed rerun.
+
+    If no rerun failed, return `DIFFERENT` if one of them differs, or else 0.
+    """
     failures = [status for status in statuses if status not in (0, DIFFERENT)]
     if failures:
         return max(failures)

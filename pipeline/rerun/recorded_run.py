@@ -34,8 +34,8 @@ _FORMS = {
     "dataset.json": provenance.DATASET,
     "links.json": {str: str},
 }
-# Groups to which links must not refer: for example, the store's URI may hold a
-# password.
+# Links in these groups, and links to their keys, are ignored: for example, the store's
+# URI may contain a password.
 _NOT_LINKED = {"hydra", *key_kinds.groups_apart()}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 LARGEST = 16 * 2**20  # maximum size of one file of a record, in bytes
@@ -67,7 +67,7 @@ class RecordedRun:
 
     @property
     def run_dir(self) -> str:
-        """Return the run directory of the recorded run."""
+        """Return the run directory of the recorded run, or "" if it is not known."""
         return str(self.environment.get("run_dir") or "")
 
     @property
@@ -106,7 +106,10 @@ class RecordedRun:
             return False
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
-        """Return the config with current key names, moved to another run directory."""
+        """Return the config with current names, for another run directory.
+
+        Paths in the old run directory are replaced by those in `run_dir`.
+        """
         old_dir = self.run_dir.rstrip("/")
 
         def move(text: str) -> str:
@@ -161,7 +164,8 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
     """Return the record of the run whose ID begins with `start`.
 
     Raises:
-        ConfigError: there is no such run, or its record cannot be read.
+        ConfigError: no run or several runs match, or the run is deleted, is a sweep, or
+            has no record that can be read.
     """
     from mlflow.exceptions import MlflowException
 
@@ -199,8 +203,8 @@ def relinked(
 ) -> dict[str, Any]:
     """Return a config in which values that depend on changed keys are links again.
 
-    For example, an override of the learning rate then also changes the schedule. A link
-    that contains anything other than references to keys is ignored.
+    For example, an override of the learning rate then also changes the schedule. Links
+    of any other form than `plain.LINK` are ignored.
 
     Args:
         config: the plain, resolved and checked config.
@@ -239,7 +243,8 @@ def _references(
 ) -> dict[str, list[str]]:
     """Return the keys that each link refers to, by the key that has the link.
 
-    Untrusted links, and links that an override replaces, are left out.
+    Links of any other form than `plain.LINK`, links from or to a group in `_NOT_LINKED`
+    and links that an override replaces are left out.
     """
     references = {}
     for key, link in links.items():
@@ -283,7 +288,7 @@ def _download(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
     """Return the contents of a record's files, by the files' names.
 
     Raises:
-        ValueError: a file is too large, or does not have its form.
+        ValueError: a file is too large, or its values have wrong types or sizes.
     """
     contents = {}
     with tempfile.TemporaryDirectory() as folder:

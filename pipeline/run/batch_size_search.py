@@ -130,7 +130,7 @@ class _Attempt:
 
 
 def search(spec: RunSpec) -> tuple[RunSpec, Found]:
-    """Return the micro-batch size of a run, from a cache or by a search.
+    """Find the micro-batch size of a run, in a cache or by a search.
 
     If several processes need the same size, one searches and the others wait. If the
     effective batch size changes during the run, the search uses the largest one.
@@ -139,7 +139,8 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
         The spec with the size, and the result of the search.
 
     Raises:
-        ConfigError: no size fits, or the update fails at any size.
+        ConfigError: no size fits, the update fails at any size, or the process that
+            tries sizes has ended.
     """
     largest_spec = spec.at_largest()
     budget = {
@@ -228,7 +229,10 @@ def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> in
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest of the ascending `sizes` that fits, or None, by bisection."""
+    """Return the largest of the ascending `sizes` that fits, or None if none fits.
+
+    The size is found by bisection.
+    """
     count = bisect.bisect(sizes, False, key=lambda size: not fits(size))
     return sizes[count - 1] if count else None
 
@@ -432,7 +436,8 @@ def _code_hash(targets: Sequence[str]) -> str:
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
     """Start a process that tries sizes; yield the function that requests a trial.
 
-    The process is killed when the block ends.
+    The process is killed when the block ends. The function raises a `ConfigError` if
+    the process has ended, or if a trial fails for a reason other than the size.
     """
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stderr,

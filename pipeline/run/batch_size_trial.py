@@ -82,7 +82,8 @@ def _run_fork(
         spec: the spec of the run, with the micro-batch size to try.
         timed: whether to time updates.
         resident: maximum resident memory in bytes.
-        address_space: maximum size of the address space in bytes, or None.
+        address_space: maximum size of the address space in bytes, or None if there is
+            no limit.
     """
     began = time.monotonic()
     parent_id = os.getppid()
@@ -140,7 +141,7 @@ class _StuckClock:
         self._last_progress = time.monotonic()
 
     def seconds(self, process_id: int) -> float:
-        """Return the seconds without progress: 0.1 s of CPU time count as progress."""
+        """Return the seconds without progress. 0.1 s of CPU time counts as progress."""
         times = psutil.Process(process_id).cpu_times()
         cpu_seconds = times.user + times.system
         if cpu_seconds > self._cpu_seconds + 0.1:

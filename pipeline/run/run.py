@@ -99,7 +99,12 @@ def run(
 
 
 def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
-    """Return the spec of a config. If it is rejected, notify the other workers."""
+    """Return the spec of a config. If it is rejected, notify the other workers.
+
+    Raises:
+        ConfigError: the config is rejected.
+        SystemExit: the config is rejected, and the chief prints the error.
+    """
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
@@ -120,9 +125,10 @@ class _Job:
         update: applies one effective batch.
         tracker: records the run.
         tags: additional tags of the run.
-        before: the run that is resumed, or None for a new run.
-        start: the checkpoint from which training starts, or None.
-        found: the result of the search for a micro-batch size, or None without one.
+        before: the run that is resumed, or None if the run is new.
+        start: the checkpoint from which training starts, or None to start anew.
+        found: the result of the search for a micro-batch size, or None if there was no
+            search.
     """
 
     parts: Parts
@@ -236,7 +242,11 @@ def _finished(before: Continuation, workers: Chief) -> float:
 
 
 def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
-    """Train, log the model, and close the run; return the last loss."""
+    """Train, log the model, and close the run; return the last loss.
+
+    Raises:
+        NotShippedError: the run trained, but not all of it is in the store.
+    """
     from pipeline.components import fitting
 
     tracker = job.tracker

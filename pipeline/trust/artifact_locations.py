@@ -117,7 +117,8 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
         places: further places where the user allows artifacts.
 
     Raises:
-        ConfigError: the artifacts are elsewhere.
+        ConfigError: the artifacts are elsewhere, or their location has a backslash or
+            an unprintable character.
     """
     known = [*places, *_folders_of_store(tracking_uri)]
     lies_there = (
@@ -148,7 +149,10 @@ def is_inside(path: Path, folders: Iterable[Path]) -> bool:
 
 
 def _folders_of_store(tracking_uri: str) -> list[str]:
-    """Return the local folders where a database keeps artifacts; none for a server."""
+    """Return the URIs of the local folders in which a store keeps artifacts.
+
+    For a tracking server, the list is empty.
+    """
     if urlsplit(tracking_uri).scheme in _DEFAULT_PORTS:
         return []  # a server
     folders = [Path("mlruns")]

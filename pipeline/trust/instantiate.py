@@ -91,7 +91,10 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
 def accepted(
     target: Callable[..., Any], node: DictConfig, **offers: Any
 ) -> dict[str, Any]:
-    """Return the offered arguments that the target takes and the node does not set."""
+    """Return the offered arguments that the target takes and the node lacks.
+
+    A null in the node counts as missing.
+    """
     parameters = _parameters(target) or {}
     taken = {}
     for name, offer in offers.items():
@@ -199,9 +202,9 @@ def _check_complete(
 
 
 def _is_flag(parameter: inspect.Parameter) -> bool:
-    """Return whether a parameter is a Boolean.
+    """Return whether a parameter is a Boolean, judging by its annotation.
 
-    Its annotation decides, or its default if it has no annotation.
+    A parameter without an annotation is judged by its default.
     """
     if parameter.annotation is parameter.empty:
         return isinstance(parameter.default, bool)

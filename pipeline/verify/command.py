@@ -81,7 +81,8 @@ def verify(arguments: Sequence[str]) -> int:
     """Check that accumulation equals the large batch for a config; print the verdict.
 
     The arguments are those of `pipeline train`, plus `--all` and `--log`. Return the
-    exit status: 0 if the updates are equal within rounding, or else `DIFFERENT`.
+    exit status: 0 if the updates are equal within rounding, or else `DIFFERENT`. Only
+    the chief compares: another worker returns 0.
     """
     options, overrides = _parse(arguments)
     spec = resolve_for_all(
@@ -106,7 +107,7 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def compare(parts: Parts, *_: Any) -> None:
-    """Run the chief's comparison on another worker, and print nothing."""
+    """Take part in the chief's comparison as another worker, and print nothing."""
     update = parts.update()
     _compare(parts, update, _training_batches(parts), _validation_batches(parts))
 
@@ -185,7 +186,11 @@ def _differing(comparisons: Sequence[Comparison]) -> list[Difference]:
 
 
 def _training_batches(parts: Parts) -> list[Any]:
-    """Return the largest effective batch, the first one and a tail, if sizes differ."""
+    """Return up to three effective batches of different sizes.
+
+    They are the first batch of the largest stage, the first batch of the run, and a
+    tail, which may be cut from the second batch.
+    """
     from pipeline.accumulation import internals
     from pipeline.verify import engine
 
@@ -210,7 +215,7 @@ def _training_batches(parts: Parts) -> list[Any]:
 
 
 def _validation_batches(parts: Parts) -> list[Any]:
-    """Return a list of one validation batch, or an empty list without validation."""
+    """Return a list of one validation batch; it is empty without a validation split."""
     batches = parts.evaluation_batches()
     if batches is None:
         return []
@@ -297,7 +302,8 @@ def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]
 
     Raises:
         ConfigError: something other than a metric does not run in float64, or the
-            config is invalid in any precision.
+            config is invalid in any precision. With several workers, also if a metric
+            does not run in float64.
     """
     from pipeline.components import assembly
 
@@ -324,7 +330,7 @@ def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]
 
 
 def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
-    """Return the spec without the metric at `key`, or None if there is no such one."""
+    """Return the spec without the metric at `key`, or None if `key` is not a metric."""
     for group in METRIC_GROUPS:
         for metric in metrics_of(spec.config.training, group):
             if metric.key != key:
@@ -378,10 +384,13 @@ def _print(certificate: Certificate, every: bool) -> None:
 
 
 def _rows(comparisons: Sequence[Comparison], every: bool) -> list[_Row]:
-    """Return the worst difference per kind and precision, or all if `every` is true."""
+    """Return the worst difference of each kind in each precision.
+
+    If `every` is true, return the difference of each variable in each comparison.
+    """
     rows: dict[tuple[str, str], _Row] = {}
     for comparison in comparisons:
-        # Take differences without a finite bound last, since they prove nothing.
+        # Put differences without a finite bound last, since they prove nothing.
         findings = sorted(comparison.findings, key=lambda item: item.bound == math.inf)
         for finding in findings:
             if every:
@@ -399,8 +408,8 @@ def _rows(comparisons: Sequence[Comparison], every: bool) -> list[_Row]:
 def _is_worse(finding: Difference, other: Difference) -> bool:
     """Return whether `finding` is worse than `other`, relative to their bounds.
 
-    A difference over its bound is worse than one within. Of two over their bounds, the
-    first is kept.
+    A difference over its bound is worse than one within its bound. If `other` is over
+    its bound, `finding` does not count as worse.
     """
     if not other.holds:
         return False

@@ -90,7 +90,7 @@ class _Rounding:
 
 @dataclass(frozen=True)
 class _Step:
-    """One variable before an update, and after the update computed in both ways."""
+    """The values of a variable before an update, and after each of the two updates."""
 
     before: Any
     expected: Any  # after the update by Keras
@@ -108,10 +108,11 @@ def compare(
 
     The bound is γ = m·u / (1 − m·u), relative to the largest term of a sum, where u is
     the unit roundoff and m is an estimate of the number of terms in the longest sum
-    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Below
-    float64, 8·√m replaces m, which holds with high probability (Higham and Mary, A new
-    approach to probabilistic rounding error analysis, 2019). The bound for a weight is
-    larger, since the optimizer may amplify an error of the gradient.
+    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). In
+    precisions below float64, 8·√m replaces m: this bound holds with high probability
+    (Higham and Mary, A new approach to probabilistic rounding error analysis, 2019).
+    The bound for a weight is larger, since the optimizer may amplify an error of the
+    gradient.
 
     Args:
         update: the update to compare.
@@ -133,7 +134,7 @@ def compare(
 
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Difference]:
-    """Compare the loss and metrics of a batch in Keras with those in micro-batches."""
+    """Compare the loss and metrics of a batch in micro-batches with those by Keras."""
     parts = internals.parts_of(batch)
 
     _reset_metrics(evaluation)
@@ -265,7 +266,6 @@ def _compare_at_current_weights(
         with restored(state):
             return function(traced, batch)
 
-    # Run all updates by Keras first, since metrics accumulate over updates.
     references = [run(_update_by_keras, batch) for batch in batches]
     cuts = [run(_update_in_micro_batches, batch) for batch in batches]
 
@@ -407,9 +407,9 @@ def _as_keras_takes(
     """Return outputs, labels and sample weights in the structure that Keras expects.
 
     Labels and nested weights get the structure of the outputs, with None for an output
-    that has none. Nested outputs are flattened to one dict by name, which is also how
-    losses and metrics are given. With a single output or without labels, the arguments
-    are returned unchanged.
+    without labels or weights. Nested outputs are flattened to one dict by name, which
+    is also how losses and metrics are given. With a single output or without labels,
+    the arguments are returned unchanged.
     """
     outputs_by_name = internals.by_name(computation.model, outputs)
     names = list(outputs_by_name)
@@ -432,7 +432,7 @@ def _as_keras_takes(
 
 
 def _largest_term(traced: _TracedUpdate, batch: Any) -> float:
-    """Return the largest element of the gradients for the first example.
+    """Return the largest magnitude in the gradients for the first example.
 
     Rounding errors scale with such terms, even if the terms cancel in the sum over the
     batch.

@@ -59,7 +59,7 @@ class _LossSums:
 
 @dataclass(frozen=True)
 class _Observation:
-    """A value for a part of a batch, to compare micro-batches with the whole batch."""
+    """A value computed for a part of a batch: for a micro-batch or the whole batch."""
 
     fault: str  # the fault to report if the cut changes the value
     value: Any
@@ -174,7 +174,7 @@ class _Observer:
         return losses
 
     def _target(self, losses: Sequence[_LossSums], divisors: Sequence[Any]) -> Any:
-        """Return the share of the part in the loss of the batch."""
+        """Return the contribution of the part to the loss of the whole batch."""
         target = tf.zeros((), tf.float64)
         for loss, divisor in zip(losses, divisors, strict=True):
             scale = loss.term.scale
@@ -184,7 +184,10 @@ class _Observer:
         return target
 
     def _added_losses(self, count: int) -> list[_Observation]:
-        """Return the losses that each layer adds for a part of `count` examples."""
+        """Return what each layer adds to the loss for a part of `count` examples.
+
+        Added scalars that are means are weighted by the share of the part.
+        """
         rule = self._objective.added_losses
         share = 1.0
         if rule == "mean":
@@ -262,7 +265,10 @@ def _gradients_of_losses(
 
 
 def _call_recorded(model: keras.Model, x: Any) -> tuple[Any, list[_LayerCall]]:
-    """Call the model; return its outputs and the layers' calls as they completed."""
+    """Call the model; return the outputs, and the layers' calls as they completed.
+
+    A layer completes its call after the layers that it calls itself.
+    """
     calls: list[_LayerCall] = []
 
     def record(
@@ -319,7 +325,7 @@ def _draws(layer: keras.Layer) -> bool:
 
 
 def _nonzero(weight: Any) -> Any:
-    """Return `weight`, or 1 if it is 0, as with the reduction `sum`."""
+    """Return `weight`, or 1 if it is 0. The reduction `sum` has the weight 0."""
     if weight == 0:
         return 1.0
     return weight
