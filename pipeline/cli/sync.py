@@ -62,12 +62,10 @@ def sync(arguments: Sequence[str]) -> int:
 
 def _close_sweep(folder: Path, store: OwnStore) -> int:
     """Close the sweep in `folder` if its store was unreachable when its jobs ended."""
-    from pipeline.sweep import parent_run
+    from pipeline.sweep import closing
 
     try:
-        parent = parent_run.left_open(folder, store)
-        if parent is not None:
-            parent.close()
+        closing.close_left_open(folder, store)
     except Exception as error:
         say(f"{folder}: the sweep is not closed in the store yet: {first_line(error)}")
         return NOT_SHIPPED

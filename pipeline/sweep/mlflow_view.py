@@ -291,7 +291,7 @@ def _results(sweep: ParentRun, children: Mapping[str, Any]) -> list[list[object]
     keys = [*(validation or ["train/loss"]), "perf/examples_per_second"]
 
     rows: list[list[object]] = [["job", "status", *keys]]
-    for name in sweep.names:
+    for name in sweep.job_names:
         run = children.get(name)
         if run is None:
             rows.append([name, "no run", *[""] * len(keys)])

@@ -1,0 +1,172 @@
+"""Runs the jobs of a batch: one per slot at a time, on a backend."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipeline.common.errors import RunError, first_line, say
+from pipeline.common.signals import Terminated
+from pipeline.sweep.ending import Ending, JobEndings, Outcome
+from pipeline.sweep.job_task import JobTask
+
+# Seconds that an interrupted job has to close its run before it is killed, in addition
+# to `tracking.patience`.
+INTERRUPTION_GRACE = 60.0
+
+
+class RunningJob(Protocol):
+    """A job in a slot."""
+
+    def start(self) -> None:
+        """Start the job. It may return before the job has ended."""
+
+    def poll(self) -> Ending | None:
+        """Return how the job ended, or None while it runs.
+
+        A job whose start was interrupted has ended, too.
+        """
+
+
+class Backend(Protocol):
+    """Where the jobs of one batch run: this process, processes of its own, or Slurm.
+
+    Attributes:
+        interval: seconds between two polls of the jobs.
+    """
+
+    interval: float
+
+    def job(self, task: JobTask, gpus: list[str]) -> RunningJob:
+        """Return the job, not yet started, that runs `task` on `gpus`."""
+
+    def poll(self) -> None:
+        """Update what the jobs' `poll` reads, at once for all jobs."""
+
+    def stop(self, running: Sequence[Any], *, kill: bool) -> None:
+        """Interrupt running jobs of this backend, or `kill` them.
+
+        The method is called at every poll until all jobs have ended. A job that has
+        been interrupted before is not interrupted again.
+        """
+
+
+@dataclass
+class Slot:
+    """Runs one job at a time, on `gpus`."""
+
+    gpus: list[str]
+    name: str = ""  # the name of the current or last job
+    job: RunningJob | None = None
+    started_at: float = 0.0  # when the job started, by `time.monotonic`, in seconds
+
+
+@dataclass
+class Batch:
+    """The slots in which the jobs of a batch run.
+
+    Attributes:
+        backend: where the jobs run.
+        slots: the slots, all of which are free.
+        endings: how the jobs of the sweep have ended; those of the batch are added.
+        stop_if_first_is_rejected: whether the sweep ends if the first job to end is
+            rejected.
+        patience: seconds that a job may wait for the store.
+    """
+
+    backend: Backend
+    slots: Sequence[Slot]
+    endings: JobEndings
+    stop_if_first_is_rejected: bool
+    patience: float
+
+    def run(self, tasks: Mapping[str, JobTask]) -> None:
+        """Run jobs until all of them have ended.
+
+        If an exception is raised, all running jobs are interrupted first.
+
+        Args:
+            tasks: the jobs by name.
+
+        Raises:
+            RunError: the first job to end was rejected because of its config.
+        """
+        waiting = deque(tasks.items())
+        try:
+            while waiting or self._running():
+                for slot in self.slots:
+                    if waiting and slot.job is None:
+                        name, task = waiting.popleft()
+                        self._start(slot, name, task)
+                self._poll()
+                self._check_first_ending()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Interrupt all running jobs, so that each closes its run, and wait for them.
+
+        Jobs that run longer than `INTERRUPTION_GRACE` plus `patience` seconds are
+        killed.
+        """
+        deadline = time.monotonic() + INTERRUPTION_GRACE + self.patience
+        while self._running():
+            try:
+                is_late = time.monotonic() > deadline
+                self.backend.stop(self._running(), kill=is_late)
+                self._poll()
+            except (KeyboardInterrupt, Terminated):
+                deadline = 0.0  # a second signal kills at once
+
+    def _running(self) -> list[RunningJob]:
+        return [slot.job for slot in self.slots if slot.job is not None]
+
+    def _start(self, slot: Slot, name: str, task: JobTask) -> None:
+        """Start a job in a slot. A job that cannot be started counts as failed."""
+        say(f"  {name}: started")
+        slot.name = name
+        slot.started_at = time.monotonic()
+        try:
+            # Assign the job before it starts, so that `stop` finds it if the start is
+            # interrupted.
+            slot.job = self.backend.job(task, slot.gpus)
+            slot.job.start()
+        except Exception as error:
+            ending = Ending(Outcome.FAILED, reason=first_line(error))
+            self._record_ending(slot, ending)
+
+    def _poll(self) -> None:
+        """Wait for the backend's interval, then free the slots of ended jobs."""
+        time.sleep(self.backend.interval)
+        self.backend.poll()
+        for slot in self.slots:
+            if slot.job is None:
+                continue
+            ending = slot.job.poll()
+            if ending is not None:
+                self._record_ending(slot, ending)
+
+    def _record_ending(self, slot: Slot, ending: Ending) -> None:
+        """Record and print how the job of a slot ended, and free the slot."""
+        is_first = not self.endings.by_name and self.stop_if_first_is_rejected
+        if is_first and ending.outcome == Outcome.REJECTED:
+            self.endings.ended_sweep = slot.name
+        self.endings.add(slot.name, ending)
+        seconds = time.monotonic() - slot.started_at
+        say(f"  {slot.name}: {ending} after {seconds:.0f} s")
+        slot.job = None
+
+    def _check_first_ending(self) -> None:
+        """Raise a `RunError` if the first job to end was rejected for its config.
+
+        The configs of the other jobs probably have the same error.
+        """
+        name = self.endings.ended_sweep
+        if name:
+            reason = self.endings.failure_reasons()[name]
+            raise RunError(
+                f"{reason} The sweep was ended for it, as {name} was its first job to "
+                "end."
+            )
