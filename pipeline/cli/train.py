@@ -222,7 +222,7 @@ def run_one(
     """Train or resume the run of a composed config, and return its last loss."""
     if config.hardware.device.name == "gpu" and not nvidia.visible():
         # Fail now, as the import of TensorFlow below takes seconds.
-        nvidia.why_no_gpu(required=True)
+        raise nvidia.no_gpu_error()
     from pipeline.run import run
 
     places = trust_entries.allowed_places(config.trust.allow)

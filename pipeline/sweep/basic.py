@@ -18,21 +18,21 @@ class BasicLauncher(SweepLauncher):
     The jobs share TensorFlow's global state.
     """
 
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
+    def _slots(self, hardware_of_jobs: Sequence[HardwareConfig]) -> list[list[str]]:
         """Return one slot without GPUs.
 
         Raises:
             ConfigError: a job has several workers, and a process can join a TensorFlow
                 cluster only once.
         """
-        if any(of_job.workers != 1 for of_job in hardware):
+        if any(hardware.workers != 1 for hardware in hardware_of_jobs):
             raise ConfigError(
                 "hydra/launcher", "must not be basic with several workers", "basic"
             )
         return [[]]
 
     def _backend(
-        self, sweep: RunningSweep, hardware: Sequence[HardwareConfig]
+        self, sweep: RunningSweep, hardware_of_jobs: Sequence[HardwareConfig]
     ) -> "_ThisProcess":
         return _ThisProcess()
 

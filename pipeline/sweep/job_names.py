@@ -7,22 +7,24 @@ from pipeline.config import plain
 
 
 def job_names(
-    varied_values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0
+    varied_values: Sequence[Mapping[str, Any]],
+    batch_sizes: Sequence[int],
+    first: int = 0,
 ) -> list[str]:
     """Return a unique name for each job, which says what varies between the jobs.
 
     Args:
         varied_values: the varied values of each job, by config key.
-        batches: effective batch size of each job.
+        batch_sizes: effective batch size of each job.
         first: number of the first job.
     """
-    batches_differ = len(set(batches)) > 1
+    batch_sizes_differ = len(set(batch_sizes)) > 1
     names = []
-    for values, batch in zip(varied_values, batches, strict=True):
+    for values, batch_size in zip(varied_values, batch_sizes, strict=True):
         parts = [plain.short(key, value) for key, value in values.items()]
         has_batch = any(part.startswith("batch=") for part in parts)
-        if batches_differ and not has_batch:
-            parts.append(f"batch={batch}")
+        if batch_sizes_differ and not has_batch:
+            parts.append(f"batch={batch_size}")
         name = " ".join(parts) or "job"
         names.append(name.replace("${", "{"))  # OmegaConf would interpolate it
 

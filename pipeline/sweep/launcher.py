@@ -2,7 +2,7 @@
 
 `SweepLauncher` is the base class. A batch passes through these steps:
 
-    plan ─► slots ─► prepare ─► parent run ─► backend ─► `batch.Batch`
+    plan ─► slots ─► prepare ─► parent run ─► backend ─► `JobBatch`
 """
 
 import signal
@@ -30,8 +30,8 @@ from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import mlflow_view, opening, sweep_size
-from pipeline.sweep.batch import Backend, Batch, Slot
 from pipeline.sweep.ending import WORST
+from pipeline.sweep.job_batch import Backend, JobBatch, Slot
 from pipeline.sweep.job_names import job_names
 from pipeline.sweep.job_task import JobTask
 from pipeline.sweep.parent_run import finished_losses
@@ -47,7 +47,7 @@ class SweepPlan:
 
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
     varied: list[str]  # config keys in which the jobs differ
-    hardware: list[HardwareConfig]  # the `hardware` group of each job
+    hardware_of_jobs: list[HardwareConfig]  # the `hardware` group of each job
 
 
 class SweepLauncher(Launcher):
@@ -110,7 +110,7 @@ class SweepLauncher(Launcher):
             rule = "must match at least one config, for a sweep to have a job"
             raise ConfigError("override", rule, " ".join(map(str, swept)))
         plan = self.plan(job_overrides, initial_job_idx)
-        slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
+        slots = [Slot(gpus) for gpus in self._slots(plan.hardware_of_jobs)]
         self._prepare()
 
         sweep = self._opened_sweep(plan)
@@ -125,8 +125,8 @@ class SweepLauncher(Launcher):
             if name not in losses:
                 run_dir = run_dirs.get(name)
                 tasks[name] = self._task(sweep, name, overrides, number, run_dir)
-        batch = Batch(
-            self._backend(sweep, plan.hardware),
+        batch = JobBatch(
+            self._backend(sweep, plan.hardware_of_jobs),
             slots,
             sweep.endings,
             stop_if_first_is_rejected=not children,
@@ -152,24 +152,24 @@ class SweepLauncher(Launcher):
             job_overrides: the overrides of each job.
             first: number of the first job.
         """
-        hardware = []
-        batches = []
-        values = []
+        hardware_of_jobs = []
+        batch_sizes = []
+        values_of_jobs = []
         for overrides in job_overrides:
             spec = self._resolve(overrides)
-            hardware.append(spec.config.hardware)
-            batches.append(spec.batching.effective_batch_size)
-            values.append(_values_by_key(overrides))
+            hardware_of_jobs.append(spec.config.hardware)
+            batch_sizes.append(spec.batching.effective_batch_size)
+            values_of_jobs.append(_values_by_key(overrides))
 
-        varied = self._varied(values)
+        varied = self._varied_keys(values_of_jobs)
         varied_values = []
-        for job in values:
-            varied_values.append({key: job[key] for key in varied if key in job})
-        names = job_names(varied_values, batches, first)
+        for values in values_of_jobs:
+            varied_values.append({key: values[key] for key in varied if key in values})
+        names = job_names(varied_values, batch_sizes, first)
         jobs = dict(zip(names, job_overrides, strict=True))
-        return SweepPlan(jobs, varied, hardware)
+        return SweepPlan(jobs, varied, hardware_of_jobs)
 
-    def _varied(self, values: Sequence[Mapping[str, str]]) -> list[str]:
+    def _varied_keys(self, values_of_jobs: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the keys that the sweep varies, given each job's values by key."""
         # A swept key counts even if it has the same value in all jobs of this batch.
         swept = set()
@@ -178,11 +178,12 @@ class SweepLauncher(Launcher):
                 swept.add(_key(override))
 
         keys: dict[str, None] = {}  # an ordered set
-        for job in values:
-            keys.update(dict.fromkeys(job))
+        for values in values_of_jobs:
+            keys.update(dict.fromkeys(values))
         varied = []
         for key in keys:
-            if key in swept or len({job.get(key) for job in values}) > 1:
+            distinct_values = {values.get(key) for values in values_of_jobs}
+            if key in swept or len(distinct_values) > 1:
                 varied.append(key)
         return varied
 
@@ -219,11 +220,11 @@ class SweepLauncher(Launcher):
             HydraConfig.instance().cfg = before
 
     @abstractmethod
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
+    def _slots(self, hardware_of_jobs: Sequence[HardwareConfig]) -> list[list[str]]:
         """Check what the jobs require, and return the GPUs of each concurrent job.
 
         Args:
-            hardware: the `hardware` group of each job.
+            hardware_of_jobs: the `hardware` group of each job.
         """
 
     def _prepare(self) -> None:
@@ -231,13 +232,13 @@ class SweepLauncher(Launcher):
 
     @abstractmethod
     def _backend(
-        self, sweep: RunningSweep, hardware: Sequence[HardwareConfig]
+        self, sweep: RunningSweep, hardware_of_jobs: Sequence[HardwareConfig]
     ) -> Backend:
         """Return the backend that runs the jobs of one batch.
 
         Args:
             sweep: the sweep.
-            hardware: the `hardware` group of each job.
+            hardware_of_jobs: the `hardware` group of each job.
         """
 
     def _task(

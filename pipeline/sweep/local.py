@@ -23,8 +23,8 @@ from omegaconf import DictConfig
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import forkserver_internals, gpus, job_process
-from pipeline.sweep.batch import INTERRUPTION_GRACE
 from pipeline.sweep.ending import Ending, interrupted_before_start, without_result
+from pipeline.sweep.job_batch import INTERRUPTION_GRACE
 from pipeline.sweep.job_task import JobTask, importing_only_this_package
 from pipeline.sweep.launcher import SweepLauncher
 from pipeline.sweep.running_sweep import RunningSweep
@@ -78,8 +78,8 @@ class LocalLauncher(SweepLauncher):
             forkserver_internals.kill()  # it may still be importing TensorFlow
             raise
 
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        return gpus.slots(hardware, self.config.hardware.parallel_jobs)
+    def _slots(self, hardware_of_jobs: Sequence[HardwareConfig]) -> list[list[str]]:
+        return gpus.slots(hardware_of_jobs, self.config.hardware.parallel_jobs)
 
     def _prepare(self) -> None:
         """Start the forkserver.
@@ -91,7 +91,7 @@ class LocalLauncher(SweepLauncher):
                 forkserver_internals.start("pipeline.sweep.warm")
 
     def _backend(
-        self, sweep: RunningSweep, hardware: Sequence[HardwareConfig]
+        self, sweep: RunningSweep, hardware_of_jobs: Sequence[HardwareConfig]
     ) -> "_LocalProcesses":
         return _LocalProcesses(
             timeout_min=self.timeout_min,

@@ -57,7 +57,7 @@ class SlurmLauncher(SweepLauncher):
     def __init__(self, **params: Any):
         self.params: Any = OmegaConf.to_container(OmegaConf.create(params))
 
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
+    def _slots(self, hardware_of_jobs: Sequence[HardwareConfig]) -> list[list[str]]:
         """Return slots without GPUs, since Slurm assigns the GPUs.
 
         Raises:
@@ -70,27 +70,26 @@ class SlurmLauncher(SweepLauncher):
         return [[] for _ in range(at_once)]
 
     def _backend(
-        self, sweep: RunningSweep, hardware: Sequence[HardwareConfig]
+        self, sweep: RunningSweep, hardware_of_jobs: Sequence[HardwareConfig]
     ) -> "SlurmBackend":
         # All Slurm jobs of the sweep share this name.
         params = {**self.params, "name": f"pipeline-{sweep.parent.run_id}"}
-        gpus_per_node = self._gpus_per_node(hardware)
+        gpus_per_node = self._gpus_per_node(hardware_of_jobs)
         if gpus_per_node:
             params["gpus_per_node"] = gpus_per_node
         return SlurmBackend(params)
 
-    def _gpus_per_node(self, hardware: Sequence[HardwareConfig]) -> int:
+    def _gpus_per_node(self, hardware_of_jobs: Sequence[HardwareConfig]) -> int:
         """Return the number of GPUs per node to request for the jobs of a batch.
 
         It is 0, for no request, if the user requests GPUs, or if no job requires a GPU
         and `sinfo` lists none.
         """
         nodes = self.params.get("nodes") or 1
-        gpus_per_node = -(-gpus.per_job(hardware) // nodes)  # rounded up
+        gpus_per_node = -(-gpus.per_job(hardware_of_jobs) // nodes)  # rounded up
         if gpus_per_node == 0 or self._user_requests_gpus():
             return 0
-        required = any(of_job.device.name == "gpu" for of_job in hardware)
-        if required or self._cluster_has_gpus():
+        if gpus.is_required(hardware_of_jobs) or self._cluster_has_gpus():
             return gpus_per_node
         return 0
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from pipeline.sweep import local
-from pipeline.sweep.batch import Batch, Slot
 from pipeline.sweep.ending import Ending, JobEndings, Outcome
+from pipeline.sweep.job_batch import JobBatch, Slot
 from tests import jobs
 from tests.running import TINY, Store, environment, pipeline, wait
 
@@ -412,9 +412,9 @@ def test_an_interrupted_job_may_wait_for_its_store(monkeypatch):
             _, kill = requests[-1]
             return Ending(Outcome.NO_RESULT, cause="killed") if kill else None
 
-    monkeypatch.setattr("pipeline.sweep.batch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pipeline.sweep.job_batch.time.monotonic", lambda: now[0])
     waiting = Waiting()
     slots = [Slot([], job=waiting)]
-    batch = Batch(waiting, slots, JobEndings(), False, patience=300)
+    batch = JobBatch(waiting, slots, JobEndings(), False, patience=300)
     batch.stop()
     assert [seconds for seconds, kill in requests if kill] == [400]

@@ -1,4 +1,8 @@
-"""Runs the jobs of a batch: one per slot at a time, on a backend."""
+"""Runs the jobs of a batch: one per slot at a time, on a backend.
+
+A batch holds the jobs that Hydra's sweeper launches at once: all jobs of a grid, or some
+jobs of a search.
+"""
 
 import time
 from collections import deque
@@ -63,7 +67,7 @@ class Slot:
 
 
 @dataclass
-class Batch:
+class JobBatch:
     """The slots in which the jobs of a batch run.
 
     Attributes:
