@@ -20,7 +20,7 @@ SHIPPER_GRACE = 15.0
 
 
 def close(
-    sweep: SweepRecord,
+    parent: SweepRecord,
     job_names: Sequence[str],
     endings: JobEndings,
     patience: float,
@@ -31,7 +31,7 @@ def close(
     First wait until the runs of all ended jobs are closed.
 
     Args:
-        sweep: the sweep.
+        parent: the parent run of the sweep.
         job_names: the names of all planned jobs.
         endings: how the jobs that this process ran have ended.
         patience: seconds that a job's shipper may wait for the store.
@@ -41,15 +41,15 @@ def close(
     Returns:
         0 if all jobs finished, else 1.
     """
-    client = sweep.client()
+    client = parent.client()
     try:
-        children = _closed_children(sweep, endings.ended_at, patience)
+        children = _closed_children(parent, endings.ended_at, patience)
         was_interrupted = status == "KILLED" or bool(endings.ended_sweep)
         rows = list(_rows(job_names, children, endings, was_interrupted))
-        set_tag(sweep, "sweep.lost", json.dumps(endings.failure_reasons()))
+        set_tag(parent, "sweep.lost", json.dumps(endings.failure_reasons()))
     except BaseException:
         with suppress(Exception):  # the store may be unreachable
-            client.set_terminated(sweep.run_id, "KILLED")
+            client.set_terminated(parent.run_id, "KILLED")
         raise
 
     width = max((len(row.name) for row in rows), default=0)
@@ -58,12 +58,12 @@ def close(
         say(f"  {row.name:{width}}  {row.status:8}  {row.reason}".rstrip())
         if row.status == "FINISHED":
             finished += 1
-    say(f"sweep {sweep.run_id}: {finished} of {len(rows)} jobs finished")
+    say(f"sweep {parent.run_id}: {finished} of {len(rows)} jobs finished")
 
     all_finished = finished == len(rows)
     if not status:
         status = "FINISHED" if all_finished else "FAILED"
-    client.set_terminated(sweep.run_id, status)
+    client.set_terminated(parent.run_id, status)
     if all_finished:
         return 0
     return 1
@@ -85,12 +85,12 @@ def close_left_open(folder: Path, own: OwnStore) -> None:
     if content is None:
         return
     uri = own.followed(str(content["store"]), f"the sweep in {folder}")
-    sweep = SweepRecord(uri, content["run_id"], content["experiment_id"])
-    parent = sweep.client().get_run(sweep.run_id)
-    job_names = listed(parent.data.tags, "sweep.jobs")
-    if parent.info.status == "RUNNING":
+    parent = SweepRecord(uri, content["run_id"], content["experiment_id"])
+    stored_parent = parent.client().get_run(parent.run_id)
+    job_names = listed(stored_parent.data.tags, "sweep.jobs")
+    if stored_parent.info.status == "RUNNING":
         # No job ended in this process, so there is no shipper to wait for.
-        close(sweep, job_names, JobEndings(), patience=0)
+        close(parent, job_names, JobEndings(), patience=0)
 
 
 def close_as_killed(client: Any, run: Any) -> None:
@@ -102,7 +102,7 @@ def close_as_killed(client: Any, run: Any) -> None:
 
 
 def _closed_children(
-    sweep: SweepRecord, ended_at: Mapping[str, float], patience: float
+    parent: SweepRecord, ended_at: Mapping[str, float], patience: float
 ) -> dict[str, Any]:
     """Wait until the runs of all ended jobs are closed, and return all jobs' runs.
 
@@ -110,7 +110,7 @@ def _closed_children(
     plus `patience` seconds after the job ended is closed here as KILLED.
     """
     while True:
-        children = sweep.children()
+        children = parent.children()
         still_open = []
         for name, run in children.items():
             if name in ended_at and run.info.status == "RUNNING":
@@ -119,7 +119,7 @@ def _closed_children(
             return children
         for name in still_open:
             if time.monotonic() > ended_at[name] + SHIPPER_GRACE + patience:
-                close_as_killed(sweep.client(), children[name])
+                close_as_killed(parent.client(), children[name])
         time.sleep(0.5)
 
 

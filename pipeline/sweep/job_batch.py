@@ -1,7 +1,7 @@
 """Runs the jobs of a batch: one per slot at a time, on a backend.
 
-A batch holds the jobs that Hydra's sweeper launches at once: all jobs of a grid, or some
-jobs of a search.
+A batch holds the jobs that Hydra's sweeper launches together: all jobs of a grid, or
+some jobs of a search.
 """
 
 import time
@@ -56,14 +56,21 @@ class Backend(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class StartedJob:
+    """A job that has been started, or whose start is under way."""
+
+    name: str
+    job: RunningJob
+    started_at: float  # by `time.monotonic`, in seconds
+
+
 @dataclass
 class Slot:
     """Runs one job at a time, on `gpus`."""
 
     gpus: list[str]
-    name: str = ""  # the name of the current or last job
-    job: RunningJob | None = None
-    started_at: float = 0.0  # when the job started, by `time.monotonic`, in seconds
+    current: StartedJob | None = None
 
 
 @dataclass
@@ -100,7 +107,7 @@ class JobBatch:
         try:
             while waiting or self._running():
                 for slot in self.slots:
-                    if waiting and slot.job is None:
+                    if waiting and slot.current is None:
                         name, task = waiting.popleft()
                         self._start(slot, name, task)
                 self._poll()
@@ -125,42 +132,48 @@ class JobBatch:
                 deadline = 0.0  # a second signal kills at once
 
     def _running(self) -> list[RunningJob]:
-        return [slot.job for slot in self.slots if slot.job is not None]
+        running = []
+        for slot in self.slots:
+            if slot.current is not None:
+                running.append(slot.current.job)
+        return running
 
     def _start(self, slot: Slot, name: str, task: JobTask) -> None:
         """Start a job in a slot. A job that cannot be started counts as failed."""
         say(f"  {name}: started")
-        slot.name = name
-        slot.started_at = time.monotonic()
+        started_at = time.monotonic()
         try:
-            # Assign the job before it starts, so that `stop` finds it if the start is
-            # interrupted.
-            slot.job = self.backend.job(task, slot.gpus)
-            slot.job.start()
+            job = self.backend.job(task, slot.gpus)
+            # Occupy the slot before the job starts, so that `stop` finds the job if the
+            # start is interrupted.
+            slot.current = StartedJob(name, job, started_at)
+            job.start()
         except Exception as error:
             ending = Ending(Outcome.FAILED, reason=first_line(error))
-            self._record_ending(slot, ending)
+            self._record_ending(name, started_at, ending)
+            slot.current = None
 
     def _poll(self) -> None:
         """Wait for the backend's interval, then free the slots of ended jobs."""
         time.sleep(self.backend.interval)
         self.backend.poll()
         for slot in self.slots:
-            if slot.job is None:
+            current = slot.current
+            if current is None:
                 continue
-            ending = slot.job.poll()
+            ending = current.job.poll()
             if ending is not None:
-                self._record_ending(slot, ending)
+                self._record_ending(current.name, current.started_at, ending)
+                slot.current = None
 
-    def _record_ending(self, slot: Slot, ending: Ending) -> None:
-        """Record and print how the job of a slot ended, and free the slot."""
+    def _record_ending(self, name: str, started_at: float, ending: Ending) -> None:
+        """Record and print how a job ended."""
         is_first = not self.endings.by_name and self.stop_if_first_is_rejected
         if is_first and ending.outcome == Outcome.REJECTED:
-            self.endings.ended_sweep = slot.name
-        self.endings.add(slot.name, ending)
-        seconds = time.monotonic() - slot.started_at
-        say(f"  {slot.name}: {ending} after {seconds:.0f} s")
-        slot.job = None
+            self.endings.ended_sweep = name
+        self.endings.add(name, ending)
+        seconds = time.monotonic() - started_at
+        say(f"  {name}: {ending} after {seconds:.0f} s")
 
     def _check_first_ending(self) -> None:
         """Raise a `RunError` if the first job to end was rejected for its config.

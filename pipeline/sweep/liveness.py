@@ -23,33 +23,36 @@ _HEARTBEAT_INTERVAL = 20.0  # seconds
 _METRICS_OF_LIFE = ("train/loss", "system/cpu_utilization_percentage")
 
 
-def write_heartbeats(sweep: SweepRecord, closed: threading.Event) -> None:
+def write_heartbeats(parent: SweepRecord, closed: threading.Event) -> None:
     """Write heartbeats to the store until the sweep is closed."""
     while not closed.is_set():
         with suppress(Exception):  # the store may be unreachable for a while
-            write_heartbeat(sweep)
+            write_heartbeat(parent)
         closed.wait(_HEARTBEAT_INTERVAL)
 
 
-def write_heartbeat(sweep: SweepRecord) -> None:
+def write_heartbeat(parent: SweepRecord) -> None:
     """Write one heartbeat to the store."""
-    sweep.client().set_tag(sweep.run_id, ALIVE, str(int(time.time() * 1000)))
+    parent.client().set_tag(parent.run_id, ALIVE, str(int(time.time() * 1000)))
 
 
-def reject_if_alive(client: Any, parent: Any, running_jobs: Sequence[Any] = ()) -> None:
+def reject_if_alive(
+    client: Any, stored_parent: Any, running_jobs: Sequence[Any] = ()
+) -> None:
     """Reject a sweep that has given a sign of life in the last `SILENCE_LIMIT` s.
 
     Args:
         client: MLflow's client of the store.
-        parent: the sweep's parent run. Its heartbeats count while it is RUNNING.
+        stored_parent: MLflow's run of the sweep. Its heartbeats count while it is
+            RUNNING.
         running_jobs: the runs of jobs whose signs of life count, too; all are RUNNING.
 
     Raises:
         ConfigError: the sweep, or one of the jobs, is alive.
     """
     signs = []  # times of signs of life, in ms since the epoch
-    if parent.info.status == "RUNNING":
-        heartbeat = parent.data.tags.get(ALIVE, "")
+    if stored_parent.info.status == "RUNNING":
+        heartbeat = stored_parent.data.tags.get(ALIVE, "")
         if re.fullmatch("[0-9]{1,15}", heartbeat):
             signs.append(int(heartbeat))
     for run in running_jobs:
@@ -65,4 +68,4 @@ def reject_if_alive(client: Any, parent: Any, running_jobs: Sequence[Any] = ()) 
             f"must have ended: {silence:.0f} s ago it still gave a sign of life "
             f"({SILENCE_LIMIT:.0f} s of silence are enough)"
         )
-        raise ConfigError("SWEEP", rule, parent.info.run_id)
+        raise ConfigError("SWEEP", rule, stored_parent.info.run_id)

@@ -136,13 +136,13 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
             "tracking.sweep", "must be given on the command line", config.tracking.sweep
         )
     store = ForeignStore.open(config.tracking.uri, config.trust.allow)
-    recorded = store.sweep(config.tracking.sweep)
+    stored_parent = store.sweep(config.tracking.sweep)
     parent = ParentRun(
         store.uri,
-        recorded.info.run_id,
-        recorded.info.experiment_id,
+        stored_parent.info.run_id,
+        stored_parent.info.experiment_id,
         _sweep_name(config),
-        listed(recorded.data.tags, "sweep.jobs"),
+        listed(stored_parent.data.tags, "sweep.jobs"),
         list(varied),
         _metric_names(config),
     )
@@ -152,7 +152,7 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
     _check_experiment_override(config, experiment)
     store.check_experiment(experiment)
 
-    close_dead_jobs(client, recorded, parent.children())
+    close_dead_jobs(client, stored_parent, parent.children())
     _claim(client, parent.run_id)
     client.update_run(parent.run_id, "RUNNING")
     liveness.write_heartbeat(parent)
@@ -193,19 +193,21 @@ def _check_experiment_override(config: DictConfig, experiment: str) -> None:
             raise ConfigError(key, rule, config.tracking.experiment, [experiment])
 
 
-def close_dead_jobs(client: Any, parent: Any, children: Mapping[str, Any]) -> None:
+def close_dead_jobs(
+    client: Any, stored_parent: Any, children: Mapping[str, Any]
+) -> None:
     """Close the RUNNING runs of a dead sweep's jobs, as KILLED.
 
     Args:
         client: MLflow's client of the store.
-        parent: the sweep's parent run, which stays as it is.
+        stored_parent: MLflow's run of the sweep, which stays as it is.
         children: the runs of the sweep's jobs, by the job's name.
 
     Raises:
         ConfigError: the sweep or one of its jobs is alive.
     """
     running_jobs = [run for run in children.values() if run.info.status == "RUNNING"]
-    liveness.reject_if_alive(client, parent, running_jobs)
+    liveness.reject_if_alive(client, stored_parent, running_jobs)
     for run in running_jobs:
         close_as_killed(client, run)
 
@@ -222,13 +224,13 @@ def _claim(client: Any, run_id: str) -> None:
         ConfigError: another process has just reopened the sweep, or is reopening it.
     """
     rule = "must not be run by two commands at once: another one has just begun"
-    parent = client.get_run(run_id)
-    earlier = parent.data.tags.get(_CLAIM, "")
+    stored_parent = client.get_run(run_id)
+    earlier = stored_parent.data.tags.get(_CLAIM, "")
     if re.fullmatch("[0-9]{1,15} [0-9a-f]{32}", earlier):
         if time.time() - int(earlier.split()[0]) / 1000 < _CLAIM_LASTS:
             raise ConfigError("SWEEP", rule, run_id)
     # Another process may have reopened the sweep since its jobs were found to be dead.
-    liveness.reject_if_alive(client, parent)
+    liveness.reject_if_alive(client, stored_parent)
 
     claim = f"{int(time.time() * 1000)} {uuid.uuid4().hex}"
     client.set_tag(run_id, _CLAIM, claim)

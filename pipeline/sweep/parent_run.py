@@ -53,7 +53,7 @@ def finished_losses(children: Mapping[str, Any]) -> dict[str, float]:
     return losses
 
 
-def set_tag(sweep: SweepRecord, key: str, text: str) -> None:
+def set_tag(parent: SweepRecord, key: str, text: str) -> None:
     """Set a tag of the parent run of a sweep.
 
     A text longer than `LONGEST_TAG` is continued in the tags KEY.1, KEY.2 and so on;
@@ -64,4 +64,4 @@ def set_tag(sweep: SweepRecord, key: str, text: str) -> None:
         if number > 0:
             part_key = f"{key}.{number}"
         part = text[start : start + LONGEST_TAG]
-        sweep.client().set_tag(sweep.run_id, part_key, part)
+        parent.client().set_tag(parent.run_id, part_key, part)

@@ -17,12 +17,12 @@ from pipeline.tracking.journal_file import WRITER, lock
 _NAME = "sweep.json"
 
 
-def write_locked(folder: Path, sweep: SweepRecord) -> None:
+def write_locked(folder: Path, parent: SweepRecord) -> None:
     """Write the file, and keep it locked until this process ends."""
     content = {
-        "store": mask(absolute(sweep.uri)),
-        "run_id": sweep.run_id,
-        "experiment_id": sweep.experiment_id,
+        "store": mask(absolute(parent.uri)),
+        "run_id": parent.run_id,
+        "experiment_id": parent.experiment_id,
     }
     folder.mkdir(parents=True, exist_ok=True)
     # Keep the descriptor open, as closing it would release the lock.

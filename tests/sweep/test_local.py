@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.sweep import local
 from pipeline.sweep.ending import Ending, JobEndings, Outcome
-from pipeline.sweep.job_batch import JobBatch, Slot
+from pipeline.sweep.job_batch import JobBatch, Slot, StartedJob
 from tests import jobs
 from tests.running import TINY, Store, environment, pipeline, wait
 
@@ -414,7 +414,7 @@ def test_an_interrupted_job_may_wait_for_its_store(monkeypatch):
 
     monkeypatch.setattr("pipeline.sweep.job_batch.time.monotonic", lambda: now[0])
     waiting = Waiting()
-    slots = [Slot([], job=waiting)]
+    slots = [Slot([], StartedJob("waiting", waiting, 0.0))]
     batch = JobBatch(waiting, slots, JobEndings(), False, patience=300)
     batch.stop()
     assert [seconds for seconds, kill in requests if kill] == [400]
