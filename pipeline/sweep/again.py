@@ -87,7 +87,8 @@ def trusted_overrides(
         config: the user's config.
 
     Raises:
-        ConfigError: a recorded override could name code, a folder or a host.
+        ConfigError: a recorded override is malformed, holds a masked secret, names a
+            removed key, or could name code, a folder or a host or start a download.
     """
     recorded = _recorded_overrides(tags, command_line)
     try:

@@ -27,7 +27,7 @@ class RunningJob(Protocol):
         """Start the job. It may return before the job has ended."""
 
     def poll(self) -> Ending | None:
-        """Return how the job ended, or None while it runs.
+        """Return how the job ended. Return None while it runs.
 
         A job whose start was interrupted has ended, too.
         """
@@ -67,7 +67,7 @@ class StartedJob:
 
 @dataclass
 class Slot:
-    """Runs one job at a time, on `gpus`."""
+    """A place for one job at a time, with the GPUs that the job may use."""
 
     gpus: list[str]
     current: StartedJob | None = None
@@ -75,15 +75,15 @@ class Slot:
 
 @dataclass
 class JobBatch:
-    """The slots in which the jobs of a batch run.
+    """Runs the jobs of a batch in slots.
 
     Attributes:
         backend: where the jobs run.
-        slots: the slots, all of which are free.
-        endings: how the jobs of the sweep have ended; those of the batch are added.
-        stop_if_first_is_rejected: whether the sweep ends if the first job to end is
-            rejected.
-        patience: seconds that a job may wait for the store.
+        slots: the slots, all of which are free at first.
+        endings: the endings of the sweep's jobs. Those of this batch are added.
+        stop_if_first_is_rejected: whether the sweep ends if the first of its jobs to
+            end in this process is rejected.
+        patience: `tracking.patience`, in seconds.
     """
 
     backend: Backend
@@ -101,7 +101,8 @@ class JobBatch:
             tasks: the jobs by name.
 
         Raises:
-            RunError: the first job to end was rejected because of its config.
+            RunError: the first job of the sweep to end was rejected because of its
+                config, and `stop_if_first_is_rejected`.
         """
         waiting = deque(tasks.items())
         try:
@@ -139,7 +140,7 @@ class JobBatch:
         return running
 
     def _start(self, slot: Slot, name: str, task: JobTask) -> None:
-        """Start a job in a slot. A job that cannot be started counts as failed."""
+        """Start a job in a free slot. A job that cannot be started counts as failed."""
         say(f"  {name}: started")
         started_at = time.monotonic()
         try:
@@ -176,7 +177,7 @@ class JobBatch:
         say(f"  {name}: {ending} after {seconds:.0f} s")
 
     def _check_first_ending(self) -> None:
-        """Raise a `RunError` if the first job to end was rejected for its config.
+        """Raise a `RunError` if a rejected job has ended the sweep.
 
         The configs of the other jobs probably have the same error.
         """

@@ -18,7 +18,11 @@ from pipeline.sweep.ending import Ending, Outcome
 
 @dataclass(frozen=True)
 class JobTask:
-    """Composes the config of job `number` from its `overrides` and trains it."""
+    """A function without arguments that trains one job.
+
+    It composes the config of job `number` from `overrides`, runs the job, and returns
+    its `Ending`.
+    """
 
     overrides: list[str]
     number: int

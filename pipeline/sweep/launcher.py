@@ -81,7 +81,7 @@ class SweepLauncher(Launcher):
         self.hydra_context = hydra_context
         self.task_function = task_function
         if config.hydra.sweeper._target_ == _GRID:
-            sweep_size.check(_parsed(self._task_overrides()))
+            sweep_size.check(_parsed(self._sweep_overrides()))
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, _terminate)
@@ -104,7 +104,7 @@ class SweepLauncher(Launcher):
         if not job_overrides:
             swept = [
                 override.input_line
-                for override in _parsed(self._task_overrides())
+                for override in _parsed(self._sweep_overrides())
                 if override.is_sweep_override()
             ]
             rule = "must match at least one config, for a sweep to have a job"
@@ -173,7 +173,7 @@ class SweepLauncher(Launcher):
         """Return the keys that the sweep varies, given each job's values by key."""
         # A swept key counts even if it has the same value in all jobs of this batch.
         swept = set()
-        for override in _parsed(self._task_overrides()):
+        for override in _parsed(self._sweep_overrides()):
             if override.is_sweep_override():
                 swept.add(_key(override))
 
@@ -187,8 +187,8 @@ class SweepLauncher(Launcher):
                 varied.append(key)
         return varied
 
-    def _task_overrides(self) -> list[str]:
-        """Return the overrides in `hydra.sweeper.params`, then the command line's."""
+    def _sweep_overrides(self) -> list[str]:
+        """Return the sweep's overrides: `hydra.sweeper.params`, then the command line's."""
         overrides = []
         params = self.config.hydra.sweeper.get("params") or {}
         for key, value in params.items():

@@ -201,7 +201,8 @@ def robust_range(values: Sequence[float]) -> AxisRange | None:
     sides.
 
     Returns:
-        The range, or None if no two of the values differ.
+        The range. It is None if fewer than two distinct values remain without the
+        spikes.
     """
     import numpy as np
 

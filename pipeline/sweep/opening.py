@@ -127,8 +127,9 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
     """Reopen the sweep `tracking.sweep`, after closing the runs of its dead jobs.
 
     Raises:
-        ConfigError: the command line does not name the sweep, the sweep is still
-            running, or another process reopens it.
+        ConfigError: the command line does not name the sweep or names another
+            experiment, the store has no such sweep, the sweep is still running, or
+            another process reopens it.
     """
     # `pipeline train` sets `confined` if the command line names the sweep.
     if not config.tracking.confined:

@@ -42,8 +42,8 @@ _ENDED_STATES = (
     "OUT_OF_MEMORY",
     _UNLISTED,
 )
-# Number of polls after the end of a Slurm job until the job counts as ended without a
-# result: on a network file system, the result may become visible late.
+# A job without a result counts as ended once this many polls in a row have found that
+# Slurm has ended it: on a network file system, the result may become visible late.
 _POLLS_FOR_RESULT = 3
 _MOST_AT_ONCE = 256  # concurrent jobs, if `array_parallelism` is not set
 
@@ -204,7 +204,7 @@ class SlurmJob:
         if not self._submitted.paths.result_pickle.exists():
             return self._ending_without_result()
         try:
-            # With several workers, task 0 is the chief.
+            # With several workers, task 0 of the Slurm job is the chief.
             return self._submitted.task(0).result()
         except Exception as error:  # the message is the traceback of the job
             reason = "the process failed"
@@ -214,7 +214,11 @@ class SlurmJob:
             return Ending(Outcome.FAILED, reason=reason)
 
     def _ending_without_result(self) -> Ending | None:
-        """Return the ending of a job that Slurm ended `_POLLS_FOR_RESULT` polls ago."""
+        """Return the ending of a job that has no result and will not have one.
+
+        Return None while the job runs, and for the first `_POLLS_FOR_RESULT` - 1 polls
+        that find that Slurm has ended it.
+        """
         states = self._backend.states
         state = None
         if states is not None:
