@@ -188,7 +188,7 @@ class SweepLauncher(Launcher):
         return varied
 
     def _sweep_overrides(self) -> list[str]:
-        """Return the sweep's overrides: `hydra.sweeper.params`, then the command line's."""
+        """Return the overrides in `hydra.sweeper.params`, then the command line's."""
         overrides = []
         params = self.config.hydra.sweeper.get("params") or {}
         for key, value in params.items():
