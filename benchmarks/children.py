@@ -26,7 +26,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipeline.sweep.job_call import importing_only_this_package
+from pipeline.sweep.job_task import importing_only_this_package
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 LONGEST_MESSAGE = 400  # characters of an exception's message

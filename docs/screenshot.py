@@ -126,7 +126,7 @@ def photograph_sweep(
         varied=json.loads(run.data.tags["sweep.varied"]),
         metrics=["accuracy"],
     )
-    chrome.get(f"{address}/{mlflow_view.saved_view(sweep)}")
+    chrome.get(f"{address}/{mlflow_view.save_view(sweep, {})}")
     photograph_charts(chrome, range(5, 20), HERE / "sweep.png")
 
 

@@ -1,4 +1,4 @@
-"""Jobs that a test gives to a launcher in place of `JobCall`: they end in every way.
+"""Jobs that a test gives to a launcher in place of `JobTask`: they end in every way.
 
 Their functions are at the top of a module because a launcher pickles them by name.
 """
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.sweep.job_call import Ending
+from pipeline.sweep.ending import Ending, Outcome
 
 
 @dataclass(frozen=True)
-class Call:
+class Task:
     """Job `number`, which calls `function` with `arguments`."""
 
     function: Callable
@@ -26,7 +26,7 @@ class Call:
     number: int = 0
 
     def __call__(self) -> Ending:
-        return Ending("finished", self.function(*self.arguments))
+        return Ending(Outcome.FINISHED, self.function(*self.arguments))
 
 
 def pid() -> float:

@@ -249,7 +249,7 @@ def test_what_comes_from_accumulation_is_listed() -> None:
         ("tracking/journal", "from pipeline.report import writer", upward),
         ("common/secrets", "from pipeline.common import errors", cycles),
         ("common/secrets", "from pipeline.tracking import store", cycles),
-        ("sweep/again", "def f():\n    from . import parent_run", cycles),
+        ("sweep/again", "def f():\n    from . import opening", cycles),
     ],
 )
 def test_a_wrong_import_is_found(

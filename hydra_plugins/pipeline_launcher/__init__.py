@@ -12,7 +12,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
 from pipeline.config import session
-from pipeline.sweep import launcher, local, search, slurm
+from pipeline.sweep import basic, local, search, slurm
 
 _MINUTES_OF_A_DAY = 24 * 60
 _MINUTES_OF_A_YEAR = 365 * _MINUTES_OF_A_DAY
@@ -26,7 +26,7 @@ class SlurmLauncher(slurm.SlurmLauncher):
     """The launcher for `hydra/launcher=submitit_slurm`."""
 
 
-class BasicLauncher(launcher.BasicLauncher):
+class BasicLauncher(basic.BasicLauncher):
     """The launcher for `hydra/launcher=basic`."""
 
 

@@ -65,12 +65,10 @@ def _close_sweep(folder: Path, store: OwnStore) -> int:
 
     Return the exit status: `NOT_SHIPPED` if the sweep cannot be closed, or else 0.
     """
-    from pipeline.sweep import parent_run
+    from pipeline.sweep import closing
 
     try:
-        parent = parent_run.left_open(folder, store)
-        if parent is not None:
-            parent.close()
+        closing.close_left_open(folder, store)
     except Exception as error:
         say(f"{folder}: the sweep is not closed in the store yet: {first_line(error)}")
         return NOT_SHIPPED

@@ -22,7 +22,7 @@ from pipeline.tracking.foreign_store import ForeignStore, sync_command
 from pipeline.trust import artifact_locations
 
 if TYPE_CHECKING:  # importing it takes a second
-    from pipeline.sweep.parent_run import ParentRun
+    from pipeline.sweep.running_sweep import RunningSweep
 
 # A function that takes the run ID of a sweep, and returns the arguments of the command
 # that runs the missing jobs.
@@ -141,7 +141,7 @@ def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int
 
 
 def _close(
-    parent: ParentRun | None,
+    sweep: RunningSweep | None,
     command_again: CommandAgain,
     broken: str | None = None,
 ) -> int:
@@ -149,33 +149,35 @@ def _close(
 
     No report is published for a sweep that ended early with the status `broken`.
     """
-    if parent is None:
+    if sweep is None:
         return 0
+    parent = sweep.parent
     command = [secrets.mask(word) for word in command_again(parent.run_id)]
     missing = f"run what is missing with: {shlex.join(['pipeline', *command])}"
     try:
-        status: int = parent.close(broken)
+        status: int = sweep.close(broken)
     except Exception as error:  # The store is unreachable.
-        close = sync_command(parent.folder, parent.uri)
+        close = sync_command(sweep.folder, parent.uri)
         reason = first_line(error)
         say(f"the sweep could not be closed in the store ({reason}): {close}")
-        if parent.lost:
+        if sweep.endings.failure_reasons():
             say(missing)
         return NOT_SHIPPED
     if status:
         say(missing)
     if broken is None:
-        _publish_report(parent)
+        _publish_report(sweep)
     return status
 
 
-def _publish_report(parent: ParentRun) -> None:
+def _publish_report(sweep: RunningSweep) -> None:
     from pipeline.report import writer
     from pipeline.sweep import mlflow_view
 
+    parent = sweep.parent
     runs = mlflow_view.complete(parent).values()
     if any("train/loss" in run.data.metrics for run in runs):
-        writer.publish(parent.uri, parent.run_id, parent.places)
+        writer.publish(parent.uri, parent.run_id, sweep.places)
 
 
 def _repeatable(arguments: Sequence[str]) -> list[str]:
@@ -225,7 +227,7 @@ def run_one(
     """Train or resume the run of a composed config, and return its last loss."""
     if config.hardware.device.name == "gpu" and not nvidia.visible():
         # Fail now, as the import of TensorFlow below takes seconds.
-        nvidia.why_no_gpu(required=True)
+        raise nvidia.no_gpu_error()
     from pipeline.run import run
 
     places = trust_entries.allowed_places(config.trust.allow)

@@ -122,7 +122,7 @@ def _pages(uri: str, root: str) -> list[str]:
         return [f"there is no run yet: {root}"]
     newest = runs[0].info
     tags = runs[0].data.tags
-    plain = mlflow_view.plain_page(newest.experiment_id)
+    plain = mlflow_view.runs_fragment(newest.experiment_id)
     page, _, query = plain.partition("?")
     lines = [
         f"newest run: {root}/{page}/{newest.run_id}?{query}",
@@ -134,7 +134,7 @@ def _pages(uri: str, root: str) -> list[str]:
         sweep = newest.run_id
     experiment = client.get_experiment(newest.experiment_id)
     is_run_id = RUN_ID.fullmatch(sweep)  # The store is not trusted.
-    if is_run_id and f"{mlflow_view.TAG}{sweep}" in experiment.tags:
-        view = mlflow_view.view_page(newest.experiment_id, sweep)
+    if is_run_id and f"{mlflow_view.VIEW_TAG}{sweep}" in experiment.tags:
+        view = mlflow_view.view_fragment(newest.experiment_id, sweep)
         lines.insert(0, f"its sweep:  {root}/{view}")
     return lines

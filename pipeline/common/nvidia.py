@@ -95,44 +95,69 @@ def gpus_of_tensorflow() -> TensorFlowGpus:
     return TensorFlowGpus(int(words[-1]), missing)
 
 
-def why_no_gpu(required: bool) -> str:
-    """Return the reason why TensorFlow lists no GPU in this process.
+def why_no_gpu() -> str:
+    """Return the reason why TensorFlow lists no GPU, for a run that can use the CPU.
 
     Raises:
-        ConfigError: a GPU is `required`, or TensorFlow should have listed one. The run
-            would otherwise take hours on the CPU, unnoticed.
+        ConfigError: TensorFlow should have listed a GPU. The run would otherwise take
+            hours on the CPU, unnoticed.
     """
+    missing_gpu = _missing_gpu()
+    if missing_gpu.is_fault:
+        raise missing_gpu.error()
+    return missing_gpu.reason
+
+
+def no_gpu_error() -> ConfigError:
+    """Return the error, with the reason, for a run that requires a GPU and has none."""
+    return _missing_gpu().error()
+
+
+class _MissingGpu(NamedTuple):
+    """Why TensorFlow lists no GPU.
+
+    Attributes:
+        reason: the reason.
+        rule: the rule for `hardware.device` that follows from it.
+        is_fault: whether TensorFlow should have listed a GPU.
+    """
+
+    reason: str
+    rule: str
+    is_fault: bool
+
+    def error(self) -> ConfigError:
+        return ConfigError("hardware.device", self.rule, "gpu", ["auto", "cpu"])
+
+
+def _missing_gpu() -> _MissingGpu:
     count = gpus_of_driver()
     if count == 0:
-        if required:
-            raise _must_be_cpu("must be a device of this machine, which has no GPU")
-        return "no GPU answers"
+        rule = "must be a device of this machine, which has no GPU"
+        return _MissingGpu("no GPU answers", rule, is_fault=False)
 
+    is_fault = False
     if not visible():
-        why = "CUDA_VISIBLE_DEVICES hides the GPUs"
+        reason = "CUDA_VISIBLE_DEVICES hides the GPUs"
     else:
         listed, missing_libraries = gpus_of_tensorflow()
         if listed:
-            why = (
+            reason = (
                 f"TensorFlow lists {listed} GPUs in a new process and none in this one"
             )
-            required = True
+            is_fault = True
         elif importlib.util.find_spec("nvidia") is None:
-            why = (
+            reason = (
                 "TensorFlow's CUDA libraries are not installed: "
                 "see requirements-gpu.lock"
             )
         else:
             missing = ", ".join(missing_libraries) or "their driver"
-            why = f"TensorFlow uses none of {count} GPUs, and could not open {missing}"
-            required = True
-    if required:
-        raise _must_be_cpu(f"must be cpu ({why})")
-    return why
-
-
-def _must_be_cpu(rule: str) -> ConfigError:
-    return ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
+            reason = (
+                f"TensorFlow uses none of {count} GPUs, and could not open {missing}"
+            )
+            is_fault = True
+    return _MissingGpu(reason, f"must be cpu ({reason})", is_fault)
 
 
 def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> None:

@@ -86,7 +86,9 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
         gpus = tf.config.list_physical_devices("GPU")
     why_no_gpu = ""
     if not gpus and config.device != Device.cpu:
-        why_no_gpu = nvidia.why_no_gpu(config.device == Device.gpu)
+        if config.device == Device.gpu:
+            raise nvidia.no_gpu_error()
+        why_no_gpu = nvidia.why_no_gpu()
         if why_no_gpu and config.gpu is not None:
             raise ConfigError(
                 "hardware.gpu", f"must be null ({why_no_gpu})", config.gpu

@@ -24,7 +24,7 @@ class Session:
         key: the config key of the run directory.
         run_dir: the run directory, which is the value of this key.
         new_folders: the folders that Hydra creates for `run_dir`, innermost first.
-        sweep: the parent run of a multirun; None until it exists.
+        sweep: the running sweep of a multirun; None until its parent run exists.
     """
 
     config_dir: str | None = None

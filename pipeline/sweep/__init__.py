@@ -7,12 +7,12 @@ UI, and a run for each job that has not finished before. Slurm options are set a
 
 __all__ = [
     "again",
+    "basic",
+    "closing",
     "files",
-    "gpus",
-    "launcher",
     "local",
     "mlflow_view",
-    "parent_run",
+    "running_sweep",
     "search",
     "slurm",
 ]

@@ -6,7 +6,8 @@ each override that could name code, a folder or a host on the command line.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ _FOREIGN_PARAMETERS = {
     "basic": r"hydra\.launcher\.",
 }
 _PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # safe in a line of a batch script
-_SWEPT = "hydra.sweeper.params."
+_SWEEPER_PARAMS = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
 _DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")
 _MAX_VALUES = 10_000  # maximum number of values of one swept override
@@ -72,7 +73,7 @@ def recordable(overrides: Iterable[str]) -> list[str]:
 
 
 def trusted_overrides(
-    tags: Mapping[str, str], command_line: Sequence[str], own: DictConfig
+    tags: Mapping[str, str], command_line: Sequence[str], config: DictConfig
 ) -> list[str]:
     """Return the recorded overrides to apply again, after checking that they are safe.
 
@@ -83,18 +84,19 @@ def trusted_overrides(
         tags: the tags of the sweep's parent run.
         command_line: the user's overrides. A recorded override that is repeated here is
             trusted.
-        own: the user's config.
+        config: the user's config.
 
     Raises:
-        ConfigError: a recorded override could name code, a folder or a host.
+        ConfigError: a recorded override is malformed, holds a masked secret, names a
+            removed key, or could name code, a folder or a host or start a download.
     """
     recorded = _recorded_overrides(tags, command_line)
     try:
-        values = _values_by_section(recorded)
-        data_dir = OmegaConf.select(own, "dataset.data_dir")
+        values = _checked_values(recorded)
+        data_dir = OmegaConf.select(config, "dataset.data_dir")
         if data_dir:
             data_dir = Path(data_dir).absolute()
-        names = trust_entries.allowed_names(own.trust.allow)
+        names = trust_entries.allowed_names(config.trust.allow)
         imports = "_target_" in str(values)
         gate = Gate(Path.cwd(), data_dir, names)
         check_config(former_names.renamed(values), gate, imports=imports)
@@ -136,54 +138,91 @@ def _without_foreign_parameters(
     return [text for text in recorded if not re.match(foreign, text.lstrip("+"))]
 
 
-def _values_by_section(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values that the overrides set, nested as in a config."""
+@dataclass(frozen=True)
+class _RecordedOverride:
+    """An override of a sweep's record.
+
+    Attributes:
+        text: the override as it was recorded.
+        parsed: the override as Hydra parses it.
+        alternatives: all values that it may set; several for a swept key.
+    """
+
+    text: str
+    parsed: Override
+    alternatives: list[Any]
+
+    @property
+    def key(self) -> str:
+        return self.parsed.key_or_group
+
+    @property
+    def value_text(self) -> str:
+        return self.text.partition("=")[2]
+
+
+def _checked_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Check overrides, and return the values that they set, nested as in a config.
+
+    The value of a swept key is the list of its alternatives. An override of
+    `hydra.sweeper.params.KEY` sets KEY. Overrides of other keys of Hydra, and overrides
+    that delete a key, are checked but set nothing.
+
+    Raises:
+        ConfigError: an override is malformed, holds a masked secret, or sets a key that
+            must not come from a store.
+    """
     values: dict[str, Any] = {}
     for text in overrides:
-        for key, value in _values(text):
-            _put(values, key.split("."), value)
+        override = _parse(text)
+        if _is_sweeper_param(override.key):
+            override = _parse(_without_sweeper_prefix(override))
+
+        if override.key in _CHOICES or _HYDRA_KEYS.fullmatch(override.key):
+            _check_hydra_value(override.key, override.value_text)
+            continue
+
+        path = override.key.replace("/", ".")
+        _check_config_value(override, path)
+        if override.parsed.is_delete():
+            continue
+        value: Any = override.alternatives
+        if not override.parsed.is_sweep_override():
+            value = override.alternatives[0]
+        _place(values, path.split("."), value)
     return values
 
 
-def _values(text: str) -> Iterator[tuple[str, Any]]:
-    """Check an override, and yield the config key that it sets with its value.
-
-    The value of a swept key is the list of its alternatives. For an override of
-    `hydra.sweeper.params.KEY`, KEY is yielded. Overrides of other keys of Hydra, and
-    overrides that delete a key, are checked but yield nothing.
+def _parse(text: str) -> _RecordedOverride:
+    """Parse an override.
 
     Raises:
-        ConfigError: the override is malformed, holds a masked secret, or sets a key
-            that must not come from a store.
+        ConfigError: the override is malformed, or holds a masked secret.
     """
     try:
-        override = OverridesParser.create().parse_override(text)
-        alternatives = _alternatives(override)
+        parsed = OverridesParser.create().parse_override(text)
+        alternatives = _alternatives(parsed)
     except (HydraException, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             "override", f"must be one of Hydra's ({first_line(error)})", str(text)
         ) from None
-
-    key = override.key_or_group
-    value: Any = text.partition("=")[2]
     if HIDDEN in text:
-        raise ConfigError(key, "was a secret and is not in the record", text)
-    if key in _CHOICES or _HYDRA_KEYS.fullmatch(key):
-        _check_hydra_value(key, value)
-    elif key.startswith(_SWEPT) and not key.startswith(2 * _SWEPT):
-        if not override.is_sweep_override():
-            value = override.value()  # Hydra unquotes a quoted value
-        yield from _values(f"{key.removeprefix(_SWEPT)}={value}")
-    elif override.package is not None or re.split(r"[./]", key)[0] in (*_NEVER, ""):
-        raise ConfigError(key, _OWN_CONFIG, text)
-    else:
-        path = key.replace("/", ".")
-        for alternative in alternatives:
-            _check_leaves(plain.leaves(alternative, path), text)
-        is_swept = override.is_sweep_override()
-        new_value = alternatives if is_swept else alternatives[0]
-        if not override.is_delete():
-            yield path, new_value
+        rule = "was a secret and is not in the record"
+        raise ConfigError(parsed.key_or_group, rule, text)
+    return _RecordedOverride(text, parsed, alternatives)
+
+
+def _is_sweeper_param(key: str) -> bool:
+    """Return whether a key has the prefix `hydra.sweeper.params.` exactly once."""
+    return key.startswith(_SWEEPER_PARAMS) and not key.startswith(2 * _SWEEPER_PARAMS)
+
+
+def _without_sweeper_prefix(override: _RecordedOverride) -> str:
+    """Return the override `KEY=VALUE` for one of `hydra.sweeper.params.KEY`."""
+    value: Any = override.value_text
+    if not override.parsed.is_sweep_override():
+        value = override.parsed.value()  # Hydra unquotes a quoted value
+    return f"{override.key.removeprefix(_SWEEPER_PARAMS)}={value}"
 
 
 def _check_hydra_value(key: str, value: str) -> None:
@@ -193,6 +232,20 @@ def _check_hydra_value(key: str, value: str) -> None:
             raise ConfigError(key, rule, value, _CHOICES[key])
     elif not _PLAIN.fullmatch(value):
         raise ConfigError(key, "must be a plain word or number", value)
+
+
+def _check_config_value(override: _RecordedOverride, path: str) -> None:
+    """Reject an override of a config key that must not come from a store.
+
+    Args:
+        override: the override.
+        path: its key in the form `section.key`.
+    """
+    section = re.split(r"[./]", override.key)[0]
+    if override.parsed.package is not None or section in (*_NEVER, ""):
+        raise ConfigError(override.key, _OWN_CONFIG, override.text)
+    for alternative in override.alternatives:
+        _check_leaves(plain.leaves(alternative, path), override.text)
 
 
 def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
@@ -244,7 +297,7 @@ def _alternatives(override: Override) -> list[Any]:
     return [parser.parse_override(f"x={text}").value() for text in texts]
 
 
-def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+def _place(values: dict[str, Any], path: list[str], value: Any) -> None:
     """Set the value at a path of keys in nested dicts.
 
     If a config group is selected and one of its keys is also set, the selected option

@@ -18,7 +18,7 @@ from multiprocessing import forkserver
 
 import psutil
 
-LOST = 255
+UNKNOWN_STATUS = 255
 
 
 def start(module: str) -> None:

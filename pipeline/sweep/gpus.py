@@ -11,12 +11,12 @@ DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio")
 
 
 def slots(
-    hardware: Sequence[schema.HardwareConfig], at_once: int | None
+    hardware_of_jobs: Sequence[schema.HardwareConfig], at_once: int | None
 ) -> list[list[str]]:
     """Return the GPUs of each concurrent job.
 
     Args:
-        hardware: the `hardware` group of each job.
+        hardware_of_jobs: the `hardware` group of each job.
         at_once: maximum number of concurrent jobs. If None, as many as the GPUs allow,
             or one job without GPUs.
 
@@ -26,16 +26,16 @@ def slots(
     Raises:
         ConfigError: a job sets `hardware.gpu`, or needs more GPUs than there are.
     """
-    for job in hardware:
-        if job.gpu is not None:
+    for hardware in hardware_of_jobs:
+        if hardware.gpu is not None:
             rule = (
                 "must be null in a sweep, which gives each job its GPUs: "
                 "CUDA_VISIBLE_DEVICES says which it has"
             )
-            raise ConfigError("hardware.gpu", rule, job.gpu)
+            raise ConfigError("hardware.gpu", rule, hardware.gpu)
 
-    size = per_job(hardware)
-    gpus = _usable_gpus(hardware, size)
+    size = per_job(hardware_of_jobs)
+    gpus = _usable_gpus(hardware_of_jobs, size)
     if not gpus:
         return [[] for _ in range(at_once or 1)]
     if size > len(gpus):
@@ -45,47 +45,53 @@ def slots(
     groups = []
     for first in range(0, len(gpus) - size + 1, size):
         groups.append(gpus[first : first + size])
-    jobs_per_gpu = min(job.jobs_per_gpu for job in hardware)
+    jobs_per_gpu = min(hardware.jobs_per_gpu for hardware in hardware_of_jobs)
     return (groups * jobs_per_gpu)[:at_once]
 
 
-def per_job(hardware: Sequence[schema.HardwareConfig]) -> int:
+def per_job(hardware_of_jobs: Sequence[schema.HardwareConfig]) -> int:
     """Return the largest number of GPUs that a job needs; 0 if all run on the CPU."""
     # On a cluster, workers run on other machines and need no GPUs of this one.
     workers_are_here = not cluster.is_named(os.environ)
     largest = 0
-    for job in hardware:
-        if job.device.name == "cpu":
+    for hardware in hardware_of_jobs:
+        if hardware.device.name == "cpu":
             continue
-        replicas = job.replicas
+        replicas = hardware.replicas
         if workers_are_here:
-            replicas *= job.workers or 1
-        largest = max(largest, job.gpus_per_job, replicas)
+            replicas *= hardware.workers or 1
+        largest = max(largest, hardware.gpus_per_job, replicas)
     return largest
 
 
-def _usable_gpus(hardware: Sequence[schema.HardwareConfig], size: int) -> list[str]:
+def is_required(hardware_of_jobs: Sequence[schema.HardwareConfig]) -> bool:
+    """Return whether a job must not run on the CPU."""
+    return any(hardware.device.name == "gpu" for hardware in hardware_of_jobs)
+
+
+def _usable_gpus(
+    hardware_of_jobs: Sequence[schema.HardwareConfig], size: int
+) -> list[str]:
     """Return the visible GPUs that TensorFlow can use; none if `size` is 0.
 
     If there are GPUs but TensorFlow can use none of them, print the reason.
 
     Args:
-        hardware: the `hardware` group of each job.
+        hardware_of_jobs: the `hardware` group of each job.
         size: number of GPUs per job.
 
     Raises:
         ConfigError: a job requires a GPU, but none can be used.
     """
-    required = any(job.device.name == "gpu" for job in hardware)
+    required = is_required(hardware_of_jobs)
     gpus = []
     if size:
         gpus = nvidia.visible()
+    if gpus:
+        count, _ = nvidia.gpus_of_tensorflow()
+        gpus = gpus[:count]
+        if not gpus and not required:
+            say(f"jobs run on the CPU: {nvidia.why_no_gpu()}")
     if required and not gpus:
-        nvidia.why_no_gpu(required)  # raises
-    if not gpus:
-        return []
-
-    count, _ = nvidia.gpus_of_tensorflow()
-    if not gpus[:count]:
-        say(f"jobs run on the CPU: {nvidia.why_no_gpu(required)}")
-    return gpus[:count]
+        raise nvidia.no_gpu_error()
+    return gpus

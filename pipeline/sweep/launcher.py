@@ -1,11 +1,12 @@
-"""Hydra launchers that plan a batch of jobs and run one job per slot at a time.
+"""Hydra launchers that plan a batch of jobs and run those that have not finished.
 
-They record how each job ended. `SweepLauncher` is the base class.
+`SweepLauncher` is the base class. A batch passes through these steps:
+
+    plan ─► slots ─► prepare ─► parent run ─► backend ─► `JobBatch`
 """
 
 import signal
-import time
-from collections import deque
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,28 +22,23 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.checkpoints.run_dirs import by_id
-from pipeline.common.errors import ConfigError, RunError, first_line, say
+from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
 from pipeline.config.overrides import hydra_quoted
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
-from pipeline.sweep import mlflow_view, parent_run, sweep_size
-from pipeline.sweep.job_call import (
-    FAILED,
-    FINISHED,
-    REJECTED,
-    WORST,
-    Ending,
-    JobCall,
-)
+from pipeline.sweep import mlflow_view, opening, sweep_size
+from pipeline.sweep.ending import WORST
+from pipeline.sweep.job_batch import Backend, JobBatch, Slot
+from pipeline.sweep.job_names import job_names
+from pipeline.sweep.job_task import JobTask
+from pipeline.sweep.parent_run import finished_losses
+from pipeline.sweep.running_sweep import RunningSweep
 
 # Hydra's sweeper that runs all combinations of the swept values.
 _GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-# Seconds that an interrupted job has to close its run, in addition to
-# `tracking.patience`.
-GRACE = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,33 +47,20 @@ class SweepPlan:
 
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
     varied: list[str]  # config keys in which the jobs differ
-    hardware: list[HardwareConfig]  # the `hardware` group of each job
-
-
-@dataclass
-class Slot:
-    """Runs one job at a time, on `gpus`."""
-
-    gpus: list[str]
-    name: str = ""
-    # The current job, with the methods `start()` and `ending()`. `ending()` returns
-    # None while the job runs.
-    job: Any = None
-    started_at: float = 0.0  # when the job started, by `time.monotonic`, in seconds
+    hardware_of_jobs: list[HardwareConfig]  # the `hardware` group of each job
 
 
 class SweepLauncher(Launcher):
     """Plans the jobs of a batch, then runs those that have not finished.
 
-    Subclasses override `_slots`, `_job`, `_wait` and `_ask_to_end`.
+    Subclasses override `_slots`, `_prepare` and `_backend`, which are called in this
+    order for each batch.
     """
 
     config: Any  # `setup` sets `config`, `hydra_context` and `task_function`
     hydra_context: HydraContext
     task_function: TaskFunction
-    sweep: parent_run.ParentRun  # set when the first batch is launched
-    interval = 0.1  # seconds between two polls of the jobs
-    _trained_before = False  # whether an earlier command or batch has started a run
+    sweep: RunningSweep | None = None  # None until the first batch is launched
 
     def setup(
         self,
@@ -98,7 +81,7 @@ class SweepLauncher(Launcher):
         self.hydra_context = hydra_context
         self.task_function = task_function
         if config.hydra.sweeper._target_ == _GRID:
-            sweep_size.check(_parsed(self._task_overrides()))
+            sweep_size.check(_parsed(self._sweep_overrides()))
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, _terminate)
@@ -121,31 +104,46 @@ class SweepLauncher(Launcher):
         if not job_overrides:
             swept = [
                 override.input_line
-                for override in _parsed(self._task_overrides())
+                for override in _parsed(self._sweep_overrides())
                 if override.is_sweep_override()
             ]
             rule = "must match at least one config, for a sweep to have a job"
             raise ConfigError("override", rule, " ".join(map(str, swept)))
         plan = self.plan(job_overrides, initial_job_idx)
-        slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
+        slots = [Slot(gpus) for gpus in self._slots(plan.hardware_of_jobs)]
+        self._prepare()
 
-        if hasattr(self, "sweep"):
-            self.sweep.plan(plan.jobs, plan.varied)
-        else:
-            self.sweep = parent_run.begin(self.config, plan.jobs, plan.varied)
-            mlflow_view.announce(self.sweep)
-        losses = self.sweep.finished()
-        self._trained_before = bool(self.sweep.children())
+        sweep = self._opened_sweep(plan)
+        children = sweep.parent.children()
+        losses = finished_losses(children)
         run_dirs = {}
         if self.config.tracking.sweep is not None:  # --again
-            run_dirs = self._interrupted_run_dirs()
+            run_dirs = _interrupted_run_dirs(children)
 
-        calls = {}
+        tasks = {}
         for number, (name, overrides) in enumerate(plan.jobs.items(), initial_job_idx):
             if name not in losses:
-                calls[name] = self._call(name, overrides, number, run_dirs.get(name))
-        losses |= self._run(calls, slots)
+                run_dir = run_dirs.get(name)
+                tasks[name] = self._task(sweep, name, overrides, number, run_dir)
+        batch = JobBatch(
+            self._backend(sweep, plan.hardware_of_jobs),
+            slots,
+            sweep.endings,
+            stop_if_first_is_rejected=not children,
+            patience=self.config.tracking.patience,
+        )
+        batch.run(tasks)
+        losses |= sweep.endings.losses(tasks)
         return [completed_with(losses.get(name, WORST)) for name in plan.jobs]
+
+    def _opened_sweep(self, plan: SweepPlan) -> RunningSweep:
+        """Open the sweep for its first batch, or add the jobs of a later batch."""
+        if self.sweep is None:
+            self.sweep = opening.open_sweep(self.config, plan.jobs, plan.varied)
+            mlflow_view.announce(self.sweep.parent)
+        else:
+            self.sweep.parent.plan(plan.jobs, plan.varied)
+        return self.sweep
 
     def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> SweepPlan:
         """Compose and check the configs of all jobs before any job starts.
@@ -154,41 +152,42 @@ class SweepLauncher(Launcher):
             job_overrides: the overrides of each job.
             first: number of the first job.
         """
-        hardware = []
-        batches = []
-        values = []
+        hardware_of_jobs = []
+        batch_sizes = []
+        values_of_jobs = []
         for overrides in job_overrides:
             spec = self._resolve(overrides)
-            hardware.append(spec.config.hardware)
-            batches.append(spec.batching.effective_batch_size)
-            values.append(_values_by_key(overrides))
+            hardware_of_jobs.append(spec.config.hardware)
+            batch_sizes.append(spec.batching.effective_batch_size)
+            values_of_jobs.append(_values_by_key(overrides))
 
-        varied = self._varied(values)
+        varied = self._varied_keys(values_of_jobs)
         varied_values = []
-        for job in values:
-            varied_values.append({key: job[key] for key in varied if key in job})
-        names = parent_run.names_of(varied_values, batches, first)
+        for values in values_of_jobs:
+            varied_values.append({key: values[key] for key in varied if key in values})
+        names = job_names(varied_values, batch_sizes, first)
         jobs = dict(zip(names, job_overrides, strict=True))
-        return SweepPlan(jobs, varied, hardware)
+        return SweepPlan(jobs, varied, hardware_of_jobs)
 
-    def _varied(self, values: Sequence[Mapping[str, str]]) -> list[str]:
+    def _varied_keys(self, values_of_jobs: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the keys that the sweep varies, given each job's values by key."""
         # A swept key counts even if it has the same value in all jobs of this batch.
         swept = set()
-        for override in _parsed(self._task_overrides()):
+        for override in _parsed(self._sweep_overrides()):
             if override.is_sweep_override():
                 swept.add(_key(override))
 
         keys: dict[str, None] = {}  # an ordered set
-        for job in values:
-            keys.update(dict.fromkeys(job))
+        for values in values_of_jobs:
+            keys.update(dict.fromkeys(values))
         varied = []
         for key in keys:
-            if key in swept or len({job.get(key) for job in values}) > 1:
+            distinct_values = {values.get(key) for values in values_of_jobs}
+            if key in swept or len(distinct_values) > 1:
                 varied.append(key)
         return varied
 
-    def _task_overrides(self) -> list[str]:
+    def _sweep_overrides(self) -> list[str]:
         """Return the overrides in `hydra.sweeper.params`, then the command line's."""
         overrides = []
         params = self.config.hydra.sweeper.get("params") or {}
@@ -220,39 +219,45 @@ class SweepLauncher(Launcher):
         finally:
             HydraConfig.instance().cfg = before
 
-    def _interrupted_run_dirs(self) -> dict[str, Path]:
-        """Return the run directories of interrupted jobs, by the job's name.
+    @abstractmethod
+    def _slots(self, hardware_of_jobs: Sequence[HardwareConfig]) -> list[list[str]]:
+        """Check what the jobs require, and return the GPUs of each concurrent job.
 
-        Only directories below the working directory are found.
+        Args:
+            hardware_of_jobs: the `hardware` group of each job.
         """
-        run_dirs_by_id = by_id("SWEEP")
-        run_dirs = {}
-        for name, run in self.sweep.children().items():
-            run_id = run.info.run_id
-            if run.info.status == "KILLED" and run_id in run_dirs_by_id:
-                run_dirs[name] = run_dirs_by_id[run_id]
-        return run_dirs
 
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        """Return one list of GPUs per concurrent job.
+    def _prepare(self) -> None:
+        """Start what takes long, while this process opens the sweep."""
 
-        Overridden methods also check the launcher's requirements and prepare it for the
-        jobs.
+    @abstractmethod
+    def _backend(
+        self, sweep: RunningSweep, hardware_of_jobs: Sequence[HardwareConfig]
+    ) -> Backend:
+        """Return the backend that runs the jobs of one batch.
+
+        Args:
+            sweep: the sweep.
+            hardware_of_jobs: the `hardware` group of each job.
         """
-        return [[]]
 
-    def _call(
-        self, name: str, overrides: Sequence[str], number: int, run_dir: Path | None
-    ) -> JobCall:
-        """Return the callable of a job; it resumes the run in `run_dir`, if given."""
+    def _task(
+        self,
+        sweep: RunningSweep,
+        name: str,
+        overrides: Sequence[str],
+        number: int,
+        run_dir: Path | None,
+    ) -> JobTask:
+        """Return the task of a job; it resumes the run in `run_dir`, if given."""
         overrides = [
             *overrides,
-            f"tracking.sweep={hydra_quoted(self.sweep.run_id)}",
+            f"tracking.sweep={hydra_quoted(sweep.parent.run_id)}",
             f"tracking.job={hydra_quoted(name)}",
             f"tracking.run_name={hydra_quoted(name)}",
         ]
-        if self.sweep.experiment:
-            experiment = hydra_quoted(self.sweep.experiment)
+        if sweep.experiment:
+            experiment = hydra_quoted(sweep.experiment)
             overrides.append(f"tracking.experiment={experiment}")
         if run_dir is not None:
             overrides += [
@@ -260,7 +265,7 @@ class SweepLauncher(Launcher):
                 f"hydra.sweep.dir={hydra_quoted(run_dir.absolute())}",
                 "hydra.sweep.subdir=.",
             ]
-        return JobCall(
+        return JobTask(
             overrides,
             number,
             self.config,
@@ -268,131 +273,6 @@ class SweepLauncher(Launcher):
             self.task_function,
             Singleton.get_state(),
         )
-
-    def _run(self, calls: Mapping[str, JobCall], slots: list[Slot]) -> dict[str, float]:
-        """Run all jobs, and return their losses. Both dicts are keyed by job name.
-
-        If an exception is raised, all running jobs are interrupted first.
-        """
-        losses: dict[str, float] = {}
-        waiting = deque(calls.items())
-        try:
-            while waiting or any(slot.job for slot in slots):
-                for slot in slots:
-                    if waiting and slot.job is None:
-                        name, call = waiting.popleft()
-                        self._start(slot, name, call)
-                self._wait()
-                losses |= self._collect(slots)
-                self._check_first_ending()
-        except BaseException:
-            self._stop(slots)
-            raise
-        return losses
-
-    def _start(self, slot: Slot, name: str, call: JobCall) -> None:
-        """Start a job in a slot. A job that cannot be started counts as failed."""
-        say(f"  {name}: started")
-        slot.name = name
-        slot.started_at = time.monotonic()
-        try:
-            # Assign the job before it starts, so that `_stop` finds it if the start is
-            # interrupted.
-            slot.job = self._job(call, slot.gpus)
-            slot.job.start()
-        except Exception as error:
-            self._note(slot, Ending(FAILED, reason=first_line(error)))
-
-    def _collect(self, slots: Sequence[Slot]) -> dict[str, float]:
-        """Return the losses of the jobs that have ended, and free their slots."""
-        losses = {}
-        for slot in slots:
-            if not slot.job:
-                continue
-            ending = slot.job.ending()
-            if ending is not None:
-                losses[slot.name] = ending.loss
-                self._note(slot, ending)
-        return losses
-
-    def _note(self, slot: Slot, ending: Ending) -> None:
-        """Record and print how the job of a slot ended, and free the slot."""
-        is_first = not self.sweep.ended and not self._trained_before
-        if is_first and ending.how == REJECTED:
-            self.sweep.ended_by = slot.name
-        self.sweep.ended[slot.name] = time.monotonic()
-        if ending.how != FINISHED:
-            self.sweep.lost[slot.name] = ending.reason or ending.how
-        seconds = time.monotonic() - slot.started_at
-        say(f"  {slot.name}: {ending.how} after {seconds:.0f} s")
-        slot.job = None
-
-    def _check_first_ending(self) -> None:
-        """Raise a `RunError` if the first job to end was rejected for its config.
-
-        The configs of the other jobs probably have the same error.
-        """
-        name = self.sweep.ended_by
-        if name:
-            raise RunError(
-                f"{self.sweep.lost[name]} The sweep was ended for it, as {name} was "
-                "its first job to end."
-            )
-
-    def _stop(self, slots: Sequence[Slot]) -> None:
-        """Interrupt all running jobs, so that each closes its run, and wait for them.
-
-        Jobs that still run after `GRACE` plus `tracking.patience` seconds are killed.
-        """
-        deadline = time.monotonic() + GRACE + self.config.tracking.patience
-        while any(slot.job for slot in slots):
-            try:
-                running = [slot.job for slot in slots if slot.job]
-                self._ask_to_end(running, late=time.monotonic() > deadline)
-                self._wait()
-                self._collect(slots)
-            except (KeyboardInterrupt, Terminated):
-                deadline = 0.0  # a second signal kills at once
-
-    def _job(self, call: JobCall, gpus: list[str]) -> Any:
-        """Return the job, not yet started, that runs `call` on `gpus`."""
-        return _InProcessJob(call)
-
-    def _wait(self) -> None:
-        """Wait for `interval` seconds; a subclass may also poll the jobs' states."""
-        time.sleep(self.interval)
-
-    def _ask_to_end(self, running: Sequence[Any], late: bool) -> None:
-        """Ask running jobs to end, or kill them if `late`. Called at every poll."""
-
-
-@dataclass
-class _InProcessJob:
-    call: JobCall
-    _ending: Ending | None = None
-
-    def start(self) -> None:
-        self._ending = self.call()
-
-    def ending(self) -> Ending:
-        return self._ending or Ending("interrupted")
-
-
-class BasicLauncher(SweepLauncher):
-    """Runs all jobs in this process, one after the other, for use with a debugger.
-
-    The jobs share TensorFlow's global state.
-    """
-
-    interval = 0.0
-
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        # Reject several workers: a process can join a TensorFlow cluster only once.
-        if any(job.workers != 1 for job in hardware):
-            raise ConfigError(
-                "hydra/launcher", "must not be basic with several workers", "basic"
-            )
-        return super()._slots(hardware)
 
 
 def _terminate(number: int, _frame: object) -> NoReturn:
@@ -404,6 +284,23 @@ def completed_with(loss: float) -> JobReturn:
     returned = JobReturn(status=JobStatus.COMPLETED)
     returned.return_value = loss
     return returned
+
+
+def _interrupted_run_dirs(children: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the run directories of interrupted jobs, by the job's name.
+
+    Only directories below the working directory are found.
+
+    Args:
+        children: the runs of the sweep's jobs, by the job's name.
+    """
+    run_dirs_by_id = by_id("SWEEP")
+    run_dirs = {}
+    for name, run in children.items():
+        run_id = run.info.run_id
+        if run.info.status == "KILLED" and run_id in run_dirs_by_id:
+            run_dirs[name] = run_dirs_by_id[run_id]
+    return run_dirs
 
 
 def _values_by_key(overrides: Sequence[str]) -> dict[str, str]:

@@ -9,34 +9,25 @@ import takes most of the time of a small job. Elsewhere each job is a new proces
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 from omegaconf import DictConfig
 
-from pipeline.common import nvidia, signals
-from pipeline.common.errors import ConfigError, described
+from pipeline.common.errors import ConfigError
 from pipeline.config.schema import HardwareConfig
-from pipeline.sweep import forkserver_internals
-from pipeline.sweep import gpus as gpus_of_machine
-from pipeline.sweep.job_call import (
-    FAILED,
-    Ending,
-    JobCall,
-    importing_only_this_package,
-    killed,
-)
-from pipeline.sweep.launcher import GRACE, SweepLauncher
+from pipeline.sweep import forkserver_internals, gpus, job_process
+from pipeline.sweep.ending import Ending, interrupted_before_start, without_result
+from pipeline.sweep.job_batch import INTERRUPTION_GRACE
+from pipeline.sweep.job_task import JobTask, importing_only_this_package
+from pipeline.sweep.launcher import SweepLauncher
+from pipeline.sweep.running_sweep import RunningSweep
 
 _SIGNALS = frozenset(signal.Signals)
 
@@ -51,8 +42,9 @@ class LocalLauncher(SweepLauncher):
     def __init__(self, timeout_min: int, **unknown: Any):
         self.timeout_min = timeout_min
         self._unknown = unknown
-        # Start methods of `multiprocessing`, in order of preference. Only Linux uses
-        # the forkserver: on other systems, libraries may not work in a forked process.
+        # Start methods of `multiprocessing`, in order of preference. One that does not
+        # work on this machine is removed, for all batches. Only Linux uses the
+        # forkserver: on other systems, libraries may not work in a forked process.
         self._methods = ["spawn"]
         if sys.platform == "linux":
             self._methods = ["forkserver", "spawn"]
@@ -86,89 +78,109 @@ class LocalLauncher(SweepLauncher):
             forkserver_internals.kill()  # it may still be importing TensorFlow
             raise
 
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        """Return the GPUs of each concurrent job, and start the forkserver."""
-        slots = gpus_of_machine.slots(hardware, self.config.hardware.parallel_jobs)
+    def _slots(self, hardware_of_jobs: Sequence[HardwareConfig]) -> list[list[str]]:
+        return gpus.slots(hardware_of_jobs, self.config.hardware.parallel_jobs)
+
+    def _prepare(self) -> None:
+        """Start the forkserver.
+
+        It imports TensorFlow while this process imports MLflow.
+        """
         if "forkserver" in self._methods:
-            # Start it now, so that it imports TensorFlow while this process imports
-            # MLflow.
             with importing_only_this_package():
                 forkserver_internals.start("pipeline.sweep.warm")
-        return slots
 
-    def _job(self, call: JobCall, gpus: list[str]) -> "LocalJob":
-        log = Path(call.config.hydra.sweep.dir) / str(call.number) / "job.log"
-        methods = self._methods
-        if _sets_variables(call):
+    def _backend(
+        self, sweep: RunningSweep, hardware_of_jobs: Sequence[HardwareConfig]
+    ) -> "_LocalProcesses":
+        return _LocalProcesses(
+            timeout_min=self.timeout_min,
+            methods=self._methods,
+            patience=self.config.tracking.patience,
+            shares_gpus=self.config.hardware.jobs_per_gpu > 1,
+        )
+
+
+@dataclass
+class _LocalProcesses:
+    """The backend that runs each job in a process. For its fields, see `LocalJob`."""
+
+    timeout_min: int
+    methods: list[str]
+    patience: float
+    shares_gpus: bool
+    interval: float = 0.1  # seconds between two polls
+
+    def job(self, task: JobTask, gpus: list[str]) -> "LocalJob":
+        log = Path(task.config.hydra.sweep.dir) / str(task.number) / "job.log"
+        methods = self.methods
+        if _sets_variables(task):
             methods = ["spawn"]
-        patience = self.config.tracking.patience
-        job = LocalJob(call, gpus, log, self.timeout_min, methods, patience)
-        job.shared = self.config.hardware.jobs_per_gpu > 1
-        return job
+        return LocalJob(
+            task, gpus, log, self.timeout_min, methods, self.patience, self.shares_gpus
+        )
 
-    def _ask_to_end(self, running: Sequence["LocalJob"], late: bool) -> None:
+    def poll(self) -> None:
+        """Do nothing: each job polls its own process."""
+
+    def stop(self, running: Sequence["LocalJob"], *, kill: bool) -> None:
         for job in running:
-            job.end(late)
+            if kill:
+                job.kill()
+            else:
+                job.interrupt()
 
 
-def _sets_variables(call: JobCall) -> bool:
+def _sets_variables(task: JobTask) -> bool:
     """Return whether the job sets environment variables with `hydra.job.env_set`.
 
     Such a job is not forked, since TensorFlow reads some variables when it is imported.
     """
-    for override in call.overrides:
+    for override in task.overrides:
         if override.lstrip("+").startswith("hydra.job.env_set"):
             return True
-    return bool(call.config.hydra.job.env_set)
-
-
-@dataclass(frozen=True)
-class _Surroundings:
-    """Settings that a job's process applies before it receives its job."""
-
-    log: Path  # the file for standard output and standard error
-    variables: dict[str, str]  # the environment variables
-    shares_gpus: bool  # whether other jobs may use the same GPUs
-    start_method: str | None  # `multiprocessing` start method for the job's processes
+    return bool(task.config.hydra.job.env_set)
 
 
 class LocalJob:
     """A job in a process of its own.
 
     Args:
-        call: the job.
+        task: the job.
         gpus: the GPUs that it uses.
         log: the file for its output.
-        limit: time limit in minutes.
+        timeout_min: time limit in minutes.
         methods: start methods in order of preference. A method that fails is removed
             from this list.
         patience: seconds that an interrupted job may wait for the store.
+        shares_gpus: whether other jobs may use the same GPUs.
     """
-
-    shared = False  # whether other jobs may use the same GPUs
 
     def __init__(
         self,
-        call: JobCall,
+        task: JobTask,
         gpus: list[str],
         log: Path,
-        limit: int,
+        timeout_min: int,
         methods: list[str],
         patience: float = 0,
+        shares_gpus: bool = False,
     ):
-        self.deadline = float("inf")  # by `time.monotonic`, in seconds
-        self._call = call
+        self._task = task
         self._gpus = gpus
         self._log = log
-        self._limit = limit
+        self._timeout_min = timeout_min
         self._methods = methods
-        self._grace = GRACE + patience
+        self._grace = INTERRUPTION_GRACE + patience
+        self._shares_gpus = shares_gpus
 
-        self._pipe, self._pipe_of_job = multiprocessing.Pipe()
+        self._pipe, self._pipe_of_process = multiprocessing.Pipe()
         self._process: Any = None
-        self._ending: Ending | None = None
-        self._is_overdue = False
-        self._was_asked_to_end = False
+        self._ending: Ending | None = None  # as the process has sent it
+        # When the job is interrupted, or killed if it is overdue; by `time.monotonic`.
+        self.deadline = float("inf")
+        self._is_overdue = False  # it has reached its time limit
+        self._was_interrupted = False
 
     @property
     def _pid(self) -> int | None:
@@ -178,87 +190,82 @@ class LocalJob:
     def start(self) -> None:
         """Start the process, then send the job to the process.
 
-        If the call is interrupted before the job is sent, the pipe is closed and the
+        If the start is interrupted before the job is sent, the pipe is closed and the
         process ends by itself.
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._start_process()
-            self.deadline = time.monotonic() + 60 * self._limit
-            self._pipe_of_job.close()
-            # Ignore a process that has already died: `ending` detects it.
+            self.deadline = time.monotonic() + 60 * self._timeout_min
+            self._pipe_of_process.close()
+            # Ignore a process that has already died: `poll` detects it.
             with contextlib.suppress(OSError):
-                self._pipe.send_bytes(cloudpickle.dumps(self._call))
+                self._pipe.send_bytes(cloudpickle.dumps(self._task))
         except BaseException:
             self._pipe.close()
             raise
 
     def _start_process(self) -> None:
-        surroundings = _Surroundings(
+        settings = job_process.ProcessSettings(
             log=self._log,
             # The job's process sets CUDA_VISIBLE_DEVICES before TensorFlow looks for
             # GPUs.
             variables={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)},
-            shares_gpus=self.shared,
+            shares_gpus=self._shares_gpus,
             start_method=multiprocessing.get_start_method(allow_none=True),
         )
-        context: Any = multiprocessing.get_context(self._methods[0])
-        self._process = context.Process(
-            target=_main,
-            args=(self._pipe_of_job, surroundings),
-            name=f"job {self._call.number}",
-        )
-        try:
-            with importing_only_this_package():
-                self._process.start()
-        except (EOFError, OSError):
-            # Try the next start method if the forkserver could not import everything or
-            # cannot fork.
-            if len(self._methods) == 1:
-                raise
-            del self._methods[0]
-            self._start_process()
+        while True:
+            context: Any = multiprocessing.get_context(self._methods[0])
+            self._process = context.Process(
+                target=job_process.main,
+                args=(self._pipe_of_process, settings),
+                name=f"job {self._task.number}",
+            )
+            try:
+                with importing_only_this_package():
+                    self._process.start()
+                return
+            except (EOFError, OSError):
+                # Try the next start method if the forkserver could not import
+                # everything or cannot fork.
+                if len(self._methods) == 1:
+                    raise
+                del self._methods[0]
 
-    def ending(self) -> Ending | None:
+    def poll(self) -> Ending | None:
         """Return how the job ended, or None while its process runs and uses its GPUs.
 
-        A job that exceeds its time limit is asked to end, and later killed.
+        A job that exceeds its time limit is interrupted, and later killed.
         """
         self._receive()
         if self._pid is None:
-            return Ending("interrupted")
+            return interrupted_before_start()
 
         status = self._process.exitcode
-        lost = status == forkserver_internals.LOST and not self._pipe.closed
-        if status is None or lost:
-            if time.monotonic() > self.deadline:
-                self.end(late=self._is_overdue)
-                self._is_overdue = True
-                self.deadline = time.monotonic() + self._grace
+        if self._is_running(status):
+            self._enforce_time_limit()
             return None
 
         self._pipe.close()
         if self._ending is not None:
             return self._ending
-        printed = ""
+        output = ""
         if self._log.exists():
-            printed = self._log.read_text(encoding="utf-8", errors="replace")
-        return killed(self._how_it_ended(status), printed)
+            output = self._log.read_text(encoding="utf-8", errors="replace")
+        return without_result(self._cause(status), output)
 
-    def end(self, late: bool) -> None:
-        """Send SIGTERM at the first call, or SIGKILL if `late`."""
-        pid = self._pid
-        if pid is None:
-            return
-        # A second SIGTERM would kill the process before it has closed its run.
-        if self._was_asked_to_end and not late:
-            return
-        self._was_asked_to_end = True
-        number = signal.SIGTERM
-        if late:
-            number = signal.SIGKILL
-        with contextlib.suppress(OSError):  # it has already ended
-            os.kill(pid, number)
+    def interrupt(self) -> None:
+        """Send SIGTERM, at the first call only.
+
+        A second SIGTERM would kill the process before it has closed its run.
+        """
+        if self._pid is not None and not self._was_interrupted:
+            self._was_interrupted = True
+            self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._send(signal.SIGKILL)
 
     def _receive(self) -> None:
         """Read the ending if the job has sent it. Close the pipe if the job has."""
@@ -268,10 +275,35 @@ class LocalJob:
         except (EOFError, OSError):
             self._pipe.close()
 
-    def _how_it_ended(self, status: int) -> str:
-        """Return how a process with this exit status ended, for an `Ending`."""
+    def _is_running(self, status: int | None) -> bool:
+        """Return whether the process runs, given its `exitcode`."""
+        if status == forkserver_internals.UNKNOWN_STATUS:
+            # The forkserver has died. The process closes the pipe when it ends.
+            return not self._pipe.closed
+        return status is None
+
+    def _enforce_time_limit(self) -> None:
+        """Interrupt the job at its deadline, and kill it when its grace is over."""
+        if time.monotonic() <= self.deadline:
+            return
         if self._is_overdue:
-            return f"killed at its time limit of {self._limit} min"
+            self.kill()
+        else:
+            self.interrupt()
+        self._is_overdue = True
+        self.deadline = time.monotonic() + self._grace
+
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it has been started."""
+        pid = self._pid
+        if pid is not None:
+            with contextlib.suppress(OSError):  # it has already ended
+                os.kill(pid, number)
+
+    def _cause(self, status: int) -> str:
+        """Return what ended a process with this exit status."""
+        if self._is_overdue:
+            return f"killed at its time limit of {self._timeout_min} min"
         if status < 0:
             number = -status
         else:
@@ -279,54 +311,3 @@ class LocalJob:
         if number in _SIGNALS:
             return f"killed by {signal.Signals(number).name}"
         return f"ended with status {status}"
-
-
-def _main(sweep: connection.Connection, surroundings: _Surroundings) -> None:
-    """Run the job that is received from `sweep`, and send back its `Ending`."""
-    _settle_in(surroundings)
-    try:
-        call = sweep.recv_bytes()
-    except EOFError:
-        return
-
-    threading.Thread(target=_end_with, args=[sweep], daemon=True).start()
-    nvidia.lock(nvidia.visible(), shared=surroundings.shares_gpus)
-    try:
-        ending = pickle.loads(call)()
-    except Exception as error:
-        traceback.print_exc()
-        ending = Ending(FAILED, reason=described(error))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    except signals.Terminated:
-        sys.exit(128 + signal.SIGTERM)
-    finally:
-        forkserver_internals.call_exit_functions()
-    with contextlib.suppress(OSError):  # the sweep was killed
-        sweep.send(ending)
-
-
-def _settle_in(surroundings: _Surroundings) -> None:
-    """Prepare this process for its job.
-
-    Start a new session, replace the environment variables, redirect standard output and
-    standard error to the log, and set the start method of `multiprocessing`.
-    """
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(surroundings.variables)
-    with open(surroundings.log, "ab") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    multiprocessing.set_start_method(surroundings.start_method, force=True)
-
-
-def _end_with(sweep: connection.Connection) -> None:
-    """Send SIGTERM to this process when the sweep's process has ended.
-
-    Only the sweep's process holds the other end of the pipe, which closes with it.
-    """
-    with contextlib.suppress(OSError):
-        sweep.poll(None)
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,9 @@
 """A sweep in MLflow's UI: the parent run's description, and a view that compares jobs.
 
-A saved view is stored as a tag of the experiment, in a private format of MLflow's UI.
-The keys below are the keys of MLflow 3.17.2; MLflow uses defaults for missing keys.
-With a version that is not in `TRIED`, the link opens the experiment's plain page.
+A saved view is a tag of the experiment, with the settings of `view_settings`. With a
+version of MLflow that is not in `TESTED_VERSIONS`, the link opens the experiment's list
+of runs. In this module, a fragment is the part of a URL from `#/`, which names a page
+of the UI.
 """
 
 import base64
@@ -15,49 +16,44 @@ from urllib.parse import urlsplit
 
 from pipeline.common.errors import say
 from pipeline.config.plain import without_seed
-from pipeline.sweep.files import question
+from pipeline.sweep import files
 from pipeline.sweep.parent_run import ParentRun
+from pipeline.sweep.view_settings import (
+    GROUP_TAG,
+    TESTED_VERSIONS,
+    AxisRange,
+    view_settings,
+)
 from pipeline.tracking.foreign_store import LONGEST_TAG
 
-TRIED = ("3.17.", "3.18.")  # versions of MLflow with which the saved view was tested
-EXAMPLES = "train/examples_seen"  # the x axis of training metrics
-LOCAL = "http://127.0.0.1:5000"  # default address of `pipeline ui`
-TAG = "mlflow.sharedViewState."  # experiment tag of a view, followed by the sweep's ID
-# Tag of each job: the job's name without the seed. The UI groups jobs by this tag to
-# average over seeds. The UI derives a group's color from a hash of the tag's name and
-# value; this name was chosen because it gives the groups of usual sweeps different
-# colors.
-GROUP = "sweep.repeats"
+LOCAL_SERVER = "http://127.0.0.1:5000"  # default address of `pipeline ui`
+# Experiment tag of a saved view, followed by the sweep's ID.
+VIEW_TAG = "mlflow.sharedViewState."
 # A chart's range leaves out values whose distance from the middle 96% of the values is
 # more than this many times the width of these 96%.
-SPIKE = 3.0
+_SPIKE_DISTANCE = 3.0
 # Characters of the description that are reserved for the verdict of the report.
-FOR_VERDICT = 2400
+_RESERVED_FOR_VERDICT = 2400
 # Color-blind safe (Okabe and Ito 2008), without black and yellow, which are hard to see
 # on one of the UI's two backgrounds.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# Config key → the param that is shown instead: the derived size, since a configured
-# size may be null.
-DERIVED = {
-    "accumulation.factor": "derived.factor",
-    "accumulation.effective_batch_size": "derived.effective_batch_size",
-    "accumulation.micro_batch_size": "derived.micro_batch_size",
-}
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
-def announce(sweep: ParentRun) -> None:
+def announce(parent: ParentRun) -> None:
     """Save the view that compares the jobs of a new sweep, and print its URL.
 
     Also set the description of the parent run, without results.
     """
-    url = link(sweep.uri, _describe(sweep, []))
+    fragment = save_view(parent, {})
+    _set_description(parent, fragment, [])
+    url = page_url(parent.uri, fragment)
     condition = ""
-    if url.startswith(LOCAL):
+    if url.startswith(LOCAL_SERVER):
         condition = " (once `pipeline ui` runs, which prints it with its port)"
     say(f"compare its runs: {url}{condition}")
 
 
-def complete(sweep: ParentRun) -> dict[str, Any]:
+def complete(parent: ParentRun) -> dict[str, Any]:
     """Color the jobs, add their results to the parent's description, and set ranges.
 
     The ranges of the saved view's charts are computed from the jobs' values.
@@ -65,61 +61,65 @@ def complete(sweep: ParentRun) -> dict[str, Any]:
     Returns:
         The jobs' runs by the job's name.
     """
-    children = sweep.children()
-    client = sweep.client()
-    color(client, {name: run.info.run_id for name, run in children.items()})
+    children = parent.children()
+    client = parent.client()
+    set_colors(client, {name: run.info.run_id for name, run in children.items()})
     for name, run in children.items():
-        if GROUP not in run.data.tags:  # a job of an earlier version
-            client.set_tag(run.info.run_id, GROUP, without_seed(name))
+        if GROUP_TAG not in run.data.tags:  # a job of an earlier version
+            client.set_tag(run.info.run_id, GROUP_TAG, without_seed(name))
+
     ranges = {}
-    for metric in _losses_and_metrics(sweep):
-        chart_range = robust_range(_values(client, children.values(), metric))
-        if chart_range is not None:
-            ranges[metric] = chart_range
-    _describe(sweep, _results(sweep, children), ranges)
+    metrics_of_jobs = [f"val/{name}" for name in parent.metrics]
+    for metric in ("train/loss", "val/loss", *metrics_of_jobs):
+        values = metric_values(client, children.values(), metric)
+        axis_range = robust_range(values)
+        if axis_range is not None:
+            ranges[metric] = axis_range
+    fragment = save_view(parent, ranges)
+    _set_description(parent, fragment, _result_table(parent, children))
     return children
 
 
 def description(
-    sweep: ParentRun, anchor: str, results: Sequence[Sequence[object]]
+    parent: ParentRun, fragment: str, result_table: Sequence[Sequence[object]]
 ) -> str:
     """Return the parent's description in Markdown.
 
     Args:
-        sweep: the sweep.
-        anchor: URL fragment of the view that compares the jobs.
-        results: rows of a table, the header first; empty before the sweep has ended.
-            Rows that would exceed the tag's limit, less `FOR_VERDICT` characters, are
-            replaced by their number.
+        parent: the parent run of the sweep.
+        fragment: fragment of the view that compares the jobs.
+        result_table: the cells of each row, the header first; empty before the sweep
+            has ended. Rows that would exceed the tag's limit, less
+            `_RESERVED_FOR_VERDICT` characters, are replaced by their number.
     """
-    varied = ", ".join(f"`{key}`" for key in sweep.varied) or "nothing"
-    title = f"**{sweep.name}**"
-    asks = question(sweep.name)
-    if asks:
-        title += f": {asks}"
+    varied_keys = ", ".join(f"`{key}`" for key in parent.varied) or "nothing"
+    title = f"**{parent.name}**"
+    question = files.question(parent.name)
+    if question:
+        title += f": {question}"
     # The link comes first, since the UI shows only three lines until it is expanded.
     lines = [
-        f"[Compare the runs of this sweep]({anchor}). They differ in {varied}.",
+        f"[Compare the runs of this sweep]({fragment}). They differ in {varied_keys}.",
         "",
         title,
         "",
     ]
-    if not results:
+    if not result_table:
         return "\n".join([*lines, "The results come here when the sweep has ended."])
 
-    header, *rows = [_row(cells) for cells in results]
-    lines += [header, "|" + " --- |" * len(results[0])]
+    header, *rows = [_markdown_row(cells) for cells in result_table]
+    lines += [header, "|" + " --- |" * len(result_table[0])]
     for number, row in enumerate(rows):
-        rest = f"\n\nand {len(rows) - number} more"
-        length = len("\n".join([*lines, row])) + len(rest)
-        if length > LONGEST_TAG - FOR_VERDICT:
-            return "\n".join(lines) + rest
+        omission = f"\n\nand {len(rows) - number} more"
+        length = len("\n".join([*lines, row])) + len(omission)
+        if length > LONGEST_TAG - _RESERVED_FOR_VERDICT:
+            return "\n".join(lines) + omission
         lines.append(row)
     return "\n".join(lines)
 
 
-def plain_page(experiment_id: str) -> str:
-    """Return the URL fragment of the page that lists an experiment's runs.
+def runs_fragment(experiment_id: str) -> str:
+    """Return the fragment of the page that lists an experiment's runs.
 
     The fragment sets the workflow type. Without it, the UI shows the page for GenAI in
     a browser that has not opened the experiment before.
@@ -127,81 +127,82 @@ def plain_page(experiment_id: str) -> str:
     return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
 
 
-def view_page(experiment_id: str, sweep_id: str) -> str:
-    """Return the URL fragment of the view that is saved for a sweep."""
-    page = plain_page(experiment_id)
-    return f"{page}&compareRunsMode=CHART&viewStateShareKey={sweep_id}"
+def view_fragment(experiment_id: str, sweep_id: str) -> str:
+    """Return the fragment of the view that is saved for a sweep."""
+    list_of_runs = runs_fragment(experiment_id)
+    return f"{list_of_runs}&compareRunsMode=CHART&viewStateShareKey={sweep_id}"
 
 
-def saved_view(
-    sweep: ParentRun, ranges: Mapping[str, tuple[float, float]] | None = None
-) -> str:
-    """Save the view of a sweep, and return its URL fragment, which begins with `#/`.
+def save_view(parent: ParentRun, ranges: Mapping[str, AxisRange]) -> str:
+    """Save the view of a sweep, and return its fragment.
 
-    If the installed MLflow is not in `TRIED`, or the view is too long for a tag, save
-    nothing and return the fragment of the plain page.
+    If the installed MLflow is not in `TESTED_VERSIONS`, or the view is too long for a
+    tag, save nothing and return the fragment of the list of runs.
 
     Args:
-        sweep: the sweep.
-        ranges: the lowest and the highest value of a chart's y axis, by metric.
+        parent: the parent run of the sweep.
+        ranges: the ranges of the charts' y axes, by metric; may be empty.
     """
     import mlflow
 
-    page = plain_page(sweep.experiment_id)
-    if not mlflow.__version__.startswith(TRIED):
-        return page
+    list_of_runs = runs_fragment(parent.experiment_id)
+    if not mlflow.__version__.startswith(TESTED_VERSIONS):
+        return list_of_runs
 
-    state = json.dumps(view_state(sweep, ranges), separators=(",", ":")).encode()
-    packed = base64.b64encode(zlib.compress(state, 9)).decode()
+    settings = json.dumps(view_settings(parent, ranges), separators=(",", ":"))
+    packed = base64.b64encode(zlib.compress(settings.encode(), 9)).decode()
     view = json.dumps(
         {
-            "name": f"{sweep.name} {sweep.run_id[:6]}",
+            "name": f"{parent.name} {parent.run_id[:6]}",
             "createdAt": int(time.time() * 1000),
             "state": f"deflate;{packed}",
         }
     )
     if len(view) > LONGEST_TAG:
-        return page
-    sweep.client().set_experiment_tag(sweep.experiment_id, TAG + sweep.run_id, view)
-    return view_page(sweep.experiment_id, sweep.run_id)
+        return list_of_runs
+    key = VIEW_TAG + parent.run_id
+    parent.client().set_experiment_tag(parent.experiment_id, key, view)
+    return view_fragment(parent.experiment_id, parent.run_id)
 
 
-def link(uri: str, fragment: str) -> str:
+def page_url(uri: str, fragment: str) -> str:
     """Return the URL of `fragment` on the store's server.
 
     If the store has no server, return the URL on the server of `pipeline ui`.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
-        return f"{LOCAL}/{fragment}"
+        return f"{LOCAL_SERVER}/{fragment}"
     host = parts.netloc.rpartition("@")[2]  # without user and password
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}/{fragment}"
 
 
-def color(client: Any, runs: Mapping[str, str]) -> None:
+def set_colors(client: Any, run_ids: Mapping[str, str]) -> None:
     """Set the colors of runs in MLflow's UI.
 
     Jobs that differ only in the seed have the same color.
 
     Args:
         client: MLflow's client of the store.
-        runs: the runs' IDs by the job's name. The colors are assigned in this order.
+        run_ids: the runs' IDs by the job's name. The colors are assigned in this order.
     """
-    settings = {name: without_seed(name) for name in runs}
-    order = list(dict.fromkeys(settings.values()))
-    for name, run_id in runs.items():
-        number = order.index(settings[name])
-        client.set_tag(run_id, "mlflow.runColor", COLORS[number % len(COLORS)])
+    colors: dict[str, str] = {}  # by the job's name without the seed
+    for name, run_id in run_ids.items():
+        next_color = _COLORS[len(colors) % len(_COLORS)]
+        color = colors.setdefault(without_seed(name), next_color)
+        client.set_tag(run_id, "mlflow.runColor", color)
 
 
-def robust_range(values: Sequence[float]) -> tuple[float, float] | None:
+def robust_range(values: Sequence[float]) -> AxisRange | None:
     """Return the range of a chart's y axis: the finite values except spikes.
 
-    A value is a spike if its distance from the middle 96% of the values exceeds `SPIKE`
-    times the width of these 96%. A margin of 4% is added on both sides.
+    A value is a spike if its distance from the middle 96% of the values exceeds
+    `_SPIKE_DISTANCE` times the width of these 96%. A margin of 4% is added on both
+    sides.
 
     Returns:
-        The lower and the upper bound, or None if no two of the values differ.
+        The range. It is None if fewer than two distinct values remain without the
+        spikes.
     """
     import numpy as np
 
@@ -210,53 +211,15 @@ def robust_range(values: Sequence[float]) -> tuple[float, float] | None:
     if not finite.size:
         return None
     low, high = np.quantile(finite, (0.02, 0.98))
-    reach = SPIKE * (high - low)
-    kept = finite[(finite >= low - reach) & (finite <= high + reach)]
+    distance = _SPIKE_DISTANCE * (high - low)
+    kept = finite[(finite >= low - distance) & (finite <= high + distance)]
     if kept.min() == kept.max():
         return None
     margin = 0.04 * (kept.max() - kept.min())
-    return float(kept.min() - margin), float(kept.max() + margin)
+    return AxisRange(float(kept.min() - margin), float(kept.max() + margin))
 
 
-def view_state(
-    sweep: ParentRun, ranges: Mapping[str, tuple[float, float]] | None = None
-) -> dict[str, Any]:
-    """Return the settings of MLflow's UI that differ from its defaults.
-
-    For the arguments, see `saved_view`.
-    """
-    params = [_param(key) for key in sweep.varied if key != "seed"]
-    losses = _losses_and_metrics(sweep)
-    validation = losses[1:]
-
-    columns = [f"params.`{param}`" for param in params]
-    columns += [f"metrics.`{loss}`" for loss in losses]
-    return {
-        "searchFilter": f"tags.sweep = '{sweep.run_id}'",
-        # Not `attributes.start_time`, which means the same: ordered by it, the UI nests
-        # the jobs below the parent and omits them from its charts.
-        "orderByKey": "attributes.created",
-        "orderByAsc": True,
-        "groupBy": _grouping(sweep.varied),
-        "runsHiddenMode": "SHOW_ALL",
-        "selectedColumns": columns,
-        "compareRunCharts": _charts(params, validation, ranges or {}),
-        "compareRunSections": _sections(),
-        "isAccordionReordered": True,
-        "globalLineChartConfig": {
-            "xAxisKey": "metric",
-            "selectedXAxisMetricKey": EXAMPLES,
-            "lineSmoothness": 0,
-        },
-    }
-
-
-def _losses_and_metrics(sweep: ParentRun) -> list[str]:
-    """Return the names of the training loss, the validation loss and the metrics."""
-    return ["train/loss", "val/loss", *(f"val/{metric}" for metric in sweep.metrics)]
-
-
-def _values(client: Any, runs: Iterable[Any], metric: str) -> list[float]:
+def metric_values(client: Any, runs: Iterable[Any], metric: str) -> list[float]:
     """Return the values of a metric at all steps of all runs."""
     values = []
     for run in runs:
@@ -266,153 +229,41 @@ def _values(client: Any, runs: Iterable[Any], metric: str) -> list[float]:
     return values
 
 
-def _describe(
-    sweep: ParentRun,
-    results: Sequence[Sequence[object]],
-    ranges: Mapping[str, tuple[float, float]] | None = None,
-) -> str:
-    """Save the view and the parent's description, and return the URL fragment.
-
-    The fragment is the result of `saved_view`.
-    """
-    fragment = saved_view(sweep, ranges)
-    text = description(sweep, fragment, results)
-    sweep.client().set_tag(sweep.run_id, "mlflow.note.content", text)
-    return fragment
+def _set_description(
+    parent: ParentRun, fragment: str, result_table: Sequence[Sequence[object]]
+) -> None:
+    """Set the parent's description. For the arguments, see `description`."""
+    text = description(parent, fragment, result_table)
+    parent.client().set_tag(parent.run_id, "mlflow.note.content", text)
 
 
-def _results(sweep: ParentRun, children: Mapping[str, Any]) -> list[list[object]]:
+def _result_table(parent: ParentRun, children: Mapping[str, Any]) -> list[list[object]]:
     """Return a table with the last metrics of each planned job, the header first."""
     measured: set[str] = set()
     for run in children.values():
         measured.update(run.data.metrics)
     measured.discard("val/examples_seen")
-    validation = sorted(key for key in measured if key.startswith("val/"))
-    keys = [*(validation or ["train/loss"]), "perf/examples_per_second"]
+    columns = sorted(metric for metric in measured if metric.startswith("val/"))
+    if not columns:
+        columns = ["train/loss"]
+    columns.append("perf/examples_per_second")
 
-    rows: list[list[object]] = [["job", "status", *keys]]
-    for name in sweep.names:
+    rows: list[list[object]] = [["job", "status", *columns]]
+    for name in parent.job_names:
         run = children.get(name)
         if run is None:
-            rows.append([name, "no run", *[""] * len(keys)])
+            rows.append([name, "no run", *[""] * len(columns)])
             continue
         cells = []
-        for key in keys:
+        for metric in columns:
             cell = ""
-            if key in run.data.metrics:
-                cell = f"{run.data.metrics[key]:.4g}"
+            if metric in run.data.metrics:
+                cell = f"{run.data.metrics[metric]:.4g}"
             cells.append(cell)
         rows.append([name, run.info.status, *cells])
     return rows
 
 
-def _row(cells: Iterable[object]) -> str:
+def _markdown_row(cells: Iterable[object]) -> str:
     escaped = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
     return f"| {' | '.join(escaped)} |"
-
-
-def _charts(
-    params: Sequence[str],
-    validation: Sequence[str],
-    ranges: Mapping[str, tuple[float, float]],
-) -> list[dict[str, Any]]:
-    """Return the settings of all charts; the UI keeps this order in each section."""
-    losses = ["train/loss", *validation]
-    charts = []
-    for metric in (*losses, "train/learning_rate", "train/gradient_noise_scale"):
-        charts.append(_line("curves", metric) | _range(ranges, metric))
-    for metric in (*losses, "perf/examples_per_second", "perf/peak_memory_bytes"):
-        charts.append(_chart("BAR", "ends", metric))
-    for axis in ("step", "time-relative"):
-        charts.append(_line("axes", "train/loss", axis) | _range(ranges, "train/loss"))
-    if params:
-        options = {
-            "selectedParams": params,
-            "selectedMetrics": validation,
-            "showAllRuns": True,
-        }
-        charts.append(_chart("PARALLEL", "ends", "") | options)
-    return charts
-
-
-def _sections() -> list[dict[str, Any]]:
-    names = {
-        "curves": "By examples seen",
-        "ends": "At the end",
-        "axes": "By updates and by time",
-    }
-    sections = [_section(key, name, display=True) for key, name in names.items()]
-    # The UI creates these sections for all other metrics. Collapse them at first.
-    for name in ("perf", "train", "val", "Model metrics", "System metrics"):
-        sections.append(_section(name, name, display=False))
-    return sections
-
-
-def _section(key: str, name: str, *, display: bool) -> dict[str, Any]:
-    return {"uuid": key, "name": name, "display": display, "isReordered": True}
-
-
-def _range(
-    ranges: Mapping[str, tuple[float, float]], metric: str
-) -> dict[str, dict[str, float]]:
-    """Return the range setting of a chart; empty if the metric has no range.
-
-    Without a range, a chart that averages runs starts at 0, since the UI fills the area
-    below the runs' band.
-    """
-    if metric not in ranges:
-        return {}
-    low, high = ranges[metric]
-    return {"range": {"yMin": low, "yMax": high}}
-
-
-def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
-    """Return the grouping that averages over seeds.
-
-    Return None if the seed does not vary, or if nothing else does. The runs are grouped
-    by the tag `GROUP`, whose values are short names such as `scaling=sqrt factor=4`.
-    They are not grouped by params, since no param names the option of a config group,
-    and the UI truncates a list of several params.
-    """
-    if "seed" not in varied or len(varied) == 1:
-        return None
-    keys = [{"mode": "tag", "groupByData": GROUP}]
-    return {"aggregateFunction": "average", "groupByKeys": keys}
-
-
-def _param(key: str) -> str:
-    """Return the name of the param that shows a varied config key.
-
-    For a config group, it is the param of the group's `_target_`.
-    """
-    if "." not in key:
-        return f"{key}._target_"
-    return DERIVED.get(key, key)
-
-
-def _chart(kind: str, section: str, metric: str, axis: str = "") -> dict[str, Any]:
-    return {
-        "type": kind,
-        "uuid": f"{section} {kind} {metric} {axis}",
-        "metricSectionId": section,
-        "deleted": False,
-        "metricKey": metric,
-    }
-
-
-def _line(section: str, metric: str, axis: str = "metric") -> dict[str, Any]:
-    """Return a line chart. With the axis "metric", x is the number of examples seen."""
-    examples = ""
-    if axis == "metric":
-        # Give `val/` metrics their own x-axis metric. The UI samples a metric and its
-        # x-axis metric separately, then joins them by step, and most evaluations would
-        # have no sampled `train/` row at their step.
-        examples = metric.split("/")[0] + "/examples_seen"
-    options = {
-        "xAxisKey": axis,
-        "selectedXAxisMetricKey": examples,
-        "useGlobalXaxisKey": examples == EXAMPLES,
-        "selectedMetricKeys": [metric],
-        "useGlobalLineSmoothing": True,
-    }
-    return _chart("LINE", section, metric, axis) | options

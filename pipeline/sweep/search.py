@@ -23,6 +23,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext
 
 from pipeline.common.errors import ConfigError, say
+from pipeline.sweep.parent_run import set_tag
 
 # Significant digits of a sampled number. Four are precise enough for a learning rate,
 # and keep the job's name short.
@@ -124,10 +125,10 @@ class SearchSweeper(Sweeper):
                 chosen.append(text)
         say(f"best of {self.trials}: loss {best.loss:.4g} with {' '.join(chosen)}")
 
-        parent = getattr(self._launcher, "sweep", None)
-        if parent is not None:  # only launchers of this package have a parent run
+        sweep = getattr(self._launcher, "sweep", None)
+        if sweep is not None:  # only launchers of this package have a parent run
             record = {"loss": best.loss, "overrides": chosen}
-            parent.tag("sweep.best", json.dumps(record))
+            set_tag(sweep.parent, "sweep.best", json.dumps(record))
 
 
 def _choices(space: Mapping[str, Override]) -> dict[str, list[str]]:

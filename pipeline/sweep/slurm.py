@@ -16,19 +16,22 @@ from omegaconf import OmegaConf
 
 from pipeline.common import imports, signals
 from pipeline.common.errors import ConfigError
-from pipeline.config import cluster, schema
-from pipeline.sweep import gpus as gpus_of_machine
-from pipeline.sweep.job_call import (
-    FAILED,
+from pipeline.config import cluster
+from pipeline.config.schema import HardwareConfig
+from pipeline.sweep import gpus
+from pipeline.sweep.ending import (
     Ending,
-    JobCall,
-    importing_only_this_package,
-    killed,
+    Outcome,
+    interrupted_before_start,
+    without_result,
 )
+from pipeline.sweep.job_task import JobTask, importing_only_this_package
 from pipeline.sweep.launcher import SweepLauncher
+from pipeline.sweep.running_sweep import RunningSweep
 
-GONE = "gone"  # state of a job that `squeue` no longer lists, minutes after its end
-ENDED = (
+# State of a job that `squeue` does not list: it has ended minutes ago.
+_UNLISTED = "gone"
+_ENDED_STATES = (
     "COMPLETED",
     "CANCELLED",
     "FAILED",
@@ -37,11 +40,12 @@ ENDED = (
     "BOOT_FAIL",
     "DEADLINE",
     "OUT_OF_MEMORY",
-    GONE,
+    _UNLISTED,
 )
-# Number of polls after the end of a job until it counts as killed if it has no result:
-# on a network file system, the result may become visible late.
-LATE = 3
+# A job without a result counts as ended once this many polls in a row have found that
+# Slurm has ended it: on a network file system, the result may become visible late.
+_POLLS_FOR_RESULT = 3
+_MOST_AT_ONCE = 256  # concurrent jobs, if `array_parallelism` is not set
 
 
 class SlurmLauncher(SweepLauncher):
@@ -50,24 +54,11 @@ class SlurmLauncher(SweepLauncher):
     The parameters are those of submitit's Slurm executor.
     """
 
-    interval = 5.0  # seconds between two calls of `squeue`, which lists all jobs
-
     def __init__(self, **params: Any):
         self.params: Any = OmegaConf.to_container(OmegaConf.create(params))
-        # States of the jobs by their Slurm ID, or None if `squeue` failed.
-        self.states: dict[str, str] | None = None
-        self._was_cancelled = False
 
-    @property
-    def name(self) -> str:
-        """Return the name that all Slurm jobs of the sweep share."""
-        return f"pipeline-{self.sweep.run_id}"
-
-    def _slots(self, hardware: Sequence[schema.HardwareConfig]) -> list[list[str]]:
-        """Set submitit's `gpus_per_node` if the jobs need GPUs; return empty slots.
-
-        Nothing is set if the user requests GPUs, or if no job requires a GPU and
-        `sinfo` lists none. There are `array_parallelism` slots, by default 256.
+    def _slots(self, hardware_of_jobs: Sequence[HardwareConfig]) -> list[list[str]]:
+        """Return slots without GPUs, since Slurm assigns the GPUs.
 
         Raises:
             ConfigError: this machine has no `sbatch`.
@@ -75,14 +66,32 @@ class SlurmLauncher(SweepLauncher):
         if shutil.which("sbatch") is None:
             rule = "must be one of this machine, which has no sbatch"
             raise ConfigError("hydra/launcher", rule, "submitit_slurm")
+        at_once = self.params.get("array_parallelism") or _MOST_AT_ONCE
+        return [[] for _ in range(at_once)]
 
+    def _backend(
+        self, sweep: RunningSweep, hardware_of_jobs: Sequence[HardwareConfig]
+    ) -> "SlurmBackend":
+        # All Slurm jobs of the sweep share this name.
+        params = {**self.params, "name": f"pipeline-{sweep.parent.run_id}"}
+        gpus_per_node = self._gpus_per_node(hardware_of_jobs)
+        if gpus_per_node:
+            params["gpus_per_node"] = gpus_per_node
+        return SlurmBackend(params)
+
+    def _gpus_per_node(self, hardware_of_jobs: Sequence[HardwareConfig]) -> int:
+        """Return the number of GPUs per node to request for the jobs of a batch.
+
+        It is 0, for no request, if the user requests GPUs, or if no job requires a GPU
+        and `sinfo` lists none.
+        """
         nodes = self.params.get("nodes") or 1
-        gpus_per_node = -(-gpus_of_machine.per_job(hardware) // nodes)  # rounded up
-        if gpus_per_node and not self._user_requests_gpus():
-            required = any(job.device.name == "gpu" for job in hardware)
-            if required or self._cluster_has_gpus():
-                self.params["gpus_per_node"] = gpus_per_node
-        return [[] for _ in range(self.params.get("array_parallelism") or 256)]
+        gpus_per_node = -(-gpus.per_job(hardware_of_jobs) // nodes)  # rounded up
+        if gpus_per_node == 0 or self._user_requests_gpus():
+            return 0
+        if gpus.is_required(hardware_of_jobs) or self._cluster_has_gpus():
+            return gpus_per_node
+        return 0
 
     def _user_requests_gpus(self) -> bool:
         for key in ("gpus_per_node", "gpus_per_task", "gres"):
@@ -98,22 +107,35 @@ class SlurmLauncher(SweepLauncher):
         resources = imports.output_of(*command) or ""
         return "gpu" in resources
 
-    def _job(self, call: JobCall, gpus: list[str]) -> "SlurmJob":
-        return SlurmJob(call, self)
 
-    def _wait(self) -> None:
-        """Wait for `interval` seconds, then poll the states of all jobs with `squeue`.
+class SlurmBackend:
+    """The backend that submits each job of a batch to Slurm.
 
-        If `squeue` fails, the states are None.
-        """
-        super()._wait()
+    Args:
+        params: submitit's parameters for the jobs. `name` is the name that all Slurm
+            jobs of the sweep share.
+    """
+
+    interval = 5.0  # seconds between two calls of `squeue`, which lists all jobs
+
+    def __init__(self, params: dict[str, Any]):
+        self.params = params
+        # States of the sweep's jobs by their Slurm ID, or None if `squeue` failed.
+        self.states: dict[str, str] | None = None
+        self._was_cancelled = False
+
+    def job(self, task: JobTask, gpus: list[str]) -> "SlurmJob":
+        return SlurmJob(task, self)
+
+    def poll(self) -> None:
+        """Update the states of all jobs with `squeue`."""
         # Submitit would call `sacct`. On a cluster without an accounting database, it
         # would wait forever for a job that died. `squeue` works on every cluster.
         lines = imports.output_of(
             "squeue",
             "--noheader",
             "--states=all",
-            f"--name={self.name}",
+            f"--name={self.params['name']}",
             "--format=%i %T",
         )
         if lines is None:
@@ -122,43 +144,47 @@ class SlurmLauncher(SweepLauncher):
         self.states = {}
         for line in lines.splitlines():
             if line.strip():
-                job_id, state, *_ = line.split()
-                self.states[job_id] = state
+                slurm_id, state, *_ = line.split()
+                self.states[slurm_id] = state
 
-    def _ask_to_end(self, running: Sequence["SlurmJob"], late: bool) -> None:
-        """Cancel all jobs of the sweep: once, and at every poll if `late`."""
-        # `scancel` removes pending jobs. It sends SIGTERM to running jobs, and SIGKILL
-        # after Slurm's KillWait.
-        if late or not self._was_cancelled:
+    def stop(self, running: Sequence["SlurmJob"], *, kill: bool) -> None:
+        """Cancel all jobs of the sweep: once, and at every call with `kill`."""
+        # Cancel by name, since a job may have been submitted although its submission
+        # was interrupted. `scancel` removes pending jobs. It sends SIGTERM to running
+        # jobs, and SIGKILL after Slurm's KillWait.
+        if kill or not self._was_cancelled:
             self._was_cancelled = True
-            subprocess.run(["scancel", f"--name={self.name}"], check=False)
+            command = ["scancel", f"--name={self.params['name']}"]
+            subprocess.run(command, check=False)
 
 
 class SlurmJob:
-    """A job submitted by submitit."""
+    """A job that submitit submits to Slurm."""
 
-    def __init__(self, call: JobCall, launcher: SlurmLauncher):
-        self._call = call
-        self._launcher = launcher
-        self._job: Any = None
-        self._polls = 0  # number of polls since Slurm ended the job
+    def __init__(self, task: JobTask, backend: SlurmBackend):
+        self._task = task
+        self._backend = backend
+        self._submitted: Any = None  # submitit's job
+        self._polls_since_end = 0  # since Slurm ended the job
 
     def start(self) -> None:
         """Submit the job."""
-        call = _RemoteCall(self._call, list(sys.path), os.environ.get("PYTHONPATH", ""))
+        remote_task = _RemoteTask(
+            self._task, list(sys.path), os.environ.get("PYTHONPATH", "")
+        )
         executor = self._executor()
         # The workers of a job authenticate each other with this secret. `sbatch` passes
         # the environment on to them.
         secret = {cluster.SECRET: secrets.token_hex(32)}
         with importing_only_this_package(**secret):
-            self._job = executor.submit(call)
+            self._submitted = executor.submit(remote_task)
 
     def _executor(self) -> Any:
         import submitit
 
-        params = {**self._launcher.params, "name": self._launcher.name}
+        params = dict(self._backend.params)
         # Give each job of the sweep its own folder, since Slurm reuses job IDs.
-        folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")
+        folder = params.pop("submitit_folder").replace("%j", f"{self._task.number}/%j")
         executor = submitit.AutoExecutor(
             folder, cluster="slurm", slurm_max_num_timeout=params.pop("max_num_timeout")
         )
@@ -171,43 +197,48 @@ class SlurmJob:
         executor.update_parameters(**submitit_params)
         return executor
 
-    def ending(self) -> Ending | None:
+    def poll(self) -> Ending | None:
         """Return how the job ended, or None while the job is pending or running."""
-        if self._job is None:
-            return Ending("interrupted")
-        if not self._job.paths.result_pickle.exists():
+        if self._submitted is None:
+            return interrupted_before_start()
+        if not self._submitted.paths.result_pickle.exists():
             return self._ending_without_result()
         try:
-            return self._job.task(0).result()  # with several workers, 0 is the chief
+            # With several workers, task 0 of the Slurm job is the chief.
+            return self._submitted.task(0).result()
         except Exception as error:  # the message is the traceback of the job
             reason = "the process failed"
             for line in str(error).splitlines():
                 if re.match(r"[\w.]+: ", line):
                     reason = line
-            return Ending(FAILED, reason=reason)
+            return Ending(Outcome.FAILED, reason=reason)
 
     def _ending_without_result(self) -> Ending | None:
-        """Return a killed job's ending if Slurm has ended it `LATE` polls ago."""
-        states = self._launcher.states
+        """Return the ending of a job that has no result and will not have one.
+
+        Return None while the job runs, and for the first `_POLLS_FOR_RESULT` - 1 polls
+        that find that Slurm has ended it.
+        """
+        states = self._backend.states
         state = None
         if states is not None:
-            state = states.get(self._job.job_id, GONE)
+            state = states.get(self._submitted.job_id, _UNLISTED)
 
-        if state in ENDED:
-            self._polls += 1
+        if state in _ENDED_STATES:
+            self._polls_since_end += 1
         else:
-            self._polls = 0
-        if self._polls < LATE:
+            self._polls_since_end = 0
+        if self._polls_since_end < _POLLS_FOR_RESULT:
             return None
-        how = f"killed (Slurm job {self._job.job_id}: {state})"
-        return killed(how, self._job.stderr() or "")
+        cause = f"killed (Slurm job {self._submitted.job_id}: {state})"
+        return without_result(cause, self._submitted.stderr() or "")
 
 
 @dataclass(frozen=True)
-class _RemoteCall:
+class _RemoteTask:
     """Runs a job in a Slurm job, with the import paths of the sweep's process."""
 
-    call: JobCall
+    task: JobTask
     path: list[str]  # `sys.path` of the sweep's process
     python_path: str  # the variable PYTHONPATH of the sweep's process
 
@@ -217,7 +248,7 @@ class _RemoteCall:
         os.environ.pop("PYTHONSAFEPATH", None)
         requeue: Any = signal.getsignal(signal.SIGUSR2)
         try:
-            return self.call()
+            return self.task()
         except signals.Terminated as error:
             # The run has written its checkpoint and is closed: let submitit requeue the
             # job.
@@ -233,6 +264,6 @@ class _RemoteCall:
         """
         from submitit.helpers import DelayedSubmission
 
-        overrides = [*self.call.overrides, "training.resume=auto"]
-        resumed = replace(self.call, overrides=overrides)
-        return DelayedSubmission(replace(self, call=resumed))
+        overrides = [*self.task.overrides, "training.resume=auto"]
+        resumed = replace(self.task, overrides=overrides)
+        return DelayedSubmission(replace(self, task=resumed))

@@ -108,7 +108,7 @@ def test_the_comparison_of_its_sweep_stands_first(tmp_path):
     lines = ui._pages(store.uri, root)
     assert lines[0].startswith("newest run: ")
 
-    fragment = mlflow_view.saved_view(made.planned)
+    fragment = mlflow_view.save_view(made.planned, {})
     lines = ui._pages(store.uri, root)
     assert lines[0] == f"its sweep:  {root}/{fragment}"
     assert f"viewStateShareKey={made.run_id}" in lines[0]

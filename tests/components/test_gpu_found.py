@@ -116,12 +116,11 @@ def test_a_gpu_that_tensorflow_does_not_use_is_no_reason_to_train_on_the_cpu(
     monkeypatch.setattr(
         nvidia, "gpus_of_tensorflow", lambda: (0, ["libcusolver.so.11"])
     )
-    for required in (False, True):
-        with pytest.raises(
-            ConfigError,
-            match=r"uses none of 2 GPUs, and could not open libcusolver\.so\.11",
-        ):
-            nvidia.why_no_gpu(required)
+    message = r"uses none of 2 GPUs, and could not open libcusolver\.so\.11"
+    with pytest.raises(ConfigError, match=message):
+        nvidia.why_no_gpu()
+    with pytest.raises(ConfigError, match=message):
+        raise nvidia.no_gpu_error()
 
 
 def test_a_process_that_lost_the_gpu_does_not_go_on_on_the_cpu(driver, monkeypatch):
@@ -129,7 +128,7 @@ def test_a_process_that_lost_the_gpu_does_not_go_on_on_the_cpu(driver, monkeypat
     monkeypatch.setattr(nvidia, "gpus_of_tensorflow", lambda: (2, []))
     why = "TensorFlow lists 2 GPUs in a new process and none in this one"
     with pytest.raises(ConfigError, match=rf"must be cpu \({why}"):
-        nvidia.why_no_gpu(required=False)
+        nvidia.why_no_gpu()
 
 
 @pytest.mark.slow
@@ -144,11 +143,11 @@ def test_tensorflow_is_asked_in_a_process(monkeypatch):
 def test_what_is_not_installed_or_hidden_is_said(driver, monkeypatch):
     monkeypatch.setattr(nvidia, "gpus_of_tensorflow", lambda: (0, ["libcudnn.so.9"]))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "are not installed: see requirements-gpu.lock" in nvidia.why_no_gpu(False)
+    assert "are not installed: see requirements-gpu.lock" in nvidia.why_no_gpu()
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert nvidia.why_no_gpu(False) == "CUDA_VISIBLE_DEVICES hides the GPUs"
+    assert nvidia.why_no_gpu() == "CUDA_VISIBLE_DEVICES hides the GPUs"
     with pytest.raises(
         ConfigError, match=r"must be cpu \(CUDA_VISIBLE_DEVICES hides the GPUs\)"
     ):
-        nvidia.why_no_gpu(True)
+        raise nvidia.no_gpu_error()

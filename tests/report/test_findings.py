@@ -14,7 +14,7 @@ from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot
 from pipeline.report.writer import summarize
-from pipeline.sweep.parent_run import ParentRun
+from pipeline.sweep.parent_run import set_tag
 from tests import synthetic
 from tests.synthetic import PlantedSweep
 
@@ -310,8 +310,7 @@ def test_jobs_that_never_ran_are_named_whatever_the_size_of_the_sweep(store):
     assert first_by_topic(sweep)["next"].figures["missing"] == names[1:]
 
     # Two tags instead of four.
-    parent = ParentRun(store.uri, sweep.run_id, sweep.experiment_id)
-    parent.tag("sweep.jobs", json.dumps(names[:150]))
+    set_tag(sweep.planned, "sweep.jobs", json.dumps(names[:150]))
     assert first_by_topic(sweep)["next"].figures["missing"] == names[1:150]
 
 

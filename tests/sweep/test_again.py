@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.sweep import again, parent_run
-from pipeline.sweep.parent_run import ALIVE, GONE
+from pipeline.sweep import again, liveness, opening
+from pipeline.sweep.liveness import ALIVE, SILENCE_LIMIT
 from tests import synthetic
 from tests.running import pipeline, wait
 from tests.sweep.test_sweep import PLANNED
@@ -212,7 +212,7 @@ def left(tmp_path):
 )
 def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
     now = time.time()
-    long_ago = now - 10 * GONE
+    long_ago = now - 10 * SILENCE_LIMIT
     if which == "parent":
         made, run = left(parent=now, job=long_ago)
     else:
@@ -225,19 +225,21 @@ def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
 
 
 def test_what_a_dead_sweep_left_running_is_closed(left):
-    made, run = left(time.time() - GONE - 1, time.time() - GONE - 1)
-    parent_run.close_abandoned(
-        made.client, made.client.get_run(made.run_id), [made.client.get_run(run)]
-    )
+    made, run = left(time.time() - SILENCE_LIMIT - 1, time.time() - SILENCE_LIMIT - 1)
+    parent = made.client.get_run(made.run_id)
+    opening.close_dead_jobs(made.client, parent, {"seed=1": made.client.get_run(run)})
     assert made.client.get_run(run).info.status == "KILLED"
     assert "without a word" in made.client.get_run(run).data.tags["failure"]
 
 
 def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
     made = PlantedSweep(synthetic.store(tmp_path), ["seed=0"])
-    threading.Thread(target=made.planned.beat, daemon=True).start()
+    closed = threading.Event()
+    threading.Thread(
+        target=liveness.write_heartbeats, args=[made.planned, closed], daemon=True
+    ).start()
     wait(lambda: ALIVE in made.client.get_run(made.run_id).data.tags, 30)
-    made.planned.closed.set()
+    closed.set()
     assert int(made.client.get_run(made.run_id).data.tags[ALIVE]) == pytest.approx(
         1000 * time.time(), abs=30_000
     )

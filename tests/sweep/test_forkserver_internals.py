@@ -32,7 +32,7 @@ if __name__ == "__main__":
     forkserver_internals.kill()
     server.wait(10)
     job.join(10)
-    print(job.exitcode == forkserver_internals.LOST, psutil.pid_exists(job.pid))
+    print(job.exitcode == forkserver_internals.UNKNOWN_STATUS, psutil.pid_exists(job.pid))
     psutil.Process(job.pid).kill()
 """
 FORKED = """
@@ -66,7 +66,7 @@ def test_this_python_is_one_in_which_it_was_read():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no job is forked")
 def test_a_forkserver_is_started_killed_and_its_process_is_lost(tmp_path):
     assert run(tmp_path, SCRIPT) == "True True\n", WHERE
-    assert forkserver_internals.LOST == 255
+    assert forkserver_internals.UNKNOWN_STATUS == 255
 
 
 def test_exit_functions_are_called_before_a_process_ends_by_os_exit(tmp_path):

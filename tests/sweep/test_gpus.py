@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -9,6 +11,7 @@ from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import gpus
+from pipeline.sweep.slurm import SlurmLauncher
 
 
 def slots(monkeypatch, listed, settings, of_tensorflow=(8, [])):
@@ -66,3 +69,17 @@ def test_a_sweep_rejects_the_key_that_names_the_gpu_of_a_run(monkeypatch):
     rule = r"must be null in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1"
     with pytest.raises(ConfigError, match=rf"hardware\.gpu {rule}"):
         slots(monkeypatch, "0,1", {"gpu": 1})
+
+
+def test_each_batch_on_slurm_requests_the_gpus_of_its_own_jobs():
+    """A search has several batches, and its launcher stays the same."""
+    launcher = SlurmLauncher(nodes=1)
+    sweep = SimpleNamespace(parent=SimpleNamespace(run_id="2" * 32))
+
+    def requested(**settings):
+        hardware = OmegaConf.structured(HardwareConfig(**settings))
+        return launcher._backend(sweep, [hardware]).params.get("gpus_per_node")
+
+    assert requested(device="gpu", gpus_per_job=4) == 4
+    assert requested(device="gpu", gpus_per_job=1) == 1
+    assert requested(device="cpu", gpus_per_job=1) is None

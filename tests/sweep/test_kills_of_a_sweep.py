@@ -11,7 +11,7 @@ import signal
 import psutil
 import pytest
 
-from pipeline.sweep.parent_run import ALIVE
+from pipeline.sweep.liveness import ALIVE
 from tests.checkpoints.test_kills import RUN, is_in
 from tests.killing import CALLS, Plan
 from tests.running import Store, pipeline, start, wait

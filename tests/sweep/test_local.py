@@ -10,15 +10,13 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
 from pipeline.sweep import local
-from pipeline.sweep.job_call import Ending
-from pipeline.sweep.launcher import Slot
+from pipeline.sweep.ending import Ending, JobEndings, Outcome
+from pipeline.sweep.job_batch import JobBatch, Slot, StartedJob
 from tests import jobs
 from tests.running import TINY, Store, environment, pipeline, wait
 
@@ -240,15 +238,15 @@ if sys.platform == "linux":
 def started(
     folder, function, *arguments, limit=1, methods=("spawn",)
 ) -> local.LocalJob:
-    call = jobs.Call(function, arguments)
-    job = local.LocalJob(call, [], folder / "job.log", limit, list(methods))
+    task = jobs.Task(function, arguments)
+    job = local.LocalJob(task, [], folder / "job.log", limit, list(methods))
     job.start()
     return job
 
 
 def ended(job):
-    wait(lambda: job.ending() is not None)
-    return job.ending()
+    wait(lambda: job.poll() is not None)
+    return job.poll()
 
 
 @pytest.mark.slow
@@ -258,11 +256,23 @@ def test_one_that_raises_exits_or_dies_says_so(tmp_path, method):
     for function in (jobs.raising, jobs.exiting, jobs.dying):
         folder = tmp_path / function.__name__
         ending = ended(started(folder, function, methods=[method]))
-        endings[function] = (ending.how, ending.reason)
+        endings[function] = (ending.outcome, str(ending), ending.reason)
         assert ending.loss == float("inf")
-    assert endings[jobs.raising] == ("failed", "ValueError: the job is cursed")
-    assert endings[jobs.exiting] == ("ended with status 7", "ended with status 7")
-    assert endings[jobs.dying] == ("killed by SIGKILL", "killed by SIGKILL: so long")
+    assert endings[jobs.raising] == (
+        Outcome.FAILED,
+        "failed",
+        "ValueError: the job is cursed",
+    )
+    assert endings[jobs.exiting] == (
+        Outcome.NO_RESULT,
+        "ended with status 7",
+        "ended with status 7",
+    )
+    assert endings[jobs.dying] == (
+        Outcome.NO_RESULT,
+        "killed by SIGKILL",
+        "killed by SIGKILL: so long",
+    )
     assert "Traceback" in (tmp_path / "raising" / "job.log").read_text()
 
 
@@ -276,12 +286,12 @@ def test_a_job_calls_what_is_registered_for_its_end(tmp_path, method):
     "function", [jobs.lasting, pytest.param(jobs.stubborn, marks=pytest.mark.slow)]
 )
 def test_one_that_takes_too_long_is_ended(tmp_path, function, monkeypatch):
-    monkeypatch.setattr(local, "GRACE", 1.0)
+    monkeypatch.setattr(local, "INTERRUPTION_GRACE", 1.0)
     job = started(tmp_path, function, tmp_path / "pid", limit=1)
     wait(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    assert job.ending() is None
+    assert job.poll() is None
     job.deadline = time.monotonic()
-    assert ended(job).how == "killed at its time limit of 1 min"
+    assert str(ended(job)) == "killed at its time limit of 1 min"
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
@@ -292,14 +302,14 @@ def test_one_whose_sweep_goes_away_before_it_is_told_what_to_do_ends(tmp_path):
         "from pipeline.sweep import local; from tests import jobs\n"
         # A shell's background job ignores this signal.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "cloudpickle.dumps = lambda call: os.kill(os.getpid(), signal.SIGINT)\n"
-        "call = jobs.Call(jobs.lasting, (Path('pid'),))\n"
-        "job = local.LocalJob(call, [], Path('job.log'), 1, ['spawn'])\n"
+        "cloudpickle.dumps = lambda task: os.kill(os.getpid(), signal.SIGINT)\n"
+        "task = jobs.Task(jobs.lasting, (Path('pid'),))\n"
+        "job = local.LocalJob(task, [], Path('job.log'), 1, ['spawn'])\n"
         "try:\n"
         "    job.start()\n"
         "except KeyboardInterrupt:\n"
-        "    while job.ending() is None: pass\n"
-        "    print(job.ending().how)"
+        "    while job.poll() is None: pass\n"
+        "    print(job.poll())"
     )
     command = [sys.executable, "-c", script]
     done = subprocess.run(
@@ -322,7 +332,7 @@ def test_a_job_outlives_the_process_that_it_is_forked_from(tmp_path):
     psutil.Process(int((tmp_path / "pid").read_text())).parent().kill()
     assert ended(job).loss == 3.0
     forked_from_another = started(tmp_path, jobs.pid, methods=["forkserver"])
-    assert ended(forked_from_another).how == "finished"
+    assert ended(forked_from_another).outcome == Outcome.FINISHED
 
 
 @pytest.mark.slow
@@ -344,11 +354,11 @@ def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
         "context = multiprocessing.get_context('forkserver')\n"
         "context.set_forkserver_preload(['opening'])\n"
         "methods = ['forkserver', 'spawn']\n"
-        "call = jobs.Call(jobs.parent)\n"
-        "job = local.LocalJob(call, [], Path('job.log'), 1, methods)\n"
+        "task = jobs.Task(jobs.parent)\n"
+        "job = local.LocalJob(task, [], Path('job.log'), 1, methods)\n"
         "job.start()\n"
-        "while job.ending() is None: pass\n"
-        "print(job.ending().loss == os.getpid(), methods)"
+        "while job.poll() is None: pass\n"
+        "print(job.poll().loss == os.getpid(), methods)"
     )
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     command = [sys.executable, "-c", script]
@@ -372,8 +382,8 @@ def test_a_job_ends_with_its_sweep_also_if_that_is_killed(tmp_path, method):
         "import os, signal, time; from pathlib import Path\n"
         "from pipeline.sweep import local; from tests import jobs\n"
         "pid = Path('pid')\n"
-        "call = jobs.Call(jobs.lasting, (pid,))\n"
-        f"job = local.LocalJob(call, [], Path('job.log'), 1, [{method!r}])\n"
+        "task = jobs.Task(jobs.lasting, (pid,))\n"
+        f"job = local.LocalJob(task, [], Path('job.log'), 1, [{method!r}])\n"
         "job.start()\n"
         "while not (pid.exists() and pid.read_text()): time.sleep(0.05)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
@@ -386,23 +396,25 @@ def test_a_job_ends_with_its_sweep_also_if_that_is_killed(tmp_path, method):
 
 def test_an_interrupted_job_may_wait_for_its_store(monkeypatch):
     """It may wait for as long as its run's patience allows; then it is killed."""
-    launcher = local.LocalLauncher(1)
-    launcher.config = OmegaConf.create({"tracking": {"patience": 300}})
     now = [0.0]
-    requests: list[tuple[float, bool]] = []  # when, and whether it was late
-
-    def ask_to_end(running, late):
-        requests.append((now[0], late))
+    requests: list[tuple[float, bool]] = []  # when, and whether to kill
 
     class Waiting:
-        def ending(self):
-            now[0] += 100
-            _, late = requests[-1]
-            return Ending("killed") if late else None
+        """A job that only ends when it is killed, and its backend."""
 
-    monkeypatch.setattr("pipeline.sweep.launcher.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(launcher, "_ask_to_end", ask_to_end)
-    monkeypatch.setattr(launcher, "_wait", lambda: None)
-    launcher.sweep = SimpleNamespace(ended={}, lost={})
-    launcher._stop([Slot([], job=Waiting())])
-    assert [seconds for seconds, late in requests if late] == [400]
+        interval = 0.0
+
+        def stop(self, running, *, kill):
+            requests.append((now[0], kill))
+
+        def poll(self):
+            now[0] += 50  # once for the backend, and once for the job
+            _, kill = requests[-1]
+            return Ending(Outcome.NO_RESULT, cause="killed") if kill else None
+
+    monkeypatch.setattr("pipeline.sweep.job_batch.time.monotonic", lambda: now[0])
+    waiting = Waiting()
+    slots = [Slot([], StartedJob("waiting", waiting, 0.0))]
+    batch = JobBatch(waiting, slots, JobEndings(), False, patience=300)
+    batch.stop()
+    assert [seconds for seconds, kill in requests if kill] == [400]

@@ -24,8 +24,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from pipeline.sweep import mlflow_view
+from pipeline.sweep import mlflow_view, view_settings
 from pipeline.sweep.parent_run import ParentRun
+from pipeline.sweep.view_settings import AxisRange
 from pipeline.tracking.store import Store
 from tests import synthetic
 from tests.browser import PREFERENCES, picture, server, window
@@ -85,7 +86,7 @@ class Shown:
     chrome: WebDriver | None = None
 
     def fragment(self, sweep: synthetic.PlantedSweep) -> str:
-        return mlflow_view.saved_view(sweep.planned)
+        return mlflow_view.save_view(sweep.planned, {})
 
     def open(self, fragment: str) -> None:
         self.chrome.get("about:blank")  # else a new fragment is no new page
@@ -274,17 +275,17 @@ def test_a_chart_has_the_range_of_its_values(shown: Shown) -> None:
         "'[data-testid=\"experiment-view-compare-runs-card\"]')[1];"
         "return card.querySelector('.js-plotly-plot').layout.yaxis.range[0]"
     )
-    shown.open(mlflow_view.saved_view(planned, {"val/loss": (0.25, 1.75)}))
+    shown.open(mlflow_view.save_view(planned, {"val/loss": AxisRange(0.25, 1.75)}))
     try:
         shown.chart(1, lines=len(FACTORS))
         assert shown.chrome.execute_script(lowest) == 0.25
     finally:
-        mlflow_view.saved_view(planned)
+        mlflow_view.save_view(planned, {})
 
 
 def test_without_repetitions_each_job_is_a_curve_of_its_colour(shown: Shown) -> None:
     ids = _ids_by_name(shown, shown.optimizers)
-    mlflow_view.color(shown.store.client(), ids)
+    mlflow_view.set_colors(shown.store.client(), ids)
     shown.open(shown.fragment(shown.optimizers))
 
     chart = shown.chart(0, lines=len(ids))
@@ -348,7 +349,7 @@ def test_where_the_view_is_not_understood_the_plain_page_opens(
     shown: Shown, state: str
 ) -> None:
     fragment = shown.fragment(shown.factors)
-    tag = mlflow_view.TAG + shown.factors.run_id
+    tag = mlflow_view.VIEW_TAG + shown.factors.run_id
     shown.store.client().set_experiment_tag(shown.factors.experiment_id, tag, state)
 
     # The UI then forgets the mode of the link: this user has chosen it before.
@@ -393,12 +394,12 @@ def test_the_view_of_a_sweep_is_saved_once(stored: Shown) -> None:
     assert stored.fragment(stored.factors) == stored.fragment(stored.factors)
 
     tags = stored.store.client().get_experiment(stored.factors.experiment_id).tags
-    view = json.loads(tags[mlflow_view.TAG + stored.factors.run_id])
+    view = json.loads(tags[mlflow_view.VIEW_TAG + stored.factors.run_id])
     packed = view["state"].removeprefix("deflate;")
     assert view["name"] == f"factor_at_fixed_micro_batch {stored.factors.run_id[:6]}"
     state = json.loads(zlib.decompress(base64.b64decode(packed)))
     assert state["searchFilter"] == f"tags.sweep = '{stored.factors.run_id}'"
-    views = [key for key in tags if key.startswith(mlflow_view.TAG)]
+    views = [key for key in tags if key.startswith(mlflow_view.VIEW_TAG)]
     assert len([key for key in views if stored.factors.run_id in key]) == 1
 
 
@@ -407,7 +408,7 @@ def test_an_mlflow_that_was_not_tried_gets_the_plain_page(
 ) -> None:
     monkeypatch.setattr(mlflow, "__version__", "3.170.0")
     nowhere = ParentRun("http://127.0.0.1:9", "2" * 32, "1", "untried", varied=["seed"])
-    fragment = mlflow_view.saved_view(nowhere)
+    fragment = mlflow_view.save_view(nowhere, {})
     assert fragment == "#/experiments/1/runs?workflowType=machine_learning"
 
 
@@ -427,11 +428,11 @@ def test_a_sweep_that_has_ended_has_charts_with_a_range(stored: Shown) -> None:
     planned = stored.factors.planned
     children = planned.children().values()
     client = stored.store.client()
-    values = mlflow_view._values(client, children, "val/loss")
+    values = mlflow_view.metric_values(client, children, "val/loss")
     # In the short runs some evaluations fall on one update.
     assert len(values) > 20
     ranges = {"val/loss": mlflow_view.robust_range(values)}
-    charts = mlflow_view.view_state(planned, ranges)["compareRunCharts"]
+    charts = view_settings.view_settings(planned, ranges)["compareRunCharts"]
     with_range = [chart for chart in charts if "range" in chart]
     assert {chart["metricKey"] for chart in with_range} == {"val/loss"}
     assert with_range[0]["range"]["yMin"] < min(values)
@@ -442,7 +443,7 @@ def test_a_swept_group_is_grouped_too() -> None:
     groupings = []
     for varied in (["scaling", "accumulation.factor", "seed"], ["scaling"], ["seed"]):
         sweep = ParentRun("sqlite:///none.db", "2" * 32, "1", "x", varied=varied)
-        groupings.append(mlflow_view.view_state(sweep)["groupBy"])
+        groupings.append(view_settings.view_settings(sweep, {})["groupBy"])
     by_tag = [{"mode": "tag", "groupByData": "sweep.repeats"}]
     assert groupings[0]["groupByKeys"] == by_tag
     assert groupings[1:] == [None, None]
@@ -452,7 +453,7 @@ def color_of_group(name: str) -> int:
     """Return the place in the UI's palette of a group, as MLflow 3.17.2 hashes it."""
     first = 0
     second = 0
-    for letter in f"tag.{mlflow_view.GROUP}.{name}":
+    for letter in f"tag.{view_settings.GROUP_TAG}.{name}":
         first = (first + ord(letter)) % 255
         second = (second + first) % 255
     return (first | second << 8) % 29
@@ -473,7 +474,7 @@ def test_the_groups_of_usual_sweeps_have_colors_of_their_own(micro: int) -> None
     ],
 )
 def test_the_link_names_the_server_and_no_password(uri: str, start: str) -> None:
-    assert mlflow_view.link(uri, "#/e") == start
+    assert mlflow_view.page_url(uri, "#/e") == start
 
 
 def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
@@ -494,7 +495,7 @@ def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
 
 
 def test_jobs_that_differ_by_the_seed_share_a_colour(stored: Shown) -> None:
-    mlflow_view.color(stored.store.client(), _ids_by_name(stored, stored.factors))
+    mlflow_view.set_colors(stored.store.client(), _ids_by_name(stored, stored.factors))
 
     colors = {}
     for run in _children(stored, stored.factors):

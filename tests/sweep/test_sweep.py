@@ -16,7 +16,7 @@ import psutil
 import pytest
 from mlflow.entities import Run
 
-from pipeline.sweep import parent_run
+from pipeline.sweep.job_names import job_names
 from tests.parameters import mostly_slow
 from tests.running import ROOT, TINY, Store, one_process, pipeline, start, wait
 
@@ -610,8 +610,8 @@ def test_jobs_are_named_by_what_differs():
         {"accumulation.factor": factor, "optimizer.learning_rate": 0.1}
         for factor in (1, 8)
     ]
-    assert parent_run.names_of(values, [32, 256]) == [
+    assert job_names(values, [32, 256]) == [
         "factor=1 rate=0.1 batch=32",
         "factor=8 rate=0.1 batch=256",
     ]
-    assert parent_run.names_of([{}, {}], [32, 32], first=4) == ["job #4", "job #5"]
+    assert job_names([{}, {}], [32, 32], first=4) == ["job #4", "job #5"]

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.sweep import parent_run
+from pipeline.sweep import liveness, opening
 from tests.shared import place_store
 
 SECONDS = 2.0  # in which two see each other, with a store on this machine
@@ -22,7 +22,7 @@ def config(tmp_path, monkeypatch):
     """The config of a command that reopens a sweep which has ended."""
     from pipeline.tracking.store import Store
 
-    monkeypatch.setattr(parent_run, "CLAIM_SECONDS", SECONDS)
+    monkeypatch.setattr(opening, "CLAIM_SECONDS", SECONDS)
     place_store(tmp_path)
     store = Store(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
     client = store.client()
@@ -38,8 +38,15 @@ def config(tmp_path, monkeypatch):
                 "sweep": run_id,
                 "confined": True,
                 "experiment": "first name",
+                "patience": 60,
             },
+            "training": {"metrics": {}},
             "trust": {"allow": []},
+            "hydra": {
+                "job": {"config_name": "config"},
+                "overrides": {"task": []},
+                "sweep": {"dir": str(tmp_path / "jobs")},
+            },
         }
     )
 
@@ -50,7 +57,7 @@ def reopened(config, count, pause):
 
     def reopen():
         try:
-            answers.append(parent_run._reopen(config, "multirun"))
+            answers.append(opening.reopen(config, []))
         except ConfigError as error:
             answers.append(str(error))
 
@@ -74,6 +81,6 @@ def test_one_of_two_is_refused(config, pause):
 def test_one_alone_goes_on_in_the_renamed_experiment(config):
     (sweep,) = reopened(config, 1, 0.0)
     assert sweep.experiment == "second name"
-    run = sweep.client().get_run(sweep.run_id)
+    run = sweep.parent.client().get_run(sweep.parent.run_id)
     assert run.info.status == "RUNNING"
-    assert parent_run.ALIVE in run.data.tags
+    assert liveness.ALIVE in run.data.tags

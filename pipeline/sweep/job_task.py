@@ -1,8 +1,7 @@
-"""A job of a sweep as a picklable callable, to be run in this or another process."""
+"""A job of a sweep as a picklable function, to be run in this or another process."""
 
 import contextlib
 import io
-import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -14,26 +13,16 @@ from omegaconf import DictConfig, open_dict
 
 from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, first_line
-
-WORST = math.inf  # the loss that a sweeper gets for a job that returned none
-FINISHED = "finished"
-FAILED = "failed"
-REJECTED = "rejected"  # its config was invalid; the job did not train
+from pipeline.sweep.ending import Ending, Outcome
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a job ended."""
+class JobTask:
+    """A function without arguments that trains one job.
 
-    # FINISHED, FAILED or REJECTED, or the cause, such as `killed by SIGKILL`.
-    how: str
-    loss: float = WORST
-    reason: str = ""  # one line; empty if the job finished
-
-
-@dataclass(frozen=True)
-class JobCall:
-    """Composes the config of job `number` from its `overrides` and trains it."""
+    It composes the config of job `number` from `overrides`, runs the job, and returns
+    its `Ending`.
+    """
 
     overrides: list[str]
     number: int
@@ -66,25 +55,10 @@ class JobCall:
             with contextlib.redirect_stderr(io.StringIO()):
                 loss = float(returned.return_value)
         except ConfigError as error:
-            return Ending(REJECTED, reason=secrets.mask(str(error)))
+            return Ending(Outcome.REJECTED, reason=secrets.mask(str(error)))
         except Exception as error:
-            return Ending(FAILED, reason=first_line(error))
-        return Ending(FINISHED, loss)
-
-
-def killed(how: str, printed: str) -> Ending:
-    """Return the ending of a job that was killed.
-
-    Args:
-        how: what killed the job.
-        printed: the output of the job. The reason of the ending is `how`, followed by
-            the last non-empty line of the output.
-    """
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    reason = how
-    if lines:
-        reason = f"{how}: {secrets.mask(lines[-1])}"
-    return Ending(how, reason=reason)
+            return Ending(Outcome.FAILED, reason=first_line(error))
+        return Ending(Outcome.FINISHED, loss)
 
 
 def importing_only_this_package(

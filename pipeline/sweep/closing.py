@@ -1,0 +1,164 @@
+"""Ends the parent run of a sweep, after the runs of its jobs are closed."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.common.errors import say
+from pipeline.sweep import sweep_file
+from pipeline.sweep.ending import JobEndings
+from pipeline.sweep.parent_run import set_tag
+from pipeline.tracking.foreign_store import OwnStore, SweepRecord, listed
+
+# Seconds that a job's shipper has to close the run after the job has ended, in addition
+# to `tracking.patience`.
+SHIPPER_GRACE = 15.0
+
+
+def close(
+    parent: SweepRecord,
+    job_names: Sequence[str],
+    endings: JobEndings,
+    patience: float,
+    status: str | None = None,
+) -> int:
+    """End the parent run of a sweep, and print how each job ended.
+
+    First wait until the runs of all ended jobs are closed.
+
+    Args:
+        parent: the parent run of the sweep.
+        job_names: the names of all planned jobs.
+        endings: how the jobs that this process ran have ended.
+        patience: seconds that a job's shipper may wait for the store.
+        status: `KILLED` or `FAILED` if the sweep itself was killed or failed. If None,
+            the status is `FINISHED` if all jobs finished, else `FAILED`.
+
+    Returns:
+        0 if all jobs finished, else 1.
+    """
+    client = parent.client()
+    try:
+        children = _closed_children(parent, endings.ended_at, patience)
+        was_interrupted = status == "KILLED" or bool(endings.ended_sweep)
+        rows = list(_rows(job_names, children, endings, was_interrupted))
+        set_tag(parent, "sweep.lost", json.dumps(endings.failure_reasons()))
+    except BaseException:
+        with suppress(Exception):  # the store may be unreachable
+            client.set_terminated(parent.run_id, "KILLED")
+        raise
+
+    width = max((len(row.name) for row in rows), default=0)
+    finished = 0
+    for row in rows:
+        say(f"  {row.name:{width}}  {row.status:8}  {row.reason}".rstrip())
+        if row.status == "FINISHED":
+            finished += 1
+    say(f"sweep {parent.run_id}: {finished} of {len(rows)} jobs finished")
+
+    all_finished = finished == len(rows)
+    if not status:
+        status = "FINISHED" if all_finished else "FAILED"
+    client.set_terminated(parent.run_id, status)
+    if all_finished:
+        return 0
+    return 1
+
+
+def close_left_open(folder: Path, own: OwnStore) -> None:
+    """Close the sweep in `folder` if its process died before closing it.
+
+    A sweep whose process still runs is left alone.
+
+    Args:
+        folder: the folder of the sweep.
+        own: the user's store, which must hold the sweep.
+
+    Raises:
+        ConfigError: the sweep is recorded in a store other than the user's.
+    """
+    content = sweep_file.read_unlocked(folder)
+    if content is None:
+        return
+    uri = own.followed(str(content["store"]), f"the sweep in {folder}")
+    parent = SweepRecord(uri, content["run_id"], content["experiment_id"])
+    stored_parent = parent.client().get_run(parent.run_id)
+    job_names = listed(stored_parent.data.tags, "sweep.jobs")
+    if stored_parent.info.status == "RUNNING":
+        # No job ended in this process, so there is no shipper to wait for.
+        close(parent, job_names, JobEndings(), patience=0)
+
+
+def close_as_killed(client: Any, run: Any) -> None:
+    """Close the run of a job whose process and shipper have died, as KILLED."""
+    client.set_tag(
+        run.info.run_id, "failure", "The job ended, and its shipper, without a word."
+    )
+    client.set_terminated(run.info.run_id, "KILLED")
+
+
+def _closed_children(
+    parent: SweepRecord, ended_at: Mapping[str, float], patience: float
+) -> dict[str, Any]:
+    """Wait until the runs of all ended jobs are closed, and return all jobs' runs.
+
+    Usually the job's shipper closes the run. A run that is still open `SHIPPER_GRACE`
+    plus `patience` seconds after the job ended is closed here as KILLED.
+    """
+    while True:
+        children = parent.children()
+        still_open = []
+        for name, run in children.items():
+            if name in ended_at and run.info.status == "RUNNING":
+                still_open.append(name)
+        if not still_open:
+            return children
+        for name in still_open:
+            if time.monotonic() > ended_at[name] + SHIPPER_GRACE + patience:
+                close_as_killed(parent.client(), children[name])
+        time.sleep(0.5)
+
+
+@dataclass(frozen=True)
+class _JobRow:
+    """The line about one job that is printed when a sweep ends."""
+
+    name: str
+    status: str
+    reason: str
+
+
+def _rows(
+    job_names: Sequence[str],
+    children: Mapping[str, Any],
+    endings: JobEndings,
+    was_interrupted: bool,
+) -> Iterator[_JobRow]:
+    """Yield the line to print for each planned job."""
+    failure_reasons = endings.failure_reasons()
+    for name in job_names:
+        failure_reason = failure_reasons.get(name, "")
+        if name == endings.ended_sweep:
+            # The error that ends the command gives the reason.
+            failure_reason = "rejected, which ended the sweep"
+        run = children.get(name)
+        if run is None:
+            status = "NOT RUN" if was_interrupted else "NO RUN"
+            yield _JobRow(name, status, failure_reason)
+            continue
+
+        recorded_reason = run.data.tags.get("failure", "").split("\n")[0]
+        is_explained = (
+            run.info.status == "FINISHED"
+            or failure_reason in recorded_reason
+            or was_interrupted
+        )
+        if is_explained:
+            reason = recorded_reason
+        else:
+            reason = f"{recorded_reason} {failure_reason}".strip()
+        yield _JobRow(name, run.info.status, reason)

@@ -1,0 +1,71 @@
+"""Signs of life: whether the processes of a sweep and of its jobs still run.
+
+The process that runs a sweep writes heartbeats to a tag of the parent run. A job shows
+that it is alive by the metrics that it logs.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from pipeline.common.errors import ConfigError
+from pipeline.tracking.foreign_store import SweepRecord
+
+ALIVE = "sweep.alive"  # tag of the parent: the last heartbeat, in ms since the epoch
+# Seconds without a sign of life after which a process counts as dead.
+SILENCE_LIMIT = 120.0
+_HEARTBEAT_INTERVAL = 20.0  # seconds
+# Metrics whose newest point shows when a job was last alive. System metrics are logged
+# every few seconds, even if an update takes minutes.
+_METRICS_OF_LIFE = ("train/loss", "system/cpu_utilization_percentage")
+
+
+def write_heartbeats(parent: SweepRecord, closed: threading.Event) -> None:
+    """Write heartbeats to the store until the sweep is closed."""
+    while not closed.is_set():
+        with suppress(Exception):  # the store may be unreachable for a while
+            write_heartbeat(parent)
+        closed.wait(_HEARTBEAT_INTERVAL)
+
+
+def write_heartbeat(parent: SweepRecord) -> None:
+    """Write one heartbeat to the store."""
+    parent.client().set_tag(parent.run_id, ALIVE, str(int(time.time() * 1000)))
+
+
+def reject_if_alive(
+    client: Any, stored_parent: Any, running_jobs: Sequence[Any] = ()
+) -> None:
+    """Reject a sweep that has given a sign of life in the last `SILENCE_LIMIT` s.
+
+    Args:
+        client: MLflow's client of the store.
+        stored_parent: MLflow's run of the sweep. Its heartbeats count while it is
+            RUNNING.
+        running_jobs: the runs of jobs whose signs of life count, too; all are RUNNING.
+
+    Raises:
+        ConfigError: the sweep, or one of the jobs, is alive.
+    """
+    signs = []  # times of signs of life, in ms since the epoch
+    if stored_parent.info.status == "RUNNING":
+        heartbeat = stored_parent.data.tags.get(ALIVE, "")
+        if re.fullmatch("[0-9]{1,15}", heartbeat):
+            signs.append(int(heartbeat))
+    for run in running_jobs:
+        signs.append(run.info.start_time)
+        for key in _METRICS_OF_LIFE:
+            if key in run.data.metrics:
+                for point in client.get_metric_history(run.info.run_id, key):
+                    signs.append(point.timestamp)
+
+    silence = time.time() - max(signs, default=0) / 1000
+    if silence < SILENCE_LIMIT:
+        rule = (
+            f"must have ended: {silence:.0f} s ago it still gave a sign of life "
+            f"({SILENCE_LIMIT:.0f} s of silence are enough)"
+        )
+        raise ConfigError("SWEEP", rule, stored_parent.info.run_id)

@@ -1,0 +1,81 @@
+"""What `pipeline sync` closes: a sweep whose process died before it was closed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.common.errors import ConfigError
+from pipeline.sweep import closing, sweep_file
+from pipeline.tracking.foreign_store import OwnStore
+from tests import synthetic
+from tests.running import environment
+from tests.synthetic import PlantedSweep
+
+RUNNING = """
+import sys
+from pathlib import Path
+from pipeline.sweep import sweep_file
+from pipeline.tracking.foreign_store import SweepRecord
+
+sweep_file.write_locked(Path("jobs"), SweepRecord(*sys.argv[1:]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A sweep of two jobs that still says RUNNING; one of its jobs has finished."""
+    sweep = PlantedSweep(synthetic.store(tmp_path), ["seed=0", "seed=1"], ["seed"])
+    sweep.job("seed=0", {"train/loss": [2, 1]})
+    return sweep
+
+
+def status(sweep: PlantedSweep) -> str:
+    return sweep.client.get_run(sweep.run_id).info.status
+
+
+def test_a_sweep_is_closed_once_its_process_is_gone(tmp_path, planted, capsys):
+    arguments = [planted.store.uri, planted.run_id, planted.experiment_id]
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUNNING, *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    own = OwnStore(planted.store.uri)
+    try:
+        assert process.stdout.readline() == "locked\n"
+        closing.close_left_open(tmp_path / "jobs", own)
+        assert status(planted) == "RUNNING"
+    finally:
+        process.communicate(timeout=60)
+
+    closing.close_left_open(tmp_path / "jobs", own)
+    assert status(planted) == "FAILED"
+    printed = capsys.readouterr().err
+    assert "  seed=0  FINISHED\n" in printed
+    assert "  seed=1  NO RUN\n" in printed
+    assert "1 of 2 jobs finished" in printed
+
+    closing.close_left_open(tmp_path / "jobs", own)  # it is closed by now
+    assert capsys.readouterr().err == ""
+
+
+def test_a_sweep_in_another_store_is_left_alone(tmp_path, planted):
+    sweep_file.write_locked(tmp_path / "jobs", planted.planned)
+    other = OwnStore(f"sqlite:///{tmp_path}/other.db")
+    with pytest.raises(ConfigError, match=r"tracking\.uri must be that of the sweep"):
+        closing.close_left_open(tmp_path / "jobs", other)
+    assert status(planted) == "RUNNING"
+
+
+def test_a_folder_without_a_sweep_has_nothing_to_close(tmp_path):
+    assert sweep_file.read_unlocked(tmp_path) is None
+    (tmp_path / "sweep.json").write_text("{")
+    assert sweep_file.read_unlocked(tmp_path) is None
