@@ -226,6 +226,13 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
             "and pipeline resume goes on from there"
         )
         raise ConfigError(f"{key}._target_", rule, kind)
+    # SwapEMAWeights would swap the weights and their averages a second time.
+    if isinstance(callback, keras.callbacks.SwapEMAWeights):
+        rule = (
+            "must be left out: with +optimizer.use_ema=true, evaluations, on_epoch_end "
+            "of callbacks and the trained model have the averaged weights already"
+        )
+        raise ConfigError(f"{key}._target_", rule, kind)
     return callback
 
 

@@ -1,7 +1,7 @@
 """The training loop: update, record, evaluate, checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +14,11 @@ from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints, LoopState
 from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
-from pipeline.training.evaluator import Evaluations, averaged_weights
+from pipeline.training.evaluator import (
+    Evaluations,
+    averaged_weights,
+    averaged_weights_for_callbacks,
+)
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
 from pipeline.training.recorder import TOKENS, Recorder
@@ -296,24 +300,20 @@ class Trainer:
     def test(self) -> None:
         """Evaluate the test split, if there is one.
 
-        Use the weights of the best evaluation if its checkpoint is kept, and the last
-        weights otherwise.
+        Use the weights of the best evaluation if its checkpoint is kept, and otherwise
+        those with which `finish` and the callbacks have left the model.
         """
         if self.evaluations.test is None:
             return
         best = self._best_checkpoint()
-        if best is None:
+        with ExitStack() as weights, self.recorder.user_metrics.closed():
             update = self.done
-            weights: Any = nullcontext()
-        else:
-            update = best.updates_done
-            saved = snapshot.read(best)
-            weights = snapshot.weights_replaced(saved, self.update)
-        with (
-            weights,
-            averaged_weights(self.update.optimizer, self.model),
-            self.recorder.user_metrics.closed(),
-        ):
+            if best is not None:
+                update = best.updates_done
+                saved = snapshot.read(best)
+                weights.enter_context(snapshot.weights_replaced(saved, self.update))
+                averages = averaged_weights(self.update.optimizer, self.model)
+                weights.enter_context(averages)
             results = self.evaluations.test(self.raise_if_stopped)
         self.recorder.evaluated("test", update, results)
 
@@ -336,14 +336,20 @@ class Trainer:
         return tf.stack([tf.cast(value, tf.float64) for value in values])
 
     def _end_epoch(self, validation: Mapping[str, float]) -> None:
-        """Call the callbacks' `on_epoch_end` with means over the epoch."""
+        """Call the callbacks' `on_epoch_end` with means over the epoch.
+
+        With `use_ema`, they see the weights of the validation and of the trained model:
+        the averages. So `ModelCheckpoint` saves these, and `EarlyStopping` restores
+        them.
+        """
         self.recorder.fetch()
         logs = self.recorder.epoch_means()
         for name, value in validation.items():
             logs[f"val_{name}"] = value
         epoch, _ = self.recorder.plan.place(self.done - 1)
         self._known_logs = set(logs)
-        self._hooks.on_epoch_end(epoch, logs)
+        with averaged_weights_for_callbacks(self.update.optimizer, self.model):
+            self._hooks.on_epoch_end(epoch, logs)
 
     def _log_additions(self, callback: str, logs: Mapping[str, Any]) -> None:
         """Log what a callback has added to the logs of `on_epoch_end`."""
