@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,9 @@ ENDED = (
     "OUT_OF_MEMORY",
     GONE,
 )
+# Variables that Slurm and submitit set in a job, and those that find the controller.
+_SET_IN_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
+_READ_BY_SBATCH = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 # Number of polls after the end of a job until it counts as killed if it has no result:
 # on a network file system, the result may become visible late.
 LATE = 3
@@ -150,7 +154,7 @@ class SlurmJob:
         # The workers of a job authenticate each other with this secret. `sbatch` passes
         # the environment on to them.
         secret = {cluster.SECRET: secrets.token_hex(32)}
-        with importing_only_this_package(**secret):
+        with _outside_of_slurm(), importing_only_this_package(**secret):
             self._job = executor.submit(call)
 
     def _executor(self) -> Any:
@@ -201,6 +205,24 @@ class SlurmJob:
             return None
         how = f"killed (Slurm job {self._job.job_id}: {state})"
         return killed(how, self._job.stderr() or "")
+
+
+@contextmanager
+def _outside_of_slurm() -> Iterator[None]:
+    """Within the block, hide the Slurm job that this process is part of, if any.
+
+    `sbatch` passes on the environment. Without this, a job that is submitted in a task
+    of a job array would have that task's IDs, and submitit would look for its files.
+    """
+    hidden = {}
+    if "SLURM_JOB_ID" in os.environ:
+        for name in list(os.environ):
+            if name.startswith(_SET_IN_A_JOB) and name not in _READ_BY_SBATCH:
+                hidden[name] = os.environ.pop(name)
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 @dataclass(frozen=True)
