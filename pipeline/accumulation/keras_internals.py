@@ -12,6 +12,8 @@ It also has the temporary replacements in objects of Keras, which Keras would tr
     makes it, and no layer has it.
 `_batches_seen_since_last_saving`, `_last_batch_seen`, `_current_epoch`, of
     `ModelCheckpoint`: when it saves, and under which epoch.
+`_global_train_batch`, `_global_test_batch`, of `TensorBoard`: the steps of its curves
+    of batches.
 `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_flat_metrics`,
     `_flat_weighted_metrics`, `_loss_tracker`: what `compile` makes of its arguments,
     with "accuracy" resolved. The history and `EarlyStopping` use these names.
@@ -64,6 +66,7 @@ MODEL_CHECKPOINT_KEEPS = (
     "_last_batch_seen",
     "_current_epoch",
 )
+TENSORBOARD_KEEPS = ("_global_train_batch", "_global_test_batch")
 
 MetricsByOutput = dict[str, list[keras.metrics.Metric]]
 

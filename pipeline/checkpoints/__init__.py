@@ -4,4 +4,4 @@ In: a run's state or directory. Out: checkpoints, and what a run goes on from
 (`resume_rules`) or begins with (`fork`).
 """
 
-__all__ = ["files", "fork", "resume_rules", "run_dirs", "snapshot"]
+__all__ = ["csv_rows", "files", "fork", "resume_rules", "run_dirs", "snapshot"]

@@ -262,8 +262,8 @@ def averaged_weights_for_callbacks(
                 changed.append(variable.path)
         if changed:
             say(
-                "a callback has changed weights in on_epoch_end, where use_ema replaces "
-                f"them by their averages; training goes on from there: {changed[0]}"
+                "a callback has changed weights in on_epoch_end, where use_ema has "
+                f"replaced them by averages; training goes on from there: {changed[0]}"
             )
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import Update
 from pipeline.accumulation.internals import shapes_compiled
-from pipeline.checkpoints import snapshot
+from pipeline.checkpoints import csv_rows, snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints, LoopState
 from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
@@ -129,6 +129,8 @@ class Trainer:
             self.profiler,
             self._checkpoint_on_interruption(),
         ):
+            if isinstance(start, Checkpoint):
+                csv_rows.keep_rows(self.callbacks.values())
             self._hooks.on_train_begin()
             iterator = iter(self.batches)
             if start is not None:
@@ -183,6 +185,21 @@ class Trainer:
             self.evaluations.best.set_state(loop.best)
         self.recorder.progress.done = self.done
         self.recorder.user_metrics.update = self.done
+
+        if isinstance(start, Checkpoint):
+            snapshot.restore_csv_files(start, self.callbacks)
+        first_of_epoch = self.recorder.plan.place(self.done)[1] == 0
+        if self.pending or not first_of_epoch:
+            self._begin_epoch_again()
+
+    def _begin_epoch_again(self) -> None:
+        """Call `on_epoch_begin` of callbacks that start anew in the middle of an epoch.
+
+        The update after which the checkpoint was written is of that epoch.
+        """
+        epoch, _ = self.recorder.plan.place(self.done - 1)
+        for callback in snapshot.expecting_epoch_begin(self.callbacks):
+            callback.on_epoch_begin(epoch)
 
     def update_once(self, iterator: Any) -> tf.Tensor:
         """Apply the next effective batch; return its results for `Recorder.add`.
