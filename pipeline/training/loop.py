@@ -19,6 +19,7 @@ from pipeline.training.evaluator import (
     averaged_weights,
     averaged_weights_for_callbacks,
 )
+from pipeline.training.monitored import MonitoredMetrics
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
 from pipeline.training.recorder import TOKENS, Recorder
@@ -109,6 +110,7 @@ class Trainer:
             steps=plan.updates_per_epoch,
         )
         self._known_logs: set[str] = set()
+        self._monitored = MonitoredMetrics(self.evaluations)
         self._has_batch_hooks = any(map(_has_batch_hooks, self.callbacks.values()))
         self._next_update = tf.function(self._next_step, autograph=False)
 
@@ -368,8 +370,11 @@ class Trainer:
         with averaged_weights_for_callbacks(self.update.optimizer, self.model):
             self._hooks.on_epoch_end(epoch, logs)
 
-    def _log_additions(self, callback: str, logs: Mapping[str, Any]) -> None:
+    def _log_additions(
+        self, callback: str, epoch: int, logs: Mapping[str, Any]
+    ) -> None:
         """Log what a callback has added to the logs of `on_epoch_end`."""
+        self._monitored.check(callback, self.callbacks[callback], epoch, logs)
         added = {}
         for name, value in logs.items():
             if name not in self._known_logs:
@@ -465,7 +470,7 @@ class _Watch(keras.callbacks.Callback):
         self._trainer.recorder.user_metrics.report_other_run(self._name)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._trainer._log_additions(self._name, logs or {})
+        self._trainer._log_additions(self._name, epoch, logs or {})
         self._look()
 
     on_train_begin = on_epoch_begin = on_test_begin = on_test_end = _look

@@ -52,3 +52,22 @@ def test_what_the_pipeline_does_itself_is_rejected(node, use_instead):
 def test_another_callback_of_keras_is_built():
     built = build(_target_="keras.callbacks.EarlyStopping", restore_best_weights=True)
     assert built.restore_best_weights
+
+
+KEEP = {
+    "_target_": "keras.callbacks.ModelCheckpoint",
+    "filepath": "best.keras",
+    "save_best_only": True,
+}
+
+
+def test_the_best_by_the_validation_is_not_known_after_an_update():
+    with pytest.raises(ConfigError) as raised:
+        build(**KEEP, save_freq=5)
+    assert str(raised.value) == (
+        "training.callbacks.mine.save_freq must be epoch: a single update has no "
+        "val_loss. Received: 5."
+    )
+    assert build(**KEEP).save_best_only
+    assert build(**KEEP, monitor="loss", save_freq=5).save_freq == 5
+    assert build(**KEEP | {"save_best_only": False}, save_freq=5).save_freq == 5
