@@ -64,6 +64,31 @@ def test_a_new_run_begins_a_new_file_as_in_keras(tmp_path):
     assert len((tmp_path / LOG).read_text().splitlines()) == 1 + 1
 
 
+class Plants(keras.callbacks.Callback):
+    """Makes the first epoch the best one, for the callbacks after this one."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["val_loss"] = epoch
+
+
+def test_the_file_of_the_best_epoch_is_not_replaced_by_a_worse_one(tmp_path):
+    file = tmp_path / "best.weights.h5"
+
+    def keeping(folder):
+        keep = keras.callbacks.ModelCheckpoint(
+            file, save_best_only=True, save_weights_only=True
+        )
+        return {"plants": Plants(), "keep": keep}
+
+    case = replace(CASES["plain"], callbacks=keeping)
+    run = Run(tmp_path / "one", case)
+    file.unlink()
+    goes_on(run, PER_EPOCH, tmp_path / "two", case)
+    assert not file.exists()
+    goes_on(run, PER_EPOCH - 1, tmp_path / "three", case)  # before that epoch's end
+    assert file.exists()
+
+
 class Board(keras.callbacks.TensorBoard):
     """Keeps the step of each batch, and writes nothing: that needs a package."""
 

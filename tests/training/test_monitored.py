@@ -66,3 +66,15 @@ def test_what_is_saved_as_the_best_is_named(tmp_path, capsys):
     Run([keep], epochs=2, evaluate_every=7)
     line = "missing at the end of epoch 1, and saves as if it were the best: "
     assert capsys.readouterr().err.count(line) == 1
+
+
+def test_the_end_of_a_run_that_stops_within_an_epoch_has_a_validation(capsys):
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 2
+
+    stop = keras.callbacks.EarlyStopping(restore_best_weights=True)
+    run = Run([Stops(), stop], epochs=2)
+    assert [update for update, _ in run.rows.validations] == [3]
+    assert stop.best == run.loss
+    assert " monitors " not in capsys.readouterr().err
