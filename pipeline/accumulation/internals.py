@@ -27,6 +27,7 @@ from .forward_effects import (
 )
 from .keras_internals import (
     MODEL_CHECKPOINT_KEEPS,
+    TENSORBOARD_KEEPS,
     calling,
     global_seed,
     layers_of,
@@ -51,6 +52,7 @@ from .xla import compiled_by_xla, shapes_compiled
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
+    "TENSORBOARD_KEEPS",
     "BatchTotals",
     "Batches",
     "Forward",

@@ -12,6 +12,8 @@ This module also replaces attributes of Keras objects for a limited time.
     creates the generator, and no layer tracks it.
 `_batches_seen_since_last_saving`, `_last_batch_seen`, `_current_epoch`, of
     `ModelCheckpoint`: the state that decides when it saves, and for which epoch.
+`_global_train_batch`, `_global_test_batch`, of `TensorBoard`: the steps of its curves
+    per batch.
 `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_flat_metrics`,
     `_flat_weighted_metrics`, `_loss_tracker`: the losses and metrics that `compile`
     builds, with names such as "accuracy" resolved. The history and `EarlyStopping` use
@@ -65,6 +67,7 @@ MODEL_CHECKPOINT_KEEPS = (
     "_last_batch_seen",
     "_current_epoch",
 )
+TENSORBOARD_KEEPS = ("_global_train_batch", "_global_test_batch")
 
 MetricsByOutput = dict[str, list[keras.metrics.Metric]]
 

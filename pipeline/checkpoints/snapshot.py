@@ -29,10 +29,12 @@ import tensorflow as tf
 from pipeline.accumulation import Update
 from pipeline.accumulation.internals import (
     MODEL_CHECKPOINT_KEEPS,
+    TENSORBOARD_KEEPS,
     global_seed,
     layers_of,
     untracked_variables,
 )
+from pipeline.checkpoints import csv_rows
 from pipeline.checkpoints.files import Checkpoint, LoopState
 from pipeline.common import link_path
 from pipeline.common.errors import ConfigError
@@ -67,6 +69,8 @@ _KEPT_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.History: ("epoch", "history"),
     keras.callbacks.LearningRateScheduler: (),
     keras.callbacks.TerminateOnNaN: (),
+    keras.callbacks.CSVLogger: (),  # see `csv_rows`
+    keras.callbacks.TensorBoard: TENSORBOARD_KEEPS,
 }
 
 
@@ -319,6 +323,35 @@ def starting_anew(callbacks: Callbacks) -> list[str]:
     return lines
 
 
+def restore_csv_files(checkpoint: Checkpoint, callbacks: Callbacks) -> None:
+    """Continue the files of `CSVLogger` callbacks after the rows of a checkpoint."""
+    values = checkpoint.meta.values
+    for name, callback in callbacks.items():
+        if (
+            isinstance(callback, keras.callbacks.CSVLogger)
+            and not _offers_state(callback)
+            and values["kinds"].get(name) == _class_name(callback)
+            and name in values["callbacks"]
+        ):
+            csv_rows.restore(callback, values["callbacks"][name])
+
+
+def expecting_epoch_begin(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
+    """Return the callbacks to which an epoch that is resumed in its middle is new.
+
+    They start anew, and may set in `on_epoch_begin` what they use until its end. The
+    class `TensorBoard` sets the time there.
+    """
+    found = []
+    for callback in callbacks.values():
+        if _offers_state(callback):
+            continue
+        is_board = isinstance(callback, keras.callbacks.TensorBoard)
+        if is_board or _kept_attributes(callback) is None:
+            found.append(callback)
+    return found
+
+
 def _variables(updater: Update) -> Variables:
     """Return all variables of the model and the optimizer, and Keras' global seed."""
     model = updater.model
@@ -405,6 +438,8 @@ def _state_of(callback: Any) -> Any:
     """
     if _offers_state(callback):
         return callback.get_state()
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        return csv_rows.state_of(callback)
     attributes = _kept_attributes(callback)
     if attributes is None:
         return None
@@ -422,6 +457,8 @@ def _restore_callback(
     if _offers_state(callback):
         callback.set_state(state)
         return
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        return  # A fork has a file of its own; see `restore_csv_files`.
     for attribute, value in state.items():
         setattr(callback, attribute, value)
 

@@ -230,6 +230,19 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
             "and pipeline resume goes on from there"
         )
         raise ConfigError(f"{key}._target_", rule, kind)
+    # SwapEMAWeights would swap the weights and their averages a second time.
+    if isinstance(callback, keras.callbacks.SwapEMAWeights):
+        rule = (
+            "must be left out: with +optimizer.use_ema=true, evaluations, on_epoch_end "
+            "of callbacks and the trained model have the averaged weights already"
+        )
+        raise ConfigError(f"{key}._target_", rule, kind)
+    # Without a value, ModelCheckpoint saves as if it were the best one.
+    saves_best = getattr(callback, "save_best_only", False)
+    if saves_best and getattr(callback, "save_freq", "epoch") != "epoch":
+        if callback.monitor.startswith("val_"):
+            rule = f"must be epoch: a single update has no {callback.monitor}"
+            raise ConfigError(f"{key}.save_freq", rule, callback.save_freq)
     return callback
 
 

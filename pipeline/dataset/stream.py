@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipeline.accumulation.internals import Batches, examples_in, parts_of
-from pipeline.common.errors import ConfigError, DataError, described
+from pipeline.common.errors import ConfigError, DataError, described, say
 from pipeline.config.plan import ENDLESS, Window
 
 KEY = "dataset._target_"
@@ -69,6 +69,8 @@ class Loader:
             self.endless = count == tf.data.INFINITE_CARDINALITY
         if self.endless and split != "train":
             raise ConfigError(KEY, f"must give a {split} split that ends")
+        self._count_at_first = self.count
+        self._warned = False
 
     def epoch(self) -> Iterator[tuple]:
         """Return the batches of the next epoch."""
@@ -99,6 +101,7 @@ class Loader:
             try:
                 batch = next(batches)
             except StopIteration:
+                self._warn_if_changed(number)
                 return
             except Exception as error:
                 place = f"batch {number} of the {self._split} split, counted from 0"
@@ -107,6 +110,24 @@ class Loader:
                     place += f", with {file}"
                 raise DataError(f"{place}: {described(error)}") from error
             yield self._checked(batch)
+
+    def _warn_if_changed(self, count: int) -> None:
+        """Print a line, once, if an epoch has another number of batches than at first.
+
+        A training split may leave the number open.
+        """
+        if self._count_at_first is None and self._split != "train":
+            self._count_at_first = count
+        if self._warned or self._count_at_first in (None, count):
+            return
+        effect = "its evaluations are not of the same examples"
+        if self._split == "train":
+            effect = "a schedule that depends on the horizon keeps the one planned then"
+        say(
+            f"the {self._split} split has {count} batches in an epoch, "
+            f"{self._count_at_first} at first: {effect}"
+        )
+        self._warned = True
 
     def examples(self) -> tf.data.Dataset:
         """Return the examples of the first batch."""

@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,9 @@ _ENDED_STATES = (
     "OUT_OF_MEMORY",
     _UNLISTED,
 )
+# Variables that Slurm and submitit set in a job, and those that find the controller.
+_SET_IN_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
+_READ_BY_SBATCH = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 # A job without a result counts as ended once this many polls in a row have found that
 # Slurm has ended it: on a network file system, the result may become visible late.
 _POLLS_FOR_RESULT = 3
@@ -176,7 +180,7 @@ class SlurmJob:
         # The workers of a job authenticate each other with this secret. `sbatch` passes
         # the environment on to them.
         secret = {cluster.SECRET: secrets.token_hex(32)}
-        with importing_only_this_package(**secret):
+        with _outside_of_slurm(), importing_only_this_package(**secret):
             self._submitted = executor.submit(remote_task)
 
     def _executor(self) -> Any:
@@ -232,6 +236,24 @@ class SlurmJob:
             return None
         cause = f"killed (Slurm job {self._submitted.job_id}: {state})"
         return without_result(cause, self._submitted.stderr() or "")
+
+
+@contextmanager
+def _outside_of_slurm() -> Iterator[None]:
+    """Within the block, hide the Slurm job that this process is part of, if any.
+
+    `sbatch` passes on the environment. Without this, a job that is submitted in a task
+    of a job array would have that task's IDs, and submitit would look for its files.
+    """
+    hidden = {}
+    if "SLURM_JOB_ID" in os.environ:
+        for name in list(os.environ):
+            if name.startswith(_SET_IN_A_JOB) and name not in _READ_BY_SBATCH:
+                hidden[name] = os.environ.pop(name)
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 @dataclass(frozen=True)

@@ -4,4 +4,12 @@ From an update, effective batches and a recorder, the loop produces rows for the
 tracker, checkpoints and the last loss.
 """
 
-__all__ = ["evaluator", "loop", "oom_retry", "profiler", "progress", "recorder"]
+__all__ = [
+    "evaluator",
+    "loop",
+    "monitored",
+    "oom_retry",
+    "profiler",
+    "progress",
+    "recorder",
+]

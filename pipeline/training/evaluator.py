@@ -211,6 +211,18 @@ class SplitEvaluator:
         return results
 
 
+def averaged_variables(
+    optimizer: keras.optimizers.Optimizer, model: keras.Model
+) -> list[keras.Variable]:
+    """Return the weights that the optimizer averages; empty without `use_ema`."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    # A `MultiOptimizer` has one optimizer for each part of the weights.
+    for part in getattr(inner, "optimizers", [inner]):
+        if part.use_ema:
+            return list(model.trainable_variables)
+    return []
+
+
 @contextmanager
 def averaged_weights(
     optimizer: keras.optimizers.Optimizer, model: keras.Model
@@ -219,11 +231,43 @@ def averaged_weights(
 
     If the optimizer has no moving averages (`use_ema`), the weights are unchanged.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    variables = model.trainable_variables if inner.use_ema else []
-    raw_values = [tf.identity(variable.value) for variable in variables]
+    variables = averaged_variables(optimizer, model)
+    raw_values = _copies(variables)
     optimizer.finalize_variable_values(variables)
     try:
         yield
     finally:
         assign_all(variables, raw_values)
+
+
+@contextmanager
+def averaged_weights_for_callbacks(
+    optimizer: keras.optimizers.Optimizer, model: keras.Model
+) -> Iterator[None]:
+    """Do as `averaged_weights`, but let callbacks change the weights in the block.
+
+    A variable that they have changed keeps its new value, and a message says so.
+    """
+    variables = averaged_variables(optimizer, model)
+    raw_values = _copies(variables)
+    optimizer.finalize_variable_values(variables)
+    averages = _copies(variables)
+    try:
+        yield
+    finally:
+        changed = []
+        values = zip(variables, raw_values, averages, strict=True)
+        for variable, raw_value, average in values:
+            if bool(tf.reduce_all(tf.equal(variable.value, average))):
+                variable.assign(raw_value)
+            else:
+                changed.append(variable.path)
+        if changed:
+            say(
+                "a callback has changed weights in on_epoch_end, where use_ema has "
+                f"replaced them by averages; training goes on from there: {changed[0]}"
+            )
+
+
+def _copies(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    return [tf.identity(variable.value) for variable in variables]

@@ -1,7 +1,7 @@
 """The training loop: update, record, evaluate, checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
@@ -10,11 +10,16 @@ import tensorflow as tf
 
 from pipeline.accumulation import Update
 from pipeline.accumulation.internals import shapes_compiled
-from pipeline.checkpoints import snapshot
+from pipeline.checkpoints import csv_rows, snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints, LoopState
 from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
-from pipeline.training.evaluator import Evaluations, averaged_weights
+from pipeline.training.evaluator import (
+    Evaluations,
+    averaged_weights,
+    averaged_weights_for_callbacks,
+)
+from pipeline.training.monitored import MonitoredMetrics
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
 from pipeline.training.recorder import TOKENS, Recorder
@@ -105,6 +110,7 @@ class Trainer:
             steps=plan.updates_per_epoch,
         )
         self._known_logs: set[str] = set()
+        self._monitored = MonitoredMetrics(self.evaluations)
         self._has_batch_hooks = any(map(_has_batch_hooks, self.callbacks.values()))
         self._next_update = tf.function(self._next_step, autograph=False)
 
@@ -128,6 +134,8 @@ class Trainer:
             self.profiler,
             self._checkpoint_on_interruption(),
         ):
+            if isinstance(start, Checkpoint):
+                csv_rows.keep_rows(self.callbacks.values())
             self._hooks.on_train_begin()
             iterator = iter(self.batches)
             if start is not None:
@@ -182,6 +190,21 @@ class Trainer:
             self.evaluations.best.set_state(loop.best)
         self.recorder.progress.done = self.done
         self.recorder.user_metrics.update = self.done
+
+        if isinstance(start, Checkpoint):
+            snapshot.restore_csv_files(start, self.callbacks)
+        first_of_epoch = self.recorder.plan.place(self.done)[1] == 0
+        if self.pending or not first_of_epoch:
+            self._begin_epoch_again()
+
+    def _begin_epoch_again(self) -> None:
+        """Call `on_epoch_begin` of callbacks that start anew in the middle of an epoch.
+
+        The update after which the checkpoint was written is of that epoch.
+        """
+        epoch, _ = self.recorder.plan.place(self.done - 1)
+        for callback in snapshot.expecting_epoch_begin(self.callbacks):
+            callback.on_epoch_begin(epoch)
 
     def update_once(self, iterator: Any) -> tf.Tensor:
         """Apply the next effective batch; return its results for `Recorder.add`.
@@ -302,24 +325,20 @@ class Trainer:
     def test(self) -> None:
         """Evaluate the test split, if there is one.
 
-        Use the weights of the best evaluation if its checkpoint is kept, and the last
-        weights otherwise.
+        Use the weights of the best evaluation if its checkpoint is kept, and otherwise
+        those with which `finish` and the callbacks have left the model.
         """
         if self.evaluations.test is None:
             return
         best = self._best_checkpoint()
-        if best is None:
+        with ExitStack() as weights, self.recorder.user_metrics.closed():
             update = self.done
-            weights: Any = nullcontext()
-        else:
-            update = best.updates_done
-            saved = snapshot.read(best)
-            weights = snapshot.weights_replaced(saved, self.update)
-        with (
-            weights,
-            averaged_weights(self.update.optimizer, self.model),
-            self.recorder.user_metrics.closed(),
-        ):
+            if best is not None:
+                update = best.updates_done
+                saved = snapshot.read(best)
+                weights.enter_context(snapshot.weights_replaced(saved, self.update))
+                averages = averaged_weights(self.update.optimizer, self.model)
+                weights.enter_context(averages)
             results = self.evaluations.test(self.raise_if_stopped)
         self.recorder.evaluated("test", update, results)
 
@@ -342,17 +361,26 @@ class Trainer:
         return tf.stack([tf.cast(value, tf.float64) for value in values])
 
     def _end_epoch(self, validation: Mapping[str, float]) -> None:
-        """Call the callbacks' `on_epoch_end` with means over the epoch."""
+        """Call the callbacks' `on_epoch_end` with means over the epoch.
+
+        With `use_ema`, they see the weights of the validation and of the trained model:
+        the averages. So `ModelCheckpoint` saves these, and `EarlyStopping` restores
+        them.
+        """
         self.recorder.fetch()
         logs = self.recorder.epoch_means()
         for name, value in validation.items():
             logs[f"val_{name}"] = value
         epoch, _ = self.recorder.plan.place(self.done - 1)
         self._known_logs = set(logs)
-        self._hooks.on_epoch_end(epoch, logs)
+        with averaged_weights_for_callbacks(self.update.optimizer, self.model):
+            self._hooks.on_epoch_end(epoch, logs)
 
-    def _log_additions(self, callback: str, logs: Mapping[str, Any]) -> None:
+    def _log_additions(
+        self, callback: str, epoch: int, logs: Mapping[str, Any]
+    ) -> None:
         """Log what a callback has added to the logs of `on_epoch_end`."""
+        self._monitored.check(callback, self.callbacks[callback], epoch, logs)
         added = {}
         for name, value in logs.items():
             if name not in self._known_logs:
@@ -457,7 +485,7 @@ class _Watch(keras.callbacks.Callback):
         self._trainer.recorder.user_metrics.report_other_run(self._name)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._trainer._log_additions(self._name, logs or {})
+        self._trainer._log_additions(self._name, epoch, logs or {})
         self._look()
 
     on_train_begin = on_epoch_begin = on_test_begin = on_test_end = _look

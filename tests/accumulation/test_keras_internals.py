@@ -61,6 +61,15 @@ def test_a_model_checkpoint_counts_in_these():
     assert callback._should_save_on_batch(1)
 
 
+def test_a_tensorboard_counts_in_these():
+    board = keras.callbacks.TensorBoard("there", write_graph=False)
+    kept = keras_internals.TENSORBOARD_KEEPS
+    assert [getattr(board, name) for name in kept] == [0, 0], WHERE
+    board.on_train_batch_begin(0)
+    board.on_test_batch_begin(0)
+    assert [getattr(board, name) for name in kept] == [1, 1], WHERE
+
+
 def two_outputs():
     inputs = keras.Input((2,))
     outputs = [layers.Dense(1, name="a")(inputs), layers.Dense(1, name="b")(inputs)]

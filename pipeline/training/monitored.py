@@ -1,0 +1,58 @@
+"""Says that a callback monitors a metric that an epoch does not have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from pipeline.common.errors import say
+from pipeline.training.evaluator import Evaluations
+
+
+class MonitoredMetrics:
+    """Prints a line, once per callback, if the metric it monitors is missing.
+
+    Keras warns of it without a name. `EarlyStopping` then never stops, and
+    `ModelCheckpoint(save_best_only=True)` saves as if the epoch were the best one.
+    """
+
+    def __init__(self, evaluations: Evaluations) -> None:
+        self._evaluations = evaluations
+        self._named: set[str] = set()
+
+    def check(
+        self,
+        name: str,
+        callback: keras.callbacks.Callback,
+        epoch: int,
+        logs: Mapping[str, Any],
+    ) -> None:
+        """Print the line if it is due.
+
+        Args:
+            name: the name of the callback in the config.
+            callback: the callback.
+            epoch: the epoch that ends, counted from 0.
+            logs: the logs of `on_epoch_end`, with what callbacks have added to them.
+        """
+        monitor = getattr(callback, "monitor", None)
+        if not isinstance(monitor, str) or monitor in logs or name in self._named:
+            return
+        self._named.add(name)
+        saves = ""
+        if getattr(callback, "save_best_only", False):
+            saves = ", and saves as if it were the best"
+        say(
+            f"training.callbacks.{name} monitors {monitor}, which is missing at the end "
+            f"of epoch {epoch + 1}{saves}: {self._remedy(monitor, logs)}"
+        )
+
+    def _remedy(self, monitor: str, logs: Mapping[str, Any]) -> str:
+        evaluated = self._evaluations.validation is not None
+        if evaluated and monitor.startswith("val_") and not _any_evaluated(logs):
+            return "training.evaluate_every=epoch evaluates at the end of each epoch"
+        return f"there are {', '.join(sorted(logs))}"
+
+
+def _any_evaluated(logs: Mapping[str, Any]) -> bool:
+    return any(name.startswith("val_") for name in logs)
