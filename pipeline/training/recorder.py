@@ -57,6 +57,40 @@ class _UnfetchedUpdate(NamedTuple):
 
 
 @dataclass
+class _EpochMeans:
+    """Means of results over the updates of one epoch, weighted by examples.
+
+    A result that is missing in some updates is averaged over the others.
+
+    Attributes:
+        sums: the sums of each result times the number of examples in the update.
+        examples: the number of examples in each sum.
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    examples: dict[str, int] = field(default_factory=dict)
+
+    def add(self, results: Mapping[str, float], examples: int) -> None:
+        """Add the results of an update of `examples` examples."""
+        for name, value in results.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value * examples
+            self.examples[name] = self.examples.get(name, 0) + examples
+
+    def means(self) -> dict[str, float]:
+        means = {}
+        for name, total in self.sums.items():
+            means[name] = total / self.examples[name]
+        return means
+
+    def set_state(self, sums: dict[str, float], examples: dict[str, int] | int) -> None:
+        """Restore the fields. Older checkpoints have one number of examples for all."""
+        if isinstance(examples, int):
+            examples = dict.fromkeys(sums, examples)
+        self.sums = dict(sums)
+        self.examples = dict(examples)
+
+
+@dataclass
 class Recorder:
     """Keeps the results of updates on the device and fetches them in groups.
 
@@ -101,8 +135,7 @@ class Recorder:
     _noise: NoiseScale = field(default_factory=NoiseScale)
     # The arguments of `Tracker.update` for the last row, or () once the row is logged.
     _unlogged: tuple[Any, ...] = ()
-    _epoch_sums: dict[str, float] = field(default_factory=dict)
-    _epoch_examples: int = 0
+    _epoch: _EpochMeans = field(default_factory=_EpochMeans)
     _unfetched: list[_UnfetchedUpdate] = field(default_factory=list)
     _last_fetch: float = field(default_factory=time.perf_counter)
 
@@ -150,8 +183,8 @@ class Recorder:
             self.last = dict(zip(self.names, values, strict=True))
             self.last.pop(TOKENS, None)
             self._smooth_noise(self.last)
-            non_finite = self._non_finite(self.last)
             self._add_to_epoch(entry.update, self.last)
+            non_finite = self._non_finite(self.last)
 
             self._unlogged = (entry.update, self.last, performance, entry.wall_time)
             if non_finite or entry.update % self.log_every == 0:
@@ -205,15 +238,14 @@ class Recorder:
         self._last_fetch = time.perf_counter()
 
     def epoch_means(self) -> dict[str, float]:
-        """Return the mean results over the epoch, and start a new epoch.
+        """Return the mean results over the epoch of the last update that was fetched.
 
-        Each update is weighted by its number of examples.
+        Each update is weighted by its number of examples. `skipped_updates` is not a
+        mean, but the number since the start of the run.
         """
-        means = {}
-        for name, total in self._epoch_sums.items():
-            means[name] = total / self._epoch_examples
-        self._epoch_sums = {}
-        self._epoch_examples = 0
+        means = self._epoch.means()
+        if self.skips:
+            means["skipped_updates"] = self._skipped
         return means
 
     def get_state(self) -> dict[str, Any]:
@@ -223,8 +255,8 @@ class Recorder:
             "skipped": self._skipped,
             "noise": self._noise.get_state(),
             "unlogged": list(self._unlogged),
-            "epoch_sums": dict(self._epoch_sums),
-            "epoch_examples": self._epoch_examples,
+            "epoch_sums": dict(self._epoch.sums),
+            "epoch_examples": dict(self._epoch.examples),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -233,8 +265,7 @@ class Recorder:
         self._skipped = state["skipped"]
         self._noise.set_state(state["noise"])
         self._unlogged = tuple(state["unlogged"])
-        self._epoch_sums = dict(state["epoch_sums"])
-        self._epoch_examples = state["epoch_examples"]
+        self._epoch.set_state(state["epoch_sums"], state["epoch_examples"])
 
     def _smooth_noise(self, results: dict[str, float]) -> None:
         """Replace the noise estimates of an update by averages and the noise scale.
@@ -253,11 +284,11 @@ class Recorder:
             results["gradient_noise_scale"] = self._noise.value
 
     def _add_to_epoch(self, update: int, results: Mapping[str, float]) -> None:
-        examples = self.plan.batch_size(update)
-        self._epoch_examples += examples
-        for name, value in results.items():
-            total = self._epoch_sums.get(name, 0.0)
-            self._epoch_sums[name] = total + value * examples
+        """Add the results of an update to the means over its epoch."""
+        _, index = self.plan.place(update - 1)
+        if index == 0:
+            self._epoch = _EpochMeans()
+        self._epoch.add(results, self.plan.batch_size(update))
 
     def _performance(
         self, group: Sequence[_UnfetchedUpdate], values_by_update: list[list[float]]

@@ -416,6 +416,55 @@ def test_the_means_of_an_epoch_are_of_its_own_examples():
     assert means == [2.4, 24.0]
 
 
+def test_an_epoch_has_its_own_means_though_those_before_were_not_read():
+    recorder = recorder_of_a_short_last_batch(Rows())
+    for update, loss in enumerate([1.0, 2.0, 6.0, 10.0, 20.0, 60.0], start=1):
+        recorder.add(update, results(loss), traces=1)
+    recorder.fetch()
+    assert recorder.epoch_means()["loss"] == 24.0
+    assert recorder.epoch_means()["loss"] == 24.0  # reading them changes nothing
+
+
+def test_a_result_that_some_updates_lack_has_the_mean_of_the_others():
+    """The noise scale is missing until its first measurement."""
+    recorder = recorder_of_a_short_last_batch(Rows())
+    recorder.names = (*NAMES, "gradient_variance", "gradient_square")
+    for update, variance in enumerate([math.nan, 8.0, math.nan], start=1):
+        row = [1.0, 1.0, 0.1, variance, 2.0, 0.0]
+        recorder.add(update, tf.constant(row, tf.float64), traces=1)
+    recorder.fetch()
+    means = recorder.epoch_means()
+    assert means["gradient_variance"] == 8.0
+    assert means["gradient_squared_norm"] == 2.0
+    assert means["gradient_noise_scale"] == 4.0
+    assert means["loss"] == 1.0
+
+
+def test_an_epoch_ends_with_the_number_of_skipped_updates_not_their_mean():
+    recorder = recorder_of_a_short_last_batch(Rows())
+    recorder.skips = True
+    for update, norm in enumerate([math.inf, math.inf, 1.0], start=1):
+        row = tf.constant([1.0, norm, 0.1, 0.0], tf.float64)
+        recorder.add(update, row, traces=1)
+    recorder.fetch()
+    assert recorder.epoch_means()["skipped_updates"] == 2
+
+
+def test_the_means_of_an_epoch_go_on_from_an_older_checkpoint():
+    """It has one number of examples for all results."""
+    before = recorder_of_a_short_last_batch(Rows())
+    before.add(1, results(1.0), traces=1)
+    before.fetch()
+    older = before.get_state() | {"epoch_examples": 8}
+
+    recorder = recorder_of_a_short_last_batch(Rows())
+    recorder.set_state(older)
+    recorder.add(2, results(2.0), traces=1)
+    recorder.add(3, results(6.0), traces=1)
+    recorder.fetch()
+    assert recorder.epoch_means()["loss"] == 2.4
+
+
 def test_the_speed_counts_the_examples_of_a_smaller_update(monkeypatch):
     now = [0.0]
     rows = Rows()
