@@ -232,13 +232,13 @@ class Trainer:
         At the end of an epoch and of the run, also call the callbacks' `on_epoch_end`.
         """
         plan = self.recorder.plan
-        ended = self.ended
         results: dict[str, float] = {}
-        if self.evaluations.due(self.done, plan, last=ended):
+        if self.evaluations.due(self.done, plan, last=self.ended):
             self.recorder.fetch()
             results = self.validate()
         try:
-            if self.callbacks and (ended or plan.ends_epoch(self.done)):
+            # A callback may have ended the run during the evaluation.
+            if self.callbacks and (self.ended or plan.ends_epoch(self.done)):
                 self._end_epoch(results)
             stopped_now = self.model.stop_training and not results
             if stopped_now and self.evaluations.due(self.done, plan, last=True):

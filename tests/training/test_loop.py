@@ -205,6 +205,23 @@ def test_a_callback_that_looks_at_updates_sees_each():
     ]
 
 
+def test_a_stop_by_an_evaluation_within_an_epoch_ends_the_epoch():
+    ends = []
+
+    class StopsAfterAnEvaluation(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            self.model.stop_training = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            ends.append((epoch, logs["val_loss"]))
+
+    rows = Run([StopsAfterAnEvaluation()], evaluate_every=2).rows
+    assert [update for update, _ in rows.updates] == [1, 2]
+    ((update, validation),) = rows.validations
+    assert update == 2
+    assert ends == [(0, validation["loss"])]
+
+
 @pytest.mark.slow
 def test_the_steps_of_an_epoch_can_be_called_one_by_one():
     run = Run(epochs=1, fit=False)
