@@ -139,6 +139,7 @@ class Trainer:
                     self.raise_if_stopped()
                 self.evaluate()
                 self.checkpoint(last=self.ended)
+            self.profiler.stop()  # A callback may have ended the run.
             del iterator  # Free the batches that were read ahead.
             self.finish()
             self.test()
