@@ -248,7 +248,6 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
     ):
         _begin(job)
         _continue_counting(job, recorder)
-        recorder.restart_clock()
         mlflow_import = threading.Thread(
             target=_warm_up, args=(recorder.traced,), daemon=True
         )

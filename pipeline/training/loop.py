@@ -130,6 +130,7 @@ class Trainer:
         ):
             self._hooks.on_train_begin()
             iterator = iter(self.batches)
+            self.recorder.start_clock()
             if start is not None:
                 self.restore(start, iterator)
             while self.pending or not self.ended:
@@ -161,19 +162,21 @@ class Trainer:
             start: the checkpoint.
             iterator: the iterator that `update_once` reads.
         """
-        if isinstance(start, Checkpoint):
-            saved = snapshot.read(start)
-            restore: Any = snapshot.restore
-        else:
-            saved = start.take()
-            restore = start.restore
-        snapshot.restore_normalization(saved, self.update)
+        with self.recorder.paused():
+            if isinstance(start, Checkpoint):
+                saved = snapshot.read(start)
+                restore: Any = snapshot.restore
+            else:
+                saved = start.take()
+                restore = start.restore
+            snapshot.restore_normalization(saved, self.update)
 
         # Trace the update first, then restore the state: a layer may draw a seed during
         # tracing, which would change a restored seed.
         self._next_update.get_concrete_function(iterator)
-        self.update.begun.assign(start.updates_done)
-        loop = restore(saved, self.update, self.recorder, self.callbacks)
+        with self.recorder.paused():
+            self.update.begun.assign(start.updates_done)
+            loop = restore(saved, self.update, self.recorder, self.callbacks)
 
         self.done = start.updates_done
         self.pending = loop.pending
@@ -192,8 +195,9 @@ class Trainer:
         """
         self.recorder.user_metrics.update = self.done + 1
         epoch, index = self.recorder.plan.place(self.done)
-        if index == 0:
-            self._hooks.on_epoch_begin(epoch)
+        if index == 0 and self.callbacks:
+            with self.recorder.paused():
+                self._hooks.on_epoch_begin(epoch)
         if self._has_batch_hooks:
             self._hooks.on_train_batch_begin(index)
 
@@ -232,22 +236,10 @@ class Trainer:
 
         At the end of an epoch and of the run, also call the callbacks' `on_epoch_end`.
         """
-        plan = self.recorder.plan
         results: dict[str, float] = {}
-        if self.evaluations.due(self.done, plan, last=self.ended):
-            self.recorder.fetch()
-            results = self.validate()
-        try:
-            # A callback may have ended the run during the evaluation.
-            if self.callbacks and (self.ended or plan.ends_epoch(self.done)):
-                self._end_epoch(results)
-            stopped_now = self.model.stop_training and not results
-            if stopped_now and self.evaluations.due(self.done, plan, last=True):
-                results = self.validate(pending=False)
-        finally:
-            # Log the row even if a callback raises an error.
-            if results:
-                self.recorder.evaluated("val", self.done, results)
+        if self._validation_is_due() or self._epoch_end_is_due():
+            with self.recorder.paused():
+                results = self._validate_and_end_epoch()
         self.validation = results
         self.pending = False
 
@@ -285,11 +277,9 @@ class Trainer:
             return
         if last:
             self.recorder.finish()
-        else:
-            self.recorder.fetch()
-        # Copy the state now; a thread writes the copy.
-        self._save(self.checkpoints, self.pending, self.validation)
-        self.recorder.restart_clock()
+        with self.recorder.paused():
+            # Copy the state now; a thread writes the copy.
+            self._save(self.checkpoints, self.pending, self.validation)
 
     def finish(self) -> None:
         """Log the remaining rows, finalize the weights, and end the callbacks."""
@@ -342,9 +332,35 @@ class Trainer:
         values = [*results.values(), compiled]
         return tf.stack([tf.cast(value, tf.float64) for value in values])
 
+    def _validation_is_due(self) -> bool:
+        plan = self.recorder.plan
+        return self.evaluations.due(self.done, plan, last=self.ended)
+
+    def _epoch_end_is_due(self) -> bool:
+        if not self.callbacks:
+            return False
+        return self.ended or self.recorder.plan.ends_epoch(self.done)
+
+    def _validate_and_end_epoch(self) -> dict[str, float]:
+        """Evaluate and call `on_epoch_end`, as far as due; return the evaluation."""
+        results: dict[str, float] = {}
+        if self._validation_is_due():
+            results = self.validate()
+        try:
+            # A callback may have ended the run during the evaluation.
+            if self._epoch_end_is_due():
+                self._end_epoch(results)
+            # A callback may have ended the run at the end of the epoch.
+            if not results and self._validation_is_due():
+                results = self.validate(pending=False)
+        finally:
+            # Log the row even if a callback raises an error.
+            if results:
+                self.recorder.evaluated("val", self.done, results)
+        return results
+
     def _end_epoch(self, validation: Mapping[str, float]) -> None:
         """Call the callbacks' `on_epoch_end` with means over the epoch."""
-        self.recorder.fetch()
         logs = self.recorder.epoch_means()
         for name, value in validation.items():
             logs[f"val_{name}"] = value

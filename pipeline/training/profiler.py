@@ -47,16 +47,14 @@ class Profiler(AbstractContextManager["Profiler"]):
             return
 
         if not self._first_traced:
-            recorder.fetch()
-            tf.profiler.experimental.start(str(self.folder))
+            with recorder.paused():
+                tf.profiler.experimental.start(str(self.folder))
             self._first_traced = number
-            recorder.restart_clock()
         with tf.profiler.experimental.Trace("update", step_num=number, _r=1):
             yield
         if number == last or recorder.plan.ended(number):
-            recorder.fetch()  # Wait until the device has computed the update.
-            self.stop()
-            recorder.restart_clock()
+            with recorder.paused():
+                self.stop()
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -5,7 +5,8 @@ Results are kept on the device, fetched in groups, and logged as rows.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, NamedTuple
@@ -137,7 +138,9 @@ class Recorder:
     _unlogged: tuple[Any, ...] = ()
     _epoch: _EpochMeans = field(default_factory=_EpochMeans)
     _unfetched: list[_UnfetchedUpdate] = field(default_factory=list)
-    _last_fetch: float = field(default_factory=time.perf_counter)
+    # When the last fetch ended, on the clock of `time.perf_counter`, plus the time of the
+    # pauses since then.
+    _clock_start: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.user_metrics = UserMetrics(self.tracker)
@@ -157,7 +160,7 @@ class Recorder:
         )
         count = len(self._unfetched)
         if self._compiled_kinds:
-            due = now - self._last_fetch >= FETCH_SECONDS or count >= FETCH_UPDATES
+            due = now - self._clock_start >= FETCH_SECONDS or count >= FETCH_UPDATES
         else:
             # Do not fetch after the first update alone: its time includes tracing.
             due = count > 1
@@ -206,7 +209,7 @@ class Recorder:
         self._log_last()
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Log the results over a split; exclude the evaluation from the update times.
+        """Log the results over a split.
 
         Args:
             split: `val` or `test`.
@@ -219,7 +222,6 @@ class Recorder:
             else:
                 self.tracker.validation(update, results)
         self.progress.evaluated(split, update, results)
-        self.restart_clock()
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
         """Log that training has ended or was interrupted after `updates` updates."""
@@ -233,9 +235,21 @@ class Recorder:
         if self.tracker is not None:
             self.tracker.cut(plan)
 
-    def restart_clock(self) -> None:
-        """Exclude the time since the last fetch from the update times."""
-        self._last_fetch = time.perf_counter()
+    def start_clock(self) -> None:
+        """Count the time from now on as the time of updates."""
+        self._clock_start = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block, do not count the time as the time of updates.
+
+        All kept results are fetched first, so that the device has computed them. Do not
+        nest such blocks.
+        """
+        self.fetch()
+        paused_at = time.perf_counter()
+        yield
+        self._clock_start += time.perf_counter() - paused_at
 
     def epoch_means(self) -> dict[str, float]:
         """Return the mean results over the epoch of the last update that was fetched.
@@ -300,7 +314,7 @@ class Recorder:
         """
         computed: list[int] = []  # positions of updates that compiled nothing
         compiling = 0.0  # seconds
-        called_before = self._last_fetch
+        called_before = self._clock_start
         for i, entry in enumerate(group):
             kind = (entry.traces, values_by_update[i].pop())
             if kind in self._compiled_kinds:
@@ -311,8 +325,8 @@ class Recorder:
             called_before = entry.called_at
 
         now = time.perf_counter()
-        seconds = now - self._last_fetch - compiling
-        self._last_fetch = now
+        seconds = now - self._clock_start - compiling
+        self._clock_start = now
         self.compile_seconds += compiling
 
         performance: dict[str, float] = {

@@ -13,6 +13,8 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
+from pipeline.checkpoints import files, snapshot
+from pipeline.checkpoints.files import Checkpoints
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
 from pipeline.training.evaluator import Evaluations, SplitEvaluator
@@ -328,7 +330,7 @@ def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkey
     monkeypatch.setattr("pipeline.training.recorder.time", clock)
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 100)
     recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=NAMES)
-    recorder.restart_clock()
+    recorder.start_clock()
 
     def add(update, second, shapes, traces=1):
         now[0] = second
@@ -356,6 +358,99 @@ def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkey
     recorder.fetch()
     # 3 + 2 + 1 seconds for three updates; 40 + 30 more to compile.
     assert seconds()[3:] == [(2.0, 85.0)] * 5
+
+
+class FakeTime:
+    """The clock of a recorder, which only moves when a test moves it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 0.0)
+        monkeypatch.setattr("pipeline.training.recorder.time", clock)
+
+    def pass_second(self) -> None:
+        self.now += 1
+
+
+def test_a_pause_leaves_out_its_own_time_and_nothing_before_it(monkeypatch):
+    clock = FakeTime(monkeypatch)
+    rows = Rows()
+    recorder = recorder_of_a_short_last_batch(rows)
+    clock.now = 3.0
+    with recorder.paused():
+        clock.now = 100.0
+    clock.now = 102.0
+    recorder.add(1, results(1.0), traces=1)
+    with recorder.paused():
+        clock.now = 200.0
+    clock.now = 207.0
+    recorder.add(2, results(1.0), traces=1)
+    recorder.finish()
+    first, second = rows.performance
+    assert first["compile_seconds"] == 3 + 2
+    assert second["update_seconds"] == 7
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_the_seconds_of_updates_are_without_those_of_the_ends_of_epochs(
+    monkeypatch, validate
+):
+    """Nor are those of tracing and compiling."""
+    clock = FakeTime(monkeypatch)
+
+    class Slow(keras.callbacks.Callback):
+        def wait(self, *_, **__):
+            clock.now += 100
+
+        on_train_begin = on_epoch_begin = on_epoch_end = on_test_end = wait
+
+    run = Run([Slow()], epochs=2, validate=validate, fit=False)
+    run.trainer.stop = clock.pass_second  # called once an update, and in evaluations
+    run.trainer.fit()
+    seconds = [row.get("update_seconds") for row in run.rows.performance]
+    assert seconds == [1.0] * 2 * PER_EPOCH
+    assert run.rows.performance[-1]["compile_seconds"] == 0
+
+
+def test_compile_seconds_have_the_tracing_of_a_resumed_run_and_no_reading(
+    monkeypatch, tmp_path
+):
+    clock = FakeTime(monkeypatch)
+
+    class TakesSevenSeconds(layers.Layer):
+        def call(self, x):
+            if tf.inside_function():
+                clock.now += 7
+            return x
+
+    def slowed(function):
+        def slow(*arguments):
+            clock.now += 100
+            return function(*arguments)
+
+        return slow
+
+    def run():
+        keras.utils.clear_session(free_memory=False)  # The names begin anew.
+        run = Run(middle=[TakesSevenSeconds()], validate=False, fit=False)
+        plan = run.trainer.recorder.plan
+        run.trainer.checkpoints = Checkpoints(tmp_path, "epoch", plan)
+        run.trainer.stop = clock.pass_second
+        return run
+
+    whole = run()
+    whole.trainer.fit()
+    whole.trainer.checkpoints.wait()
+    assert whole.rows.performance[-1]["compile_seconds"] == 7
+
+    for name in ("read", "restore_normalization", "restore"):
+        function = getattr(snapshot, name)
+        monkeypatch.setattr(snapshot, name, slowed(function))
+    resumed = run()
+    resumed.trainer.fit(files.at(tmp_path, 3 * PER_EPOCH))
+    assert [update for update, _ in resumed.rows.updates] == [16, 17, 18, 19, 20]
+    assert resumed.rows.performance[-1]["compile_seconds"] == 7
+    assert resumed.rows.performance[-1]["update_seconds"] == 1
 
 
 def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
@@ -417,7 +512,7 @@ def recorder_of_a_short_last_batch(rows):
     plan = Plan(Batching(SIZE, SIZE, 1), examples=20, updates=6)
     progress = Progress(plan.updates, shown=False)
     recorder = Recorder(rows, plan, 1, lambda: 0, progress, names=NAMES)
-    recorder.restart_clock()
+    recorder.start_clock()
     return recorder
 
 

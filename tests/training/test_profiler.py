@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +21,12 @@ class Clock:
     def __init__(self, last_update):
         self.plan = SimpleNamespace(ended=lambda done: done >= last_update)
         self.calls = []
-        self.fetch = lambda: self.calls.append("fetch")
-        self.restart_clock = lambda: self.calls.append("restart")
+
+    @contextmanager
+    def paused(self):
+        self.calls.append("pause")
+        yield
+        self.calls.append("resume")
 
 
 def profile(folder, updates, *, start=3, count=2, fails=None, last_update=99):
@@ -57,7 +62,7 @@ def names(first):
 def test_the_updates_asked_for_are_traced_and_not_in_the_update_times(tmp_path):
     logged, calls = profile(tmp_path, range(1, 8))
     assert logged == names(3)
-    assert calls == ["fetch", "restart"] * 2
+    assert calls == ["pause", "resume"] * 2
     assert traced(tmp_path, logged[1]) == 2
     assert (tmp_path / logged[0]).stat().st_size > 0
     (folder,) = tmp_path.glob("plugins/profile/*")  # where TensorBoard looks
