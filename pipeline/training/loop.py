@@ -62,8 +62,8 @@ class Trainer:
         oom_retry: repeats an update that does not fit into memory in smaller
             micro-batches. If it is None, such an update ends the run.
         stop: called after each update and between two batches of an evaluation. If it
-            returns an exception, `fit` logs all rows, writes a checkpoint if one is
-            due, and raises the exception.
+            returns an exception, `fit` logs the rows that `log_every` selects, writes a
+            checkpoint if one is due, and raises the exception.
         profiler: traces some of the updates.
         agree: waits for all workers; returns whether each of them passed True.
         done: number of completed updates.
@@ -119,8 +119,10 @@ class Trainer:
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
-            ConfigError: `start` does not fit the model or the optimizer. No weight was
-                changed.
+            OutOfMemoryError: an update or an evaluation does not fit into memory, and
+                smaller micro-batches do not help or cannot be tried.
+            ConfigError: `start` does not fit the model or the optimizer. Only the
+                statistics of `Normalization` layers may have changed.
         """
         self.model.stop_training = False
         with (
@@ -139,7 +141,9 @@ class Trainer:
                         self.record(self.update_once(iterator))
                     self.raise_if_stopped()
                 self.evaluate()
-                self.checkpoint(last=self.ended)
+                if self.ended:
+                    self.recorder.finish()
+                self.checkpoint(always=self.ended)
             self.profiler.stop()  # A callback may have ended the run.
             del iterator  # Free the batches that were read ahead.
             self.finish()
@@ -264,19 +268,17 @@ class Trainer:
             self._save(self.checkpoints, pending, results, best=True)
         return results
 
-    def checkpoint(self, *, last: bool = False) -> None:
+    def checkpoint(self, *, always: bool = False) -> None:
         """Write a checkpoint if one is due.
 
-        Unless the config turns checkpoints off, one is always due after the `last`
-        update, and while the evaluation or the callbacks after an update are pending.
-        Otherwise `Checkpoints.due` decides.
+        Unless the config turns checkpoints off, one is due if `always` is set, and
+        while the evaluation or the callbacks after an update are pending. Otherwise
+        `Checkpoints.due` decides.
         """
         if self.checkpoints is None:
             return
-        if not self.checkpoints.due(self.done, last=last or self.pending):
+        if not self.checkpoints.due(self.done, last=always or self.pending):
             return
-        if last:
-            self.recorder.finish()
         with self.recorder.paused():
             # Copy the state now; a thread writes the copy.
             self._save(self.checkpoints, self.pending, self.validation)
@@ -396,7 +398,7 @@ class Trainer:
         except WORKER_LOST:
             with suppress(Exception):  # Writing fails if the device is lost, too.
                 if self.pending or self._roll_back():
-                    self.checkpoint(last=True)
+                    self.checkpoint(always=True)
             raise
 
     def _roll_back(self) -> bool:

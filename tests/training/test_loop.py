@@ -270,6 +270,23 @@ def test_an_evaluation_after_the_last_callbacks_is_not_interrupted():
     assert trainer.validate(pending=False)["loss"] > 0
 
 
+def test_a_lost_worker_leaves_a_checkpoint_and_no_row_that_is_not_due(tmp_path):
+    run = Run(log_every=2, validate=False, fit=False)
+    trainer = run.trainer
+    trainer.checkpoints = Checkpoints(tmp_path, 100, trainer.recorder.plan)
+
+    def loses_a_worker():
+        if trainer.done == 3:
+            raise tf.errors.UnavailableError(None, None, "socket closed")
+
+    trainer.stop = loses_a_worker
+    with pytest.raises(tf.errors.UnavailableError):
+        trainer.fit()
+    trainer.checkpoints.wait()
+    assert files.at(tmp_path, 3).updates_done == 3
+    assert [update for update, _ in run.rows.updates] == [2]
+
+
 class CtrlC(Rows):
     """Ctrl-C while the rows of a group are written."""
 
