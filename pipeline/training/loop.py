@@ -17,7 +17,7 @@ from pipeline.common.errors import say
 from pipeline.training.evaluator import Evaluations, averaged_weights
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
-from pipeline.training.recorder import TOKENS, Recorder
+from pipeline.training.recorder import NOISE_ESTIMATES, Recorder, UpdateResults
 
 WORKER_LOST = (
     tf.errors.UnavailableError,
@@ -222,8 +222,9 @@ class Trainer:
         traces = self._next_update.experimental_get_tracing_count()
         self.recorder.add(self.done + 1, results, traces)
         if self._has_batch_hooks:
-            values = tf.unstack(results)[:-1]
-            logs = dict(zip(self.recorder.names, values, strict=True))
+            logs = self.recorder.layout.unpack(tf.unstack(results)).metrics
+            for name in NOISE_ESTIMATES:
+                logs.pop(name, None)
             _, index = self.recorder.plan.place(self.done)
             self._hooks.on_train_batch_end(index, logs)
         self.done += 1
@@ -322,17 +323,16 @@ class Trainer:
         return self.oom_retry.hold_batch(iterator, self._step)
 
     def _step(self, batch: Any) -> tf.Tensor:
-        """Apply one effective batch; return a float64 vector of its results."""
-        results = self.update(batch)
+        """Apply one effective batch; return its packed results."""
+        results = UpdateResults(self.update(batch))
         count_tokens = self.recorder.tokens
         if count_tokens is not None:
-            results = results | {TOKENS: count_tokens(batch)}
-        self.recorder.names = tuple(results)
-        self.recorder.user_metrics.taken = frozenset(results)
-        compiled = shapes_compiled(batch) if self.update.compiled else 0
+            results = results._replace(tokens=count_tokens(batch))
+        if self.update.compiled:
+            results = results._replace(shapes_compiled=shapes_compiled(batch))
+        self.recorder.user_metrics.taken = frozenset(results.metrics)
         self.recorder.traced.set()
-        values = [*results.values(), compiled]
-        return tf.stack([tf.cast(value, tf.float64) for value in values])
+        return self.recorder.layout.pack(results)
 
     def _validation_is_due(self) -> bool:
         plan = self.recorder.plan

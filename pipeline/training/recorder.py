@@ -23,7 +23,8 @@ from pipeline.training.progress import Progress
 # An update triggers a fetch if the last fetch was at least this many seconds ago.
 FETCH_SECONDS = 1.0
 FETCH_UPDATES = 200  # maximum number of updates between two fetches
-TOKENS = "tokens"  # name of the token count among the results of an update
+# Results of single updates, of which only averages over updates are logged.
+NOISE_ESTIMATES = ("gradient_variance", "gradient_square")
 
 
 class NonFiniteError(ArithmeticError):
@@ -39,13 +40,53 @@ class NonFiniteError(ArithmeticError):
         self.update = update
 
 
+class UpdateResults(NamedTuple):
+    """The results of an update, as scalar tensors or, once fetched, as numbers.
+
+    Attributes:
+        metrics: the loss, the metrics, and what else an update measures, by name.
+        tokens: the number of tokens in the effective batch, or NaN if not counted.
+        shapes_compiled: identifies the shapes that XLA compiled, see
+            `accumulation.internals.shapes_compiled`; 0 without XLA.
+    """
+
+    metrics: dict[str, Any]
+    tokens: Any = math.nan
+    shapes_compiled: Any = 0.0
+
+
+@dataclass
+class ResultLayout:
+    """Packs the results of an update into one vector, so that one copy fetches them.
+
+    Attributes:
+        names: the names of the metrics, in the order of the vector. `pack` sets them;
+            the metrics are followed by the other fields of `UpdateResults`.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def pack(self, results: UpdateResults) -> tf.Tensor:
+        """Return a float64 vector of the results."""
+        metrics, *others = results
+        self.names = tuple(metrics)
+        values = [*metrics.values(), *others]
+        return tf.stack([tf.cast(value, tf.float64) for value in values])
+
+    def unpack(self, vector: Sequence[Any]) -> UpdateResults:
+        """Return the results that were packed into a vector."""
+        count = len(self.names)
+        metrics = dict(zip(self.names, vector[:count], strict=True))
+        return UpdateResults(metrics, *vector[count:])
+
+
 class _UnfetchedUpdate(NamedTuple):
     """An update whose results are still on the device.
 
     Attributes:
         update: the update's number.
         wall_time: the timestamp of its row, in seconds since the Unix epoch.
-        results: the vector of results, see `Recorder.add`.
+        results: the packed results.
         traces: number of times the update function had been traced so far.
         called_at: when the results were added, on the clock of `time.perf_counter`.
     """
@@ -110,7 +151,7 @@ class Recorder:
             one example per second uses, or 0 if unknown.
         tokens: counts the tokens in an effective batch, or None if examples are not
             sequences.
-        names: names of the results of an update, in the order of the vector.
+        layout: packs and unpacks the results of an update.
         traced: set once the update has been traced for the first time.
         last: results of the last update that was fetched.
         compile_seconds: total time of the updates that were traced or compiled.
@@ -125,7 +166,7 @@ class Recorder:
     skips: bool = False
     share_of_peak: float = 0.0
     tokens: Callable[[Any], tf.Tensor] | None = None
-    names: tuple[str, ...] = ()
+    layout: ResultLayout = field(default_factory=ResultLayout)
     traced: Event = field(default_factory=Event)
     last: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
@@ -150,8 +191,7 @@ class Recorder:
 
         Args:
             update: the update's number, counted from 1.
-            results: a vector in the order of `names`, followed by the result of
-                `shapes_compiled`, or by 0 without XLA.
+            results: the update's results, packed by `layout`.
             traces: number of times the update function has been traced so far.
         """
         now = time.perf_counter()
@@ -177,14 +217,14 @@ class Recorder:
         if not self._unfetched:
             return
         group = list(self._unfetched)
-        values_by_update = tf.stack([entry.results for entry in group]).numpy().tolist()
-        performance = self._performance(group, values_by_update)
-        for entry, values in zip(group, values_by_update, strict=True):
+        vectors = tf.stack([entry.results for entry in group]).numpy().tolist()
+        fetched = [self.layout.unpack(vector) for vector in vectors]
+        performance = self._performance(group, fetched)
+        for entry, results in zip(group, fetched, strict=True):
             # Remove each entry just before it is logged, so that after an interruption,
             # the remaining entries are fetched at the end of the run.
             del self._unfetched[0]
-            self.last = dict(zip(self.names, values, strict=True))
-            self.last.pop(TOKENS, None)
+            self.last = results.metrics
             self._smooth_noise(self.last)
             self._add_to_epoch(entry.update, self.last)
             non_finite = self._non_finite(self.last)
@@ -194,9 +234,9 @@ class Recorder:
                 self._log_last()
             if non_finite:
                 self._unfetched.clear()  # Later updates use non-finite weights.
-                results = [f"{name}={self.last[name]}" for name in non_finite]
+                values = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
-                    f"{' and '.join(results)} at update {entry.update}, found when "
+                    f"{' and '.join(values)} at update {entry.update}, found when "
                     f"updates {group[0].update} to {group[-1].update} were fetched",
                     entry.update,
                 )
@@ -305,18 +345,14 @@ class Recorder:
         self._epoch.add(results, self.plan.batch_size(update))
 
     def _performance(
-        self, group: Sequence[_UnfetchedUpdate], values_by_update: list[list[float]]
+        self, group: Sequence[_UnfetchedUpdate], fetched: Sequence[UpdateResults]
     ) -> dict[str, float]:
-        """Return the performance over a group of updates.
-
-        The last value of each update, from `shapes_compiled`, is removed from
-        `values_by_update`.
-        """
+        """Return the performance over a group of updates and their results."""
         computed: list[int] = []  # positions of updates that compiled nothing
         compiling = 0.0  # seconds
         called_before = self._clock_start
         for i, entry in enumerate(group):
-            kind = (entry.traces, values_by_update[i].pop())
+            kind = (entry.traces, fetched[i].shapes_compiled)
             if kind in self._compiled_kinds:
                 computed.append(i)
             else:
@@ -339,9 +375,8 @@ class Recorder:
             examples = sum(sizes)
             performance["update_seconds"] = seconds / len(computed)
             performance["examples_per_second"] = examples / seconds
-            if TOKENS in self.names:
-                column = self.names.index(TOKENS)
-                tokens = sum(values_by_update[i][column] for i in computed)
+            tokens = sum(fetched[i].tokens for i in computed)
+            if not math.isnan(tokens):
                 performance["tokens_per_second"] = tokens / seconds
             if self.share_of_peak:
                 utilization = self.share_of_peak * examples / seconds

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation.internals import Objective
 from pipeline.checkpoints import files, snapshot
 from pipeline.checkpoints.files import Checkpoints
 from pipeline.config.plan import Plan
@@ -20,7 +21,7 @@ from pipeline.config.sizes import Batching
 from pipeline.training.evaluator import Evaluations, SplitEvaluator
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
-from pipeline.training.recorder import NonFiniteError, Recorder
+from pipeline.training.recorder import NonFiniteError, Recorder, ResultLayout
 
 EXAMPLES = 40
 SIZE = 8
@@ -79,6 +80,7 @@ class Run:
         middle=(),
         micro_batch_size=SIZE,
         tokens=None,
+        metrics=(),
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
@@ -97,8 +99,9 @@ class Run:
             Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE))
         )
         evaluate = self.evaluate if validate else None
+        objective = Objective(loss, metrics=list(metrics))
         self.trainer = Trainer(
-            Update(self.model, loss, optimizer, micro_batch_size),
+            Update(self.model, objective, optimizer, micro_batch_size),
             through(examples.batch(SIZE)).repeat(),
             recorder,
             evaluations=Evaluations(evaluate, every=evaluate_every),
@@ -224,6 +227,35 @@ def test_a_stop_by_an_evaluation_within_an_epoch_ends_the_epoch():
     assert ends == [(0, validation["loss"])]
 
 
+def test_a_result_of_a_batch_has_the_meaning_that_it_has_for_an_epoch():
+    """The estimates of the noise by one update are no averages, and not there."""
+    batch_names = set()
+    epoch_names = set()
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            batch_names.update(logs)
+
+        def on_epoch_end(self, epoch, logs=None):
+            epoch_names.update(logs)
+
+    Run([Looks()], epochs=1, micro_batch_size=2, validate=False)
+    noise = {"gradient_variance", "gradient_squared_norm", "gradient_noise_scale"}
+    assert batch_names == {"loss", "gradient_norm", "learning_rate"}
+    assert epoch_names - noise == batch_names
+
+
+def test_a_metric_called_tokens_is_logged_where_tokens_are_counted():
+    run = Run(
+        epochs=1,
+        metrics=[keras.metrics.MeanAbsoluteError("tokens")],
+        tokens=lambda batch: tf.constant(7),
+        validate=False,
+    )
+    for _, row in run.rows.updates:
+        assert 0 < row["tokens"] < 7
+
+
 @pytest.mark.slow
 def test_the_steps_of_an_epoch_can_be_called_one_by_one():
     run = Run(epochs=1, fit=False)
@@ -296,14 +328,16 @@ class CtrlC(Rows):
             raise KeyboardInterrupt
 
 
-def results(loss):
-    return tf.constant([loss, 1.0, 0.1, 0.0], tf.float64)
+def results(loss, *, norm=1.0, tokens=math.nan, shapes=0.0, noise=()):
+    """Return packed results of `NAMES`, and of two estimates of the noise."""
+    return tf.constant([loss, norm, 0.1, *noise, tokens, shapes], tf.float64)
 
 
 def recorder(rows: Rows, losses: list[float]) -> Recorder:
     """Return a recorder with the results of these updates still on the device."""
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, len(losses) + 1)
-    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=NAMES)
+    layout = ResultLayout(NAMES)
+    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), layout=layout)
     recorder.add(1, results(1.0), traces=1)
     for update, loss in enumerate(losses, start=2):
         recorder.add(update, results(loss), traces=1)
@@ -346,13 +380,13 @@ def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkey
     clock = SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0)
     monkeypatch.setattr("pipeline.training.recorder.time", clock)
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 100)
-    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=NAMES)
+    layout = ResultLayout(NAMES)
+    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), layout=layout)
     recorder.start_clock()
 
     def add(update, second, shapes, traces=1):
         now[0] = second
-        row = tf.constant([1.0, 1.0, 0.1, shapes], tf.float64)
-        recorder.add(update, row, traces)
+        recorder.add(update, results(1.0, shapes=shapes), traces)
 
     def seconds():
         pairs = []
@@ -482,11 +516,10 @@ def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
 def test_tokens_are_logged_by_the_second_and_not_as_a_result():
     rows = Rows()
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 4)
-    names = (*NAMES, "tokens")
-    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(4), names=names)
+    layout = ResultLayout(NAMES)
+    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(4), layout=layout)
     for update, tokens in ((1, 5), (2, 2**24 + 1), (3, 7), (4, 1)):
-        row = tf.constant([1.0, 1.0, 0.1, tokens, 0.0], tf.float64)
-        recorder.add(update, row, traces=1)
+        recorder.add(update, results(1.0, tokens=tokens), traces=1)
     recorder.finish()
     assert [update for update, _ in rows.updates] == [1, 2, 3, 4]
     assert all("tokens" not in results for _, results in rows.updates)
@@ -528,7 +561,8 @@ def recorder_of_a_short_last_batch(rows):
     """Return a recorder of two epochs of 20 examples: updates of 8, 8 and 4 each."""
     plan = Plan(Batching(SIZE, SIZE, 1), examples=20, updates=6)
     progress = Progress(plan.updates, shown=False)
-    recorder = Recorder(rows, plan, 1, lambda: 0, progress, names=NAMES)
+    layout = ResultLayout(NAMES)
+    recorder = Recorder(rows, plan, 1, lambda: 0, progress, layout=layout)
     recorder.start_clock()
     return recorder
 
@@ -557,10 +591,9 @@ def test_an_epoch_has_its_own_means_though_those_before_were_not_read():
 def test_a_result_that_some_updates_lack_has_the_mean_of_the_others():
     """The noise scale is missing until its first measurement."""
     recorder = recorder_of_a_short_last_batch(Rows())
-    recorder.names = (*NAMES, "gradient_variance", "gradient_square")
+    recorder.layout.names = (*NAMES, "gradient_variance", "gradient_square")
     for update, variance in enumerate([math.nan, 8.0, math.nan], start=1):
-        row = [1.0, 1.0, 0.1, variance, 2.0, 0.0]
-        recorder.add(update, tf.constant(row, tf.float64), traces=1)
+        recorder.add(update, results(1.0, noise=(variance, 2.0)), traces=1)
     recorder.fetch()
     means = recorder.epoch_means()
     assert means["gradient_variance"] == 8.0
@@ -573,8 +606,7 @@ def test_an_epoch_ends_with_the_number_of_skipped_updates_not_their_mean():
     recorder = recorder_of_a_short_last_batch(Rows())
     recorder.skips = True
     for update, norm in enumerate([math.inf, math.inf, 1.0], start=1):
-        row = tf.constant([1.0, norm, 0.1, 0.0], tf.float64)
-        recorder.add(update, row, traces=1)
+        recorder.add(update, results(1.0, norm=norm), traces=1)
     recorder.fetch()
     assert recorder.epoch_means()["skipped_updates"] == 2
 
