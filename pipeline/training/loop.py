@@ -140,7 +140,7 @@ class Trainer:
                     with self.profiler.update(self.done + 1, self.recorder):
                         self.record(self.update_once(iterator))
                     self.raise_if_stopped()
-                self.evaluate()
+                self.after_update()
                 if self.ended:
                     self.recorder.finish()
                 self.checkpoint(always=self.ended)
@@ -236,10 +236,10 @@ class Trainer:
         if reason is not None:
             raise Interrupted(reason)
 
-    def evaluate(self) -> None:
-        """Evaluate the validation split if an evaluation is due.
+    def after_update(self) -> None:
+        """Evaluate the validation split, and call `on_epoch_end`, as far as due.
 
-        At the end of an epoch and of the run, also call the callbacks' `on_epoch_end`.
+        The callbacks' `on_epoch_end` is due at the end of an epoch and of the run.
         """
         results: dict[str, float] = {}
         if self._validation_is_due() or self._epoch_end_is_due():
@@ -248,15 +248,15 @@ class Trainer:
         self.validation = results
         self.pending = False
 
-    def validate(self, *, pending: bool = True) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
         """Return the results over the validation split.
 
         If the results are the best so far, also write a checkpoint. The evaluation can
-        be interrupted only if the callbacks after the update are still `pending`.
+        be interrupted only while it is `pending`.
         """
         evaluate = self.evaluations.validation
         assert evaluate is not None
-        check = self.raise_if_stopped if pending else _do_nothing
+        check = self.raise_if_stopped if self.pending else _do_nothing
         with averaged_weights(self.update.optimizer, self.model):
             self._hooks.on_test_begin()
             with self.recorder.user_metrics.closed():
@@ -266,7 +266,7 @@ class Trainer:
         best = self.evaluations.best
         is_best = best is not None and best.take(self.done, results)
         if is_best and self.checkpoints is not None:
-            self._save(self.checkpoints, pending, results, best=True)
+            self._save(self.checkpoints, results, best=True)
         return results
 
     def checkpoint(self, *, always: bool = False) -> None:
@@ -282,7 +282,7 @@ class Trainer:
             return
         with self.recorder.paused():
             # Copy the state now; a thread writes the copy.
-            self._save(self.checkpoints, self.pending, self.validation)
+            self._save(self.checkpoints, self.validation)
 
     def finish(self) -> None:
         """Log the remaining rows, finalize the weights, and end the callbacks."""
@@ -344,7 +344,11 @@ class Trainer:
         return self.ended or self.recorder.plan.ends_epoch(self.done)
 
     def _validate_and_end_epoch(self) -> dict[str, float]:
-        """Evaluate and call `on_epoch_end`, as far as due; return the evaluation."""
+        """Evaluate and call `on_epoch_end`, as far as due; return the evaluation.
+
+        If a callback ends the run in `on_epoch_end`, the evaluation may be due only
+        then. The callbacks do not get its results.
+        """
         results: dict[str, float] = {}
         if self._validation_is_due():
             results = self.validate()
@@ -352,9 +356,9 @@ class Trainer:
             # A callback may have ended the run during the evaluation.
             if self._epoch_end_is_due():
                 self._end_epoch(results)
-            # A callback may have ended the run at the end of the epoch.
             if not results and self._validation_is_due():
-                results = self.validate(pending=False)
+                self.pending = False  # A resumed run does not call the callbacks again.
+                results = self.validate()
         finally:
             # Log the row even if a callback raises an error.
             if results:
@@ -408,7 +412,6 @@ class Trainer:
     def _save(
         self,
         checkpoints: Checkpoints,
-        pending: bool,
         validation: Mapping[str, float],
         *,
         best: bool = False,
@@ -417,7 +420,7 @@ class Trainer:
         if self.evaluations.best is not None:
             best_state = asdict(self.evaluations.best)
         loop = LoopState(
-            pending,
+            self.pending,
             validation,
             self.stopped_by,
             best_state,

@@ -266,7 +266,7 @@ def test_the_steps_of_an_epoch_can_be_called_one_by_one():
         trainer.record(trainer.update_once(iterator))
         assert trainer.done == update
         assert trainer.pending is True
-        trainer.evaluate()
+        trainer.after_update()
         assert trainer.pending is False
         assert bool(trainer.validation) == (update == PER_EPOCH)
     assert trainer.ended
@@ -297,9 +297,11 @@ def test_only_who_asks_for_it_interrupts_the_run():
 
 def test_an_evaluation_after_the_last_callbacks_is_not_interrupted():
     trainer = Run(fit=False, stop=KeyboardInterrupt).trainer
+    trainer.pending = True
     with pytest.raises(Interrupted):
         trainer.validate()
-    assert trainer.validate(pending=False)["loss"] > 0
+    trainer.pending = False
+    assert trainer.validate()["loss"] > 0
 
 
 def test_a_lost_worker_leaves_a_checkpoint_and_no_row_that_is_not_due(tmp_path):
