@@ -14,6 +14,7 @@ from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints, LoopState
 from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
+from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import Evaluations, averaged_weights
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
@@ -44,6 +45,10 @@ def _never_stop() -> BaseException | None:
     return None
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass(eq=False)
 class Trainer:
     """Trains to the end of the plan, or until a callback sets `model.stop_training`.
@@ -66,6 +71,10 @@ class Trainer:
             checkpoint if one is due, and raises the exception.
         profiler: traces some of the updates.
         agree: waits for all workers; returns whether each of them passed True.
+        count_tokens: counts the tokens in an effective batch. None if the examples are
+            not sequences.
+        on_traced: called each time the update has been traced.
+        user_metrics: logs the metrics from the user's own code.
         done: number of completed updates.
         pending: whether the evaluation and the callbacks after the last update have
             not run yet.
@@ -85,6 +94,8 @@ class Trainer:
     stop: Callable[[], BaseException | None] = _never_stop
     profiler: Profiler = field(default_factory=Profiler)
     agree: Callable[[bool], bool] = bool
+    count_tokens: Callable[[Any], tf.Tensor] | None = None
+    on_traced: Callable[[], None] = _do_nothing
     done: int = field(default=0, init=False)
     pending: bool = field(default=False, init=False)
     validation: dict[str, float] = field(default_factory=dict, init=False)
@@ -92,6 +103,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.model = self.update.model
+        self.user_metrics = UserMetrics(self.recorder.tracker)
         hooks: list[keras.callbacks.Callback] = []
         for name, callback in self.callbacks.items():
             hooks.append(callback)
@@ -126,7 +138,7 @@ class Trainer:
         """
         self.model.stop_training = False
         with (
-            self.recorder.user_metrics.open(),
+            self.user_metrics.open(),
             self.profiler,
             self._checkpoint_on_interruption(),
         ):
@@ -189,7 +201,7 @@ class Trainer:
         if self.evaluations.best is not None and loop.best is not None:
             self.evaluations.best.set_state(loop.best)
         self.recorder.progress.done = self.done
-        self.recorder.user_metrics.update = self.done
+        self.user_metrics.update = self.done
 
     def update_once(self, iterator: Any) -> tf.Tensor:
         """Apply the next effective batch; return its results for `Recorder.add`.
@@ -197,7 +209,7 @@ class Trainer:
         With `oom_retry`, a batch that does not fit into memory is repeated in smaller
         micro-batches. `iterator` yields effective batches.
         """
-        self.recorder.user_metrics.update = self.done + 1
+        self.user_metrics.update = self.done + 1
         epoch, index = self.recorder.plan.place(self.done)
         if index == 0 and self.callbacks:
             with self.recorder.paused():
@@ -259,7 +271,7 @@ class Trainer:
         check = self.raise_if_stopped if self.pending else _do_nothing
         with averaged_weights(self.update.optimizer, self.model):
             self._hooks.on_test_begin()
-            with self.recorder.user_metrics.closed():
+            with self.user_metrics.closed():
                 results = evaluate(check)
             self._hooks.on_test_end(results)
 
@@ -290,7 +302,7 @@ class Trainer:
         # With `use_ema`, replace the model's weights by their moving averages.
         self.update.optimizer.finalize_variable_values(self.model.trainable_variables)
         self._hooks.on_train_end()
-        self.recorder.user_metrics.report_other_run("", ended=True)
+        self.user_metrics.report_other_run("", ended=True)
         self.recorder.trained(self.done, self.stopped_by, self.evaluations.best)
 
     def test(self) -> None:
@@ -312,7 +324,7 @@ class Trainer:
         with (
             weights,
             averaged_weights(self.update.optimizer, self.model),
-            self.recorder.user_metrics.closed(),
+            self.user_metrics.closed(),
         ):
             results = self.evaluations.test(self.raise_if_stopped)
         self.recorder.evaluated("test", update, results)
@@ -323,15 +335,18 @@ class Trainer:
         return self.oom_retry.hold_batch(iterator, self._step)
 
     def _step(self, batch: Any) -> tf.Tensor:
-        """Apply one effective batch; return its packed results."""
+        """Apply one effective batch; return its packed results.
+
+        When the step is traced, the names of the results become known: the user's own
+        metrics may not have them.
+        """
         results = UpdateResults(self.update(batch))
-        count_tokens = self.recorder.tokens
-        if count_tokens is not None:
-            results = results._replace(tokens=count_tokens(batch))
+        if self.count_tokens is not None:
+            results = results._replace(tokens=self.count_tokens(batch))
         if self.update.compiled:
             results = results._replace(shapes_compiled=shapes_compiled(batch))
-        self.recorder.user_metrics.taken = frozenset(results.metrics)
-        self.recorder.traced.set()
+        self.user_metrics.taken = frozenset(results.metrics)
+        self.on_traced()
         return self.recorder.layout.pack(results)
 
     def _validation_is_due(self) -> bool:
@@ -381,7 +396,7 @@ class Trainer:
             if name not in self._known_logs:
                 added[name] = value
         self._known_logs.update(added)
-        self.recorder.user_metrics.add_logs(callback, added)
+        self.user_metrics.add_logs(callback, added)
 
     @contextmanager
     def _checkpoint_on_interruption(self) -> Iterator[None]:
@@ -476,7 +491,7 @@ class _Watch(keras.callbacks.Callback):
             self._trainer.stopped_by = None
         elif self._trainer.stopped_by is None:
             self._trainer.stopped_by = self._name
-        self._trainer.recorder.user_metrics.report_other_run(self._name)
+        self._trainer.user_metrics.report_other_run(self._name)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._trainer._log_additions(self._name, logs or {})
@@ -498,7 +513,3 @@ def _has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
         if getattr(hook, "__func__", None) is not inherited:
             return True
     return False
-
-
-def _do_nothing() -> None:
-    pass

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Event
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -16,7 +15,6 @@ import tensorflow as tf
 from pipeline.accumulation import NoiseScale
 from pipeline.config.plan import Plan
 from pipeline.tracking.tracker import Tracker
-from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 
@@ -149,13 +147,9 @@ class Recorder:
             `LossScaleOptimizer` does.
         share_of_peak: the fraction of the devices' peak FLOP/s that a training speed of
             one example per second uses, or 0 if unknown.
-        tokens: counts the tokens in an effective batch, or None if examples are not
-            sequences.
         layout: packs and unpacks the results of an update.
-        traced: set once the update has been traced for the first time.
         last: results of the last update that was fetched.
         compile_seconds: total time of the updates that were traced or compiled.
-        user_metrics: logs the metrics from the user's own code.
     """
 
     tracker: Tracker | None
@@ -165,9 +159,7 @@ class Recorder:
     progress: Progress
     skips: bool = False
     share_of_peak: float = 0.0
-    tokens: Callable[[Any], tf.Tensor] | None = None
     layout: ResultLayout = field(default_factory=ResultLayout)
-    traced: Event = field(default_factory=Event)
     last: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
     # Kinds of updates so far: pairs of the number of traces and the result of
@@ -182,9 +174,6 @@ class Recorder:
     # When the last fetch ended, on the clock of `time.perf_counter`, plus the time of the
     # pauses since then.
     _clock_start: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        self.user_metrics = UserMetrics(self.tracker)
 
     def add(self, update: int, results: tf.Tensor, traces: int) -> None:
         """Keep the results of an update; fetch all kept results if that is due.

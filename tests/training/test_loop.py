@@ -92,9 +92,8 @@ class Run:
         self.model.compile(optimizer, loss)
         plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, epochs * PER_EPOCH)
         self.rows = rows or Rows()
-        recorder = Recorder(
-            self.rows, plan, log_every, lambda: 0, Progress(plan.updates), tokens=tokens
-        )
+        progress = Progress(plan.updates)
+        recorder = Recorder(self.rows, plan, log_every, lambda: 0, progress)
         self.evaluate = SplitEvaluator(
             Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE))
         )
@@ -107,6 +106,7 @@ class Run:
             evaluations=Evaluations(evaluate, every=evaluate_every),
             callbacks={str(i): callback for i, callback in enumerate(callbacks)},
             stop=stop,
+            count_tokens=tokens,
         )
         self.loss = self.trainer.fit() if fit else None
 
