@@ -170,7 +170,7 @@ class OomRetry:
 def halve(
     step: Update | Evaluation, name: str, error: tf.errors.ResourceExhaustedError
 ) -> int:
-    """Halve the micro-batches of an update or an evaluation; return their new size.
+    """Halve the micro-batches of an update or an evaluation, and print a message.
 
     Functions that have traced `step` must be traced again.
 
@@ -178,6 +178,9 @@ def halve(
         step: the update or the evaluation.
         name: name of the step in messages.
         error: the error that showed a lack of memory.
+
+    Returns:
+        The new micro-batch size.
 
     Raises:
         OutOfMemoryError: the micro-batches have only one example.

@@ -96,6 +96,29 @@ class _UnfetchedUpdate(NamedTuple):
     called_at: float
 
 
+class _FetchedUpdate(NamedTuple):
+    """An update whose results have been fetched, as numbers."""
+
+    entry: _UnfetchedUpdate
+    results: UpdateResults
+
+
+class _Row(NamedTuple):
+    """The row of an update; the arguments of `Tracker.update`."""
+
+    update: int
+    results: dict[str, float]
+    performance: dict[str, float]
+    wall_time: float
+
+
+class _TimedUpdates(NamedTuple):
+    """The updates of a group that compiled nothing, and their total time in seconds."""
+
+    updates: list[_FetchedUpdate]
+    seconds: float
+
+
 @dataclass
 class _EpochMeans:
     """Means of results over the updates of one epoch, weighted by examples.
@@ -167,12 +190,11 @@ class Recorder:
     _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    # The arguments of `Tracker.update` for the last row, or () once the row is logged.
-    _unlogged: tuple[Any, ...] = ()
+    _unlogged: _Row | None = None  # the last row, until it is logged
     _epoch: _EpochMeans = field(default_factory=_EpochMeans)
     _unfetched: list[_UnfetchedUpdate] = field(default_factory=list)
-    # When the last fetch ended, on the clock of `time.perf_counter`, plus the time of the
-    # pauses since then.
+    # The time of updates counts from here, on the clock of `time.perf_counter`: from the
+    # last fetch, moved forward by the pauses since then.
     _clock_start: float = field(default_factory=time.perf_counter)
 
     def add(self, update: int, results: tf.Tensor, traces: int) -> None:
@@ -207,21 +229,31 @@ class Recorder:
             return
         group = list(self._unfetched)
         vectors = tf.stack([entry.results for entry in group]).numpy().tolist()
-        fetched = [self.layout.unpack(vector) for vector in vectors]
-        performance = self._performance(group, fetched)
-        for entry, results in zip(group, fetched, strict=True):
+        fetched = []
+        for entry, vector in zip(group, vectors, strict=True):
+            fetched.append(_FetchedUpdate(entry, self.layout.unpack(vector)))
+        performance = self._performance(self._count_time(fetched))
+        for entry, results in fetched:
             # Remove each entry just before it is logged, so that after an interruption,
             # the remaining entries are fetched at the end of the run.
             del self._unfetched[0]
             self.last = results.metrics
             self._smooth_noise(self.last)
             self._add_to_epoch(entry.update, self.last)
-            non_finite = self._non_finite(self.last)
+            non_finite = _non_finite(self.last)
+            if self.skips:
+                # The optimizer skips an update for its gradient; the run goes on.
+                if non_finite == ["gradient_norm"]:
+                    self._skipped += 1
+                    non_finite = []
+                self.last["skipped_updates"] = self._skipped
 
-            self._unlogged = (entry.update, self.last, performance, entry.wall_time)
-            if non_finite or entry.update % self.log_every == 0:
+            self._unlogged = _Row(entry.update, self.last, performance, entry.wall_time)
+            # Only the chief, which has a tracker, ends the run.
+            fails = bool(non_finite) and self.tracker is not None
+            if fails or entry.update % self.log_every == 0:
                 self._log_last()
-            if non_finite:
+            if fails:
                 self._unfetched.clear()  # Later updates use non-finite weights.
                 values = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
@@ -293,11 +325,14 @@ class Recorder:
 
     def get_state(self) -> dict[str, Any]:
         """Return the state on which later rows depend, as JSON. Call `fetch` first."""
+        unlogged: list[Any] = []
+        if self._unlogged is not None:
+            unlogged = list(self._unlogged)
         return {
             "last": dict(self.last),
             "skipped": self._skipped,
             "noise": self._noise.get_state(),
-            "unlogged": list(self._unlogged),
+            "unlogged": unlogged,
             "epoch_sums": dict(self._epoch.sums),
             "epoch_examples": dict(self._epoch.examples),
         }
@@ -307,7 +342,9 @@ class Recorder:
         self.last = dict(state["last"])
         self._skipped = state["skipped"]
         self._noise.set_state(state["noise"])
-        self._unlogged = tuple(state["unlogged"])
+        self._unlogged = None
+        if state["unlogged"]:
+            self._unlogged = _Row(*state["unlogged"])
         self._epoch.set_state(state["epoch_sums"], state["epoch_examples"])
 
     def _smooth_noise(self, results: dict[str, float]) -> None:
@@ -333,17 +370,20 @@ class Recorder:
             self._epoch = _EpochMeans()
         self._epoch.add(results, self.plan.batch_size(update))
 
-    def _performance(
-        self, group: Sequence[_UnfetchedUpdate], fetched: Sequence[UpdateResults]
-    ) -> dict[str, float]:
-        """Return the performance over a group of updates and their results."""
-        computed: list[int] = []  # positions of updates that compiled nothing
+    def _count_time(self, group: Sequence[_FetchedUpdate]) -> _TimedUpdates:
+        """Count the time of a group of updates up to now, and start the clock again.
+
+        The time of updates that were traced or compiled is added to `compile_seconds`.
+        The other updates are returned with their time.
+        """
+        computed: list[_FetchedUpdate] = []
         compiling = 0.0  # seconds
         called_before = self._clock_start
-        for i, entry in enumerate(group):
-            kind = (entry.traces, fetched[i].shapes_compiled)
+        for fetched in group:
+            entry = fetched.entry
+            kind = (entry.traces, fetched.results.shapes_compiled)
             if kind in self._compiled_kinds:
-                computed.append(i)
+                computed.append(fetched)
             else:
                 compiling += entry.called_at - called_before
             self._compiled_kinds.add(kind)
@@ -353,50 +393,43 @@ class Recorder:
         seconds = now - self._clock_start - compiling
         self._clock_start = now
         self.compile_seconds += compiling
+        return _TimedUpdates(computed, seconds)
 
+    def _performance(self, timed: _TimedUpdates) -> dict[str, float]:
+        """Return the performance up to now; the speed is that of the timed updates."""
         performance: dict[str, float] = {
             "compile_seconds": self.compile_seconds,
             "peak_memory_bytes": self.peak_memory(),
         }
-        if computed:
-            # Measure the speed without updates that were traced or compiled.
-            sizes = [self.plan.batch_size(group[i].update) for i in computed]
-            examples = sum(sizes)
-            performance["update_seconds"] = seconds / len(computed)
-            performance["examples_per_second"] = examples / seconds
-            tokens = sum(fetched[i].tokens for i in computed)
+        if timed.updates:
+            examples = 0
+            tokens = 0.0
+            for entry, results in timed.updates:
+                examples += self.plan.batch_size(entry.update)
+                tokens += results.tokens
+            performance["update_seconds"] = timed.seconds / len(timed.updates)
+            performance["examples_per_second"] = examples / timed.seconds
             if not math.isnan(tokens):
-                performance["tokens_per_second"] = tokens / seconds
+                performance["tokens_per_second"] = tokens / timed.seconds
             if self.share_of_peak:
-                utilization = self.share_of_peak * examples / seconds
+                utilization = self.share_of_peak * examples / timed.seconds
                 performance["model_flops_utilization"] = utilization
         if self.plan.before:
             micro_batch_size = self.plan.batching.micro_batch_size
             performance["micro_batch_size"] = micro_batch_size
         return performance
 
-    def _non_finite(self, results: dict[str, float]) -> list[str]:
-        """Return the names of non-finite results that end the run.
-
-        An update that the optimizer skips for its gradient does not end the run; it is
-        counted as `skipped_updates` in `results`. Only the chief ends the run: on other
-        workers, the list is empty.
-        """
-        non_finite = []
-        for name in ("loss", "gradient_norm"):
-            if not math.isfinite(results[name]):
-                non_finite.append(name)
-        if self.skips:
-            if non_finite == ["gradient_norm"]:
-                self._skipped += 1
-                non_finite = []
-            results["skipped_updates"] = self._skipped
-        if self.tracker is None:
-            return []  # Only the chief ends the run.
-        return non_finite
-
     def _log_last(self) -> None:
         row = self._unlogged
-        self._unlogged = ()
-        if row and self.tracker is not None:
+        self._unlogged = None
+        if row is not None and self.tracker is not None:
             self.tracker.update(*row)
+
+
+def _non_finite(results: Mapping[str, float]) -> list[str]:
+    """Return which of the loss and the gradient norm are not finite."""
+    non_finite = []
+    for name in ("loss", "gradient_norm"):
+        if not math.isfinite(results[name]):
+            non_finite.append(name)
+    return non_finite
