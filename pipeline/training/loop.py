@@ -54,7 +54,7 @@ class Trainer:
     """Trains to the end of the plan, or until a callback sets `model.stop_training`.
 
     Attributes:
-        update: applies one effective batch. Its model is compiled if a callback needs
+        updater: applies one effective batch. Its model is compiled if a callback needs
             a compiled model.
         batches: the effective batches, one per update, from the first update of this
             process on.
@@ -83,7 +83,7 @@ class Trainer:
         stopped_by: name of the callback that has set `model.stop_training`, if any.
     """
 
-    update: Update
+    updater: Update
     batches: tf.data.Dataset
     recorder: Recorder
     _: KW_ONLY
@@ -102,7 +102,7 @@ class Trainer:
     stopped_by: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.model = self.update.model
+        self.model = self.updater.model
         self.user_metrics = UserMetrics(self.recorder.tracker)
         hooks: list[keras.callbacks.Callback] = []
         for name, callback in self.callbacks.items():
@@ -181,18 +181,18 @@ class Trainer:
         with self.recorder.paused():
             if isinstance(start, Checkpoint):
                 saved = snapshot.read(start)
-                restore: Any = snapshot.restore
+                restore_state: Any = snapshot.restore
             else:
                 saved = start.take()
-                restore = start.restore
-            snapshot.restore_normalization(saved, self.update)
+                restore_state = start.restore
+            snapshot.restore_normalization(saved, self.updater)
 
         # Trace the update first, then restore the state: a layer may draw a seed during
         # tracing, which would change a restored seed.
         self._next_update.get_concrete_function(iterator)
         with self.recorder.paused():
-            self.update.begun.assign(start.updates_done)
-            loop = restore(saved, self.update, self.recorder, self.callbacks)
+            self.updater.begun.assign(start.updates_done)
+            loop = restore_state(saved, self.updater, self.recorder, self.callbacks)
 
         self.done = start.updates_done
         self.pending = loop.pending
@@ -200,7 +200,7 @@ class Trainer:
         self.stopped_by = loop.stopped_by
         if self.evaluations.best is not None and loop.best is not None:
             self.evaluations.best.set_state(loop.best)
-        self.recorder.progress.done = self.done
+        self.recorder.progress.done_before = self.done
         self.user_metrics.update = self.done
 
     def update_once(self, iterator: Any) -> tf.Tensor:
@@ -224,7 +224,7 @@ class Trainer:
         except tf.errors.ResourceExhaustedError as error:
             self.recorder.fetch()
             results = self.oom_retry.retry_halved(error, self.done + 1, self._step)
-        micro_batch_size = self.update.micro_batch_size
+        micro_batch_size = self.updater.micro_batch_size
         self.recorder.cut(self.recorder.plan.halved(self.done, micro_batch_size))
         self._next_update = tf.function(self._next_step, autograph=False)
         return results
@@ -269,7 +269,7 @@ class Trainer:
         evaluate = self.evaluations.validation
         assert evaluate is not None
         check = self.raise_if_stopped if self.pending else _do_nothing
-        with averaged_weights(self.update.optimizer, self.model):
+        with averaged_weights(self.updater.optimizer, self.model):
             self._hooks.on_test_begin()
             with self.user_metrics.closed():
                 results = evaluate(check)
@@ -300,10 +300,10 @@ class Trainer:
         """Log the remaining rows, finalize the weights, and end the callbacks."""
         self.recorder.finish()
         # With `use_ema`, replace the model's weights by their moving averages.
-        self.update.optimizer.finalize_variable_values(self.model.trainable_variables)
+        self.updater.optimizer.finalize_variable_values(self.model.trainable_variables)
         self._hooks.on_train_end()
         self.user_metrics.report_other_run("", ended=True)
-        self.recorder.trained(self.done, self.stopped_by, self.evaluations.best)
+        self.recorder.log_end(self.done, self.stopped_by, self.evaluations.best)
 
     def test(self) -> None:
         """Evaluate the test split, if there is one.
@@ -320,10 +320,10 @@ class Trainer:
         else:
             update = best.updates_done
             saved = snapshot.read(best)
-            weights = snapshot.weights_replaced(saved, self.update)
+            weights = snapshot.weights_replaced(saved, self.updater)
         with (
             weights,
-            averaged_weights(self.update.optimizer, self.model),
+            averaged_weights(self.updater.optimizer, self.model),
             self.user_metrics.closed(),
         ):
             results = self.evaluations.test(self.raise_if_stopped)
@@ -340,10 +340,10 @@ class Trainer:
         When the step is traced, the names of the results become known: the user's own
         metrics may not have them.
         """
-        results = UpdateResults(self.update(batch))
+        results = UpdateResults(self.updater(batch))
         if self.count_tokens is not None:
             results = results._replace(tokens=self.count_tokens(batch))
-        if self.update.compiled:
+        if self.updater.compiled:
             results = results._replace(shapes_compiled=shapes_compiled(batch))
         self.user_metrics.taken = frozenset(results.metrics)
         self.on_traced()
@@ -411,7 +411,7 @@ class Trainer:
             if self.pending:
                 self.recorder.fetch()
                 self.checkpoint()
-                self.recorder.trained(self.done, None, None)
+                self.recorder.log_end(self.done, None, None)
             reason = interrupted.args[0]
             raise reason from None
         except WORKER_LOST:
@@ -443,7 +443,7 @@ class Trainer:
         )
 
         def capture() -> Any:
-            return snapshot.capture(self.update, self.recorder, self.callbacks, loop)
+            return snapshot.capture(self.updater, self.recorder, self.callbacks, loop)
 
         checkpoints.save(self.done, capture, best=best)
 

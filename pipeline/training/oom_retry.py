@@ -17,7 +17,7 @@ Step = Callable[[Any], tf.Tensor]
 
 
 class OomRetry:
-    """Runs updates, and can repeat or undo one that does not fit into memory.
+    """Runs updates; can repeat one that does not fit into memory, or undo any failed one.
 
     Args:
         update: the update to run.

@@ -284,7 +284,7 @@ class Recorder:
                 self.tracker.validation(update, results)
         self.progress.evaluated(split, update, results)
 
-    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
+    def log_end(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
         """Log that training has ended or was interrupted after `updates` updates."""
         if self.tracker is not None:
             self.tracker.trained(updates, stopped_by, best)
