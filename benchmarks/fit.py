@@ -79,11 +79,10 @@ def ours(
 
         def after_update() -> None:
             if next(finished_updates) % updates == 0:
-                recorder.fetch()
-                if checkpoints is not None:
-                    checkpoints.wait()
-                pause()
-                recorder.restart_clock()
+                with recorder.paused():
+                    if checkpoints is not None:
+                        checkpoints.wait()
+                    pause()
 
         batches = keras_models.batches(workload, workload.effective)
         trainer = Trainer(

@@ -59,7 +59,6 @@ def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
         progress=progress,
         skips=config.hardware.precision.name == "mixed_float16",
         share_of_peak=share_of_peak,
-        tokens=_token_counter(parts),
     )
 
 
@@ -85,6 +84,7 @@ def fit(
     checkpoints: Checkpoints,
     start: Checkpoint | Fork | None,
     stop: Callable[[], BaseException | None] = lambda: None,
+    on_traced: Callable[[], None] = lambda: None,
 ) -> float:
     """Train to the end of the plan.
 
@@ -98,6 +98,7 @@ def fit(
         checkpoints: the checkpoints of the run.
         start: the checkpoint to start from, or None to start anew.
         stop: returns the exception that ends the run, or None to continue.
+        on_traced: called each time the update has been traced.
 
     Returns:
         The last validation loss, or the last training loss without a validation split.
@@ -133,6 +134,8 @@ def fit(
             stop=stop,
             profiler=profiler,
             agree=parts.devices.agree,
+            count_tokens=_token_counter(parts),
+            on_traced=on_traced,
         ).fit(start)
 
 

@@ -258,10 +258,8 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
     ):
         _begin(job)
         _continue_counting(job, recorder)
-        recorder.restart_clock()
-        mlflow_import = threading.Thread(
-            target=_warm_up, args=(recorder.traced,), daemon=True
-        )
+        traced = threading.Event()
+        mlflow_import = threading.Thread(target=_warm_up, args=(traced,), daemon=True)
         if log_model:
             mlflow_import.start()
         with workers.as_worker_error(), interruption.between_updates():
@@ -272,6 +270,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
                 checkpoints,
                 job.start,
                 interruption.asked,
+                traced.set,
             )
         recorder.progress.close()
         tracker.check_files()
@@ -279,7 +278,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
         # overwritten it.
         _link_fork(job)
         if log_model:
-            recorder.traced.set()  # Start the import even if no update was traced.
+            traced.set()  # Start the import even if no update was traced.
             mlflow_import.join()  # A signal does not interrupt the imports in a thread.
             _log_model(job.parts, tracker)
     if closing.unshipped is not None:

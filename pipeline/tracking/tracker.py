@@ -159,7 +159,8 @@ class Tracker:
             update: the number of completed updates.
             results: the metrics to log as `train/…`, in addition to the counters.
             performance: the metrics to log as `perf/…`.
-            at: the time at which the update was completed, in seconds since 1970.
+            at: the time at which the update was dispatched to the device, in seconds
+                since 1970.
         """
         plan = self.plan
         micro_steps = plan.micro_steps(update)

@@ -14,6 +14,7 @@ from pipeline.checkpoints import csv_rows, snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints, LoopState
 from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
+from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import (
     Evaluations,
     averaged_weights,
@@ -22,7 +23,7 @@ from pipeline.training.evaluator import (
 from pipeline.training.monitored import MonitoredMetrics
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
-from pipeline.training.recorder import TOKENS, Recorder
+from pipeline.training.recorder import NOISE_ESTIMATES, Recorder, UpdateResults
 
 WORKER_LOST = (
     tf.errors.UnavailableError,
@@ -49,12 +50,16 @@ def _never_stop() -> BaseException | None:
     return None
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass(eq=False)
 class Trainer:
     """Trains to the end of the plan, or until a callback sets `model.stop_training`.
 
     Attributes:
-        update: applies one effective batch. Its model is compiled if a callback needs
+        updater: applies one effective batch. Its model is compiled if a callback needs
             a compiled model.
         batches: the effective batches, one per update, from the first update of this
             process on.
@@ -67,10 +72,14 @@ class Trainer:
         oom_retry: repeats an update that does not fit into memory in smaller
             micro-batches. If it is None, such an update ends the run.
         stop: called after each update and between two batches of an evaluation. If it
-            returns an exception, `fit` logs all rows, writes a checkpoint if one is
-            due, and raises the exception.
+            returns an exception, `fit` logs the rows that `log_every` selects, writes a
+            checkpoint if one is due, and raises the exception.
         profiler: traces some of the updates.
         agree: waits for all workers; returns whether each of them passed True.
+        count_tokens: counts the tokens in an effective batch. None if the examples are
+            not sequences.
+        on_traced: called each time the update has been traced.
+        user_metrics: logs the metrics from the user's own code.
         done: number of completed updates.
         pending: whether the evaluation and the callbacks after the last update have
             not run yet.
@@ -79,7 +88,7 @@ class Trainer:
         stopped_by: name of the callback that has set `model.stop_training`, if any.
     """
 
-    update: Update
+    updater: Update
     batches: tf.data.Dataset
     recorder: Recorder
     _: KW_ONLY
@@ -90,13 +99,16 @@ class Trainer:
     stop: Callable[[], BaseException | None] = _never_stop
     profiler: Profiler = field(default_factory=Profiler)
     agree: Callable[[bool], bool] = bool
+    count_tokens: Callable[[Any], tf.Tensor] | None = None
+    on_traced: Callable[[], None] = _do_nothing
     done: int = field(default=0, init=False)
     pending: bool = field(default=False, init=False)
     validation: dict[str, float] = field(default_factory=dict, init=False)
     stopped_by: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.model = self.update.model
+        self.model = self.updater.model
+        self.user_metrics = UserMetrics(self.recorder.tracker)
         hooks: list[keras.callbacks.Callback] = []
         for name, callback in self.callbacks.items():
             hooks.append(callback)
@@ -125,12 +137,14 @@ class Trainer:
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
-            ConfigError: `start` does not fit the model or the optimizer. No weight was
-                changed.
+            OutOfMemoryError: an update or an evaluation does not fit into memory, and
+                smaller micro-batches do not help or cannot be tried.
+            ConfigError: `start` does not fit the model or the optimizer. Only the
+                statistics of `Normalization` layers may have changed.
         """
         self.model.stop_training = False
         with (
-            self.recorder.user_metrics.open(),
+            self.user_metrics.open(),
             self.profiler,
             self._checkpoint_on_interruption(),
         ):
@@ -138,6 +152,7 @@ class Trainer:
                 csv_rows.keep_rows(self.callbacks.values())
             self._hooks.on_train_begin()
             iterator = iter(self.batches)
+            self.recorder.start_clock()
             if start is not None:
                 self.restore(start, iterator)
             while self.pending or not self.ended:
@@ -145,8 +160,11 @@ class Trainer:
                     with self.profiler.update(self.done + 1, self.recorder):
                         self.record(self.update_once(iterator))
                     self.raise_if_stopped()
-                self.evaluate()
-                self.checkpoint(last=self.ended)
+                self.after_update()
+                if self.ended:
+                    self.recorder.finish()
+                self.checkpoint(always=self.ended)
+            self.profiler.stop()  # A callback may have ended the run.
             del iterator  # Free the batches that were read ahead.
             self.finish()
             self.test()
@@ -168,19 +186,21 @@ class Trainer:
             start: the checkpoint.
             iterator: the iterator that `update_once` reads.
         """
-        if isinstance(start, Checkpoint):
-            saved = snapshot.read(start)
-            restore: Any = snapshot.restore
-        else:
-            saved = start.take()
-            restore = start.restore
-        snapshot.restore_normalization(saved, self.update)
+        with self.recorder.paused():
+            if isinstance(start, Checkpoint):
+                saved = snapshot.read(start)
+                restore_state: Any = snapshot.restore
+            else:
+                saved = start.take()
+                restore_state = start.restore
+            snapshot.restore_normalization(saved, self.updater)
 
         # Trace the update first, then restore the state: a layer may draw a seed during
         # tracing, which would change a restored seed.
         self._next_update.get_concrete_function(iterator)
-        self.update.begun.assign(start.updates_done)
-        loop = restore(saved, self.update, self.recorder, self.callbacks)
+        with self.recorder.paused():
+            self.updater.begun.assign(start.updates_done)
+            loop = restore_state(saved, self.updater, self.recorder, self.callbacks)
 
         self.done = start.updates_done
         self.pending = loop.pending
@@ -188,8 +208,8 @@ class Trainer:
         self.stopped_by = loop.stopped_by
         if self.evaluations.best is not None and loop.best is not None:
             self.evaluations.best.set_state(loop.best)
-        self.recorder.progress.done = self.done
-        self.recorder.user_metrics.update = self.done
+        self.recorder.progress.done_before = self.done
+        self.user_metrics.update = self.done
 
         if isinstance(start, Checkpoint):
             snapshot.restore_csv_files(start, self.callbacks)
@@ -212,10 +232,11 @@ class Trainer:
         With `oom_retry`, a batch that does not fit into memory is repeated in smaller
         micro-batches. `iterator` yields effective batches.
         """
-        self.recorder.user_metrics.update = self.done + 1
+        self.user_metrics.update = self.done + 1
         epoch, index = self.recorder.plan.place(self.done)
-        if index == 0:
-            self._hooks.on_epoch_begin(epoch)
+        if index == 0 and self.callbacks:
+            with self.recorder.paused():
+                self._hooks.on_epoch_begin(epoch)
         if self._has_batch_hooks:
             self._hooks.on_train_batch_begin(index)
 
@@ -226,7 +247,7 @@ class Trainer:
         except tf.errors.ResourceExhaustedError as error:
             self.recorder.fetch()
             results = self.oom_retry.retry_halved(error, self.done + 1, self._step)
-        micro_batch_size = self.update.micro_batch_size
+        micro_batch_size = self.updater.micro_batch_size
         self.recorder.cut(self.recorder.plan.halved(self.done, micro_batch_size))
         self._next_update = tf.function(self._next_step, autograph=False)
         return results
@@ -236,8 +257,9 @@ class Trainer:
         traces = self._next_update.experimental_get_tracing_count()
         self.recorder.add(self.done + 1, results, traces)
         if self._has_batch_hooks:
-            values = tf.unstack(results)[:-1]
-            logs = dict(zip(self.recorder.names, values, strict=True))
+            logs = self.recorder.layout.unpack(tf.unstack(results)).metrics
+            for name in NOISE_ESTIMATES:
+                logs.pop(name, None)
             _, index = self.recorder.plan.place(self.done)
             self._hooks.on_train_batch_end(index, logs)
         self.done += 1
@@ -249,78 +271,62 @@ class Trainer:
         if reason is not None:
             raise Interrupted(reason)
 
-    def evaluate(self) -> None:
-        """Evaluate the validation split if an evaluation is due.
+    def after_update(self) -> None:
+        """Evaluate the validation split, and call `on_epoch_end`, as far as due.
 
-        At the end of an epoch and of the run, also call the callbacks' `on_epoch_end`.
+        The callbacks' `on_epoch_end` is due at the end of an epoch and of the run.
         """
-        plan = self.recorder.plan
-        ended = self.ended
         results: dict[str, float] = {}
-        if self.evaluations.due(self.done, plan, last=ended):
-            self.recorder.fetch()
-            results = self.validate()
-        try:
-            if self.callbacks and (ended or plan.ends_epoch(self.done)):
-                self._end_epoch(results)
-            stopped_now = self.model.stop_training and not results
-            if stopped_now and self.evaluations.due(self.done, plan, last=True):
-                results = self.validate(pending=False)
-        finally:
-            # Log the row even if a callback raises an error.
-            if results:
-                self.recorder.evaluated("val", self.done, results)
+        if self._validation_is_due() or self._epoch_end_is_due():
+            with self.recorder.paused():
+                results = self._validate_and_end_epoch()
         self.validation = results
         self.pending = False
 
-    def validate(self, *, pending: bool = True) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
         """Return the results over the validation split.
 
         If the results are the best so far, also write a checkpoint. The evaluation can
-        be interrupted only if the callbacks after the update are still `pending`.
+        be interrupted only while it is `pending`.
         """
         evaluate = self.evaluations.validation
         assert evaluate is not None
-        check = self.raise_if_stopped if pending else _do_nothing
-        with averaged_weights(self.update.optimizer, self.model):
+        check = self.raise_if_stopped if self.pending else _do_nothing
+        with averaged_weights(self.updater.optimizer, self.model):
             self._hooks.on_test_begin()
-            with self.recorder.user_metrics.closed():
+            with self.user_metrics.closed():
                 results = evaluate(check)
             self._hooks.on_test_end(results)
 
         best = self.evaluations.best
         is_best = best is not None and best.take(self.done, results)
         if is_best and self.checkpoints is not None:
-            self._save(self.checkpoints, pending, results, best=True)
+            self._save(self.checkpoints, results, best=True)
         return results
 
-    def checkpoint(self, *, last: bool = False) -> None:
+    def checkpoint(self, *, always: bool = False) -> None:
         """Write a checkpoint if one is due.
 
-        Unless the config turns checkpoints off, one is always due after the `last`
-        update, and while the evaluation or the callbacks after an update are pending.
-        Otherwise `Checkpoints.due` decides.
+        Unless the config turns checkpoints off, one is due if `always` is set, and
+        while the evaluation or the callbacks after an update are pending. Otherwise
+        `Checkpoints.due` decides.
         """
         if self.checkpoints is None:
             return
-        if not self.checkpoints.due(self.done, last=last or self.pending):
+        if not self.checkpoints.due(self.done, last=always or self.pending):
             return
-        if last:
-            self.recorder.finish()
-        else:
-            self.recorder.fetch()
-        # Copy the state now; a thread writes the copy.
-        self._save(self.checkpoints, self.pending, self.validation)
-        self.recorder.restart_clock()
+        with self.recorder.paused():
+            # Copy the state now; a thread writes the copy.
+            self._save(self.checkpoints, self.validation)
 
     def finish(self) -> None:
         """Log the remaining rows, finalize the weights, and end the callbacks."""
         self.recorder.finish()
         # With `use_ema`, replace the model's weights by their moving averages.
-        self.update.optimizer.finalize_variable_values(self.model.trainable_variables)
+        self.updater.optimizer.finalize_variable_values(self.model.trainable_variables)
         self._hooks.on_train_end()
-        self.recorder.user_metrics.report_other_run("", ended=True)
-        self.recorder.trained(self.done, self.stopped_by, self.evaluations.best)
+        self.user_metrics.report_other_run("", ended=True)
+        self.recorder.log_end(self.done, self.stopped_by, self.evaluations.best)
 
     def test(self) -> None:
         """Evaluate the test split, if there is one.
@@ -331,13 +337,13 @@ class Trainer:
         if self.evaluations.test is None:
             return
         best = self._best_checkpoint()
-        with ExitStack() as weights, self.recorder.user_metrics.closed():
+        with ExitStack() as weights, self.user_metrics.closed():
             update = self.done
             if best is not None:
                 update = best.updates_done
                 saved = snapshot.read(best)
-                weights.enter_context(snapshot.weights_replaced(saved, self.update))
-                averages = averaged_weights(self.update.optimizer, self.model)
+                weights.enter_context(snapshot.weights_replaced(saved, self.updater))
+                averages = averaged_weights(self.updater.optimizer, self.model)
                 weights.enter_context(averages)
             results = self.evaluations.test(self.raise_if_stopped)
         self.recorder.evaluated("test", update, results)
@@ -348,17 +354,50 @@ class Trainer:
         return self.oom_retry.hold_batch(iterator, self._step)
 
     def _step(self, batch: Any) -> tf.Tensor:
-        """Apply one effective batch; return a float64 vector of its results."""
-        results = self.update(batch)
-        count_tokens = self.recorder.tokens
-        if count_tokens is not None:
-            results = results | {TOKENS: count_tokens(batch)}
-        self.recorder.names = tuple(results)
-        self.recorder.user_metrics.taken = frozenset(results)
-        compiled = shapes_compiled(batch) if self.update.compiled else 0
-        self.recorder.traced.set()
-        values = [*results.values(), compiled]
-        return tf.stack([tf.cast(value, tf.float64) for value in values])
+        """Apply one effective batch; return its packed results.
+
+        When the step is traced, the names of the results become known: the user's own
+        metrics may not have them.
+        """
+        results = UpdateResults(self.updater(batch))
+        if self.count_tokens is not None:
+            results = results._replace(tokens=self.count_tokens(batch))
+        if self.updater.compiled:
+            results = results._replace(shapes_compiled=shapes_compiled(batch))
+        self.user_metrics.taken = frozenset(results.metrics)
+        self.on_traced()
+        return self.recorder.layout.pack(results)
+
+    def _validation_is_due(self) -> bool:
+        plan = self.recorder.plan
+        return self.evaluations.due(self.done, plan, last=self.ended)
+
+    def _epoch_end_is_due(self) -> bool:
+        if not self.callbacks:
+            return False
+        return self.ended or self.recorder.plan.ends_epoch(self.done)
+
+    def _validate_and_end_epoch(self) -> dict[str, float]:
+        """Evaluate and call `on_epoch_end`, as far as due; return the evaluation.
+
+        If a callback ends the run in `on_epoch_end`, the evaluation may be due only
+        then. The callbacks do not get its results.
+        """
+        results: dict[str, float] = {}
+        if self._validation_is_due():
+            results = self.validate()
+        try:
+            # A callback may have ended the run during the evaluation.
+            if self._epoch_end_is_due():
+                self._end_epoch(results)
+            if not results and self._validation_is_due():
+                self.pending = False  # A resumed run does not call the callbacks again.
+                results = self.validate()
+        finally:
+            # Log the row even if a callback raises an error.
+            if results:
+                self.recorder.evaluated("val", self.done, results)
+        return results
 
     def _end_epoch(self, validation: Mapping[str, float]) -> None:
         """Call the callbacks' `on_epoch_end` with means over the epoch.
@@ -367,13 +406,12 @@ class Trainer:
         the averages. So `ModelCheckpoint` saves these, and `EarlyStopping` restores
         them.
         """
-        self.recorder.fetch()
         logs = self.recorder.epoch_means()
         for name, value in validation.items():
             logs[f"val_{name}"] = value
         epoch, _ = self.recorder.plan.place(self.done - 1)
         self._known_logs = set(logs)
-        with averaged_weights_for_callbacks(self.update.optimizer, self.model):
+        with averaged_weights_for_callbacks(self.updater.optimizer, self.model):
             self._hooks.on_epoch_end(epoch, logs)
 
     def _log_additions(
@@ -386,7 +424,7 @@ class Trainer:
             if name not in self._known_logs:
                 added[name] = value
         self._known_logs.update(added)
-        self.recorder.user_metrics.add_logs(callback, added)
+        self.user_metrics.add_logs(callback, added)
 
     @contextmanager
     def _checkpoint_on_interruption(self) -> Iterator[None]:
@@ -401,13 +439,13 @@ class Trainer:
             if self.pending:
                 self.recorder.fetch()
                 self.checkpoint()
-                self.recorder.trained(self.done, None, None)
+                self.recorder.log_end(self.done, None, None)
             reason = interrupted.args[0]
             raise reason from None
         except WORKER_LOST:
             with suppress(Exception):  # Writing fails if the device is lost, too.
                 if self.pending or self._roll_back():
-                    self.checkpoint(last=True)
+                    self.checkpoint(always=True)
             raise
 
     def _roll_back(self) -> bool:
@@ -417,7 +455,6 @@ class Trainer:
     def _save(
         self,
         checkpoints: Checkpoints,
-        pending: bool,
         validation: Mapping[str, float],
         *,
         best: bool = False,
@@ -426,7 +463,7 @@ class Trainer:
         if self.evaluations.best is not None:
             best_state = asdict(self.evaluations.best)
         loop = LoopState(
-            pending,
+            self.pending,
             validation,
             self.stopped_by,
             best_state,
@@ -434,7 +471,7 @@ class Trainer:
         )
 
         def capture() -> Any:
-            return snapshot.capture(self.update, self.recorder, self.callbacks, loop)
+            return snapshot.capture(self.updater, self.recorder, self.callbacks, loop)
 
         checkpoints.save(self.done, capture, best=best)
 
@@ -482,7 +519,7 @@ class _Watch(keras.callbacks.Callback):
             self._trainer.stopped_by = None
         elif self._trainer.stopped_by is None:
             self._trainer.stopped_by = self._name
-        self._trainer.recorder.user_metrics.report_other_run(self._name)
+        self._trainer.user_metrics.report_other_run(self._name)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._trainer._log_additions(self._name, epoch, logs or {})
@@ -504,7 +541,3 @@ def _has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
         if getattr(hook, "__func__", None) is not inherited:
             return True
     return False
-
-
-def _do_nothing() -> None:
-    pass

@@ -17,7 +17,7 @@ Step = Callable[[Any], tf.Tensor]
 
 
 class OomRetry:
-    """Runs updates, and can repeat or undo one that does not fit into memory.
+    """Runs updates; can repeat one that does not fit into memory, or undo any failed one.
 
     Args:
         update: the update to run.
@@ -170,7 +170,7 @@ class OomRetry:
 def halve(
     step: Update | Evaluation, name: str, error: tf.errors.ResourceExhaustedError
 ) -> int:
-    """Halve the micro-batches of an update or an evaluation; return their new size.
+    """Halve the micro-batches of an update or an evaluation, and print a message.
 
     Functions that have traced `step` must be traced again.
 
@@ -178,6 +178,9 @@ def halve(
         step: the update or the evaluation.
         name: name of the step in messages.
         error: the error that showed a lack of memory.
+
+    Returns:
+        The new micro-batch size.
 
     Raises:
         OutOfMemoryError: the micro-batches have only one example.

@@ -38,28 +38,31 @@ class Profiler(AbstractContextManager["Profiler"]):
     def update(self, number: int, recorder: Recorder) -> Iterator[None]:
         """Run update `number` within the block, and trace it if it is to be traced.
 
+        The trace ends with the last update to trace, or with the last one of the plan.
         The update times exclude the time that it takes to start and stop a trace.
         """
-        is_traced = self.start <= number < self.start + self.updates
-        if is_traced != bool(self._first_traced):
-            recorder.fetch()
-            if is_traced:
-                tf.profiler.experimental.start(str(self.folder))
-                self._first_traced = number
-            else:
-                self._stop()
-            recorder.restart_clock()
-        if not is_traced:
+        last = self.start + self.updates - 1
+        if not self.start <= number <= last:
             yield
             return
+
+        if not self._first_traced:
+            with recorder.paused():
+                tf.profiler.experimental.start(str(self.folder))
+            self._first_traced = number
         with tf.profiler.experimental.Trace("update", step_num=number, _r=1):
             yield
+        if number == last or recorder.plan.ended(number):
+            with recorder.paused():
+                self.stop()
 
     def __exit__(self, *_: object) -> None:
-        if self._first_traced:
-            self._stop()
+        self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End and write the trace that is under way, if there is one."""
+        if not self._first_traced:
+            return
         from pipeline.training import profiler_internals
 
         name = f"profile_{self._first_traced}"

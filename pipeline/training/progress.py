@@ -27,14 +27,14 @@ class Progress:
             default n. Pass a function if the sizes of updates differ.
 
     Attributes:
-        done: the number of updates that were completed before this process.
+        done_before: the number of updates that were completed before this process.
     """
 
     def __init__(
         self, updates: int, shown: bool = True, work: Callable[[int], float] = float
     ):
         self.updates = updates
-        self.done = 0
+        self.done_before = 0
         self._work = work
         self._silent = not shown or QUIET in os.environ
         self._total = f"/{updates}" if updates else ""
@@ -85,8 +85,6 @@ class Progress:
             return
         if split == "test":
             self.close()
-        else:
-            self._close_bar()
         self._last_evaluation_shown = now
         self._print(split, line)
 
@@ -105,7 +103,7 @@ class Progress:
         if self._bar is None:
             self._bar = tqdm(
                 total=self.updates or None,
-                initial=self.done,
+                initial=self.done_before,
                 unit="update",
                 file=sys.stderr,
             )
@@ -128,7 +126,7 @@ class Progress:
             self._postponed["train"] = line
 
     def _seconds_left(self, update: int, now: float) -> float:
-        work_done = self._work(update) - self._work(self.done)
+        work_done = self._work(update) - self._work(self.done_before)
         work_left = self._work(self.updates) - self._work(update)
         return (now - self._started) / work_done * work_left
 

@@ -5,9 +5,9 @@ Results are kept on the device, fetched in groups, and logged as rows.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Event
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -15,14 +15,14 @@ import tensorflow as tf
 from pipeline.accumulation import NoiseScale
 from pipeline.config.plan import Plan
 from pipeline.tracking.tracker import Tracker
-from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 
 # An update triggers a fetch if the last fetch was at least this many seconds ago.
 FETCH_SECONDS = 1.0
 FETCH_UPDATES = 200  # maximum number of updates between two fetches
-TOKENS = "tokens"  # name of the token count among the results of an update
+# Results of single updates, of which only averages over updates are logged.
+NOISE_ESTIMATES = ("gradient_variance", "gradient_square")
 
 
 class NonFiniteError(ArithmeticError):
@@ -38,13 +38,53 @@ class NonFiniteError(ArithmeticError):
         self.update = update
 
 
+class UpdateResults(NamedTuple):
+    """The results of an update, as scalar tensors or, once fetched, as numbers.
+
+    Attributes:
+        metrics: the loss, the metrics, and what else an update measures, by name.
+        tokens: the number of tokens in the effective batch, or NaN if not counted.
+        shapes_compiled: identifies the shapes that XLA compiled, see
+            `accumulation.internals.shapes_compiled`; 0 without XLA.
+    """
+
+    metrics: dict[str, Any]
+    tokens: Any = math.nan
+    shapes_compiled: Any = 0.0
+
+
+@dataclass
+class ResultLayout:
+    """Packs the results of an update into one vector, so that one copy fetches them.
+
+    Attributes:
+        names: the names of the metrics, in the order of the vector. `pack` sets them;
+            the metrics are followed by the other fields of `UpdateResults`.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def pack(self, results: UpdateResults) -> tf.Tensor:
+        """Return a float64 vector of the results."""
+        metrics, *others = results
+        self.names = tuple(metrics)
+        values = [*metrics.values(), *others]
+        return tf.stack([tf.cast(value, tf.float64) for value in values])
+
+    def unpack(self, vector: Sequence[Any]) -> UpdateResults:
+        """Return the results that were packed into a vector."""
+        count = len(self.names)
+        metrics = dict(zip(self.names, vector[:count], strict=True))
+        return UpdateResults(metrics, *vector[count:])
+
+
 class _UnfetchedUpdate(NamedTuple):
     """An update whose results are still on the device.
 
     Attributes:
         update: the update's number.
         wall_time: the timestamp of its row, in seconds since the Unix epoch.
-        results: the vector of results, see `Recorder.add`.
+        results: the packed results.
         traces: number of times the update function had been traced so far.
         called_at: when the results were added, on the clock of `time.perf_counter`.
     """
@@ -54,6 +94,63 @@ class _UnfetchedUpdate(NamedTuple):
     results: tf.Tensor
     traces: int
     called_at: float
+
+
+class _FetchedUpdate(NamedTuple):
+    """An update whose results have been fetched, as numbers."""
+
+    entry: _UnfetchedUpdate
+    results: UpdateResults
+
+
+class _Row(NamedTuple):
+    """The row of an update; the arguments of `Tracker.update`."""
+
+    update: int
+    results: dict[str, float]
+    performance: dict[str, float]
+    wall_time: float
+
+
+class _TimedUpdates(NamedTuple):
+    """The updates of a group that compiled nothing, and their total time in seconds."""
+
+    updates: list[_FetchedUpdate]
+    seconds: float
+
+
+@dataclass
+class _EpochMeans:
+    """Means of results over the updates of one epoch, weighted by examples.
+
+    A result that is missing in some updates is averaged over the others.
+
+    Attributes:
+        sums: the sums of each result times the number of examples in the update.
+        examples: the number of examples in each sum.
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    examples: dict[str, int] = field(default_factory=dict)
+
+    def add(self, results: Mapping[str, float], examples: int) -> None:
+        """Add the results of an update of `examples` examples."""
+        for name, value in results.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value * examples
+            self.examples[name] = self.examples.get(name, 0) + examples
+
+    def means(self) -> dict[str, float]:
+        means = {}
+        for name, total in self.sums.items():
+            means[name] = total / self.examples[name]
+        return means
+
+    def set_state(self, sums: dict[str, float], examples: dict[str, int] | int) -> None:
+        """Restore the fields. Older checkpoints have one number of examples for all."""
+        if isinstance(examples, int):
+            examples = dict.fromkeys(sums, examples)
+        self.sums = dict(sums)
+        self.examples = dict(examples)
 
 
 @dataclass
@@ -73,13 +170,9 @@ class Recorder:
             `LossScaleOptimizer` does.
         share_of_peak: the fraction of the devices' peak FLOP/s that a training speed of
             one example per second uses, or 0 if unknown.
-        tokens: counts the tokens in an effective batch, or None if examples are not
-            sequences.
-        names: names of the results of an update, in the order of the vector.
-        traced: set once the update has been traced for the first time.
+        layout: packs and unpacks the results of an update.
         last: results of the last update that was fetched.
         compile_seconds: total time of the updates that were traced or compiled.
-        user_metrics: logs the metrics from the user's own code.
     """
 
     tracker: Tracker | None
@@ -89,9 +182,7 @@ class Recorder:
     progress: Progress
     skips: bool = False
     share_of_peak: float = 0.0
-    tokens: Callable[[Any], tf.Tensor] | None = None
-    names: tuple[str, ...] = ()
-    traced: Event = field(default_factory=Event)
+    layout: ResultLayout = field(default_factory=ResultLayout)
     last: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
     # Kinds of updates so far: pairs of the number of traces and the result of
@@ -99,23 +190,19 @@ class Recorder:
     _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    # The arguments of `Tracker.update` for the last row, or () once the row is logged.
-    _unlogged: tuple[Any, ...] = ()
-    _epoch_sums: dict[str, float] = field(default_factory=dict)
-    _epoch_examples: int = 0
+    _unlogged: _Row | None = None  # the last row, until it is logged
+    _epoch: _EpochMeans = field(default_factory=_EpochMeans)
     _unfetched: list[_UnfetchedUpdate] = field(default_factory=list)
-    _last_fetch: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        self.user_metrics = UserMetrics(self.tracker)
+    # The time of updates counts from here, on the clock of `time.perf_counter`: from the
+    # last fetch, moved forward by the pauses since then.
+    _clock_start: float = field(default_factory=time.perf_counter)
 
     def add(self, update: int, results: tf.Tensor, traces: int) -> None:
         """Keep the results of an update; fetch all kept results if that is due.
 
         Args:
             update: the update's number, counted from 1.
-            results: a vector in the order of `names`, followed by the result of
-                `shapes_compiled`, or by 0 without XLA.
+            results: the update's results, packed by `layout`.
             traces: number of times the update function has been traced so far.
         """
         now = time.perf_counter()
@@ -124,7 +211,7 @@ class Recorder:
         )
         count = len(self._unfetched)
         if self._compiled_kinds:
-            due = now - self._last_fetch >= FETCH_SECONDS or count >= FETCH_UPDATES
+            due = now - self._clock_start >= FETCH_SECONDS or count >= FETCH_UPDATES
         else:
             # Do not fetch after the first update alone: its time includes tracing.
             due = count > 1
@@ -141,26 +228,36 @@ class Recorder:
         if not self._unfetched:
             return
         group = list(self._unfetched)
-        values_by_update = tf.stack([entry.results for entry in group]).numpy().tolist()
-        performance = self._performance(group, values_by_update)
-        for entry, values in zip(group, values_by_update, strict=True):
+        vectors = tf.stack([entry.results for entry in group]).numpy().tolist()
+        fetched = []
+        for entry, vector in zip(group, vectors, strict=True):
+            fetched.append(_FetchedUpdate(entry, self.layout.unpack(vector)))
+        performance = self._performance(self._count_time(fetched))
+        for entry, results in fetched:
             # Remove each entry just before it is logged, so that after an interruption,
             # the remaining entries are fetched at the end of the run.
             del self._unfetched[0]
-            self.last = dict(zip(self.names, values, strict=True))
-            self.last.pop(TOKENS, None)
+            self.last = results.metrics
             self._smooth_noise(self.last)
-            non_finite = self._non_finite(self.last)
             self._add_to_epoch(entry.update, self.last)
+            non_finite = _non_finite(self.last)
+            if self.skips:
+                # The optimizer skips an update for its gradient; the run goes on.
+                if non_finite == ["gradient_norm"]:
+                    self._skipped += 1
+                    non_finite = []
+                self.last["skipped_updates"] = self._skipped
 
-            self._unlogged = (entry.update, self.last, performance, entry.wall_time)
-            if non_finite or entry.update % self.log_every == 0:
+            self._unlogged = _Row(entry.update, self.last, performance, entry.wall_time)
+            # Only the chief, which has a tracker, ends the run.
+            fails = bool(non_finite) and self.tracker is not None
+            if fails or entry.update % self.log_every == 0:
                 self._log_last()
-            if non_finite:
+            if fails:
                 self._unfetched.clear()  # Later updates use non-finite weights.
-                results = [f"{name}={self.last[name]}" for name in non_finite]
+                values = [f"{name}={self.last[name]}" for name in non_finite]
                 raise NonFiniteError(
-                    f"{' and '.join(results)} at update {entry.update}, found when "
+                    f"{' and '.join(values)} at update {entry.update}, found when "
                     f"updates {group[0].update} to {group[-1].update} were fetched",
                     entry.update,
                 )
@@ -173,7 +270,7 @@ class Recorder:
         self._log_last()
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Log the results over a split; exclude the evaluation from the update times.
+        """Log the results over a split.
 
         Args:
             split: `val` or `test`.
@@ -186,9 +283,8 @@ class Recorder:
             else:
                 self.tracker.validation(update, results)
         self.progress.evaluated(split, update, results)
-        self.restart_clock()
 
-    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
+    def log_end(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
         """Log that training has ended or was interrupted after `updates` updates."""
         if self.tracker is not None:
             self.tracker.trained(updates, stopped_by, best)
@@ -200,31 +296,45 @@ class Recorder:
         if self.tracker is not None:
             self.tracker.cut(plan)
 
-    def restart_clock(self) -> None:
-        """Exclude the time since the last fetch from the update times."""
-        self._last_fetch = time.perf_counter()
+    def start_clock(self) -> None:
+        """Count the time from now on as the time of updates."""
+        self._clock_start = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block, do not count the time as the time of updates.
+
+        All kept results are fetched first, so that the device has computed them. Do not
+        nest such blocks.
+        """
+        self.fetch()
+        paused_at = time.perf_counter()
+        yield
+        self._clock_start += time.perf_counter() - paused_at
 
     def epoch_means(self) -> dict[str, float]:
-        """Return the mean results over the epoch, and start a new epoch.
+        """Return the mean results over the epoch of the last update that was fetched.
 
-        Each update is weighted by its number of examples.
+        Each update is weighted by its number of examples. `skipped_updates` is not a
+        mean, but the number since the start of the run.
         """
-        means = {}
-        for name, total in self._epoch_sums.items():
-            means[name] = total / self._epoch_examples
-        self._epoch_sums = {}
-        self._epoch_examples = 0
+        means = self._epoch.means()
+        if self.skips:
+            means["skipped_updates"] = self._skipped
         return means
 
     def get_state(self) -> dict[str, Any]:
         """Return the state on which later rows depend, as JSON. Call `fetch` first."""
+        unlogged: list[Any] = []
+        if self._unlogged is not None:
+            unlogged = list(self._unlogged)
         return {
             "last": dict(self.last),
             "skipped": self._skipped,
             "noise": self._noise.get_state(),
-            "unlogged": list(self._unlogged),
-            "epoch_sums": dict(self._epoch_sums),
-            "epoch_examples": self._epoch_examples,
+            "unlogged": unlogged,
+            "epoch_sums": dict(self._epoch.sums),
+            "epoch_examples": dict(self._epoch.examples),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -232,9 +342,10 @@ class Recorder:
         self.last = dict(state["last"])
         self._skipped = state["skipped"]
         self._noise.set_state(state["noise"])
-        self._unlogged = tuple(state["unlogged"])
-        self._epoch_sums = dict(state["epoch_sums"])
-        self._epoch_examples = state["epoch_examples"]
+        self._unlogged = None
+        if state["unlogged"]:
+            self._unlogged = _Row(*state["unlogged"])
+        self._epoch.set_state(state["epoch_sums"], state["epoch_examples"])
 
     def _smooth_noise(self, results: dict[str, float]) -> None:
         """Replace the noise estimates of an update by averages and the noise scale.
@@ -253,81 +364,72 @@ class Recorder:
             results["gradient_noise_scale"] = self._noise.value
 
     def _add_to_epoch(self, update: int, results: Mapping[str, float]) -> None:
-        examples = self.plan.batch_size(update)
-        self._epoch_examples += examples
-        for name, value in results.items():
-            total = self._epoch_sums.get(name, 0.0)
-            self._epoch_sums[name] = total + value * examples
+        """Add the results of an update to the means over its epoch."""
+        _, index = self.plan.place(update - 1)
+        if index == 0:
+            self._epoch = _EpochMeans()
+        self._epoch.add(results, self.plan.batch_size(update))
 
-    def _performance(
-        self, group: Sequence[_UnfetchedUpdate], values_by_update: list[list[float]]
-    ) -> dict[str, float]:
-        """Return the performance over a group of updates.
+    def _count_time(self, group: Sequence[_FetchedUpdate]) -> _TimedUpdates:
+        """Count the time of a group of updates up to now, and start the clock again.
 
-        The last value of each update, from `shapes_compiled`, is removed from
-        `values_by_update`.
+        The time of updates that were traced or compiled is added to `compile_seconds`.
+        The other updates are returned with their time.
         """
-        computed: list[int] = []  # positions of updates that compiled nothing
+        computed: list[_FetchedUpdate] = []
         compiling = 0.0  # seconds
-        called_before = self._last_fetch
-        for i, entry in enumerate(group):
-            kind = (entry.traces, values_by_update[i].pop())
+        called_before = self._clock_start
+        for fetched in group:
+            entry = fetched.entry
+            kind = (entry.traces, fetched.results.shapes_compiled)
             if kind in self._compiled_kinds:
-                computed.append(i)
+                computed.append(fetched)
             else:
                 compiling += entry.called_at - called_before
             self._compiled_kinds.add(kind)
             called_before = entry.called_at
 
         now = time.perf_counter()
-        seconds = now - self._last_fetch - compiling
-        self._last_fetch = now
+        seconds = now - self._clock_start - compiling
+        self._clock_start = now
         self.compile_seconds += compiling
+        return _TimedUpdates(computed, seconds)
 
+    def _performance(self, timed: _TimedUpdates) -> dict[str, float]:
+        """Return the performance up to now; the speed is that of the timed updates."""
         performance: dict[str, float] = {
             "compile_seconds": self.compile_seconds,
             "peak_memory_bytes": self.peak_memory(),
         }
-        if computed:
-            # Measure the speed without updates that were traced or compiled.
-            sizes = [self.plan.batch_size(group[i].update) for i in computed]
-            examples = sum(sizes)
-            performance["update_seconds"] = seconds / len(computed)
-            performance["examples_per_second"] = examples / seconds
-            if TOKENS in self.names:
-                column = self.names.index(TOKENS)
-                tokens = sum(values_by_update[i][column] for i in computed)
-                performance["tokens_per_second"] = tokens / seconds
+        if timed.updates:
+            examples = 0
+            tokens = 0.0
+            for entry, results in timed.updates:
+                examples += self.plan.batch_size(entry.update)
+                tokens += results.tokens
+            performance["update_seconds"] = timed.seconds / len(timed.updates)
+            performance["examples_per_second"] = examples / timed.seconds
+            if not math.isnan(tokens):
+                performance["tokens_per_second"] = tokens / timed.seconds
             if self.share_of_peak:
-                utilization = self.share_of_peak * examples / seconds
+                utilization = self.share_of_peak * examples / timed.seconds
                 performance["model_flops_utilization"] = utilization
         if self.plan.before:
             micro_batch_size = self.plan.batching.micro_batch_size
             performance["micro_batch_size"] = micro_batch_size
         return performance
 
-    def _non_finite(self, results: dict[str, float]) -> list[str]:
-        """Return the names of non-finite results that end the run.
-
-        An update that the optimizer skips for its gradient does not end the run; it is
-        counted as `skipped_updates` in `results`. Only the chief ends the run: on other
-        workers, the list is empty.
-        """
-        non_finite = []
-        for name in ("loss", "gradient_norm"):
-            if not math.isfinite(results[name]):
-                non_finite.append(name)
-        if self.skips:
-            if non_finite == ["gradient_norm"]:
-                self._skipped += 1
-                non_finite = []
-            results["skipped_updates"] = self._skipped
-        if self.tracker is None:
-            return []  # Only the chief ends the run.
-        return non_finite
-
     def _log_last(self) -> None:
         row = self._unlogged
-        self._unlogged = ()
-        if row and self.tracker is not None:
+        self._unlogged = None
+        if row is not None and self.tracker is not None:
             self.tracker.update(*row)
+
+
+def _non_finite(results: Mapping[str, float]) -> list[str]:
+    """Return which of the loss and the gradient norm are not finite."""
+    non_finite = []
+    for name in ("loss", "gradient_norm"):
+        if not math.isfinite(results[name]):
+            non_finite.append(name)
+    return non_finite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -79,10 +80,10 @@ def test_an_update_has_the_flops_of_its_examples_at_every_factor(monkeypatch):
         tracker = Rows()
         monkeypatch.setattr(fitting.devices, "peak_memory", lambda used: 0)
         recorder = fitting.recorder(parts, tracker)
-        recorder.names = ("loss", "gradient_norm", "learning_rate")
+        recorder.layout.names = ("loss", "gradient_norm", "learning_rate")
         # The first update is traced: its seconds are not those of an update.
         for update in (1, 2, 12):
-            results = tf.constant([1.0, 1.0, 1.0, 0.0], tf.float64)
+            results = tf.constant([1.0, 1.0, 1.0, math.nan, 0.0], tf.float64)
             recorder.add(update, results, traces=1)
         for update, examples in ((2, 128), (12, 29)):
             row = tracker.rows[update]

@@ -13,12 +13,15 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation.internals import Objective
+from pipeline.checkpoints import files, snapshot
+from pipeline.checkpoints.files import Checkpoints
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
 from pipeline.training.evaluator import Evaluations, SplitEvaluator
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
-from pipeline.training.recorder import NonFiniteError, Recorder
+from pipeline.training.recorder import NonFiniteError, Recorder, ResultLayout
 
 EXAMPLES = 40
 SIZE = 8
@@ -77,6 +80,7 @@ class Run:
         middle=(),
         micro_batch_size=SIZE,
         tokens=None,
+        metrics=(),
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
@@ -88,20 +92,21 @@ class Run:
         self.model.compile(optimizer, loss)
         plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, epochs * PER_EPOCH)
         self.rows = rows or Rows()
-        recorder = Recorder(
-            self.rows, plan, log_every, lambda: 0, Progress(plan.updates), tokens=tokens
-        )
+        progress = Progress(plan.updates)
+        recorder = Recorder(self.rows, plan, log_every, lambda: 0, progress)
         self.evaluate = SplitEvaluator(
             Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE))
         )
         evaluate = self.evaluate if validate else None
+        objective = Objective(loss, metrics=list(metrics))
         self.trainer = Trainer(
-            Update(self.model, loss, optimizer, micro_batch_size),
+            Update(self.model, objective, optimizer, micro_batch_size),
             through(examples.batch(SIZE)).repeat(),
             recorder,
             evaluations=Evaluations(evaluate, every=evaluate_every),
             callbacks={str(i): callback for i, callback in enumerate(callbacks)},
             stop=stop,
+            count_tokens=tokens,
         )
         self.loss = self.trainer.fit() if fit else None
 
@@ -205,6 +210,52 @@ def test_a_callback_that_looks_at_updates_sees_each():
     ]
 
 
+def test_a_stop_by_an_evaluation_within_an_epoch_ends_the_epoch():
+    ends = []
+
+    class StopsAfterAnEvaluation(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            self.model.stop_training = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            ends.append((epoch, logs["val_loss"]))
+
+    rows = Run([StopsAfterAnEvaluation()], evaluate_every=2).rows
+    assert [update for update, _ in rows.updates] == [1, 2]
+    ((update, validation),) = rows.validations
+    assert update == 2
+    assert ends == [(0, validation["loss"])]
+
+
+def test_a_result_of_a_batch_has_the_meaning_that_it_has_for_an_epoch():
+    """The estimates of the noise by one update are no averages, and not there."""
+    batch_names = set()
+    epoch_names = set()
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            batch_names.update(logs)
+
+        def on_epoch_end(self, epoch, logs=None):
+            epoch_names.update(logs)
+
+    Run([Looks()], epochs=1, micro_batch_size=2, validate=False)
+    noise = {"gradient_variance", "gradient_squared_norm", "gradient_noise_scale"}
+    assert batch_names == {"loss", "gradient_norm", "learning_rate"}
+    assert epoch_names - noise == batch_names
+
+
+def test_a_metric_called_tokens_is_logged_where_tokens_are_counted():
+    run = Run(
+        epochs=1,
+        metrics=[keras.metrics.MeanAbsoluteError("tokens")],
+        tokens=lambda batch: tf.constant(7),
+        validate=False,
+    )
+    for _, row in run.rows.updates:
+        assert 0 < row["tokens"] < 7
+
+
 @pytest.mark.slow
 def test_the_steps_of_an_epoch_can_be_called_one_by_one():
     run = Run(epochs=1, fit=False)
@@ -215,7 +266,7 @@ def test_the_steps_of_an_epoch_can_be_called_one_by_one():
         trainer.record(trainer.update_once(iterator))
         assert trainer.done == update
         assert trainer.pending is True
-        trainer.evaluate()
+        trainer.after_update()
         assert trainer.pending is False
         assert bool(trainer.validation) == (update == PER_EPOCH)
     assert trainer.ended
@@ -246,9 +297,28 @@ def test_only_who_asks_for_it_interrupts_the_run():
 
 def test_an_evaluation_after_the_last_callbacks_is_not_interrupted():
     trainer = Run(fit=False, stop=KeyboardInterrupt).trainer
+    trainer.pending = True
     with pytest.raises(Interrupted):
         trainer.validate()
-    assert trainer.validate(pending=False)["loss"] > 0
+    trainer.pending = False
+    assert trainer.validate()["loss"] > 0
+
+
+def test_a_lost_worker_leaves_a_checkpoint_and_no_row_that_is_not_due(tmp_path):
+    run = Run(log_every=2, validate=False, fit=False)
+    trainer = run.trainer
+    trainer.checkpoints = Checkpoints(tmp_path, 100, trainer.recorder.plan)
+
+    def loses_a_worker():
+        if trainer.done == 3:
+            raise tf.errors.UnavailableError(None, None, "socket closed")
+
+    trainer.stop = loses_a_worker
+    with pytest.raises(tf.errors.UnavailableError):
+        trainer.fit()
+    trainer.checkpoints.wait()
+    assert files.at(tmp_path, 3).updates_done == 3
+    assert [update for update, _ in run.rows.updates] == [2]
 
 
 class CtrlC(Rows):
@@ -260,14 +330,16 @@ class CtrlC(Rows):
             raise KeyboardInterrupt
 
 
-def results(loss):
-    return tf.constant([loss, 1.0, 0.1, 0.0], tf.float64)
+def results(loss, *, norm=1.0, tokens=math.nan, shapes=0.0, noise=()):
+    """Return packed results of `NAMES`, and of two estimates of the noise."""
+    return tf.constant([loss, norm, 0.1, *noise, tokens, shapes], tf.float64)
 
 
 def recorder(rows: Rows, losses: list[float]) -> Recorder:
     """Return a recorder with the results of these updates still on the device."""
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, len(losses) + 1)
-    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=NAMES)
+    layout = ResultLayout(NAMES)
+    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), layout=layout)
     recorder.add(1, results(1.0), traces=1)
     for update, loss in enumerate(losses, start=2):
         recorder.add(update, results(loss), traces=1)
@@ -310,13 +382,13 @@ def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkey
     clock = SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0)
     monkeypatch.setattr("pipeline.training.recorder.time", clock)
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 100)
-    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=NAMES)
-    recorder.restart_clock()
+    layout = ResultLayout(NAMES)
+    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), layout=layout)
+    recorder.start_clock()
 
     def add(update, second, shapes, traces=1):
         now[0] = second
-        row = tf.constant([1.0, 1.0, 0.1, shapes], tf.float64)
-        recorder.add(update, row, traces)
+        recorder.add(update, results(1.0, shapes=shapes), traces)
 
     def seconds():
         pairs = []
@@ -341,6 +413,99 @@ def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkey
     assert seconds()[3:] == [(2.0, 85.0)] * 5
 
 
+class FakeTime:
+    """The clock of a recorder, which only moves when a test moves it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 0.0)
+        monkeypatch.setattr("pipeline.training.recorder.time", clock)
+
+    def pass_second(self) -> None:
+        self.now += 1
+
+
+def test_a_pause_leaves_out_its_own_time_and_nothing_before_it(monkeypatch):
+    clock = FakeTime(monkeypatch)
+    rows = Rows()
+    recorder = recorder_of_a_short_last_batch(rows)
+    clock.now = 3.0
+    with recorder.paused():
+        clock.now = 100.0
+    clock.now = 102.0
+    recorder.add(1, results(1.0), traces=1)
+    with recorder.paused():
+        clock.now = 200.0
+    clock.now = 207.0
+    recorder.add(2, results(1.0), traces=1)
+    recorder.finish()
+    first, second = rows.performance
+    assert first["compile_seconds"] == 3 + 2
+    assert second["update_seconds"] == 7
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_the_seconds_of_updates_are_without_those_of_the_ends_of_epochs(
+    monkeypatch, validate
+):
+    """Nor are those of tracing and compiling."""
+    clock = FakeTime(monkeypatch)
+
+    class Slow(keras.callbacks.Callback):
+        def wait(self, *_, **__):
+            clock.now += 100
+
+        on_train_begin = on_epoch_begin = on_epoch_end = on_test_end = wait
+
+    run = Run([Slow()], epochs=2, validate=validate, fit=False)
+    run.trainer.stop = clock.pass_second  # called once an update, and in evaluations
+    run.trainer.fit()
+    seconds = [row.get("update_seconds") for row in run.rows.performance]
+    assert seconds == [1.0] * 2 * PER_EPOCH
+    assert run.rows.performance[-1]["compile_seconds"] == 0
+
+
+def test_compile_seconds_have_the_tracing_of_a_resumed_run_and_no_reading(
+    monkeypatch, tmp_path
+):
+    clock = FakeTime(monkeypatch)
+
+    class TakesSevenSeconds(layers.Layer):
+        def call(self, x):
+            if tf.inside_function():
+                clock.now += 7
+            return x
+
+    def slowed(function):
+        def slow(*arguments):
+            clock.now += 100
+            return function(*arguments)
+
+        return slow
+
+    def run():
+        keras.utils.clear_session(free_memory=False)  # The names begin anew.
+        run = Run(middle=[TakesSevenSeconds()], validate=False, fit=False)
+        plan = run.trainer.recorder.plan
+        run.trainer.checkpoints = Checkpoints(tmp_path, "epoch", plan)
+        run.trainer.stop = clock.pass_second
+        return run
+
+    whole = run()
+    whole.trainer.fit()
+    whole.trainer.checkpoints.wait()
+    assert whole.rows.performance[-1]["compile_seconds"] == 7
+
+    for name in ("read", "restore_normalization", "restore"):
+        function = getattr(snapshot, name)
+        monkeypatch.setattr(snapshot, name, slowed(function))
+    resumed = run()
+    resumed.trainer.fit(files.at(tmp_path, 3 * PER_EPOCH))
+    assert [update for update, _ in resumed.rows.updates] == [16, 17, 18, 19, 20]
+    assert resumed.rows.performance[-1]["compile_seconds"] == 7
+    assert resumed.rows.performance[-1]["update_seconds"] == 1
+
+
 def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
     rows = CtrlC()
     interrupted = recorder(rows, [0.5] * 6)
@@ -353,11 +518,10 @@ def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
 def test_tokens_are_logged_by_the_second_and_not_as_a_result():
     rows = Rows()
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 4)
-    names = (*NAMES, "tokens")
-    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(4), names=names)
+    layout = ResultLayout(NAMES)
+    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(4), layout=layout)
     for update, tokens in ((1, 5), (2, 2**24 + 1), (3, 7), (4, 1)):
-        row = tf.constant([1.0, 1.0, 0.1, tokens, 0.0], tf.float64)
-        recorder.add(update, row, traces=1)
+        recorder.add(update, results(1.0, tokens=tokens), traces=1)
     recorder.finish()
     assert [update for update, _ in rows.updates] == [1, 2, 3, 4]
     assert all("tokens" not in results for _, results in rows.updates)
@@ -399,8 +563,9 @@ def recorder_of_a_short_last_batch(rows):
     """Return a recorder of two epochs of 20 examples: updates of 8, 8 and 4 each."""
     plan = Plan(Batching(SIZE, SIZE, 1), examples=20, updates=6)
     progress = Progress(plan.updates, shown=False)
-    recorder = Recorder(rows, plan, 1, lambda: 0, progress, names=NAMES)
-    recorder.restart_clock()
+    layout = ResultLayout(NAMES)
+    recorder = Recorder(rows, plan, 1, lambda: 0, progress, layout=layout)
+    recorder.start_clock()
     return recorder
 
 
@@ -414,6 +579,53 @@ def test_the_means_of_an_epoch_are_of_its_own_examples():
             means.append(recorder.epoch_means()["loss"])
     # (8·1 + 8·2 + 4·6) / 20, and ten times that
     assert means == [2.4, 24.0]
+
+
+def test_an_epoch_has_its_own_means_though_those_before_were_not_read():
+    recorder = recorder_of_a_short_last_batch(Rows())
+    for update, loss in enumerate([1.0, 2.0, 6.0, 10.0, 20.0, 60.0], start=1):
+        recorder.add(update, results(loss), traces=1)
+    recorder.fetch()
+    assert recorder.epoch_means()["loss"] == 24.0
+    assert recorder.epoch_means()["loss"] == 24.0  # reading them changes nothing
+
+
+def test_a_result_that_some_updates_lack_has_the_mean_of_the_others():
+    """The noise scale is missing until its first measurement."""
+    recorder = recorder_of_a_short_last_batch(Rows())
+    recorder.layout.names = (*NAMES, "gradient_variance", "gradient_square")
+    for update, variance in enumerate([math.nan, 8.0, math.nan], start=1):
+        recorder.add(update, results(1.0, noise=(variance, 2.0)), traces=1)
+    recorder.fetch()
+    means = recorder.epoch_means()
+    assert means["gradient_variance"] == 8.0
+    assert means["gradient_squared_norm"] == 2.0
+    assert means["gradient_noise_scale"] == 4.0
+    assert means["loss"] == 1.0
+
+
+def test_an_epoch_ends_with_the_number_of_skipped_updates_not_their_mean():
+    recorder = recorder_of_a_short_last_batch(Rows())
+    recorder.skips = True
+    for update, norm in enumerate([math.inf, math.inf, 1.0], start=1):
+        recorder.add(update, results(1.0, norm=norm), traces=1)
+    recorder.fetch()
+    assert recorder.epoch_means()["skipped_updates"] == 2
+
+
+def test_the_means_of_an_epoch_go_on_from_an_older_checkpoint():
+    """It has one number of examples for all results."""
+    before = recorder_of_a_short_last_batch(Rows())
+    before.add(1, results(1.0), traces=1)
+    before.fetch()
+    older = before.get_state() | {"epoch_examples": 8}
+
+    recorder = recorder_of_a_short_last_batch(Rows())
+    recorder.set_state(older)
+    recorder.add(2, results(2.0), traces=1)
+    recorder.add(3, results(6.0), traces=1)
+    recorder.fetch()
+    assert recorder.epoch_means()["loss"] == 2.4
 
 
 def test_the_speed_counts_the_examples_of_a_smaller_update(monkeypatch):

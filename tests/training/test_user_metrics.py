@@ -163,7 +163,7 @@ def test_a_symbolic_value_is_rejected():
 def test_the_name_of_a_metric_of_the_run_is_rejected():
     class Logs(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            self.trainer.recorder.user_metrics.taken |= {"accuracy"}
+            self.trainer.user_metrics.taken |= {"accuracy"}
             pipeline.log("accuracy", 1.0)
 
     callback = Logs()
@@ -178,7 +178,7 @@ def test_a_worker_other_than_the_chief_logs_nothing(capsys):
     rows = LoggedRows()
     run = Run([LogsUpdates(), Adds(first=1)], epochs=1, rows=rows, fit=False)
     run.trainer.recorder.tracker = None
-    run.trainer.recorder.user_metrics = UserMetrics(None)
+    run.trainer.user_metrics = UserMetrics(None)
     run.trainer.fit()
     assert rows.logged == {}
     assert printed(capsys) == []
