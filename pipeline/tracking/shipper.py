@@ -44,6 +44,7 @@ if __name__ == "__main__":
     atexit.register(os._exit, 0)
 with imports.without_collections():
     from pipeline.tracking.store import Store
+    from pipeline.tracking.system_metrics import SystemSampler
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
 INTERVAL = 5.0  # seconds between two requests, and between two system samples
@@ -101,7 +102,11 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
             tell=lambda left: _answer({"left": left}),
         )
         _answer({"run_id": uploader.run_id, "experiment_id": uploader.experiment_id})
-        _follow(uploader)
+        sampler = None
+        if uploader.start["system_metrics"]:
+            gpus = uploader.start.get("gpus")
+            sampler = SystemSampler(uri, uploader.run_id, gpus)
+        _follow(uploader, sampler)
         uploader.finish(patience, lambda error: _answer({"failing": first_line(error)}))
         if uploader.damage:
             _answer({"error": uploader.damage})
@@ -113,14 +118,19 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         _answer({"error": first_line(error)})
 
 
-def _follow(uploader: Uploader) -> None:
+def _follow(uploader: Uploader, sampler: SystemSampler | None) -> None:
     """Ship the written lines at intervals, until the trainer closes standard input.
 
     A request that fails is repeated after `INTERVAL` seconds.
+
+    Args:
+        uploader: ships the journal.
+        sampler: samples the system metrics; None for a run that does not log them.
     """
     has_more = False
     is_failing = False
-    uploader.sample()  # now, as a run may be shorter than the interval
+    if sampler is not None:
+        uploader.add_sample(sampler.sample())  # a run may be shorter than the interval
     while True:
         seconds = 0 if has_more and not is_failing else INTERVAL
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
@@ -134,8 +144,8 @@ def _follow(uploader: Uploader) -> None:
         # of one request.
         if not is_failing:
             has_more = uploader.read()
-            if not has_more:
-                uploader.sample()
+            if not has_more and sampler is not None:
+                uploader.add_sample(sampler.sample())
         try:
             uploader.ship()
             is_failing = False

@@ -22,7 +22,7 @@ processes die meanwhile:
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from pipeline.tracking.journal_file import SHIPPER, LineReader, lock
 from pipeline.tracking.params import param_text
 from pipeline.tracking.store import Store, check_id
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
-from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
 
 POINTS_PER_REQUEST = 1000  # MLflow's limit
@@ -78,6 +77,7 @@ class Uploader:
         tell: called after each request with the approximate number of unshipped points.
 
     Attributes:
+        start: the content of the journal's first line.
         run_id: the run's ID.
         experiment_id: the ID of the run's experiment.
         sent: the number of points that were sent.
@@ -117,7 +117,6 @@ class Uploader:
         self._starts = 0
         self._incomplete_since: float | None = None
 
-        self._sample_system: Callable[[], dict[str, float]] | None = None
         self._samples = 0
         self._points_per_request = POINTS_PER_REQUEST
         self._tries = 0
@@ -194,14 +193,13 @@ class Uploader:
         unread_points = unread_bytes * self._points_read // self._reader.offset
         return len(self._points) + unread_points
 
-    def sample(self) -> None:
-        """Take one sample of the system metrics, to be shipped with the next request.
+    def add_sample(self, values: Mapping[str, float]) -> None:
+        """Add one sample of the system metrics, to be shipped with the next request.
 
         As in MLflow, the step of a sample is the number of earlier samples.
         """
-        if self._sample_system is None:
+        if not values:
             return
-        values = self._sample_system()
         now = int(time.time() * 1000)
         for name, value in values.items():
             self._points.append(Metric(f"system/{name}", value, now, self._samples))
@@ -258,6 +256,7 @@ class Uploader:
             run_id: the run's ID, or "" if it is not known.
         """
         start = line["start"]
+        self.start = start
         self.client = self._store.client()
         self._file_id = self._store.file_id()
         run = None
@@ -328,17 +327,13 @@ class Uploader:
                 return run
 
     def _prepare_run(self, start: dict[str, Any]) -> None:
-        """Check the artifact location, log missing params, and start the sampler."""
+        """Check the artifact location, and log missing params."""
         places = artifact_locations.confined_to
         if places is not None:
             artifact_uri = self._run.info.artifact_uri
             artifact_locations.check(artifact_uri, self._store.uri, places)
 
         self._complete_params(start)
-        if start["system_metrics"]:
-            self._sample_system = system_sampler(
-                self._store.uri, self.run_id, start.get("gpus")
-            )
 
     def _complete_params(self, start: dict[str, Any]) -> None:
         """Log the params that the store lacks."""
