@@ -63,9 +63,9 @@ from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
 SILENCE = 10.0  # seconds without an answer after which a message reports the wait
-RETRY = 5.0  # seconds between two attempts to reach the store with `wait`
+RECONNECT = 5.0  # seconds between two attempts to reach the store with `wait`
 GRACE = 2.0  # seconds that a shipper has to end before it is killed
-AWAY = "must be a store that answers ({})"
+UNREACHABLE = "must be a store that answers ({})"
 # Maximum number of failures before the run exists: shippers that die, and stores that
 # fail while they create the run.
 LIVES = 3
@@ -184,7 +184,7 @@ class Journal:
                 return
             key = answer.get("key", "tracking.uri")
             if not self._recovers(answer, final=key != "tracking.uri"):
-                rule = answer.get("rule", AWAY.format(answer["error"]))
+                rule = answer.get("rule", UNREACHABLE.format(answer["error"]))
                 received = self.uri if key == "tracking.uri" else self.experiment
                 raise ConfigError(key, rule, received)
 
@@ -373,7 +373,7 @@ class Journal:
         if final or self._when_unreachable == "refuse":
             return False
         self.abandon()
-        rule = answer.get("rule", AWAY.format(answer["error"]))
+        rule = answer.get("rule", UNREACHABLE.format(answer["error"]))
         if self._when_unreachable == "offline":
             self._is_offline = True
             say(
@@ -382,7 +382,7 @@ class Journal:
             )
             return True
         say(f"tracking.uri {rule}: waiting for it")
-        time.sleep(RETRY)
+        time.sleep(RECONNECT)
         self.shipper = self._open()
         return True
 

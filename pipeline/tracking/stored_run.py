@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.common.errors import first_line
 from pipeline.common.secrets import mask
-from pipeline.tracking import model_upload
+from pipeline.tracking import failures, model_upload
 from pipeline.tracking.confirmed import Confirmed
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal_file import MODEL
@@ -24,7 +24,7 @@ MOST_FORKS = 140  # maximum number of run IDs in a tag
 # Tags of a run.
 FORKS = "forks"  # the IDs of runs that began with a checkpoint of this run
 NOT_LOGGED = "model.not_logged"  # why the model is not in the store
-NOT_SHIPPED = "not_shipped"  # a line that the store rejected, or an unreadable file
+NOT_SHIPPED_TAG = "not_shipped"  # a line that the store rejected, or an unreadable file
 
 
 class IncompleteError(OSError):
@@ -96,8 +96,8 @@ class StoredRun:
             self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Set the tag `NOT_SHIPPED` to a description of what the store lacks."""
-        self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
+        """Set the tag `NOT_SHIPPED_TAG` to a description of what the store lacks."""
+        self.client.set_tag(self.run_id, NOT_SHIPPED_TAG, problem[:LONGEST_TAG])
 
     def _ship_dataset(self, line: dict[str, Any]) -> None:
         """Log one input.
@@ -119,7 +119,7 @@ class StoredRun:
                 newest = [*forks, self.run_id][-MOST_FORKS:]
                 self.client.set_tag(source, FORKS, ", ".join(newest))
         except MlflowException as error:
-            if model_upload.may_pass(error):  # otherwise the source was deleted
+            if failures.is_temporary(error):  # otherwise the source was deleted
                 raise
 
     def _ship_artifact(self, name: str) -> None:
@@ -165,7 +165,7 @@ class StoredRun:
                 self._tell,
             )
         except Exception as error:
-            if model_upload.may_pass(error):
+            if failures.is_temporary(error):
                 raise
             self.not_logged = mask(first_line(error))
             self.client.set_tag(self.run_id, NOT_LOGGED, self.not_logged[:LONGEST_TAG])
@@ -175,7 +175,7 @@ class StoredRun:
         try:
             self.client.delete_tag(self.run_id, "failure")
         except MlflowException as error:
-            if model_upload.may_pass(error):  # otherwise the run has no such tag
+            if failures.is_temporary(error):  # otherwise the run has no such tag
                 raise
         self.confirmed.tags.discard("failure")
         self.confirmed.removed_tags.add("failure")

@@ -8,6 +8,7 @@ processes die meanwhile:
   that created the run was lost.
 - A process that opens the run reads which points the store has, and adds only the
   missing points.
+- `failures` says which failed requests are repeated.
 - A failed request may still have taken effect. Its content is kept and sent again until
   a request succeeds. MLflow stores a repeated point once; a repeated tag, input or file
   replaces the earlier one.
@@ -32,6 +33,7 @@ from mlflow.exceptions import MlflowException
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.recorded import FormError
+from pipeline.tracking import failures
 from pipeline.tracking.confirmed import Confirmed, stored_steps
 from pipeline.tracking.journal_file import SHIPPER, LineReader, lock
 from pipeline.tracking.params import param_text
@@ -44,21 +46,15 @@ POINTS_PER_REQUEST = 1000  # MLflow's limit
 # repeated request, which is slow.
 POINTS_AFTER_FAILURE = 50
 PARAMS_PER_REQUEST = 100  # MLflow's limit
-TRIES = 5  # maximum attempts for a request that the store rejects for its content
+# Maximum number of attempts to ship a line that the store rejects: another run may have
+# logged the same input at the same time.
+TRIES = 5
+CREATE_TRIES = 5  # maximum number of attempts to create the run
 RETRY = 1.0  # seconds between two attempts
-# MLflow's error codes for requests that are rejected for their content.
-REJECTIONS = (
-    "INVALID_PARAMETER_VALUE",
-    "BAD_REQUEST",
-    "RESOURCE_ALREADY_EXISTS",
-    "INVALID_STATE",
-)
 
 # Tag of a run: the number of the segment whose `end` line may be missing in the
 # journal, because the disk was full.
 UNWRITTEN = "journal.unwritten"
-
-Tell = Callable[[int], object]  # takes the approximate number of unshipped points
 
 
 class StoreGoneError(OSError):
@@ -98,7 +94,7 @@ class Uploader:
         may_exist: bool,
         run_id: str = "",
         seconds: float = 0.0,
-        tell: Tell = lambda _: None,
+        tell: Callable[[int], object] = lambda _: None,
     ):
         self._store = store
         self._folder = path.parent
@@ -301,7 +297,7 @@ class Uploader:
         return run
 
     def _create_run(self, line: dict[str, Any]) -> Any:
-        """Create the run, with up to `TRIES` attempts.
+        """Create the run, with up to `CREATE_TRIES` attempts.
 
         A failed request may still have created the run. So MLflow's own retries are
         disabled, and before each further attempt the run is searched for.
@@ -319,7 +315,7 @@ class Uploader:
                 check_id(run.info.run_id, "a run")
                 return run
             except MlflowException as error:
-                if tries == TRIES or error.error_code in REJECTIONS:
+                if tries == CREATE_TRIES or failures.is_rejected(error):
                     raise
             time.sleep(RETRY)
             run = self._find_run(start["tags"]["journal"])
@@ -467,7 +463,7 @@ class Uploader:
             self._starts_over = True
             raise
         except MlflowException as error:
-            if error.error_code not in REJECTIONS:  # the store is unreachable
+            if not failures.is_rejected(error):
                 raise
             self._tries += 1
             if self._tries < TRIES:

@@ -126,6 +126,26 @@ def test_a_line_is_left_out_once_it_was_rejected_several_times(
         assert note == "tags: it is too long"
 
 
+def test_a_point_that_is_rejected_is_not_left_out(path, monkeypatch):
+    """The run stays open, as docs/resume.md says."""
+    store = MemoryStore()
+    log_batch = store.log_batch
+
+    def rejecting(run_id, metrics=(), params=()):
+        if metrics:
+            raise MlflowException("it is no number", INVALID_PARAMETER_VALUE)
+        log_batch(run_id, metrics, params)
+
+    monkeypatch.setattr(store, "log_batch", rejecting)
+    with (
+        closing(Uploader(store, path, may_exist=False)) as opened,
+        pytest.raises(MlflowException, match="it is no number"),
+    ):
+        opened.finish(0.1)
+    assert store.run["status"] == "RUNNING"
+    assert "not_shipped" not in store.run["tags"]
+
+
 def test_an_end_that_only_the_store_has_stays_the_end(tmp_path):
     """The disk of the journal was full, and the trainer handed over the last lines."""
     (tmp_path / "note.txt").write_text("a note")
