@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from pipeline.common.errors import first_line
 from pipeline.common.secrets import mask
 from pipeline.tracking import failures, model_upload
-from pipeline.tracking.confirmed import Confirmed
+from pipeline.tracking.expected import Expected, InputId
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal_file import MODEL
 from pipeline.tracking.store import Store
@@ -43,7 +43,7 @@ class StoredRun:
         tell: called about every second while a model is uploaded.
 
     Attributes:
-        confirmed: the names of the shipped items.
+        expected: what the store must have of the run when it ends.
         not_logged: why the model could not be logged; empty if it was logged, or if
             there is no model.
     """
@@ -62,7 +62,7 @@ class StoredRun:
         self.run_id = run_id
         self.experiment_id = experiment_id
         self.folder = folder
-        self.confirmed = Confirmed()
+        self.expected = Expected()
         self.not_logged = ""
         self._tell = tell
 
@@ -82,8 +82,8 @@ class StoredRun:
             self._ship_dataset(line)
         for key, value in line.get("tags", {}).items():
             self.client.set_tag(self.run_id, key, value)
-            self.confirmed.tags.add(key)
-            self.confirmed.removed_tags.discard(key)
+            self.expected.tags.add(key)
+            self.expected.removed_tags.discard(key)
         if "fork_of" in line:
             self._tag_source(line["fork_of"])
         if "artifact" in line:
@@ -108,7 +108,7 @@ class StoredRun:
         tags = [InputTag("mlflow.data.context", line["context"])]
         dataset = DatasetInput(Dataset(**line["dataset"]), tags)
         self.client.log_inputs(self.run_id, [dataset])
-        self.confirmed.inputs.add(line["dataset"]["name"])
+        self.expected.inputs.add(InputId(dataset.dataset.name, dataset.dataset.digest))
 
     def _tag_source(self, source: str) -> None:
         """Add this run to the tag `FORKS` of the run that it was forked from."""
@@ -145,7 +145,7 @@ class StoredRun:
             place = f"plugins/profile/{name.partition('.')[0]}"
         self.client.log_artifact(self.run_id, str(file), place)
         if place is None:
-            self.confirmed.artifacts.add(name)
+            self.expected.artifacts.add(name)
 
     def _ship_model(self, name: str) -> None:
         """Log the model called `name`.
@@ -177,8 +177,8 @@ class StoredRun:
         except MlflowException as error:
             if failures.is_temporary(error):  # otherwise the run has no such tag
                 raise
-        self.confirmed.tags.discard("failure")
-        self.confirmed.removed_tags.add("failure")
+        self.expected.tags.discard("failure")
+        self.expected.removed_tags.add("failure")
         self.client.update_run(self.run_id, "RUNNING")
 
     def _end_run(self, line: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class StoredRun:
         A database needs no such check.
         """
         if self.store.is_served:
-            lacking = self.confirmed.lacking(self.client, self.run_id)
+            lacking = self.expected.lacking(self.client, self.run_id)
             if lacking:
                 raise IncompleteError(
                     f"the store lacks {lacking} when it is read again, "

@@ -15,9 +15,9 @@ processes die meanwhile:
 - Points are sent before the other lines that were read with them, and the end of the
   run is sent last. So a run that has its final status is complete.
 - A proxy before a server may confirm a request and lose it. So before the end of the
-  run, everything that a server has confirmed is read again: each step of each metric,
-  params, tags, inputs and artifacts. If anything is missing, all lines are shipped
-  again.
+  run, what the server must have is read again: each step of each metric in the journal,
+  params, tags, inputs, and the artifacts in the root folder. If anything is missing,
+  all lines are shipped again. Models, system metrics and profiles are not read again.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.recorded import FormError
 from pipeline.tracking import failures
-from pipeline.tracking.confirmed import Confirmed, stored_steps
+from pipeline.tracking.expected import Expected, stored_steps
 from pipeline.tracking.journal_file import SHIPPER, LineReader, lock
 from pipeline.tracking.params import param_text
 from pipeline.tracking.store import Store, check_id
@@ -333,7 +333,7 @@ class Uploader:
 
     def _complete_params(self, start: dict[str, Any]) -> None:
         """Log the params that the store lacks."""
-        self._stored_run.confirmed.params.update(start["params"])
+        self._stored_run.expected.params.update(start["params"])
         params = []
         for name, value in start["params"].items():
             if name not in self._run.data.params:
@@ -389,7 +389,7 @@ class Uploader:
         step = line["step"]
         self._last_step = max(step, self._last_step)
         self._points_read += len(line["metrics"])
-        self._stored_run.confirmed.add_row(step, line["metrics"])
+        self._stored_run.expected.add_row(step, line["metrics"])
         for key, value in line["metrics"].items():
             if step not in self._stored.get(key, ()):
                 self._points.append(Metric(key, value, line["time"], step))
@@ -479,7 +479,7 @@ class Uploader:
         reader = LineReader(self._descriptor)
         start = next(reader.lines())["start"]
         self._run = run
-        self._stored_run.confirmed = Confirmed()
+        self._stored_run.expected = Expected()
         self._complete_params(start)
         self._stored = self._read_stored_points()
 

@@ -91,8 +91,8 @@ class MemoryStore:
         self._request(log)
 
     def log_inputs(self, run_id: str, datasets: list) -> None:
-        names = [entry.dataset.name for entry in datasets]
-        self._request(lambda: self.run["inputs"].update(names))
+        inputs = [(entry.dataset.name, entry.dataset.digest) for entry in datasets]
+        self._request(lambda: self.run["inputs"].update(inputs))
 
     def log_artifact(self, run_id: str, path: str, place: str | None) -> None:
         self._request(lambda: self.run["artifacts"].add(path.rpartition("/")[2]))
@@ -156,8 +156,9 @@ class MemoryStore:
             metrics={key: 0.0 for key, _, _ in self.points},
         )
         inputs = []
-        for name in self.run["inputs"]:
-            inputs.append(SimpleNamespace(dataset=SimpleNamespace(name=name)))
+        for name, digest in self.run["inputs"]:
+            dataset = SimpleNamespace(name=name, digest=digest)
+            inputs.append(SimpleNamespace(dataset=dataset))
         return SimpleNamespace(
             info=info, data=data, inputs=SimpleNamespace(dataset_inputs=inputs)
         )
@@ -172,6 +173,8 @@ def lines(*, end=True):
     yield {"time": 1, "start": START}
     yield {"time": 2, "run": {"run_id": "r", "experiment_id": "1"}}
     yield {"time": 3, "dataset": DATASET, "context": "training"}
+    validation = {**DATASET, "digest": "2"}
+    yield {"time": 3, "dataset": validation, "context": "validation"}
     yield {"time": 4, "artifact": "note.txt"}
     for step in range(1, UPDATES // 2 + 1):
         yield row(step)

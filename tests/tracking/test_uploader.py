@@ -16,7 +16,9 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import (
     INVALID_PARAMETER_VALUE,
+    PERMISSION_DENIED,
     RESOURCE_DOES_NOT_EXIST,
+    UNAUTHENTICATED,
 )
 
 from pipeline.tracking import journal_file, uploader
@@ -69,7 +71,7 @@ def undisturbed(path):
     run, points = store.content()
     assert (run["status"], run["end"]) == ("FINISHED", 9)
     assert run["tags"] == {"journal": "j", "mine": "1"}
-    assert run["inputs"] == {"d"}
+    assert run["inputs"] == {("d", "1"), ("d", "2")}
     assert run["artifacts"] == {"note.txt"}
     assert len(points) == 2 * UPDATES
     return store
@@ -197,6 +199,57 @@ def test_what_is_confirmed_and_lost_is_shipped_once_more(path, undisturbed):
                 opened.finish(60.0)
             run, points = undisturbed.content()
             assert store.content() == (run, points), loses
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MlflowException("away"),
+        MlflowException("not now", UNAUTHENTICATED),
+        ConnectionError("cut"),
+    ],
+    ids=str,
+)
+def test_artifacts_that_cannot_be_listed_now_are_not_all_there(
+    path, undisturbed, monkeypatch, error
+):
+    """Any error passed for a list of all artifacts, of which one was lost."""
+    store = MemoryStore()
+    list_artifacts = store.list_artifacts
+    errors = [error]
+
+    def failing(run_id):
+        if errors:
+            store.run["artifacts"].clear()  # the file was confirmed, and is lost
+            raise errors.pop()
+        return list_artifacts(run_id)
+
+    monkeypatch.setattr(store, "list_artifacts", failing)
+    ship(store, path)
+    assert store.content() == undisturbed.content()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError(),
+        PermissionError(),
+        MlflowException("no", PERMISSION_DENIED),
+        MlflowException("no", INVALID_PARAMETER_VALUE),
+    ],
+    ids=repr,
+)
+def test_a_location_that_never_lists_its_files_does_not_keep_a_run_open(
+    path, monkeypatch, error
+):
+    store = MemoryStore()
+
+    def failing(run_id):
+        raise error
+
+    monkeypatch.setattr(store, "list_artifacts", failing)
+    ship(store, path)
+    assert store.run["status"] == "FINISHED"
 
 
 def test_what_stays_lost_is_no_success(path):
