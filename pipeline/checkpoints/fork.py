@@ -172,7 +172,7 @@ def find_fork(
     past.close()
     own_rate = _has_own_rate(spec, recorded_config(source, _KEY), past)
     return Fork(
-        past.run.get("run_id", ""),
+        past.run_id,
         source.absolute(),
         checkpoint,
         spec.config.start.weights_only,
@@ -227,7 +227,7 @@ def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     scaled = spec.config.scaling.rule != Rule.none
     if scaled:
         # The rate follows the effective batch, and its stages.
-        size = past.start["segment"]["cut"]["effective_batch_size"]
+        size = past.start.segment["cut"]["effective_batch_size"]
         if size != spec.batching.effective_batch_size:
             return True
     then = _rate_values(recorded, with_stages=scaled)

@@ -74,7 +74,7 @@ class Continuation:
     @property
     def run_id(self) -> str:
         """The run's ID in MLflow; empty if no store has it yet."""
-        return self.past.run.get("run_id", "")
+        return self.past.run_id
 
     def check_dataset(self, dataset: dict[str, Any]) -> None:
         """Check that the data are those that the run began with.
@@ -246,7 +246,7 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
 
     It keeps its store if an override names one, or if the journal hides the password.
     """
-    store = past.start["store"]
+    store = past.start.store
     if absolute(spec.config.tracking.uri) == store or HIDDEN in store:
         return spec
     for override in spec.overrides:
@@ -264,7 +264,7 @@ def _with_recorded_choices(
     if spec.searches:
         # The run's size may exceed the share of a replica in the effective batch, as
         # each replica has a smaller share if there are more of them now.
-        size = past.start["segment"]["cut"]["micro_batch_size"]
+        size = past.start.segment["cut"]["micro_batch_size"]
         spec = spec.with_micro_batch(min(size, spec.largest.share))
     return spec
 
@@ -335,8 +335,8 @@ def _schema_defaults() -> dict[str, Any]:
 def _check_store(uri: str, past: Past) -> None:
     # The record may hide what only the URI shows to be a secret.
     remember(uri)
-    store = past.start["store"]
-    if past.run and mask(absolute(uri)) != mask(store):
+    store = past.start.store
+    if past.run_id and mask(absolute(uri)) != mask(store):
         raise ConfigError("tracking.uri", f"must be the store of the run, {store}", uri)
 
 
@@ -349,7 +349,7 @@ def _check_effective_batch(recorded: dict[str, Any], spec: RunSpec, past: Past) 
             rule = f"must be that of the run, {factor}"
             raise ConfigError(FACTOR, rule, cut.factor)
         return
-    size = past.start["segment"]["cut"]["effective_batch_size"]
+    size = past.start.segment["cut"]["effective_batch_size"]
     if cut.effective_batch_size != size:
         rule = f"must be that of the run, {size}"
         raise ConfigError(EFFECTIVE, rule, cut.effective_batch_size)

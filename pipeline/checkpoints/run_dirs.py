@@ -73,8 +73,8 @@ def by_id(key: str, excluding: Path | None = None) -> dict[str, Path]:
             suppress(ConfigError),
             closing(Past.read(run_dir, key, running=True)) as past,
         ):
-            if past.run:
-                run_dirs_by_id[past.run["run_id"]] = run_dir
+            if past.run_id:
+                run_dirs_by_id[past.run_id] = run_dir
     return run_dirs_by_id
 
 

@@ -165,8 +165,8 @@ def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
     The last stage is the branch's own and begins at the checkpoint. Its size, which the
     sweep replaces, is the run's effective batch size at the checkpoint.
     """
-    first = past.start["segment"]["cut"]["effective_batch_size"]
-    recorded = past.start["tags"].get("accumulation.stages", f"[[0, {first}]]")
+    first = past.start.segment["cut"]["effective_batch_size"]
+    recorded = past.start.tags.get("accumulation.stages", f"[[0, {first}]]")
     stages = []
     for after, size in json.loads(recorded):
         if after < start.updates_done:
@@ -251,7 +251,7 @@ def _branch_config(
         )
     branch["accumulation"] |= {
         "effective_batch_size": sizes[0],
-        "micro_batch_size": past.start["segment"]["cut"]["micro_batch_size"],
+        "micro_batch_size": past.start.segment["cut"]["micro_batch_size"],
         "batch_schedule": schedule,
     }
     branch["training"]["evaluate_every"] = _NEVER

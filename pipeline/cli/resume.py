@@ -61,8 +61,8 @@ def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
             keys that overrides set.
     """
     # Use the store in the journal, which has the absolute path of a local store.
-    if secrets.HIDDEN not in past.start["store"]:
-        config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
+    if secrets.HIDDEN not in past.start.store:
+        config["tracking"] = {**config["tracking"], "uri": past.start.store}
     for key, value in plain.leaves(config).items():
         if secrets.HIDDEN in str(value) and key not in keys:
             rule = (

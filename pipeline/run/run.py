@@ -147,7 +147,7 @@ def _prepare(
             undo.callback(before.past.close)
             spec = before.spec
             check_dataset = before.check_dataset
-            tag = before.past.start["tags"].get(fork.UPDATE_TAG)
+            tag = before.past.start.tags.get(fork.UPDATE_TAG)
             if tag is not None:
                 fork_updates_done = int(tag)
 
@@ -303,7 +303,7 @@ def _begin(job: _Job) -> None:
     if job.found is not None:
         columns = batch_size_search.COLUMNS
         tracker.table(batch_size_search.TABLE, columns, job.found.tries)
-        tracker.journal.write({"tags": {batch_size_search.TAG: job.found.how}})
+        tracker.tag({batch_size_search.TAG: job.found.how})
     if isinstance(job.start, Fork):
         say(*job.start.messages(callbacks))
     _link_fork(job)
@@ -318,7 +318,7 @@ def _begin(job: _Job) -> None:
 def _link_fork(job: _Job) -> None:
     """Record this run as a fork in the run whose checkpoint it starts from."""
     if isinstance(job.start, Fork) and job.start.run_id:
-        job.tracker.journal.write({"fork_of": job.start.run_id})
+        job.tracker.forked_from(job.start.run_id)
 
 
 def _continue_counting(job: _Job, recorder: Recorder) -> None:
@@ -417,5 +417,5 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
             code = logged_model.own_code(parts.model, targets)
         tracker.log_model(parts.model, description.example_inputs(parts), code)
     except Exception as error:  # The run is valid without a logged model.
-        tracker.journal.write({"tags": {"model.not_logged": mask(first_line(error))}})
+        tracker.model_not_logged(first_line(error))
         say(f"the model was not logged: {first_line(error)}")

@@ -3,6 +3,7 @@
 A proxy between this machine and a server may confirm a request and lose it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ class Expected:
     # run has few such combinations and many steps.
     _rows: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
 
-    def add_row(self, step: int, metrics: dict[str, float]) -> None:
+    def add_row(self, step: int, metrics: Iterable[str]) -> None:
         """Expect the points of one row."""
         self._rows.setdefault(tuple(metrics), set()).add(step)
 

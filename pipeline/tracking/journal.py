@@ -5,25 +5,7 @@
 The trainer only appends lines and never opens the store, so an update never waits for
 MLflow. `pipeline.tracking.uploader` ships the lines in order. Shipping a line twice has
 no effect, since each line has a fixed time stamp and each point a fixed step.
-
-The lines
----------
-Each line is a JSON object with a time in milliseconds and a checksum, see
-`pipeline.tracking.journal_file`, and one of these contents:
-
-    {"start": {…}}                              the run: format, store, params, tags
-    {"run": {"run_id": …, "experiment_id": …}}  the run's IDs in the store
-    {"dataset": {…}, "context": "training"}     one input of the run
-    {"step": updates, "metrics": {…}}           one row of metrics
-    {"tags": {…}}                               tags to set
-    {"artifact": name}                          a file in the run directory
-    {"model": ID}                               a model in `logged_model-ID` there
-    {"fork_of": run_id}                         the run that this run was forked from
-    {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
-    {"resume": {…}}                             the start of another segment
-
-`start` is the first line. A segment is the part of a run between its start, or a
-resume, and its end. If the trainer died, the segment has no `end` line.
+`pipeline.tracking.journal_lines` lists the lines.
 
 After a crash
 -------------
@@ -52,13 +34,25 @@ import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.common import durable, imports, secrets, sqlite_uri
 from pipeline.common.errors import ConfigError, say
 from pipeline.tracking import foreign_store, journal_file
-from pipeline.tracking.journal_file import FORMAT, Past, Position
+from pipeline.tracking.journal_file import Past, Position
+from pipeline.tracking.journal_lines import (
+    FORMAT,
+    Created,
+    End,
+    Line,
+    Resume,
+    RunIds,
+    RunStart,
+    Start,
+)
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
@@ -188,27 +182,27 @@ class Journal:
                 received = self.uri if key == "tracking.uri" else self.experiment
                 raise ConfigError(key, rule, received)
 
-    def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
+    def start(self, path: Path, run: RunStart) -> RunIds | None:
         """Create the journal and the run.
 
         Args:
             path: the path of the new journal.
-            run: the description of the run, with the keys `experiment`, `name`,
-                `params`, `tags` and `system_metrics`.
+            run: the description of the run. The format, the store and the tag `journal`
+                are added.
 
         Returns:
-            The run's `run_id` and `experiment_id`, or an empty dict if it is offline.
+            The run's IDs, or None if it is offline.
 
         Raises:
             ConfigError: the folder has a run already, or another process trains in it.
             RuntimeError: the store did not accept the run.
         """
-        tags = {**run["tags"], "journal": uuid.uuid4().hex}
+        tags = {**run.tags, "journal": uuid.uuid4().hex}
         store = secrets.mask(sqlite_uri.absolute(self.uri))
-        start = {"format": FORMAT, "store": store, **run, "tags": tags}
+        run = replace(run, format=FORMAT, store=store, tags=tags)
         try:
             self._writer = journal_file.create(path)
-            self._writer.write({"start": start})
+            self._writer.write(Start(run).content())
             self._writer.flush()  # the shipper reads the line from the file
             self._writer.sync()
             durable.sync(path.parent)  # so that the file's name survives a crash
@@ -216,11 +210,11 @@ class Journal:
             self.abandon()
             raise
         ids = self._attach(path)
-        if ids:
-            self.write({"run": ids})
+        if ids is not None:
+            self.write(Created(ids))
         return ids
 
-    def resume(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
+    def resume(self, past: Past, segment: Mapping[str, Any]) -> RunIds | None:
         """Resume a run.
 
         Args:
@@ -228,23 +222,22 @@ class Journal:
             segment: the settings that may have changed, see `provenance.segment`.
 
         Returns:
-            The run's `run_id` and `experiment_id`, or an empty dict if the run has
-            never been in a store.
+            The run's IDs, or None if the run has never been in a store.
         """
-        self._run_id = past.run.get("run_id", "")
+        self._run_id = past.run_id
         ids = self._attach(past.path, may_exist=True)
         self._writer = past.writer()
-        if ids and ids != past.run:
-            self.write({"run": ids})
-        self.write({"resume": segment})
+        if ids is not None and ids != past.run:
+            self.write(Created(ids))
+        self.write(Resume(segment))
         return ids or past.run
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Line) -> None:
         """Write one line, see `LineWriter.write`, and check the shipper now and then.
 
         Each metric may be written only once per step.
         """
-        self._writer.write(line)
+        self._writer.write(line.content())
         if time.monotonic() - self._checked_at > REVIVE:
             self._revive()
             self._warn_if_behind()
@@ -270,7 +263,7 @@ class Journal:
         # Ignore a write error: `_finish` sends lines that are not on the disk to the
         # shipper.
         with contextlib.suppress(OSError):
-            self._writer.write({"end": status})
+            self._writer.write(End(status).content())
 
         self._deadline = time.monotonic() + self.patience
         problem: str | None = "the store was not asked"
@@ -305,7 +298,7 @@ class Journal:
             }
         )
 
-    def _attach(self, path: Path, *, may_exist: bool = False) -> dict[str, str]:
+    def _attach(self, path: Path, *, may_exist: bool = False) -> RunIds | None:
         """Make the shipper create or find the run.
 
         Args:
@@ -313,7 +306,7 @@ class Journal:
             may_exist: whether the run may already be in the store.
 
         Returns:
-            The IDs of the run, or an empty dict if the run is offline.
+            The IDs of the run, or None if the run is offline.
         """
         self._path = path
         while not self._is_offline:
@@ -321,7 +314,7 @@ class Journal:
             answer = self._answer()
             if "error" not in answer:
                 self._run_id = answer["run_id"]
-                return answer
+                return RunIds(answer["run_id"], answer["experiment_id"])
             is_final = "key" in answer or not self._lives
             if not self._recovers(answer, final=is_final):
                 self.abandon()
@@ -332,7 +325,7 @@ class Journal:
                 self._lives -= 1
             self.ready()
             may_exist = True
-        return {}
+        return None
 
     def _ship(self, *, may_exist: bool) -> None:
         """Tell the shipper which run to ship."""

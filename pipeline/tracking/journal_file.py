@@ -7,7 +7,7 @@ Each line of the file is a JSON object that begins with a checksum:
 `crc` is a running CRC-32 in hexadecimal. It covers the rest of this line, including the
 newline, and the same part of all earlier lines. So every changed byte and every lost
 line is detected, and the lines before it stay valid. `time` is in milliseconds since
-1970. `pipeline.tracking.journal` lists the other keys of a line.
+1970. `pipeline.tracking.journal_lines` lists the other keys of a line.
 
 State of the file after a failure:
 
@@ -32,20 +32,32 @@ import os
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from pipeline.common.errors import ConfigError, as_config_error, say
-from pipeline.common.recorded import FormError, check
+from pipeline.common.recorded import FormError
+from pipeline.tracking import journal_lines
+from pipeline.tracking.journal_lines import (
+    FORMAT,
+    Artifact,
+    Created,
+    End,
+    Line,
+    Resume,
+    Row,
+    RunIds,
+    RunStart,
+    Start,
+    Tags,
+)
 
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
 MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
-
-FORMAT = 1  # version of the line format, recorded in the first line
 
 # Offsets of the bytes that are locked.
 WRITER = 0
@@ -55,26 +67,6 @@ MOST_WAITING = 2**28  # maximum number of bytes buffered while the disk is full
 
 # Create the encoder once: `json.dumps` would create one per line.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_FORM = {
-    "time?": int,
-    "start?": {"store?": str, "tags?": {"journal?": str}},
-    "run?": {"run_id": str},
-    "dataset?": dict,
-    "context?": str,
-    "metrics?": dict,
-    "logged?": bool,  # by the user's own code
-    "tags?": {str: str},
-    "fork_of?": str,
-    "resume?": dict,
-    "end?": str,
-    "step?": int,
-}
-# Key → other keys that a line with this key must also have.
-_COMPANIONS = {
-    "metrics": ("step", "time"),
-    "dataset": ("context",),
-    "end": ("time",),
-}
 _HEAD_LENGTH = len('{"crc":"00000000",')
 _CHUNK = 2**16  # bytes read at a time
 _LOCK_INTERVAL = 0.1  # seconds between two tries to lock a byte
@@ -152,7 +144,7 @@ class LineReader:
         self._lines_read = 0
         self._descriptor = descriptor
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def lines(self) -> Iterator[Line]:
         """Yield the complete lines after `offset`."""
         size = _CHUNK
         while True:
@@ -166,7 +158,7 @@ class LineReader:
             else:
                 size *= 2  # the line is longer than the chunk
 
-    def continued(self, text: str) -> Iterator[dict[str, Any]]:
+    def continued(self, text: str) -> Iterator[Line]:
         """Yield the remaining lines of the file, then the lines in `text`.
 
         The first line of `text` may begin in the file.
@@ -177,7 +169,7 @@ class LineReader:
         for line in (beginning + text.encode()).splitlines(keepends=True):
             yield self._parse(line)
 
-    def _parse(self, text: bytes) -> dict[str, Any]:
+    def _parse(self, text: bytes) -> Line:
         crc = zlib.crc32(text[_HEAD_LENGTH:], self.crc)
         if text[:_HEAD_LENGTH] != _head(crc):
             if self._lines_read == 0 and text.startswith(b'{"time":'):
@@ -188,24 +180,10 @@ class LineReader:
         self.crc = crc
         self._lines_read += 1
         try:
-            line: dict[str, Any] = json.loads(text)
-            _check_line(line)
+            return journal_lines.parsed(json.loads(text))
         # The checksum is correct, but the content was not written by this package.
         except (ValueError, RecursionError) as error:
             raise FormError(f"line {self._lines_read}: {error}") from error
-        return line
-
-
-def _check_line(line: dict[str, Any]) -> None:
-    """Raise a `FormError` if a line lacks a key or has a value of a wrong type."""
-    check(line, _FORM, [])
-    for key, companions in _COMPANIONS.items():
-        for companion in companions:
-            if key in line and companion not in line:
-                raise FormError(f"{companion} is missing")
-    for value in line.get("metrics", {}).values():
-        if not isinstance(value, int | float):
-            raise FormError("metrics must be numbers")
 
 
 class LineWriter:
@@ -228,15 +206,18 @@ class LineWriter:
         os.ftruncate(descriptor, offset)
         os.lseek(descriptor, offset, os.SEEK_SET)
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, content: Mapping[str, Any]) -> None:
         """Write one line; add the current time unless the line has a `time`.
+
+        Args:
+            content: the line as a JSON object, see `journal_lines.Line.content`.
 
         Raises:
             OSError: the file cannot be written, or the disk is full and more than
                 `MOST_WAITING` bytes are buffered.
         """
         now = int(time.time() * 1000)
-        body = (_encode({"time": now, **line})[1:] + "\n").encode()
+        body = (_encode({"time": now, **content})[1:] + "\n").encode()
         was_waiting = bool(self._waiting)
         self._crc = zlib.crc32(body, self._crc)
         text = _head(self._crc) + body
@@ -303,10 +284,10 @@ class Past:
     Attributes:
         path: the file.
         descriptor: the open file.
-        start: the content of the first line: format, store, params, tags.
-    run: the run's `run_id` and `experiment_id`; empty if it was never in a store.
-    steps: the steps that have a row, by the prefix of its metrics, such as `val`.
-    logged: the steps of each metric that the user's own code has logged.
+        start: the content of the first line.
+        run: the run's IDs; None if it was never in a store.
+        steps: the steps that have a row, by the prefix of its metrics, such as `val`.
+        logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
         tags: the tags that were set after the start of the run.
         resumed: the description of each segment after the first one.
@@ -318,13 +299,13 @@ class Past:
 
     path: Path
     descriptor: int
-    start: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, str] = field(default_factory=dict)
+    start: RunStart = field(default_factory=RunStart)
+    run: RunIds | None = None
     steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     logged: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     last: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    resumed: list[dict[str, Any]] = field(default_factory=list)
+    resumed: list[Mapping[str, Any]] = field(default_factory=list)
     positions: set[Position] = field(default_factory=set)
     described: bool = False
     status: str | None = None
@@ -364,6 +345,11 @@ class Past:
             raise
 
     @property
+    def run_id(self) -> str:
+        """The ID of the run; empty if it was never in a store."""
+        return "" if self.run is None else self.run.run_id
+
+    @property
     def updates(self) -> set[int]:
         """Return the updates with a row of training metrics."""
         return self.steps["train"]
@@ -386,34 +372,40 @@ class Past:
         except (FormError, OSError) as error:
             self.damage = str(error)
 
-        version = self.start.get("format")
-        tags = self.start.get("tags", {})
-        is_complete = "store" in self.start and "journal" in tags
+        version = self.start.format
+        is_complete = self.start.store != "" and "journal" in self.start.tags
         if version != FORMAT or not is_complete:
             problem = f"format {version}"
-            if not self.start:
+            if self.start == RunStart():
                 problem = self.damage or "it is empty"
             elif not is_complete:
                 problem = "its first line lacks the store or the tags"
             rule = f"must have a journal of format {FORMAT} ({problem})"
             raise ConfigError(key, rule, str(self.path.parent))
 
-    def _add(self, line: dict[str, Any]) -> None:
-        if "metrics" in line:
-            for name in line["metrics"]:
-                if line.get("logged"):
-                    self.logged[name].add(line["step"])
-                else:
-                    kind = name.partition("/")[0]
-                    self.steps[kind].add(line["step"])
-            self.last |= line["metrics"]
-        elif "resume" in line:
-            self.resumed.append(line["resume"])
-            self.status = None
+    def _add(self, line: Line) -> None:
+        match line:
+            case Row():
+                self._add_row(line)
+            case Start(start):
+                self.start = start
+            case Created(run):
+                self.run = run
+            case Tags(tags):
+                self.tags |= tags
+            case Artifact(name):
+                self.described = self.described or name == DESCRIBED
+            case Resume(segment):
+                self.resumed.append(segment)
+                self.status = None
+            case End(status):
+                self.status = status
 
-        if line.get("artifact") == DESCRIBED:
-            self.described = True
-        self.tags |= line.get("tags", {})
-        self.start = line.get("start", self.start)
-        self.run = line.get("run", self.run)
-        self.status = line.get("end", self.status)
+    def _add_row(self, row: Row) -> None:
+        for name in row.metrics:
+            if row.logged:
+                self.logged[name].add(row.step)
+            else:
+                kind = name.partition("/")[0]
+                self.steps[kind].add(row.step)
+        self.last |= row.metrics

@@ -103,9 +103,8 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         )
         _answer({"run_id": uploader.run_id, "experiment_id": uploader.experiment_id})
         sampler = None
-        if uploader.start["system_metrics"]:
-            gpus = uploader.start.get("gpus")
-            sampler = SystemSampler(uri, uploader.run_id, gpus)
+        if uploader.start.system_metrics:
+            sampler = SystemSampler(uri, uploader.run_id, uploader.start.gpus)
         _follow(uploader, sampler)
         uploader.finish(patience, lambda error: _answer({"failing": first_line(error)}))
         if uploader.damage:

@@ -3,9 +3,8 @@
 import errno
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -17,13 +16,23 @@ from pipeline.tracking import failures, model_upload
 from pipeline.tracking.expected import Expected, InputId
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal_file import MODEL
+from pipeline.tracking.journal_lines import (
+    NOT_LOGGED,
+    Artifact,
+    End,
+    Fork,
+    Input,
+    Line,
+    Model,
+    Resume,
+    Tags,
+)
 from pipeline.tracking.store import Store
 
 MOST_FORKS = 140  # maximum number of run IDs in a tag
 
 # Tags of a run.
 FORKS = "forks"  # the IDs of runs that began with a checkpoint of this run
-NOT_LOGGED = "model.not_logged"  # why the model is not in the store
 NOT_SHIPPED_TAG = "not_shipped"  # a line that the store rejected, or an unreadable file
 
 
@@ -66,7 +75,7 @@ class StoredRun:
         self.not_logged = ""
         self._tell = tell
 
-    def ship(self, line: dict[str, Any], *, is_last: bool) -> None:
+    def ship(self, line: Line, *, is_last: bool) -> None:
         """Ship one line.
 
         Args:
@@ -78,37 +87,42 @@ class StoredRun:
             IncompleteError: at the end of the run, the store lacks a confirmed item.
             Exception: the store did not answer, or rejected a request.
         """
-        if "dataset" in line:
-            self._ship_dataset(line)
-        for key, value in line.get("tags", {}).items():
-            self.client.set_tag(self.run_id, key, value)
-            self.expected.tags.add(key)
-            self.expected.removed_tags.discard(key)
-        if "fork_of" in line:
-            self._tag_source(line["fork_of"])
-        if "artifact" in line:
-            self._ship_artifact(str(line["artifact"]))
-        if "model" in line:
-            self._ship_model(str(line["model"]))
-        if "resume" in line:
-            self._reopen_run()
-        if "end" in line and is_last:
-            self._end_run(line)
+        match line:
+            case Input():
+                self._ship_input(line)
+            case Tags(tags):
+                self._ship_tags(tags)
+            case Fork(source):
+                self._tag_source(source)
+            case Artifact(name):
+                self._ship_artifact(str(name))
+            case Model(name):
+                self._ship_model(str(name))
+            case Resume():
+                self._reopen_run()
+            case End() if is_last:
+                self._end_run(line)
 
     def note(self, problem: str) -> None:
         """Set the tag `NOT_SHIPPED_TAG` to a description of what the store lacks."""
         self.client.set_tag(self.run_id, NOT_SHIPPED_TAG, problem[:LONGEST_TAG])
 
-    def _ship_dataset(self, line: dict[str, Any]) -> None:
+    def _ship_input(self, line: Input) -> None:
         """Log one input.
 
         MLflow may reject an input that another run inserts at the same time. The caller
         then repeats the request.
         """
-        tags = [InputTag("mlflow.data.context", line["context"])]
-        dataset = DatasetInput(Dataset(**line["dataset"]), tags)
-        self.client.log_inputs(self.run_id, [dataset])
-        self.expected.inputs.add(InputId(dataset.dataset.name, dataset.dataset.digest))
+        dataset = Dataset(**line.dataset)
+        tags = [InputTag("mlflow.data.context", line.context)]
+        self.client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+        self.expected.inputs.add(InputId(dataset.name, dataset.digest))
+
+    def _ship_tags(self, tags: Mapping[str, str]) -> None:
+        for key, value in tags.items():
+            self.client.set_tag(self.run_id, key, value)
+            self.expected.tags.add(key)
+            self.expected.removed_tags.discard(key)
 
     def _tag_source(self, source: str) -> None:
         """Add this run to the tag `FORKS` of the run that it was forked from."""
@@ -181,7 +195,7 @@ class StoredRun:
         self.expected.removed_tags.add("failure")
         self.client.update_run(self.run_id, "RUNNING")
 
-    def _end_run(self, line: dict[str, Any]) -> None:
+    def _end_run(self, line: End) -> None:
         """Close the run, and check that other processes see the new status.
 
         If the store is a server, first check that it has everything that it confirmed.
@@ -194,10 +208,10 @@ class StoredRun:
                     f"the store lacks {lacking} when it is read again, "
                     "which it has confirmed"
                 )
-        self.client.set_terminated(self.run_id, line["end"], line["time"])
+        self.client.set_terminated(self.run_id, line.end, line.time)
         status = self.store.status(self.run_id)
-        if status != line["end"]:
+        if status != line.end:
             raise OSError(
                 f"the store has the run as {status} when it is read again, "
-                f"and not as {line['end']}"
+                f"and not as {line.end}"
             )

@@ -1,6 +1,6 @@
-"""Names the metrics, params, tags and artifacts that a run logs to MLflow.
+"""Writes what a run logs to MLflow: its metrics, params, tags, inputs and files.
 
-They are written to the run's journal, see `pipeline.tracking.journal`.
+Everything is written to the run's journal, see `pipeline.tracking.journal`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,17 @@ from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import DESCRIBED, JOURNAL_NAME, MODEL, Past
+from pipeline.tracking.journal_lines import (
+    NOT_LOGGED,
+    Artifact,
+    Fork,
+    Input,
+    Model,
+    Row,
+    RunIds,
+    RunStart,
+    Tags,
+)
 
 if TYPE_CHECKING:
     import keras
@@ -114,7 +125,8 @@ class Tracker:
         # Mask everything: not only the config, but also the dataset's name and the tags
         # may hold a secret.
         masked = plain.mapped(run, mask)
-        self._begin(self.journal.start(self.run_dir / JOURNAL_NAME, masked))
+        path = self.run_dir / JOURNAL_NAME
+        self._begin(self.journal.start(path, RunStart(**masked)))
         self._describe(spec, data, dataset)
 
     def resume(
@@ -140,10 +152,21 @@ class Tracker:
             # computed.
             self._artifact(DESCRIBED, _json(dataset))
 
-        segments = [past.start["segment"], *past.resumed, segment]
+        segments = [past.start.segment, *past.resumed, segment]
         self._artifact("segments.json", _json(segments))
-        tags = {"segments": str(len(segments))}
-        self.journal.write({"tags": tags})
+        self.tag({"segments": str(len(segments))})
+
+    def forked_from(self, run_id: str) -> None:
+        """Record this run as a fork in the run with the ID `run_id`."""
+        self.journal.write(Fork(run_id))
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """Set tags of the run."""
+        self.journal.write(Tags(tags))
+
+    def file(self, name: str) -> None:
+        """Log a file that lies in the run directory already."""
+        self.journal.write(Artifact(name))
 
     def update(
         self,
@@ -170,7 +193,7 @@ class Tracker:
         if plan.stages:
             training["accumulation_factor"] = micro_steps - plan.micro_steps(update - 1)
         row = _prefixed("train", training) | _prefixed("perf", performance)
-        self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
+        self._row("train", Row(update, row, time=int(at * 1000)))
 
     def cut(self, plan: Plan) -> None:
         """Use a plan with other micro-batch sizes from now on.
@@ -178,15 +201,14 @@ class Tracker:
         The plan's tags, which record the change and the update, are set on the run.
         """
         self.plan = plan
-        self.journal.write({"tags": plan.tags})
+        self.tag(plan.tags)
 
     def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
         """Tag the run with the reduced micro-batch size for the evaluation of a split.
 
         The size is reduced if a larger micro-batch does not fit into memory.
         """
-        tags = {f"micro_batch_size.{name}": str(micro_batch_size)}
-        self.journal.write({"tags": tags})
+        self.tag({f"micro_batch_size.{name}": str(micro_batch_size)})
 
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
@@ -194,19 +216,18 @@ class Tracker:
         """Log a table in the format of MLflow's `log_table`."""
         self._artifact(name, json.dumps({"columns": columns, "data": rows}) + "\n")
         logged = json.dumps([{"path": name, "type": "table"}])
-        self.journal.write({"tags": {"mlflow.loggedArtifacts": logged}})
+        self.tag({"mlflow.loggedArtifacts": logged})
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the evaluation after `update` updates."""
         row = _prefixed("val", results)
         # Repeat the counter: MLflow's charts need the x-axis metric at the same steps.
         row["val/examples_seen"] = self.plan.examples_seen(update)
-        self._row("val", {"step": update, "metrics": row})
+        self._row("val", Row(update, row))
 
     def test(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the test split, for the weights after `update` updates."""
-        row = _prefixed("test", results)
-        self._row("test", {"step": update, "metrics": row})
+        self._row("test", Row(update, _prefixed("test", results)))
 
     def user_metric(self, update: int, name: str, value: float) -> bool:
         """Write a metric that the user's own code logs as `train/…`.
@@ -220,8 +241,7 @@ class Tracker:
             return False
         steps.add(update)
         if update not in self._logged_before.get(key, ()):
-            line = {"step": update, "metrics": {key: value}, "logged": True}
-            self.journal.write(line)
+            self.journal.write(Row(update, {key: value}, logged=True))
         return True
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
@@ -236,11 +256,11 @@ class Tracker:
         if stopped_by is not None:
             callback = f"training.callbacks.{stopped_by}"
             tags["stopped_by"] = f"{callback} after update {updates}"
-        self.journal.write({"tags": tags})
+        self.tag(tags)
         if best is not None:
             row = best.row()
             if row:
-                self._row("best", {"step": best.update, "metrics": row})
+                self._row("best", Row(best.update, row))
 
     def check_files(self) -> None:
         """Wait for the checksums of the data's files, and check that no file changed.
@@ -271,7 +291,11 @@ class Tracker:
         # that was shipped.
         durable.sync_tree(folder)
         durable.sync(self.run_dir)
-        self.journal.write({"model": name})
+        self.journal.write(Model(name))
+
+    def model_not_logged(self, reason: str) -> None:
+        """Record why the run has no logged model."""
+        self.tag({NOT_LOGGED: mask(reason)})
 
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED.
@@ -284,9 +308,9 @@ class Tracker:
             The reason why lines were not shipped, or None if all lines were shipped.
         """
         if self._computes_checksums and self._files.checksums:
-            self.journal.write({"artifact": DESCRIBED})
+            self.file(DESCRIBED)
         if failure:
-            self.journal.write({"tags": {"failure": mask(failure)[:LONGEST_TAG]}})
+            self.tag({"failure": mask(failure)[:LONGEST_TAG]})
         return self.journal.close(status)
 
     def _params(self, recorded: dict[str, Any], model: keras.Model) -> dict[str, Any]:
@@ -321,9 +345,10 @@ class Tracker:
             tags[STAGES] = json.dumps(self.plan.changes)
         return tags
 
-    def _begin(self, ids: dict[str, str]) -> None:
+    def _begin(self, ids: RunIds | None) -> None:
         self.begun = True
-        self.run_id = ids.get("run_id", "")
+        if ids is not None:
+            self.run_id = ids.run_id
 
     def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
         """Log the inputs and the first artifacts; the file `DESCRIBED` comes last.
@@ -333,8 +358,8 @@ class Tracker:
         for name, split in data.splits.items():
             context = "training" if name == "train" else name
             entry = _dataset_entry(data, context, split, data.count(name))
-            line = {"dataset": entry, "context": context}
-            self.journal.write(plain.mapped(line, mask))
+            masked = plain.mapped(entry, mask)
+            self.journal.write(Input(masked, mask(context)))
 
         environment = provenance.environment(self.run_dir)
         # Mask the overrides now: YAML could break a secret in a long override across
@@ -372,12 +397,12 @@ class Tracker:
     def _artifact(self, name: str, text: str) -> None:
         """Write a file to the run directory, then a line that logs it."""
         durable.write_text(self.run_dir / name, mask(text))
-        self.journal.write({"artifact": name})
+        self.file(name)
 
-    def _row(self, kind: str, line: dict[str, Any]) -> None:
+    def _row(self, kind: str, row: Row) -> None:
         """Write a row, unless it was written before the run was resumed."""
-        if line["step"] not in self._written.get(kind, ()):
-            self.journal.write(line)
+        if row.step not in self._written.get(kind, ()):
+            self.journal.write(row)
 
 
 def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:

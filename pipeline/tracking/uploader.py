@@ -36,6 +36,15 @@ from pipeline.common.recorded import FormError
 from pipeline.tracking import failures
 from pipeline.tracking.expected import Expected, stored_steps
 from pipeline.tracking.journal_file import SHIPPER, LineReader, lock
+from pipeline.tracking.journal_lines import (
+    End,
+    Line,
+    Resume,
+    Row,
+    RunStart,
+    Start,
+    Tags,
+)
 from pipeline.tracking.params import param_text
 from pipeline.tracking.store import Store, check_id
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
@@ -102,13 +111,13 @@ class Uploader:
 
         # Points, and lines without points, that were read but not confirmed.
         self._points: list[Metric] = []
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[Line] = []
         # Metric → the steps of the points that the store had when the run was opened.
         self._stored: dict[str, set[int]] = {}
         # Lines that are missing in the journal because the disk was full, and those of
         # them that must be shipped again.
-        self._unwritten: list[dict[str, Any]] = []
-        self._unwritten_again: list[dict[str, Any]] = []
+        self._unwritten: list[Line] = []
+        self._unwritten_again: list[Line] = []
         self._starts_over = False
         self._starts = 0
         self._incomplete_since: float | None = None
@@ -129,7 +138,7 @@ class Uploader:
                 rule = "is being shipped by another process"
                 raise ConfigError("RUN_DIR", rule, str(path.parent))
             self._reader = LineReader(self._descriptor)
-            self._open_run(next(self._reader.lines()), may_exist, run_id)
+            self._open_run(_first_line(self._reader), may_exist, run_id)
         except BaseException:
             self.close()
             raise
@@ -173,8 +182,8 @@ class Uploader:
         if not text:
             return
         for line in self._readable(self._reader.continued(text)):
-            if "end" in line:
-                note = {"tags": {UNWRITTEN: str(self._segment)}}
+            if isinstance(line, End):
+                note = Tags({UNWRITTEN: str(self._segment)})
                 self._unwritten.append(note)
                 self._add(note)
             self._unwritten.append(line)
@@ -243,7 +252,7 @@ class Uploader:
         """Close the journal, which releases its lock."""
         os.close(self._descriptor)
 
-    def _open_run(self, line: dict[str, Any], may_exist: bool, run_id: str) -> None:
+    def _open_run(self, line: Start, may_exist: bool, run_id: str) -> None:
         """Find or create the run, and read which points the store already has.
 
         Args:
@@ -251,15 +260,15 @@ class Uploader:
             may_exist: whether another process may have created the run.
             run_id: the run's ID, or "" if it is not known.
         """
-        start = line["start"]
+        start = line.start
         self.start = start
         self.client = self._store.client()
         self._file_id = self._store.file_id()
         run = None
         if may_exist:
-            run = self._find_run(start["tags"]["journal"], run_id)
+            run = self._find_run(start.tags["journal"], run_id)
         if run is None:
-            self.experiment_id = self._store.experiment(start["experiment"])
+            self.experiment_id = self._store.experiment(start.experiment)
             run = self._create_run(line)
         else:
             self.experiment_id = run.info.experiment_id
@@ -296,13 +305,13 @@ class Uploader:
             raise ConfigError("RUN_DIR", rule, str(self._folder))
         return run
 
-    def _create_run(self, line: dict[str, Any]) -> Any:
+    def _create_run(self, line: Start) -> Any:
         """Create the run, with up to `CREATE_TRIES` attempts.
 
         A failed request may still have created the run. So MLflow's own retries are
         disabled, and before each further attempt the run is searched for.
         """
-        start = line["start"]
+        start = line.start
         tries = 0
         while True:
             tries += 1
@@ -310,7 +319,7 @@ class Uploader:
                 # MLflow reads the variable at each request.
                 with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):
                     run = self.client.create_run(
-                        self.experiment_id, line["time"], start["tags"], start["name"]
+                        self.experiment_id, line.time, dict(start.tags), start.name
                     )
                 check_id(run.info.run_id, "a run")
                 return run
@@ -318,11 +327,11 @@ class Uploader:
                 if tries == CREATE_TRIES or failures.is_rejected(error):
                     raise
             time.sleep(RETRY)
-            run = self._find_run(start["tags"]["journal"])
+            run = self._find_run(start.tags["journal"])
             if run is not None:
                 return run
 
-    def _prepare_run(self, start: dict[str, Any]) -> None:
+    def _prepare_run(self, start: RunStart) -> None:
         """Check the artifact location, and log missing params."""
         places = artifact_locations.confined_to
         if places is not None:
@@ -331,11 +340,11 @@ class Uploader:
 
         self._complete_params(start)
 
-    def _complete_params(self, start: dict[str, Any]) -> None:
+    def _complete_params(self, start: RunStart) -> None:
         """Log the params that the store lacks."""
-        self._stored_run.expected.params.update(start["params"])
+        self._stored_run.expected.params.update(start.params)
         params = []
-        for name, value in start["params"].items():
+        for name, value in start.params.items():
             if name not in self._run.data.params:
                 params.append(Param(name, param_text(value)))
         for first in range(0, len(params), PARAMS_PER_REQUEST):
@@ -350,11 +359,12 @@ class Uploader:
         stored: dict[str, set[int]] = {}
         if not self._run.data.metrics:
             return stored
-        keys = set()
+        keys: set[str] = set()
         reader = LineReader(self._descriptor)
         with contextlib.suppress(FormError):
             for line in reader.lines():
-                keys.update(line.get("metrics", ()))
+                if isinstance(line, Row):
+                    keys.update(line.metrics)
         # Ignore metrics that are not in the journal: somebody else may have logged
         # them.
         for key in self._run.data.metrics:
@@ -368,31 +378,32 @@ class Uploader:
         self._tell(self.left())
         return stored_steps(self.client, self.run_id, key)
 
-    def _readable(self, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _readable(self, lines: Iterator[Line]) -> Iterator[Line]:
         """Yield lines up to the first damaged line, which is reported in `damage`."""
         try:
             yield from lines
         except FormError as error:
             self.damage = f"The journal cannot be read further: {error}."
 
-    def _add(self, line: dict[str, Any]) -> None:
-        if "metrics" in line:
+    def _add(self, line: Line) -> None:
+        if isinstance(line, Row):
             self._add_row(line)
             return
         self._lines.append(line)
-        if "resume" in line:
+        if isinstance(line, Resume):
             self._segment += 1
             self.status = None
-        self.status = line.get("end", self.status)
+        elif isinstance(line, End):
+            self.status = line.end
 
-    def _add_row(self, line: dict[str, Any]) -> None:
-        step = line["step"]
-        self._last_step = max(step, self._last_step)
-        self._points_read += len(line["metrics"])
-        self._stored_run.expected.add_row(step, line["metrics"])
-        for key, value in line["metrics"].items():
-            if step not in self._stored.get(key, ()):
-                self._points.append(Metric(key, value, line["time"], step))
+    def _add_row(self, row: Row) -> None:
+        assert row.time is not None  # a row without a time is not read
+        self._last_step = max(row.step, self._last_step)
+        self._points_read += len(row.metrics)
+        self._stored_run.expected.add_row(row.step, row.metrics)
+        for key, value in row.metrics.items():
+            if row.step not in self._stored.get(key, ()):
+                self._points.append(Metric(key, value, row.time, row.step))
 
     def _add_end(self) -> None:
         """Add an `end` line for a trainer that died without writing one.
@@ -403,15 +414,15 @@ class Uploader:
         info = self._run.info
         unwritten_segment = self._run.data.tags.get(UNWRITTEN)
         if unwritten_segment == str(self._segment) and info.end_time is not None:
-            self._add({"end": info.status, "time": info.end_time})
+            self._add(End(info.status, time=info.end_time))
             return
         failure = self.damage
         if not failure:
             failure = (
                 f"The process ended without a word after update {self._last_step}."
             )
-        self._add({"tags": {"failure": failure}})
-        self._add({"end": "KILLED", "time": int(time.time() * 1000)})
+        self._add(Tags({"failure": failure}))
+        self._add(End("KILLED", time=int(time.time() * 1000)))
 
     def _ship_patiently(
         self, patience: float, report: Callable[[Exception], object]
@@ -468,8 +479,7 @@ class Uploader:
             self._tries += 1
             if self._tries < TRIES:
                 raise
-            kind = next(key for key in line if key not in ("crc", "time"))
-            self._stored_run.note(f"{kind}: {first_line(error)}")
+            self._stored_run.note(f"{line.KEY}: {first_line(error)}")
         self._tries = 0
         del self._lines[0]
 
@@ -477,7 +487,7 @@ class Uploader:
         """Prepare to ship all lines again, since the store lost something."""
         run = self.client.get_run(self.run_id)
         reader = LineReader(self._descriptor)
-        start = next(reader.lines())["start"]
+        start = _first_line(reader).start
         self._run = run
         self._stored_run.expected = Expected()
         self._complete_params(start)
@@ -493,3 +503,15 @@ class Uploader:
         self.status = None
         self._starts += 1
         self._starts_over = False
+
+
+def _first_line(reader: LineReader) -> Start:
+    """Return the first line, which the reader has not read yet.
+
+    Raises:
+        FormError: the journal does not begin with the start of a run.
+    """
+    line = next(reader.lines(), None)
+    if not isinstance(line, Start):
+        raise FormError("the journal does not begin with the start of a run")
+    return line

@@ -25,6 +25,7 @@ from pipeline.tracking import store as tracking_store
 from pipeline.tracking.foreign_store import DEFAULT_STORE, OwnStore, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.journal_lines import Artifact, Row, RunStart, Tags
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.uploader import Uploader
 from tests.running import Store, environment, one_process, pipeline, python, wait
@@ -50,18 +51,14 @@ def begun(folder):
     place_store(folder)
     journal = Journal(f"sqlite:///{folder}/mlruns/mlflow.db", "pipeline")
     journal.ready()
-    journal.start(folder / JOURNAL_NAME, RUN)
+    journal.start(folder / JOURNAL_NAME, RunStart(**RUN))
     return journal
 
 
 def write(journal, *steps):
     for step in steps:
-        journal.write(
-            {
-                "step": step,
-                "metrics": {"train/loss": 1.0 / step, "train/learning_rate": 0.1},
-            }
-        )
+        metrics = {"train/loss": 1.0 / step, "train/learning_rate": 0.1}
+        journal.write(Row(step, metrics))
 
 
 def points(folder):
@@ -82,10 +79,11 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     place_store(tmp_path)
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
+    run = RunStart(**RUN | {"params": {"a//b": "1"}})
     with pytest.raises(
         RuntimeError, match=r"the store did not take the run .*: pipeline sync "
     ):
-        journal.start(tmp_path / JOURNAL_NAME, RUN | {"params": {"a//b": "1"}})
+        journal.start(tmp_path / JOURNAL_NAME, run)
     assert Store(tmp_path).run().info.status == "FAILED"
 
 
@@ -94,7 +92,7 @@ def test_a_new_store_is_put_in_place_at_once(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     assert not (tmp_path / "mlruns").exists()  # until a run starts
-    journal.start(tmp_path / JOURNAL_NAME, RUN)
+    journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN))
     assert journal.close("FINISHED") is None
     assert Store(tmp_path).run().info.status == "FINISHED"
     assert not list((tmp_path / "mlruns").glob("*.new"))
@@ -105,7 +103,7 @@ def test_a_journal_is_of_one_run(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     with pytest.raises(ConfigError, match="must be a folder without a run in it"):
-        journal.start(tmp_path / JOURNAL_NAME, RUN)
+        journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN))
     assert not (tmp_path / "mlruns").exists()
 
 
@@ -130,7 +128,7 @@ def test_a_shipper_that_is_killed_before_it_answers_is_replaced(tmp_path):
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
     journal.ready()
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
-    journal.start(tmp_path / JOURNAL_NAME, RUN)
+    journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN))
     write(journal, *range(1, 50))
     assert journal.close("FINISHED") is None
     assert points(tmp_path) == ("FINISHED", list(range(1, 50)))
@@ -154,9 +152,9 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     journal = begun(tmp_path)
     (tmp_path / "note.txt").write_text("here")
     for line in (
-        {"artifact": "note.txt"},
-        {"artifact": "nowhere.txt"},
-        {"tags": {"mine": "1"}},
+        Artifact("note.txt"),
+        Artifact("nowhere.txt"),
+        Tags({"mine": "1"}),
     ):
         journal.write(line)
     write(journal, *range(1, 30))
@@ -261,7 +259,7 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     refused.abandon()
     journal = Journal(uri, "pipeline", when_unreachable="offline")
     journal.ready()
-    assert journal.start(tmp_path / JOURNAL_NAME, RUN) == {}
+    assert journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN)) is None
     write(journal, *range(1, 20))
     assert journal.close("FINISHED") == "the store was not asked"
     assert "for pipeline sync" in capsys.readouterr().err

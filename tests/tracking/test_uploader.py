@@ -23,6 +23,7 @@ from mlflow.protos.databricks_pb2 import (
 
 from pipeline.tracking import journal_file, uploader
 from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.journal_lines import Fork
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.tracking.uploader import Uploader
 from tests.tracking.memory_store import UPDATES, MemoryStore, lines, row
@@ -337,7 +338,7 @@ def test_the_tag_of_the_source_waits_for_a_store_that_is_away(path, monkeypatch)
     ship(store, path)
     monkeypatch.setattr(store, "get_run", get_run)
     run = StoredRun(store, store, "r", "1", path.parent, lambda: None)
-    line = {"fork_of": "source"}
+    line = Fork("source")
     with pytest.raises(MlflowException, match="away"):
         run.ship(line, is_last=False)
     run.ship(line, is_last=False)  # it is gone
