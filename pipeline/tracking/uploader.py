@@ -70,6 +70,13 @@ class StoreGoneError(OSError):
     """The file of a SQLite store was moved, deleted or replaced."""
 
 
+class RunDirError(ConfigError):
+    """The run of a run directory is deleted, or is being shipped by another process."""
+
+    def __init__(self, rule: str, run_dir: Path):
+        super().__init__("RUN_DIR", rule, str(run_dir))
+
+
 class Uploader:
     """Ships the lines of one journal, in order, to its run.
 
@@ -91,8 +98,8 @@ class Uploader:
         damage: why the journal cannot be read further; empty if it can be read.
 
     Raises:
-        ConfigError: the run is deleted, is being shipped by another process, or has
-            artifacts that lie where they must not.
+        RunDirError: the run is deleted, or is being shipped by another process.
+        ConfigError: the run has artifacts that lie where they must not.
     """
 
     def __init__(
@@ -135,8 +142,7 @@ class Uploader:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not lock(self._descriptor, SHIPPER, seconds):
-                rule = "is being shipped by another process"
-                raise ConfigError("RUN_DIR", rule, str(path.parent))
+                raise RunDirError("is being shipped by another process", path.parent)
             self._reader = LineReader(self._descriptor)
             self._open_run(_first_line(self._reader), may_exist, run_id)
         except BaseException:
@@ -179,8 +185,6 @@ class Uploader:
 
         These lines are missing in the journal because the disk was full.
         """
-        if not text:
-            return
         for line in self._readable(self._reader.continued(text)):
             if isinstance(line, End):
                 note = Tags({UNWRITTEN: str(self._segment)})
@@ -296,13 +300,13 @@ class Uploader:
         """Return the run with this value of the tag `journal`, or None.
 
         Raises:
-            ConfigError: the run is deleted.
+            RunDirError: the run is deleted.
         """
         run = self._store.find_run(journal, run_id)
         if run is not None and run.info.lifecycle_stage != "active":
             command = f"mlflow runs restore --run-id {run.info.run_id}"
             rule = f"must have a run that is not deleted: {command}"
-            raise ConfigError("RUN_DIR", rule, str(self._folder))
+            raise RunDirError(rule, self._folder)
         return run
 
     def _create_run(self, line: Start) -> Any:

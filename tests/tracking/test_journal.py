@@ -26,6 +26,7 @@ from pipeline.tracking.foreign_store import DEFAULT_STORE, OwnStore, sync_comman
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.journal_lines import Artifact, Row, RunStart, Tags
+from pipeline.tracking.shipper_protocol import Failed, Fault, Progress, Shipped
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.uploader import Uploader
 from tests.running import Store, environment, one_process, pipeline, python, wait
@@ -390,7 +391,7 @@ class Slow:
             return None
         time.sleep(0.2)
         self.left -= 1
-        return {"left": self.left} if self.left > 100_000 else {"shipped": 7}
+        return Progress(self.left) if self.left > 100_000 else Shipped(7)
 
     def alive(self):
         return True
@@ -420,10 +421,44 @@ def test_a_store_that_falls_behind_is_told_of_while_the_run_trains(
     behind = iter([30_000, 39_000, 12, 70_000])
     monkeypatch.setattr(Slow, "answer", lambda *_: next(answers, None))
     for left in behind:
-        answers = iter([{"left": left}])
+        answers = iter([Progress(left)])
         write(journal, 1)
     said = [line.split()[8] for line in capsys.readouterr().err.splitlines()]
     assert said == ["30,000", "70,000"]
+
+
+class Dead(Slow):
+    """A shipper that has ended with an error."""
+
+    errors: tuple[str, ...] = ()
+
+    def __init__(self, opening):
+        self.answers = [Progress(3), *map(Failed, self.errors)]
+        self.answers.append(Failed("without an answer", Fault.DIED))
+
+    def answer(self, seconds):
+        return self.answers.pop(0) if self.answers else None
+
+    def alive(self):
+        return False
+
+
+def test_why_a_shipper_ended_while_the_run_trains_is_printed_once(
+    tmp_path, monkeypatch, capsys
+):
+    """It was replaced every few seconds, for ever, without a word."""
+    monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Dead)
+    monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
+    monkeypatch.setattr(Dead, "errors", ("the store was moved",))
+    journal = Journal("http://127.0.0.1:9", "pipeline")
+    journal._writer = journal_file.create(tmp_path / JOURNAL_NAME)
+    write(journal, 1, 2, 3)
+    monkeypatch.setattr(Dead, "errors", ())
+    write(journal, 4, 5, 6)
+    assert capsys.readouterr().err.splitlines() == [
+        "the shipper ended and is replaced: the store was moved",
+        "the shipper ended and is replaced: without an answer",
+    ]
 
 
 @pytest.mark.slow
