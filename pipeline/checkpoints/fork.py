@@ -169,7 +169,6 @@ def find_fork(
         return None
     source, checkpoint = named(text, _KEY, run_dir, updates_done)
     past = Past.read(source, _KEY, running=True)
-    past.close()
     own_rate = _has_own_rate(spec, recorded_config(source, _KEY), past)
     return Fork(
         past.run_id,

@@ -31,6 +31,7 @@ from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import (
     DESCRIBED,
     JOURNAL_NAME,
+    LockedPast,
     Past,
     has_begun,
 )
@@ -61,7 +62,7 @@ class Continuation:
     run_dir: Path
     key: str
     spec: RunSpec
-    past: Past
+    past: LockedPast
     checkpoint: Checkpoint | None
     changes: list[str] = field(default_factory=list)
     finished: bool = False
@@ -166,7 +167,7 @@ def find_continuation(
         # A second run in one journal would never be shipped.
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
 
-    past = Past.read(run_dir, key)
+    past = LockedPast.open(run_dir, key)
     try:
         return _continuation(run_dir, key, with_own_store(spec, past), past, required)
     except BaseException:
@@ -175,7 +176,7 @@ def find_continuation(
 
 
 def _continuation(
-    run_dir: Path, key: str, spec: RunSpec, past: Past, required: bool
+    run_dir: Path, key: str, spec: RunSpec, past: LockedPast, required: bool
 ) -> Continuation:
     lines: list[str] = []
     if past.described:

@@ -71,7 +71,6 @@ def critical(arguments: Sequence[str]) -> int:
     run_dir = run_dir.absolute()
     # Require that the run has ended, as a running one could remove the checkpoint.
     past = Past.read(run_dir, RUN)
-    past.close()
     config = recorded_config(run_dir, RUN)
     complete(config, past, overridden_keys(overrides))
 

@@ -32,7 +32,6 @@ def resume(arguments: Sequence[str]) -> int:
     # Accept a run that is running: this process may be a worker, whose chief has
     # already resumed the run.
     past = Past.read(run_dir, running=True)
-    past.close()
 
     config = recorded_config(run_dir, "RUN")
     keys = overridden_keys(overrides)

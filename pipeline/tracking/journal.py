@@ -41,7 +41,7 @@ from typing import Any
 from pipeline.common import durable, imports, secrets, sqlite_uri
 from pipeline.common.errors import ConfigError, say
 from pipeline.tracking import foreign_store, journal_file, shipper_protocol
-from pipeline.tracking.journal_file import Past, Position
+from pipeline.tracking.journal_file import LockedPast, Position
 from pipeline.tracking.journal_lines import (
     FORMAT,
     Created,
@@ -230,7 +230,7 @@ class Journal:
             self.write(Created(ids))
         return ids
 
-    def resume(self, past: Past, segment: Mapping[str, Any]) -> RunIds | None:
+    def resume(self, past: LockedPast, segment: Mapping[str, Any]) -> RunIds | None:
         """Resume a run.
 
         Args:
@@ -242,7 +242,7 @@ class Journal:
         """
         self._run_id = past.run_id
         ids = self._attach(past.path, may_exist=True)
-        self._writer = past.writer()
+        self._writer = past.truncated_writer()
         if ids is not None and ids != past.run:
             self.write(Created(ids))
         self.write(Resume(segment))

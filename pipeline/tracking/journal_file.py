@@ -107,7 +107,7 @@ def create(path: Path) -> "LineWriter":
     if rule:
         os.close(descriptor)
         raise ConfigError("hydra.run.dir", rule, str(path.parent))
-    return LineWriter(descriptor)
+    return LineWriter(descriptor, keep=BEGINNING)
 
 
 def has_begun(path: Path) -> bool:
@@ -126,6 +126,9 @@ class Position:
 
     offset: int
     crc: int
+
+
+BEGINNING = Position(0, 0)  # the position before the first line
 
 
 class LineReader:
@@ -187,24 +190,23 @@ class LineReader:
 
 
 class LineWriter:
-    """Appends lines to a journal.
+    """Truncates a journal, and appends lines to it.
 
     While the disk is full, lines are buffered in memory. They are written once there is
     space again.
 
     Args:
         descriptor: the file, opened for writing and locked.
-        offset: the number of bytes to keep; the rest of the file is removed.
-        crc: the running checksum of the lines in these bytes.
+        keep: the position up to which the file is kept; the rest of it is removed.
     """
 
-    def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
+    def __init__(self, descriptor: int, keep: Position):
         self._descriptor = descriptor
-        self._offset = offset
-        self._crc = crc
+        self._offset = keep.offset
+        self._crc = keep.crc
         self._waiting = bytearray()
-        os.ftruncate(descriptor, offset)
-        os.lseek(descriptor, offset, os.SEEK_SET)
+        os.ftruncate(descriptor, keep.offset)
+        os.lseek(descriptor, keep.offset, os.SEEK_SET)
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Write one line; add the current time unless the line has a `time`.
@@ -279,11 +281,8 @@ def _head(crc: int) -> bytes:
 class Past:
     """The state of a run according to its journal.
 
-    The journal stays locked until `close`, so that only one process resumes the run.
-
     Attributes:
         path: the file.
-        descriptor: the open file.
         start: the content of the first line.
         run: the run's IDs; None if it was never in a store.
         steps: the steps that have a row, by the prefix of its metrics, such as `val`.
@@ -291,14 +290,14 @@ class Past:
         last: the latest value of each metric.
         tags: the tags that were set after the start of the run.
         resumed: the description of each segment after the first one.
-        positions: the positions after all lines.
+        positions: the position after each line that can be read.
+        last_position: the last one of these positions.
         described: whether all inputs and artifacts that precede training were logged.
         status: FINISHED, FAILED or KILLED; None if there is no `end` line.
         damage: why a line cannot be read; empty if all lines can be read.
     """
 
     path: Path
-    descriptor: int
     start: RunStart = field(default_factory=RunStart)
     run: RunIds | None = None
     steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -307,6 +306,7 @@ class Past:
     tags: dict[str, str] = field(default_factory=dict)
     resumed: list[Mapping[str, Any]] = field(default_factory=list)
     positions: set[Position] = field(default_factory=set)
+    last_position: Position = BEGINNING
     described: bool = False
     status: str | None = None
     damage: str = ""
@@ -325,24 +325,21 @@ class Past:
         Args:
             run_dir: a directory with a journal of this version.
             key: the argument that names the run in an error.
-            running: whether to accept a running run; the journal is then not locked.
-            seconds: how long to wait for the lock.
+            running: whether to accept a run that another process trains.
+            seconds: how long to wait for the end of such a run.
 
         Raises:
             ConfigError: there is no journal of this version, or the run is running.
         """
-        path = run_dir / JOURNAL_NAME
-        with as_config_error(key, f"must have a {JOURNAL_NAME}", str(run_dir)):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        past = cls(path, descriptor)
+        descriptor = _opened(run_dir, key)
         try:
-            if not running and not lock(descriptor, WRITER, seconds):
-                raise ConfigError(key, "is still running", str(run_dir))
-            past._read(key)
+            if not running:
+                _lock_to_write(descriptor, run_dir, key, seconds)
+            past = cls(run_dir / JOURNAL_NAME)
+            past._read(descriptor, key)
             return past
-        except BaseException:
-            past.close()
-            raise
+        finally:
+            os.close(descriptor)
 
     @property
     def run_id(self) -> str:
@@ -354,21 +351,13 @@ class Past:
         """Return the updates with a row of training metrics."""
         return self.steps["train"]
 
-    def writer(self) -> LineWriter:
-        """Return a writer that continues after the last complete line."""
-        return LineWriter(self.descriptor, self._reader.offset, self._reader.crc)
-
-    def close(self) -> None:
-        """Close the file, which releases its lock."""
-        os.close(self.descriptor)
-
-    def _read(self, key: str) -> None:
-        self._reader = LineReader(self.descriptor)
+    def _read(self, descriptor: int, key: str) -> None:
+        reader = LineReader(descriptor)
         try:
-            for line in self._reader.lines():
+            for line in reader.lines():
                 self._add(line)
-                position = Position(self._reader.offset, self._reader.crc)
-                self.positions.add(position)
+                self.last_position = Position(reader.offset, reader.crc)
+                self.positions.add(self.last_position)
         except (FormError, OSError) as error:
             self.damage = str(error)
 
@@ -409,3 +398,61 @@ class Past:
                 kind = name.partition("/")[0]
                 self.steps[kind].add(row.step)
         self.last |= row.metrics
+
+
+@dataclass
+class LockedPast(Past):
+    """The state of a run that this process may resume.
+
+    The journal stays locked until `close`, so that no other process resumes the run.
+
+    Attributes:
+        descriptor: the open file.
+    """
+
+    descriptor: int = field(kw_only=True)
+
+    @classmethod
+    def open(cls, run_dir: Path, key: str = "RUN") -> Self:
+        """Open, lock and read the journal in `run_dir`.
+
+        Args:
+            run_dir: a directory with a journal of this version.
+            key: the argument that names the run in an error.
+
+        Raises:
+            ConfigError: there is no journal of this version, or the run is running.
+        """
+        descriptor = _opened(run_dir, key)
+        try:
+            _lock_to_write(descriptor, run_dir, key)
+            past = cls(run_dir / JOURNAL_NAME, descriptor=descriptor)
+            past._read(descriptor, key)
+            return past
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def truncated_writer(self) -> LineWriter:
+        """Remove what cannot be read from the file, and return a writer for the rest.
+
+        The writer owns the file and the lock: close the writer in place of this object.
+        """
+        return LineWriter(self.descriptor, keep=self.last_position)
+
+    def close(self) -> None:
+        """Close the file, which releases its lock."""
+        os.close(self.descriptor)
+
+
+def _opened(run_dir: Path, key: str) -> int:
+    with as_config_error(key, f"must have a {JOURNAL_NAME}", str(run_dir)):
+        return os.open(run_dir / JOURNAL_NAME, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _lock_to_write(
+    descriptor: int, run_dir: Path, key: str, seconds: float = 0.0
+) -> None:
+    """Lock a journal as its writer; raise a ConfigError if another process has it."""
+    if not lock(descriptor, WRITER, seconds):
+        raise ConfigError(key, "is still running", str(run_dir))

@@ -25,9 +25,8 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         ConfigError: the user named the run, and it cannot be shipped to this store.
     """
     try:
-        # Wait a second for the lock: another sync may be reading the journal.
+        # Wait a second: another sync may be reading the journal.
         past = Past.read(Path(folder), "RUN_DIR", seconds=1.0)
-        past.close()
     except ConfigError as error:
         if named:
             raise

@@ -28,7 +28,12 @@ from pipeline.dataset.checksums import DataFiles
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.journal_file import DESCRIBED, JOURNAL_NAME, MODEL, Past
+from pipeline.tracking.journal_file import (
+    DESCRIBED,
+    JOURNAL_NAME,
+    MODEL,
+    LockedPast,
+)
 from pipeline.tracking.journal_lines import (
     NOT_LOGGED,
     Artifact,
@@ -130,7 +135,12 @@ class Tracker:
         self._describe(spec, data, dataset)
 
     def resume(
-        self, past: Past, after: int, spec: RunSpec, data: Data, dataset: dict[str, Any]
+        self,
+        past: LockedPast,
+        after: int,
+        spec: RunSpec,
+        data: Data,
+        dataset: dict[str, Any],
     ) -> None:
         """Resume a run. Rows that its journal already has are not written again.
 

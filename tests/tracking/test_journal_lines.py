@@ -138,7 +138,6 @@ def test_the_first_line_of_an_older_version_may_lack_what_came_later():
 def test_a_kind_of_line_that_is_not_known_yet_is_passed_over(tmp_path):
     lines = ({"start": START}, {"new": 1}, {"tags": {"a": "b"}})
     past = Past.read(crafted(tmp_path, *lines))
-    past.close()
     assert (past.damage, past.tags) == ("", {"a": "b"})
     assert type(read(tmp_path / JOURNAL_NAME)[1]) is Line
 
@@ -146,7 +145,6 @@ def test_a_kind_of_line_that_is_not_known_yet_is_passed_over(tmp_path):
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_that_lacks_something_is_damage(tmp_path, name):
     past = Past.read(crafted(tmp_path, {"start": START}, LINES[name]))
-    past.close()
     assert past.damage.startswith("line 2: ")
 
 

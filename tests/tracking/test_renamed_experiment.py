@@ -55,13 +55,13 @@ def run_lines_forgotten(monkeypatch):
 
 def test_a_run_is_resumed_in_the_renamed_experiment(tmp_path):
     from pipeline.tracking.journal import Journal
-    from pipeline.tracking.journal_file import Past
+    from pipeline.tracking.journal_file import LockedPast
 
     client, run_id = half_a_run(tmp_path)
     uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
     journal = Journal(uri, "old")
     journal.ready()
-    ids = journal.resume(Past.read(tmp_path / "run"), {"after": 1})
+    ids = journal.resume(LockedPast.open(tmp_path / "run"), {"after": 1})
     assert ids.run_id == run_id
     assert journal.close("FINISHED") is None
     assert client.get_experiment_by_name("old") is None
