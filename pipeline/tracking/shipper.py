@@ -38,9 +38,10 @@ if __name__ == "__main__":
     # function that is registered first is called last.
     atexit.register(os._exit, 0)
 with imports.without_collections():
+    from pipeline.tracking.run_creation import RunDirError
     from pipeline.tracking.store import Store
     from pipeline.tracking.system_metrics import SystemSampler
-    from pipeline.tracking.uploader import RunDirError, StoreGoneError, Uploader
+    from pipeline.tracking.uploader import StoreGoneError, Uploader
 
 INTERVAL = 5.0  # seconds between two requests, and between two system samples
 

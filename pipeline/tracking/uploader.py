@@ -30,8 +30,7 @@ from typing import Any
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from pipeline.common import imports
-from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.errors import first_line
 from pipeline.common.recorded import FormError
 from pipeline.tracking import failures
 from pipeline.tracking.expected import Expected, stored_steps
@@ -41,12 +40,12 @@ from pipeline.tracking.journal_lines import (
     Line,
     Resume,
     Row,
-    RunStart,
     Start,
     Tags,
 )
 from pipeline.tracking.params import param_text
-from pipeline.tracking.store import Store, check_id
+from pipeline.tracking.run_creation import RunDirError, find_or_create
+from pipeline.tracking.store import Store
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.trust import artifact_locations
 
@@ -58,7 +57,6 @@ PARAMS_PER_REQUEST = 100  # MLflow's limit
 # Maximum number of attempts to ship a line that the store rejects: another run may have
 # logged the same input at the same time.
 TRIES = 5
-CREATE_TRIES = 5  # maximum number of attempts to create the run
 RETRY = 1.0  # seconds between two attempts
 
 # Tag of a run: the number of the segment whose `end` line may be missing in the
@@ -68,13 +66,6 @@ UNWRITTEN = "journal.unwritten"
 
 class StoreGoneError(OSError):
     """The file of a SQLite store was moved, deleted or replaced."""
-
-
-class RunDirError(ConfigError):
-    """The run of a run directory is deleted, or is being shipped by another process."""
-
-    def __init__(self, rule: str, run_dir: Path):
-        super().__init__("RUN_DIR", rule, str(run_dir))
 
 
 class Uploader:
@@ -113,14 +104,14 @@ class Uploader:
         tell: Callable[[int], object] = lambda _: None,
     ):
         self._store = store
-        self._folder = path.parent
         self._tell = tell
 
         # Points, and lines without points, that were read but not confirmed.
         self._points: list[Metric] = []
         self._lines: list[Line] = []
-        # Metric → the steps of the points that the store had when the run was opened.
-        self._stored: dict[str, set[int]] = {}
+        # Metric → the steps of the points that the store had when all lines were
+        # shipped from the start.
+        self._steps_in_store: dict[str, set[int]] = {}
         # Lines that are missing in the journal because the disk was full, and those of
         # them that must be shipped again.
         self._unwritten: list[Line] = []
@@ -144,7 +135,27 @@ class Uploader:
             if not lock(self._descriptor, SHIPPER, seconds):
                 raise RunDirError("is being shipped by another process", path.parent)
             self._reader = LineReader(self._descriptor)
-            self._open_run(_first_line(self._reader), may_exist, run_id)
+            line = _first_line(self._reader)
+            self.start = line.start
+            self.client = store.client()
+            self._file_id = store.file_id()
+            # The run as the store had it when all lines were shipped from the start.
+            self._mlflow_run = find_or_create(
+                store, line, path.parent, may_exist=may_exist, run_id=run_id
+            )
+            self.run_id: str = self._mlflow_run.info.run_id
+            self.experiment_id: str = self._mlflow_run.info.experiment_id
+            self._stored_run = StoredRun(
+                store,
+                self.client,
+                self.run_id,
+                self.experiment_id,
+                path.parent,
+                lambda: self._tell(self.left()),
+            )
+            self._stored_run.expected = self._first_expected()
+            self._check_and_complete(is_new=not may_exist)
+            self._steps_in_store = self._read_steps_in_store(self._mlflow_run)
         except BaseException:
             self.close()
             raise
@@ -154,12 +165,8 @@ class Uploader:
         """Why the model could not be logged; "" if it was, or if there is no model."""
         return self._stored_run.not_logged
 
-    def read(self, *, ended: bool = False) -> bool:
+    def read(self) -> bool:
         """Read about as many lines as one request can ship.
-
-        Args:
-            ended: whether the trainer has ended. If there are no more lines and no
-                `end` line was read, the run is then ended as KILLED.
 
         Returns:
             Whether any lines were read.
@@ -176,8 +183,6 @@ class Uploader:
                 self._add(line)
             self._unwritten_again = []
             return True
-        if ended and self.status is None:
-            self._add_end()
         return False
 
     def add_unwritten(self, text: str) -> None:
@@ -247,7 +252,9 @@ class Uploader:
         """
         while True:
             starts = self._starts
-            has_more = self.read(ended=True)
+            has_more = self.read()
+            if not has_more and self.status is None:
+                self._add_end()
             self._ship_patiently(patience, report)
             if not has_more and self._starts == starts:
                 return
@@ -256,112 +263,50 @@ class Uploader:
         """Close the journal, which releases its lock."""
         os.close(self._descriptor)
 
-    def _open_run(self, line: Start, may_exist: bool, run_id: str) -> None:
-        """Find or create the run, and read which points the store already has.
+    def _check_and_complete(self, *, is_new: bool) -> None:
+        """Check the artifact location, and log missing params.
 
         Args:
-            line: the first line of the journal.
-            may_exist: whether another process may have created the run.
-            run_id: the run's ID, or "" if it is not known.
+            is_new: whether this process has created the run, which then ends as FAILED
+                if this fails.
         """
-        start = line.start
-        self.start = start
-        self.client = self._store.client()
-        self._file_id = self._store.file_id()
-        run = None
-        if may_exist:
-            run = self._find_run(start.tags["journal"], run_id)
-        if run is None:
-            self.experiment_id = self._store.experiment(start.experiment)
-            run = self._create_run(line)
-        else:
-            self.experiment_id = run.info.experiment_id
-        self._run = run
-        self.run_id = run.info.run_id
-        self._stored_run = StoredRun(
-            self._store,
-            self.client,
-            self.run_id,
-            self.experiment_id,
-            self._folder,
-            lambda: self._tell(self.left()),
-        )
         try:
-            self._prepare_run(start)
+            places = artifact_locations.confined_to
+            if places is not None:
+                artifact_uri = self._mlflow_run.info.artifact_uri
+                artifact_locations.check(artifact_uri, self._store.uri, places)
+            self._complete_params(self._mlflow_run)
         except Exception:
-            if not may_exist:
+            if is_new:
                 # Suppress errors here, so that the trainer gets the original error.
                 with contextlib.suppress(Exception):
                     self.client.set_terminated(self.run_id, "FAILED")
             raise
-        self._stored = self._read_stored_points()
 
-    def _find_run(self, journal: str, run_id: str = "") -> Any:
-        """Return the run with this value of the tag `journal`, or None.
-
-        Raises:
-            RunDirError: the run is deleted.
-        """
-        run = self._store.find_run(journal, run_id)
-        if run is not None and run.info.lifecycle_stage != "active":
-            command = f"mlflow runs restore --run-id {run.info.run_id}"
-            rule = f"must have a run that is not deleted: {command}"
-            raise RunDirError(rule, self._folder)
-        return run
-
-    def _create_run(self, line: Start) -> Any:
-        """Create the run, with up to `CREATE_TRIES` attempts.
-
-        A failed request may still have created the run. So MLflow's own retries are
-        disabled, and before each further attempt the run is searched for.
-        """
-        start = line.start
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                # MLflow reads the variable at each request.
-                with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):
-                    run = self.client.create_run(
-                        self.experiment_id, line.time, dict(start.tags), start.name
-                    )
-                check_id(run.info.run_id, "a run")
-                return run
-            except MlflowException as error:
-                if tries == CREATE_TRIES or failures.is_rejected(error):
-                    raise
-            time.sleep(RETRY)
-            run = self._find_run(start.tags["journal"])
-            if run is not None:
-                return run
-
-    def _prepare_run(self, start: RunStart) -> None:
-        """Check the artifact location, and log missing params."""
-        places = artifact_locations.confined_to
-        if places is not None:
-            artifact_uri = self._run.info.artifact_uri
-            artifact_locations.check(artifact_uri, self._store.uri, places)
-
-        self._complete_params(start)
-
-    def _complete_params(self, start: RunStart) -> None:
-        """Log the params that the store lacks."""
-        self._stored_run.expected.params.update(start.params)
+    def _complete_params(self, run: Any) -> None:
+        """Log the params that `run`, the run as it was read, lacks."""
         params = []
-        for name, value in start.params.items():
-            if name not in self._run.data.params:
+        for name, value in self.start.params.items():
+            if name not in run.data.params:
                 params.append(Param(name, param_text(value)))
         for first in range(0, len(params), PARAMS_PER_REQUEST):
             batch = params[first : first + PARAMS_PER_REQUEST]
             self.client.log_batch(self.run_id, params=batch)
 
-    def _read_stored_points(self) -> dict[str, set[int]]:
+    def _first_expected(self) -> Expected:
+        """Return what the store must have before any line after the first is read."""
+        return Expected(params=set(self.start.params))
+
+    def _read_steps_in_store(self, run: Any) -> dict[str, set[int]]:
         """Return the steps that the store has for each metric of the journal.
 
         Also count the samples of system metrics that the store has.
+
+        Args:
+            run: the run as it was read.
         """
         stored: dict[str, set[int]] = {}
-        if not self._run.data.metrics:
+        if not run.data.metrics:
             return stored
         keys: set[str] = set()
         reader = LineReader(self._descriptor)
@@ -371,14 +316,14 @@ class Uploader:
                     keys.update(line.metrics)
         # Ignore metrics that are not in the journal: somebody else may have logged
         # them.
-        for key in self._run.data.metrics:
+        for key in run.data.metrics:
             if key in keys:
-                stored[key] = self._stored_steps(key)
+                stored[key] = self._read_steps(key)
             elif key.startswith("system/"):
-                self._samples = max(self._samples, len(self._stored_steps(key)))
+                self._samples = max(self._samples, len(self._read_steps(key)))
         return stored
 
-    def _stored_steps(self, key: str) -> set[int]:
+    def _read_steps(self, key: str) -> set[int]:
         self._tell(self.left())
         return stored_steps(self.client, self.run_id, key)
 
@@ -406,7 +351,7 @@ class Uploader:
         self._points_read += len(row.metrics)
         self._stored_run.expected.add_row(row.step, row.metrics)
         for key, value in row.metrics.items():
-            if row.step not in self._stored.get(key, ()):
+            if row.step not in self._steps_in_store.get(key, ()):
                 self._points.append(Metric(key, value, row.time, row.step))
 
     def _add_end(self) -> None:
@@ -415,8 +360,8 @@ class Uploader:
         If the disk was full, only the store may have the end of the run. Then the run's
         status and end time are kept; otherwise the run is ended as KILLED.
         """
-        info = self._run.info
-        unwritten_segment = self._run.data.tags.get(UNWRITTEN)
+        info = self._mlflow_run.info
+        unwritten_segment = self._mlflow_run.data.tags.get(UNWRITTEN)
         if unwritten_segment == str(self._segment) and info.end_time is not None:
             self._add(End(info.status, time=info.end_time))
             return
@@ -490,14 +435,15 @@ class Uploader:
     def _start_over(self) -> None:
         """Prepare to ship all lines again, since the store lost something."""
         run = self.client.get_run(self.run_id)
+        self._complete_params(run)
+        steps_in_store = self._read_steps_in_store(run)
         reader = LineReader(self._descriptor)
-        start = _first_line(reader).start
-        self._run = run
-        self._stored_run.expected = Expected()
-        self._complete_params(start)
-        self._stored = self._read_stored_points()
+        _first_line(reader)
 
         # Change the state last, since the requests above may fail.
+        self._mlflow_run = run
+        self._steps_in_store = steps_in_store
+        self._stored_run.expected = self._first_expected()
         self._reader = reader
         self._points = []
         self._lines = []

@@ -21,7 +21,7 @@ from mlflow.protos.databricks_pb2 import (
     UNAUTHENTICATED,
 )
 
-from pipeline.tracking import journal_file, uploader
+from pipeline.tracking import journal_file, run_creation, uploader
 from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.journal_lines import Fork
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
@@ -39,6 +39,7 @@ def small_requests(monkeypatch):
     monkeypatch.setattr(uploader, "POINTS_PER_REQUEST", 6)
     monkeypatch.setattr(uploader, "POINTS_AFTER_FAILURE", 3)
     monkeypatch.setattr(uploader, "RETRY", 0.0)
+    monkeypatch.setattr(run_creation, "CREATE_RETRY", 0.0)
 
 
 @pytest.fixture
