@@ -29,7 +29,7 @@ from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
 from pipeline.config.stages import CLOCK
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import (
-    DESCRIBED,
+    DATASET_RECORD,
     JOURNAL_NAME,
     LockedPast,
     Past,
@@ -83,10 +83,10 @@ class Continuation:
         Raises:
             ConfigError: they differ from the record, or it cannot be read.
         """
-        file = self.run_dir / DESCRIBED
+        file = self.run_dir / DATASET_RECORD
         if not self.past.described or not file.exists():
             return
-        rule = f"must have a {DESCRIBED} that can be read"
+        rule = f"must have a {DATASET_RECORD} that can be read"
         with as_config_error(self.key, rule, str(self.run_dir), COPY):
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)

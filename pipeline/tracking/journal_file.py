@@ -56,7 +56,9 @@ from pipeline.tracking.journal_lines import (
 
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
-DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
+# The record of the data. It is the last file that describes a run: its first line in the
+# journal marks that the description is complete. It may be logged again later.
+DATASET_RECORD = "dataset.json"
 MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
 
 # Offsets of the bytes that are locked.
@@ -383,7 +385,7 @@ class Past:
             case Tags(tags):
                 self.tags |= tags
             case Artifact(name):
-                self.described = self.described or name == DESCRIBED
+                self.described = self.described or name == DATASET_RECORD
             case Resume(segment):
                 self.resumed.append(segment)
                 self.status = None

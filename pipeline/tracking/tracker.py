@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from pipeline.common import durable, nvidia, rounding
-from pipeline.common.errors import say
 from pipeline.common.secrets import mask
-from pipeline.common.signals import Terminated
 from pipeline.config import key_kinds, plain
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
@@ -29,7 +27,7 @@ from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import (
-    DESCRIBED,
+    DATASET_RECORD,
     JOURNAL_NAME,
     MODEL,
     LockedPast,
@@ -160,7 +158,7 @@ class Tracker:
         elif dataset["files"]:
             # Log the record again: the run may have ended before the checksums were
             # computed.
-            self._artifact(DESCRIBED, _json(dataset))
+            self._artifact(DATASET_RECORD, _json(dataset))
 
         segments = [past.start.segment, *past.resumed, segment]
         self._artifact("segments.json", _json(segments))
@@ -205,10 +203,10 @@ class Tracker:
         row = _prefixed("train", training) | _prefixed("perf", performance)
         self._row("train", Row(update, row, time=int(at * 1000)))
 
-    def cut(self, plan: Plan) -> None:
-        """Use a plan with other micro-batch sizes from now on.
+    def change_plan(self, plan: Plan) -> None:
+        """Use a plan with other micro-batch sizes from now on, and tag the run with it.
 
-        The plan's tags, which record the change and the update, are set on the run.
+        The plan's tags record the sizes and the update of each change.
         """
         self.plan = plan
         self.tag(plan.tags)
@@ -254,8 +252,8 @@ class Tracker:
             self.journal.write(Row(update, {key: value}, logged=True))
         return True
 
-    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the summary of a run that has trained.
+    def summary(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
+        """Write the tags of a run that has trained, and the row of its best evaluation.
 
         Args:
             updates: the number of completed updates.
@@ -271,20 +269,6 @@ class Tracker:
             row = best.row()
             if row:
                 self._row("best", Row(best.update, row))
-
-    def check_files(self) -> None:
-        """Wait for the checksums of the data's files, and check that no file changed.
-
-        An interruption ends the wait, and the checksums are left out.
-
-        Raises:
-            DataError: a file has changed since the run began.
-        """
-        try:
-            self._files.wait()
-        except (KeyboardInterrupt, Terminated):  # do not fail a run that has trained
-            say("the checksums of the data are left out")
-        self._files.check()
 
     def log_model(self, model: keras.Model, example: Any, code: Sequence[str]) -> None:
         """Save the trained model to the run directory, and log it.
@@ -318,7 +302,7 @@ class Tracker:
             The reason why lines were not shipped, or None if all lines were shipped.
         """
         if self._computes_checksums and self._files.checksums:
-            self.file(DESCRIBED)
+            self.file(DATASET_RECORD)
         if failure:
             self.tag({"failure": mask(failure)[:LONGEST_TAG]})
         return self.journal.close(status)
@@ -361,7 +345,7 @@ class Tracker:
             self.run_id = ids.run_id
 
     def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
-        """Log the inputs and the first artifacts; the file `DESCRIBED` comes last.
+        """Log the inputs and the first artifacts.
 
         If wanted, also start to compute the checksums of the data's files.
         """
@@ -383,7 +367,8 @@ class Tracker:
         }
         if environment["git"].get("clean") is False:
             texts["git.diff"] = provenance.diff()
-        texts[DESCRIBED] = _json(dataset)
+        # This file comes last: its line marks the end of the description.
+        texts[DATASET_RECORD] = _json(dataset)
         for name, text in texts.items():
             self._artifact(name, text)
 
@@ -402,7 +387,7 @@ class Tracker:
         If the run is killed before, a resumed run finds the checksums in the file.
         """
         text = _json({**dataset, "files": checksums})
-        durable.write_text(self.run_dir / DESCRIBED, mask(text))
+        durable.write_text(self.run_dir / DATASET_RECORD, mask(text))
 
     def _artifact(self, name: str, text: str) -> None:
         """Write a file to the run directory, then a line that logs it."""

@@ -411,7 +411,7 @@ def test_a_damaged_config_is_rejected_by_its_line(tmp_path):
     ],
 )
 def test_a_damaged_record_of_the_data_is_rejected_by_its_line(tmp_path, text, reason):
-    (tmp_path / journal_file.DESCRIBED).write_text(text)
+    (tmp_path / journal_file.DATASET_RECORD).write_text(text)
     past = SimpleNamespace(described=True, run_id="")
     for key in ("RUN", "hydra.run.dir"):
         continuation = Continuation(tmp_path, key, None, past, None)
