@@ -171,6 +171,9 @@ class Journal:
         self._run_id = ""
         self._lives = LIVES
         self._lag = LAG
+        # Held while a line is written. A thread may enter it twice, as a signal may
+        # interrupt a write.
+        self._lock = threading.RLock()
         # Why the shipper has ended, and the reasons that were printed before.
         self._reason = ""
         self._reported: set[str] = set()
@@ -251,16 +254,19 @@ class Journal:
     def write(self, line: Line) -> None:
         """Write one line, see `LineWriter.write`, and check the shipper now and then.
 
-        Each metric may be written only once per step.
+        Each metric may be written only once per step. Any thread may call this: the
+        user's own code logs metrics in threads of TensorFlow.
         """
-        self._writer.write(line.content())
-        if time.monotonic() - self._checked_at > REVIVE:
-            self._read_reports()
-            self._revive(report=True)
+        with self._lock:
+            self._writer.write(line.content())
+            if time.monotonic() - self._checked_at > REVIVE:
+                self._read_reports()
+                self._revive(report=True)
 
     def position(self) -> Position:
         """Return the position after the last line that was written."""
-        return self._writer.position
+        with self._lock:
+            return self._writer.position
 
     def sync(self) -> None:
         """Wait until the lines in the file are on the disk; safe in any thread."""
@@ -278,7 +284,7 @@ class Journal:
         """
         # Ignore a write error: `_finish` sends lines that are not on the disk to the
         # shipper.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._lock:
             self._writer.write(End(status).content())
 
         self._deadline = time.monotonic() + self.patience

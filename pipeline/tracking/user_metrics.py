@@ -36,7 +36,8 @@ class UserMetrics:
         self.taken: frozenset[str] = frozenset()
         self._tracker = tracker
         self._reported: set[str] = set()  # lines that were printed
-        # Host code of layers runs in threads of TensorFlow.
+        # Host code of layers runs in threads of TensorFlow. The lock covers the check
+        # for an earlier value; the journal has one of its own for each line.
         self._lock = threading.Lock()
 
     @contextmanager

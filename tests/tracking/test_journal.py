@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import sys
 import threading
 import time
 import zlib
@@ -425,6 +426,31 @@ def test_a_store_that_falls_behind_is_told_of_while_the_run_trains(
         write(journal, 1)
     said = [line.split()[8] for line in capsys.readouterr().err.splitlines()]
     assert said == ["30,000", "70,000"]
+
+
+def test_lines_of_several_threads_are_each_written_as_one(tmp_path, monkeypatch):
+    """The user's code logs in threads of TensorFlow, while the loop writes its rows."""
+    monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Slow)
+    journal = Journal("http://127.0.0.1:9", "pipeline")
+    path = tmp_path / JOURNAL_NAME
+    journal._writer = journal_file.create(path)
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = []
+        for first in range(1, 4_001, 1_000):
+            steps = range(first, first + 1_000)
+            threads.append(threading.Thread(target=write, args=(journal, *steps)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switching)
+    journal._writer.close()
+    with path.open("rb") as file:
+        steps = [line.step for line in journal_file.LineReader(file.fileno()).lines()]
+    assert sorted(steps) == list(range(1, 4_001))
 
 
 class Dead(Slow):
