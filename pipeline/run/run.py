@@ -430,7 +430,7 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
             for key, value in leaves(parts.spec.resolved).items():
                 if key.endswith("_target_"):
                     targets.append(str(value))
-            code = logged_model.own_code(parts.model, targets)
+            code = logged_model.code_to_save(parts.model, targets)
         tracker.log_model(parts.model, description.example_inputs(parts), code)
     except Exception as error:  # The run is valid without a logged model.
         tracker.model_not_logged(first_line(error))

@@ -3,11 +3,15 @@
 Input: rows of metrics for updates and evaluations, tags, files. Output: a journal,
 which a separate process ships to the store.
 
-- `tracker` names the logged metrics, tags and files.
+- `tracker` writes the logged metrics, tags and files.
 - `provenance` describes the environment and the data.
-- `journal` and `journal_file` document the journal and its state after a crash.
-- `store` opens the user's own store, `foreign_store` any other store.
+- `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
+  state after a crash.
+- `store` opens any store, and creates a new one. `foreign_store` finds runs and sweeps
+  in a store that may not be the user's own; it also has the commands that are printed.
 - `sync_run` ships the journal of a trainer that has died.
+
+Importing this package sets environment variables of MLflow, and silences loggers.
 """
 
 import logging
@@ -26,8 +30,9 @@ __all__ = [
     "user_metrics",
 ]
 
-# MLflow reads these variables when it is imported. With them, a request to a lost
-# server fails instead of being retried for minutes, and less is printed.
+# MLflow reads some of these variables when it is imported, and the number of retries and
+# the timeout at each request. With them, a request to a lost server fails instead of
+# being retried for minutes, and less is printed.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -120,7 +120,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
     return {
         "run_dir": str(run_dir.absolute()),
         "git": git(),
-        "code": own_code(),
+        "code": hashes_of_own_code(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         **_hardware(),
@@ -215,8 +215,11 @@ def git() -> dict[str, Any]:
     return {"commit": commit, "clean": _git("status", "--porcelain") == ""}
 
 
-def own_code() -> dict[str, str]:
+def hashes_of_own_code() -> dict[str, str]:
     """Return the SHA-256 of each imported file that is the user's own.
+
+    These are all files that are not installed and not of this package, wherever they
+    lie. `logged_model.code_to_save` is limited to the working directory.
 
     The keys are the files' paths relative to the folder in `sys.path`.
     """
