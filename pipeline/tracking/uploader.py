@@ -23,7 +23,7 @@ processes die meanwhile:
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,11 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from pipeline.common.errors import first_line
-from pipeline.common.recorded import FormError
 from pipeline.tracking import failures
 from pipeline.tracking.expected import Expected, stored_steps
-from pipeline.tracking.journal_file import SHIPPER, LineReader, lock
-from pipeline.tracking.journal_lines import (
-    End,
-    Line,
-    Resume,
-    Row,
-    Start,
-    Tags,
-)
+from pipeline.tracking.journal_cursor import JournalCursor
+from pipeline.tracking.journal_file import SHIPPER, lock
+from pipeline.tracking.journal_lines import Line, Row
 from pipeline.tracking.params import param_text
 from pipeline.tracking.run_creation import RunDirError, find_or_create
 from pipeline.tracking.store import Store
@@ -58,10 +51,6 @@ PARAMS_PER_REQUEST = 100  # MLflow's limit
 # logged the same input at the same time.
 TRIES = 5
 RETRY = 1.0  # seconds between two attempts
-
-# Tag of a run: the number of the segment whose `end` line may be missing in the
-# journal, because the disk was full.
-UNWRITTEN = "journal.unwritten"
 
 
 class StoreGoneError(OSError):
@@ -84,9 +73,6 @@ class Uploader:
         run_id: the run's ID.
         experiment_id: the ID of the run's experiment.
         sent: the number of points that were sent.
-        status: the run's final status according to the lines read so far, or None if it
-            has not ended.
-        damage: why the journal cannot be read further; empty if it can be read.
 
     Raises:
         RunDirError: the run is deleted, or is being shipped by another process.
@@ -112,10 +98,6 @@ class Uploader:
         # Metric → the steps of the points that the store had when all lines were
         # shipped from the start.
         self._steps_in_store: dict[str, set[int]] = {}
-        # Lines that are missing in the journal because the disk was full, and those of
-        # them that must be shipped again.
-        self._unwritten: list[Line] = []
-        self._unwritten_again: list[Line] = []
         self._starts_over = False
         self._starts = 0
         self._incomplete_since: float | None = None
@@ -123,25 +105,23 @@ class Uploader:
         self._samples = 0
         self._points_per_request = POINTS_PER_REQUEST
         self._tries = 0
-        self._last_step = 0
-        self._segment = 0
-        self._points_read = 0
         self.sent = 0
-        self.status: str | None = None
-        self.damage = ""
 
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not lock(self._descriptor, SHIPPER, seconds):
                 raise RunDirError("is being shipped by another process", path.parent)
-            self._reader = LineReader(self._descriptor)
-            line = _first_line(self._reader)
-            self.start = line.start
+            self._cursor = JournalCursor(self._descriptor)
+            self.start = self._cursor.start.start
             self.client = store.client()
             self._file_id = store.file_id()
             # The run as the store had it when all lines were shipped from the start.
             self._mlflow_run = find_or_create(
-                store, line, path.parent, may_exist=may_exist, run_id=run_id
+                store,
+                self._cursor.start,
+                path.parent,
+                may_exist=may_exist,
+                run_id=run_id,
             )
             self.run_id: str = self._mlflow_run.info.run_id
             self.experiment_id: str = self._mlflow_run.info.experiment_id
@@ -161,6 +141,16 @@ class Uploader:
             raise
 
     @property
+    def status(self) -> str | None:
+        """The run's final status by the lines read so far; None if it has not ended."""
+        return self._cursor.status
+
+    @property
+    def damage(self) -> str:
+        """Why the journal cannot be read further; empty if it can be read."""
+        return self._cursor.damage
+
+    @property
     def not_logged(self) -> str:
         """Why the model could not be logged; "" if it was, or if there is no model."""
         return self._stored_run.not_logged
@@ -171,31 +161,20 @@ class Uploader:
         Returns:
             Whether any lines were read.
         """
-        before = self._reader.offset
-        for line in self._readable(self._reader.lines()):
+        has_lines = False
+        for line in self._cursor.lines():
+            has_lines = True
             self._add(line)
             if len(self._points) >= POINTS_PER_REQUEST:
                 break
-        if self._reader.offset > before:
-            return True
-        if self._unwritten_again:
-            for line in self._unwritten_again:
-                self._add(line)
-            self._unwritten_again = []
-            return True
-        return False
+        return has_lines
 
     def add_unwritten(self, text: str) -> None:
         """Read the rest of the journal, then the lines in `text`.
 
         These lines are missing in the journal because the disk was full.
         """
-        for line in self._readable(self._reader.continued(text)):
-            if isinstance(line, End):
-                note = Tags({UNWRITTEN: str(self._segment)})
-                self._unwritten.append(note)
-                self._add(note)
-            self._unwritten.append(line)
+        for line in self._cursor.unwritten_lines(text):
             self._add(line)
 
     def left(self) -> int:
@@ -203,9 +182,7 @@ class Uploader:
 
         The number of points in the unread part of the journal is estimated.
         """
-        unread_bytes = os.fstat(self._descriptor).st_size - self._reader.offset
-        unread_points = unread_bytes * self._points_read // self._reader.offset
-        return len(self._points) + unread_points
+        return len(self._points) + self._cursor.unread_points()
 
     def add_sample(self, values: Mapping[str, float]) -> None:
         """Add one sample of the system metrics, to be shipped with the next request.
@@ -254,7 +231,7 @@ class Uploader:
             starts = self._starts
             has_more = self.read()
             if not has_more and self.status is None:
-                self._add_end()
+                self._lines += self._cursor.missing_end(self._mlflow_run)
             self._ship_patiently(patience, report)
             if not has_more and self._starts == starts:
                 return
@@ -308,12 +285,7 @@ class Uploader:
         stored: dict[str, set[int]] = {}
         if not run.data.metrics:
             return stored
-        keys: set[str] = set()
-        reader = LineReader(self._descriptor)
-        with contextlib.suppress(FormError):
-            for line in reader.lines():
-                if isinstance(line, Row):
-                    keys.update(line.metrics)
+        keys = self._cursor.metric_names()
         # Ignore metrics that are not in the journal: somebody else may have logged
         # them.
         for key in run.data.metrics:
@@ -327,51 +299,18 @@ class Uploader:
         self._tell(self.left())
         return stored_steps(self.client, self.run_id, key)
 
-    def _readable(self, lines: Iterator[Line]) -> Iterator[Line]:
-        """Yield lines up to the first damaged line, which is reported in `damage`."""
-        try:
-            yield from lines
-        except FormError as error:
-            self.damage = f"The journal cannot be read further: {error}."
-
     def _add(self, line: Line) -> None:
         if isinstance(line, Row):
             self._add_row(line)
-            return
-        self._lines.append(line)
-        if isinstance(line, Resume):
-            self._segment += 1
-            self.status = None
-        elif isinstance(line, End):
-            self.status = line.end
+        else:
+            self._lines.append(line)
 
     def _add_row(self, row: Row) -> None:
         assert row.time is not None  # a row without a time is not read
-        self._last_step = max(row.step, self._last_step)
-        self._points_read += len(row.metrics)
         self._stored_run.expected.add_row(row.step, row.metrics)
         for key, value in row.metrics.items():
             if row.step not in self._steps_in_store.get(key, ()):
                 self._points.append(Metric(key, value, row.time, row.step))
-
-    def _add_end(self) -> None:
-        """Add an `end` line for a trainer that died without writing one.
-
-        If the disk was full, only the store may have the end of the run. Then the run's
-        status and end time are kept; otherwise the run is ended as KILLED.
-        """
-        info = self._mlflow_run.info
-        unwritten_segment = self._mlflow_run.data.tags.get(UNWRITTEN)
-        if unwritten_segment == str(self._segment) and info.end_time is not None:
-            self._add(End(info.status, time=info.end_time))
-            return
-        failure = self.damage
-        if not failure:
-            failure = (
-                f"The process ended without a word after update {self._last_step}."
-            )
-        self._add(Tags({"failure": failure}))
-        self._add(End("KILLED", time=int(time.time() * 1000)))
 
     def _ship_patiently(
         self, patience: float, report: Callable[[Exception], object]
@@ -437,31 +376,14 @@ class Uploader:
         run = self.client.get_run(self.run_id)
         self._complete_params(run)
         steps_in_store = self._read_steps_in_store(run)
-        reader = LineReader(self._descriptor)
-        _first_line(reader)
+        cursor = self._cursor.from_start()
 
         # Change the state last, since the requests above may fail.
         self._mlflow_run = run
         self._steps_in_store = steps_in_store
         self._stored_run.expected = self._first_expected()
-        self._reader = reader
+        self._cursor = cursor
         self._points = []
         self._lines = []
-        self._unwritten_again = list(self._unwritten)
-        self._segment = 0
-        self._points_read = 0
-        self.status = None
         self._starts += 1
         self._starts_over = False
-
-
-def _first_line(reader: LineReader) -> Start:
-    """Return the first line, which the reader has not read yet.
-
-    Raises:
-        FormError: the journal does not begin with the start of a run.
-    """
-    line = next(reader.lines(), None)
-    if not isinstance(line, Start):
-        raise FormError("the journal does not begin with the start of a run")
-    return line
