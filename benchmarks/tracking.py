@@ -30,6 +30,7 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.turns import Coroutine, alternate
 from benchmarks.workloads import Workload
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.journal_lines import RunStart
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
@@ -101,14 +102,10 @@ def _measured(
     store = folder / "mlflow.db"
     journal = Journal(f"sqlite:///{store}", "benchmark")
     journal.ready()
-    run = {
-        "experiment": "benchmark",
-        "name": workload.name,
-        "params": {},
-        "tags": {},
-        "system_metrics": True,
-    }
-    run_id = journal.start(folder / "journal.jsonl", run)["run_id"]
+    run = RunStart(experiment="benchmark", name=workload.name, system_metrics=True)
+    ids = journal.start(folder / "journal.jsonl", run)
+    assert ids is not None, "the store is on this machine"
+    run_id = ids.run_id
     shipper = journal.shipper.process.pid
 
     plan = fit.plan(workload)

@@ -35,7 +35,7 @@ class LossTracker(Tracker):
     ) -> None:
         self.losses.append(results["loss"])
 
-    def trained(self, updates: int, stopped_by: str | None, best: object) -> None: ...
+    def summary(self, updates: int, stopped_by: str | None, best: object) -> None: ...
 
 
 def ours(case: Case) -> Outcome:

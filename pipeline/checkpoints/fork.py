@@ -170,10 +170,9 @@ def find_fork(
         return None
     source, checkpoint = named(text, _KEY, run_dir, updates_done)
     past = Past.read(source, _KEY, running=True)
-    past.close()
     own_rate = _has_own_rate(spec, recorded_config(source, _KEY), past)
     return Fork(
-        past.run.get("run_id", ""),
+        past.run_id,
         source.absolute(),
         checkpoint,
         spec.config.start.weights_only,
@@ -227,8 +226,8 @@ def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     """Return whether the learning rate differs from that of the run in `past`."""
     scaled = spec.config.scaling.rule != Rule.none
     if scaled:
-        # The scaling rule derives the rate from the effective batch size of each stage.
-        size = past.start["segment"]["cut"]["effective_batch_size"]
+        # The rate follows the effective batch, and its stages.
+        size = past.start.segment["cut"]["effective_batch_size"]
         if size != spec.batching.effective_batch_size:
             return True
     then = _rate_values(recorded, with_stages=scaled)

@@ -30,8 +30,9 @@ from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
 from pipeline.config.stages import CLOCK
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import (
-    DESCRIBED,
+    DATASET_RECORD,
     JOURNAL_NAME,
+    LockedPast,
     Past,
     has_begun,
 )
@@ -62,7 +63,7 @@ class Continuation:
     run_dir: Path
     key: str
     spec: RunSpec
-    past: Past
+    past: LockedPast
     checkpoint: Checkpoint | None
     changes: list[str] = field(default_factory=list)
     finished: bool = False
@@ -74,8 +75,8 @@ class Continuation:
 
     @property
     def run_id(self) -> str:
-        """The run's ID in MLflow, or "" if it is in no store yet."""
-        return self.past.run.get("run_id", "")
+        """The run's ID in MLflow; empty if no store has it yet."""
+        return self.past.run_id
 
     def check_dataset(self, dataset: dict[str, Any]) -> None:
         """Check that the dataset is the one with which the run began.
@@ -87,10 +88,10 @@ class Continuation:
             ConfigError: the dataset differs from the run's record of its dataset, or
                 that record cannot be read.
         """
-        file = self.run_dir / DESCRIBED
+        file = self.run_dir / DATASET_RECORD
         if not self.past.described or not file.exists():
             return
-        rule = f"must have a {DESCRIBED} that can be read"
+        rule = f"must have a {DATASET_RECORD} that can be read"
         with as_config_error(self.key, rule, str(self.run_dir), COPY):
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
@@ -174,7 +175,7 @@ def find_continuation(
         # one would never be shipped.
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
 
-    past = Past.read(run_dir, key)
+    past = LockedPast.open(run_dir, key)
     try:
         return _continuation(run_dir, key, with_own_store(spec, past), past, required)
     except BaseException:
@@ -183,7 +184,7 @@ def find_continuation(
 
 
 def _continuation(
-    run_dir: Path, key: str, spec: RunSpec, past: Past, required: bool
+    run_dir: Path, key: str, spec: RunSpec, past: LockedPast, required: bool
 ) -> Continuation:
     lines: list[str] = []
     if past.described:
@@ -262,7 +263,7 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
     The spec is returned unchanged if an override sets the store, or if the store's URI
     in the journal has a masked password.
     """
-    store = past.start["store"]
+    store = past.start.store
     if absolute(spec.config.tracking.uri) == store or HIDDEN in store:
         return spec
     for override in spec.overrides:
@@ -278,9 +279,9 @@ def _with_recorded_choices(
     spec = _with_recorded_order(spec, recorded["dataset"])
     spec = _without_new_keys(spec, recorded)
     if spec.searches:
-        # Limit the micro-batch to a replica's share of the effective batch, which is
-        # smaller than before if there are more replicas now.
-        size = past.start["segment"]["cut"]["micro_batch_size"]
+        # The run's size may exceed the share of a replica in the effective batch, as
+        # each replica has a smaller share if there are more of them now.
+        size = past.start.segment["cut"]["micro_batch_size"]
         spec = spec.with_micro_batch(min(size, spec.largest.share))
     return spec
 
@@ -355,8 +356,8 @@ def _check_store(uri: str, past: Past) -> None:
     # Register the secrets in the URI first, so that they are masked in both URIs when
     # these are compared.
     remember(uri)
-    store = past.start["store"]
-    if past.run and mask(absolute(uri)) != mask(store):
+    store = past.start.store
+    if past.run_id and mask(absolute(uri)) != mask(store):
         raise ConfigError("tracking.uri", f"must be the store of the run, {store}", uri)
 
 
@@ -370,7 +371,7 @@ def _check_effective_batch(recorded: dict[str, Any], spec: RunSpec, past: Past) 
             rule = f"must be that of the run, {factor}"
             raise ConfigError(FACTOR, rule, cut.factor)
         return
-    size = past.start["segment"]["cut"]["effective_batch_size"]
+    size = past.start.segment["cut"]["effective_batch_size"]
     if cut.effective_batch_size != size:
         rule = f"must be that of the run, {size}"
         raise ConfigError(EFFECTIVE, rule, cut.effective_batch_size)

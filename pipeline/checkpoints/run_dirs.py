@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,11 @@ def by_id(key: str, excluding: Path | None = None) -> dict[str, Path]:
     for run_dir in run_dirs([]):
         if _is_same(run_dir, excluding):
             continue
-        # Skip the journals of other versions, which raise a ConfigError.
-        with (
-            suppress(ConfigError),
-            closing(Past.read(run_dir, key, running=True)) as past,
-        ):
-            if past.run:
-                run_dirs_by_id[past.run["run_id"]] = run_dir
+        # The journal of another version raises a ConfigError, and is passed over.
+        with suppress(ConfigError):
+            past = Past.read(run_dir, key, running=True)
+            if past.run_id:
+                run_dirs_by_id[past.run_id] = run_dir
     return run_dirs_by_id
 
 

@@ -71,7 +71,6 @@ def critical(arguments: Sequence[str]) -> int:
     run_dir = run_dir.absolute()
     # Require that the run has ended, as a running one could remove the checkpoint.
     past = Past.read(run_dir, RUN)
-    past.close()
     config = recorded_config(run_dir, RUN)
     complete(config, past, overridden_keys(overrides))
 
@@ -166,8 +165,8 @@ def _stages(past: Past, start: Checkpoint) -> list[_Stage]:
     The last stage is the branch's own and begins at the checkpoint. Its size, which the
     sweep replaces, is the run's effective batch size at the checkpoint.
     """
-    first = past.start["segment"]["cut"]["effective_batch_size"]
-    recorded = past.start["tags"].get("accumulation.stages", f"[[0, {first}]]")
+    first = past.start.segment["cut"]["effective_batch_size"]
+    recorded = past.start.tags.get("accumulation.stages", f"[[0, {first}]]")
     stages = []
     for after, size in json.loads(recorded):
         if after < start.updates_done:
@@ -259,7 +258,7 @@ def _branch_config(
         )
     branch["accumulation"] |= {
         "effective_batch_size": sizes[0],
-        "micro_batch_size": past.start["segment"]["cut"]["micro_batch_size"],
+        "micro_batch_size": past.start.segment["cut"]["micro_batch_size"],
         "batch_schedule": schedule,
     }
     branch["training"]["evaluate_every"] = _NEVER

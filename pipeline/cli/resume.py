@@ -32,7 +32,6 @@ def resume(arguments: Sequence[str]) -> int:
     # Accept a run that is running: this process may be a worker, whose chief has
     # already resumed the run.
     past = Past.read(run_dir, running=True)
-    past.close()
 
     config = recorded_config(run_dir, "RUN")
     keys = overridden_keys(overrides)
@@ -63,8 +62,8 @@ def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
             keys that overrides set.
     """
     # Use the store in the journal, which has the absolute path of a local store.
-    if secrets.HIDDEN not in past.start["store"]:
-        config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
+    if secrets.HIDDEN not in past.start.store:
+        config["tracking"] = {**config["tracking"], "uri": past.start.store}
     for key, value in plain.leaves(config).items():
         if secrets.HIDDEN in str(value) and key not in keys:
             rule = (

@@ -192,11 +192,9 @@ def _profiler(parts: Parts, tracker: Tracker) -> Profiler:
     profile = parts.spec.config.hardware.profile
     if profile is None:
         return Profiler()
-
-    def log(name: str) -> None:
-        tracker.journal.write({"artifact": name})
-
-    return Profiler(tracker.run_dir, profile["start"], profile["updates"], log)
+    start = profile["start"]
+    updates = profile["updates"]
+    return Profiler(tracker.run_dir, start, updates, log=tracker.file)
 
 
 def _oom_retry(

@@ -44,6 +44,7 @@ from pipeline.tracking.tracker import Tracker
 if TYPE_CHECKING:  # Importing these takes seconds; do it while the store opens.
     from pipeline.accumulation import Update
     from pipeline.components.assembly import Parts
+    from pipeline.dataset.checksums import DataFiles
     from pipeline.training.recorder import Recorder
 
 # Called with the record of the data, see `provenance.dataset`. It raises an error to
@@ -158,7 +159,7 @@ def _prepare(
             undo.callback(before.past.close)
             spec = before.spec
             check_dataset = before.check_dataset
-            tag = before.past.start["tags"].get(fork.UPDATE_TAG)
+            tag = before.past.start.tags.get(fork.UPDATE_TAG)
             if tag is not None:
                 fork_updates_done = int(tag)
 
@@ -273,7 +274,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
                 traced.set,
             )
         recorder.progress.close()
-        tracker.check_files()
+        _check_files(job.parts.files)
         # Write the link again: another run that began at the same time may have
         # overwritten it.
         _link_fork(job)
@@ -284,6 +285,21 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
     if closing.unshipped is not None:
         raise NotShippedError(closing.unshipped, loss)
     return loss
+
+
+def _check_files(files: DataFiles) -> None:
+    """Wait for the checksums of the data's files, and check that no file changed.
+
+    An interruption ends the wait, and the checksums are left out.
+
+    Raises:
+        DataError: a file has changed since the run began.
+    """
+    try:
+        files.wait()
+    except (KeyboardInterrupt, Terminated):  # do not fail a run that has trained
+        say("the checksums of the data are left out")
+    files.check()
 
 
 def _begin(job: _Job) -> None:
@@ -317,7 +333,7 @@ def _begin(job: _Job) -> None:
     if job.found is not None:
         columns = batch_size_search.COLUMNS
         tracker.table(batch_size_search.TABLE, columns, job.found.tries)
-        tracker.journal.write({"tags": {batch_size_search.TAG: job.found.how}})
+        tracker.tag({batch_size_search.TAG: job.found.how})
     if isinstance(job.start, Fork):
         say(*job.start.messages(callbacks))
     _link_fork(job)
@@ -332,7 +348,7 @@ def _begin(job: _Job) -> None:
 def _link_fork(job: _Job) -> None:
     """Record this run among the forks of the run from which it was forked."""
     if isinstance(job.start, Fork) and job.start.run_id:
-        job.tracker.journal.write({"fork_of": job.start.run_id})
+        job.tracker.forked_from(job.start.run_id)
 
 
 def _continue_counting(job: _Job, recorder: Recorder) -> None:
@@ -429,8 +445,8 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
             for key, value in leaves(parts.spec.resolved).items():
                 if key.endswith("_target_"):
                     targets.append(str(value))
-            code = logged_model.own_code(parts.model, targets)
+            code = logged_model.code_to_save(parts.model, targets)
         tracker.log_model(parts.model, description.example_inputs(parts), code)
     except Exception as error:  # The run is valid without a logged model.
-        tracker.journal.write({"tags": {"model.not_logged": mask(first_line(error))}})
+        tracker.model_not_logged(first_line(error))
         say(f"the model was not logged: {first_line(error)}")

@@ -3,12 +3,15 @@
 Input: rows of metrics for updates and evaluations, tags, files. Output: a journal,
 which a separate process ships to the store.
 
-- `tracker` names the logged metrics, tags and files.
+- `tracker` writes the logged metrics, tags and files.
 - `provenance` describes the environment and the data.
-- `journal` and `journal_file` write the journal, and document its state after a crash.
-- `store` opens the store of a run, and `foreign_store` a store that may not be the
-  user's own.
-- `sync_run` ships the journal of a run whose trainer has ended.
+- `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
+  state after a crash.
+- `store` opens any store, and creates a new one. `foreign_store` finds runs and sweeps
+  in a store that may not be the user's own; it also has the commands that are printed.
+- `sync_run` ships the journal of a trainer that has died.
+
+Importing this package sets environment variables of MLflow, and silences loggers.
 """
 
 import logging
@@ -27,8 +30,9 @@ __all__ = [
     "user_metrics",
 ]
 
-# Set variables that MLflow reads when it is imported, so that a request to an
-# unreachable server fails instead of being retried for minutes, and less is printed.
+# MLflow reads some of these variables when it is imported, and the number of retries and
+# the timeout at each request. With them, a request to a lost server fails instead of
+# being retried for minutes, and less is printed.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -5,25 +5,7 @@
 The trainer only appends lines and never opens the store, so an update never waits for
 MLflow. `pipeline.tracking.uploader` ships the lines in order. Shipping a line twice has
 no effect, since each line has a fixed time stamp and each point a fixed step.
-
-The lines
----------
-Each line is a JSON object with a time in milliseconds and a checksum, see
-`pipeline.tracking.journal_file`, and one of these contents:
-
-    {"start": {…}}                              the run: format, store, params, tags
-    {"run": {"run_id": …, "experiment_id": …}}  the run's IDs in the store
-    {"dataset": {…}, "context": "training"}     one input of the run
-    {"step": updates, "metrics": {…}}           one row of metrics
-    {"tags": {…}}                               tags to set
-    {"artifact": name}                          a file in the run directory
-    {"model": ID}                               a model in RUN_DIR/logged_model-ID
-    {"fork_of": run_id}                         the run from which this run was forked
-    {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
-    {"resume": {…}}                             the start of another segment
-
-`start` is the first line. A segment is the part of a run between its start, or a
-resume, and its end. If the trainer died, the segment has no `end` line.
+`pipeline.tracking.journal_lines` lists the lines.
 
 After a crash
 -------------
@@ -46,28 +28,52 @@ After a crash
 """
 
 import contextlib
-import json
 import queue
 import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.common import durable, imports, secrets, sqlite_uri
 from pipeline.common.errors import ConfigError, say
-from pipeline.tracking import foreign_store, journal_file
-from pipeline.tracking.journal_file import FORMAT, Past, Position
+from pipeline.tracking import foreign_store, journal_file, shipper_protocol
+from pipeline.tracking.journal_file import LockedPast, Position
+from pipeline.tracking.journal_lines import (
+    FORMAT,
+    Created,
+    End,
+    Line,
+    Resume,
+    RunIds,
+    RunStart,
+    Start,
+)
+from pipeline.tracking.shipper_protocol import (
+    AddLines,
+    Attached,
+    Failed,
+    Failing,
+    Fault,
+    Message,
+    Open,
+    Progress,
+    Ship,
+    ShipNow,
+    Shipped,
+)
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
 SILENCE = 10.0  # seconds without an answer after which a message reports the wait
-RETRY = 5.0  # seconds between two attempts to reach the store with `wait`
+RECONNECT = 5.0  # seconds between two attempts to reach the store with `wait`
 GRACE = 2.0  # seconds that a shipper has to end before it is killed
-AWAY = "must be a store that answers ({})"
-# Maximum number of failures before the run exists: shippers that die, and attempts to
-# create the run that fail.
+UNREACHABLE = "must be a store that answers ({})"
+# Maximum number of failures before the run exists: shippers that die, and stores that
+# fail while they create the run.
 LIVES = 3
 # Number of unshipped points above which a message reports the delay. A store takes
 # seconds to log this many points.
@@ -77,29 +83,29 @@ LAG = 20_000
 class ShipperProcess:
     """A shipper in a subprocess, with methods to send commands and receive answers.
 
-    `pipeline.tracking.shipper` lists the commands and the answers. The shipper runs no
-    user code. It ignores Ctrl-C: the trainer handles the interruption, writes the
-    status of the run, and then ends the shipper.
+    `pipeline.tracking.shipper_protocol` lists the commands and the answers. The shipper
+    runs no user code. It ignores Ctrl-C: the trainer handles the interruption and then
+    tells the shipper the status of the run.
 
     Args:
-        opening: the first command, `open`.
+        opening: the first command.
     """
 
-    def __init__(self, opening: dict[str, Any]):
+    def __init__(self, opening: Open):
         self.process = imports.started(
             "pipeline.tracking.shipper", stdout=subprocess.PIPE
         )
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.send(opening)
 
-    def send(self, command: dict[str, Any]) -> None:
+    def send(self, command: Message) -> None:
         """Send one command. If the shipper has died, the next answer is an error."""
         with contextlib.suppress(OSError, ValueError):
-            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.write(command.encoded() + "\n")
             self.process.stdin.flush()
 
-    def answer(self, seconds: float) -> dict[str, Any] | None:
+    def answer(self, seconds: float) -> Message | None:
         """Return the next answer, or None if none arrives within `seconds`."""
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=max(0.0, seconds))
@@ -128,10 +134,8 @@ class ShipperProcess:
         # Ignore the ValueError for an incomplete line from a shipper that was killed.
         with contextlib.suppress(ValueError), self.process.stdout as answers:
             for line in answers:
-                self._answers.put(json.loads(line))
-        self._answers.put(
-            {"error": "the shipper ended without an answer", "died": True}
-        )
+                self._answers.put(shipper_protocol.decoded(line))
+        self._answers.put(Failed("the shipper ended without an answer", Fault.DIED))
 
 
 class Journal:
@@ -167,6 +171,12 @@ class Journal:
         self._run_id = ""
         self._lives = LIVES
         self._lag = LAG
+        # Held while a line is written. A thread may enter it twice, as a signal may
+        # interrupt a write.
+        self._lock = threading.RLock()
+        # Why the shipper has ended, and the reasons that were printed before.
+        self._reason = ""
+        self._reported: set[str] = set()
         self._checked_at = time.monotonic()
         self._deadline = self._checked_at
         self.shipper = self._open()
@@ -179,36 +189,39 @@ class Journal:
                 then call `abandon`.
         """
         while not self._is_offline:
-            answer = self._answer()
-            if "error" not in answer:
+            answer = self._wait_for_answer()
+            if not isinstance(answer, Failed):
                 return
-            key = answer.get("key", "tracking.uri")
-            if not self._recovers(answer, final=key != "tracking.uri"):
-                rule = answer.get("rule", AWAY.format(answer["error"]))
-                received = self.uri if key == "tracking.uri" else self.experiment
-                raise ConfigError(key, rule, received)
+            if answer.fault == Fault.DIED and self._lives:
+                self._replace_shipper()
+            elif answer.fault == Fault.CONFIG:
+                raise ConfigError(answer.key, answer.rule, self.experiment)
+            elif self._when_unreachable == "refuse":
+                raise ConfigError("tracking.uri", _unreachable_rule(answer), self.uri)
+            else:
+                self._wait_or_go_offline(answer)
 
-    def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
+    def start(self, path: Path, run: RunStart) -> RunIds | None:
         """Create the journal and the run.
 
         Args:
             path: the path of the new journal.
-            run: the description of the run, with the keys `experiment`, `name`,
-                `params`, `tags` and `system_metrics`.
+            run: the description of the run. The format, the store and the tag `journal`
+                are added.
 
         Returns:
-            The run's `run_id` and `experiment_id`, or {} if the run is offline.
+            The run's IDs, or None if it is offline.
 
         Raises:
             ConfigError: the folder has a run already, or another process trains in it.
             RuntimeError: the store did not accept the run.
         """
-        tags = {**run["tags"], "journal": uuid.uuid4().hex}
+        tags = {**run.tags, "journal": uuid.uuid4().hex}
         store = secrets.mask(sqlite_uri.absolute(self.uri))
-        start = {"format": FORMAT, "store": store, **run, "tags": tags}
+        run = replace(run, format=FORMAT, store=store, tags=tags)
         try:
             self._writer = journal_file.create(path)
-            self._writer.write({"start": start})
+            self._writer.write(Start(run).content())
             self._writer.flush()  # the shipper reads the line from the file
             self._writer.sync()
             durable.sync(path.parent)  # so that the file's name survives a crash
@@ -216,11 +229,11 @@ class Journal:
             self.abandon()
             raise
         ids = self._attach(path)
-        if ids:
-            self.write({"run": ids})
+        if ids is not None:
+            self.write(Created(ids))
         return ids
 
-    def resume(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
+    def resume(self, past: LockedPast, segment: Mapping[str, Any]) -> RunIds | None:
         """Resume a run.
 
         Args:
@@ -228,31 +241,32 @@ class Journal:
             segment: the settings that may have changed, see `provenance.segment`.
 
         Returns:
-            The run's `run_id` and `experiment_id`, or an empty dict if the run has
-            never been in a store.
+            The run's IDs, or None if the run has never been in a store.
         """
-        self._run_id = past.run.get("run_id", "")
+        self._run_id = past.run_id
         ids = self._attach(past.path, may_exist=True)
-        self._writer = past.writer()
-        if ids and ids != past.run:
-            self.write({"run": ids})
-        self.write({"resume": segment})
+        self._writer = past.truncated_writer()
+        if ids is not None and ids != past.run:
+            self.write(Created(ids))
+        self.write(Resume(segment))
         return ids or past.run
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Write one line, see `LineWriter.write`.
+    def write(self, line: Line) -> None:
+        """Write one line, see `LineWriter.write`, and check the shipper now and then.
 
-        If the last check of the shipper is more than `REVIVE` seconds ago, check it.
-        Each metric may be written only once per step.
+        Each metric may be written only once per step. Any thread may call this: the
+        user's own code logs metrics in threads of TensorFlow.
         """
-        self._writer.write(line)
-        if time.monotonic() - self._checked_at > REVIVE:
-            self._revive()
-            self._warn_if_behind()
+        with self._lock:
+            self._writer.write(line.content())
+            if time.monotonic() - self._checked_at > REVIVE:
+                self._read_reports()
+                self._revive(report=True)
 
     def position(self) -> Position:
         """Return the position after the last line that was written."""
-        return self._writer.position
+        with self._lock:
+            return self._writer.position
 
     def sync(self) -> None:
         """Wait until the lines in the file are on the disk; safe in any thread."""
@@ -260,7 +274,7 @@ class Journal:
 
     def ship_now(self) -> None:
         """Make the shipper ship the written lines now, not at its next interval."""
-        self.shipper.send({"unwritten": ""})
+        self.shipper.send(ShipNow())
 
     def close(self, status: str) -> str | None:
         """End the run, and wait until all lines are shipped or the store fails.
@@ -270,8 +284,8 @@ class Journal:
         """
         # Ignore a write error: `_finish` sends lines that are not on the disk to the
         # shipper.
-        with contextlib.suppress(OSError):
-            self._writer.write({"end": status})
+        with contextlib.suppress(OSError), self._lock:
+            self._writer.write(End(status).content())
 
         self._deadline = time.monotonic() + self.patience
         problem: str | None = "the store was not asked"
@@ -283,30 +297,24 @@ class Journal:
                     break
                 time.sleep(1)
         finally:  # an interruption ends the wait, and closes the file
-            self.abandon()
+            self.shipper.terminate()
             if not self._writer.close():
                 where = "which are lost" if problem else "which the store alone has"
                 say(f"the disk has no room for the last lines of {self._path}, {where}")
         return problem
 
     def abandon(self) -> None:
-        """End the shipper, even while it imports MLflow or prepares a new store.
+        """Give up before the run exists, and leave the store unchanged.
 
-        If no run was started, the store is left unchanged.
+        The shipper is ended. It may still be importing MLflow, or preparing a new store.
         """
         self.shipper.terminate()
 
     def _open(self) -> ShipperProcess:
-        return ShipperProcess(
-            {
-                "open": self.uri,
-                "experiment": self.experiment,
-                "patience": self.patience,
-                "places": artifact_locations.confined_to,
-            }
-        )
+        places = artifact_locations.confined_to
+        return ShipperProcess(Open(self.uri, self.experiment, self.patience, places))
 
-    def _attach(self, path: Path, *, may_exist: bool = False) -> dict[str, str]:
+    def _attach(self, path: Path, *, may_exist: bool = False) -> RunIds | None:
         """Make the shipper create or find the run.
 
         Args:
@@ -314,92 +322,83 @@ class Journal:
             may_exist: whether the run may already be in the store.
 
         Returns:
-            The IDs of the run, or an empty dict if the run is offline.
+            The IDs of the run, or None if the run is offline.
         """
         self._path = path
         while not self._is_offline:
             self._ship(may_exist=may_exist)
-            answer = self._answer()
-            if "error" not in answer:
-                self._run_id = answer["run_id"]
-                return answer
-            is_final = "key" in answer or not self._lives
-            if not self._recovers(answer, final=is_final):
-                self.abandon()
+            answer = self._wait_for_answer()
+            if isinstance(answer, Attached):
+                self._run_id = answer.run_id
+                return RunIds(answer.run_id, answer.experiment_id)
+
+            assert isinstance(answer, Failed)  # the only other answer to `Ship`
+            if answer.fault == Fault.DIED and self._lives:
+                self._replace_shipper()
+            elif (
+                answer.fault in (Fault.CONFIG, Fault.RUN_DIR)
+                or self._when_unreachable == "refuse"
+                or not self._lives
+            ):
+                self.shipper.terminate()
                 raise self._attach_error(answer)
-            if "died" not in answer:
+            else:
+                self._wait_or_go_offline(answer)
                 # Limit the number of attempts: the store may be reachable but reject
                 # this run.
                 self._lives -= 1
             self.ready()
             may_exist = True
-        return {}
+        return None
 
     def _ship(self, *, may_exist: bool) -> None:
-        """Send the shipper the command that names the run to ship."""
-        self.shipper.send(
-            {"ship": str(self._path), "may_exist": may_exist, "run_id": self._run_id}
-        )
+        """Tell the shipper which run to ship."""
+        self.shipper.send(Ship(str(self._path), may_exist, self._run_id))
 
-    def _attach_error(self, answer: dict[str, Any]) -> Exception:
+    def _attach_error(self, failure: Failed) -> Exception:
         """Return the exception for a shipper that could not create or find the run."""
         run_dir = str(self._path.parent)
-        if answer.get("key") == "RUN_DIR":
-            return ConfigError(answer["key"], answer["rule"], run_dir)
+        if failure.fault == Fault.RUN_DIR:
+            return ConfigError(failure.key, failure.rule, run_dir)
         command = foreign_store.sync_command(run_dir, self.uri)
         return RuntimeError(
-            f"the store did not take the run ({answer['error']}); "
+            f"the store did not take the run ({failure.error}); "
             f"what it has of it: {command}"
         )
 
-    def _recovers(self, answer: dict[str, Any], *, final: bool) -> bool:
-        """Recover from an error if possible: replace the shipper, wait, or go offline.
+    def _replace_shipper(self) -> None:
+        """Start another shipper in place of one that died, at most `LIVES` times."""
+        self._lives -= 1
+        self.shipper.terminate()  # closes its pipes
+        self.shipper = self._open()
 
-        A shipper that died is replaced, at most `LIVES` times. Any other error is
-        handled according to `when_unreachable`, unless the error is `final`.
-
-        Args:
-            answer: the shipper's answer with the error.
-            final: whether waiting or going offline cannot help.
-
-        Returns:
-            Whether training can continue.
-        """
-        if "died" in answer and self._lives > 0:
-            self._lives -= 1
-            self.abandon()
-            self.shipper = self._open()
-            return True
-
-        if final or self._when_unreachable == "refuse":
-            return False
-        self.abandon()
-        rule = answer.get("rule", AWAY.format(answer["error"]))
+    def _wait_or_go_offline(self, failure: Failed) -> None:
+        """Start another shipper after a while, or none, as `when_unreachable` says."""
+        self.shipper.terminate()
+        rule = _unreachable_rule(failure)
         if self._when_unreachable == "offline":
             self._is_offline = True
             say(
                 f"tracking.uri {rule}: "
                 "this run is kept in its directory, for pipeline sync"
             )
-            return True
+            return
         say(f"tracking.uri {rule}: waiting for it")
-        time.sleep(RETRY)
+        time.sleep(RECONNECT)
         self.shipper = self._open()
-        return True
 
-    def _answer(self, *, renew_patience: bool = True) -> dict[str, Any]:
-        """Return the shipper's next answer other than a progress report.
+    def _wait_for_answer(self, *, renew_patience: bool = True) -> Message:
+        """Wait for the shipper's next answer other than a progress report.
 
         Print a message if the store is failing or silent, and one per `SILENCE` seconds
-        while it makes progress. Each progress report restarts the time limit of
-        `patience` seconds.
+        while it makes progress. Each progress report moves `_deadline`, which is
+        `patience` seconds later.
 
         Args:
-            renew_patience: whether this call also restarts the time limit.
+            renew_patience: whether this call also moves the deadline.
 
         Returns:
-            The answer, or an error if the store makes no progress within the time
-            limit.
+            The answer, or `Failed` if the store makes no progress until the deadline.
         """
         told_at = time.monotonic()
         if renew_patience:
@@ -408,40 +407,63 @@ class Journal:
         problem = ""
         while (seconds := self._deadline - time.monotonic()) > 0:
             answer = self.shipper.answer(min(seconds, SILENCE))
-            if answer is None or "failing" in answer:
+            if answer is None or isinstance(answer, Failing):
                 if not problem:
                     store = secrets.mask(self.uri)
                     say(f"waiting for the store {store}, {seconds:.0f} s at most")
                 if answer is not None:
-                    problem = answer["failing"]
+                    problem = answer.error
                 elif not problem:
                     problem = silent
-            elif "left" in answer:
+            elif isinstance(answer, Progress):
                 problem = ""
                 self._deadline = time.monotonic() + self.patience
                 if time.monotonic() > told_at + SILENCE:
-                    say(f"still shipping: about {answer['left']:,} points left")
+                    say(f"still shipping: about {answer.left:,} points left")
                     told_at = time.monotonic()
             else:
                 return answer
-        return {"error": problem or silent}
+        return Failed(problem or silent)
 
-    def _revive(self) -> None:
-        """If the shipper has died, start another one, which ships the missing lines."""
+    def _revive(self, *, report: bool = False) -> None:
+        """Replace a shipper that died by one that ships what the store lacks.
+
+        Args:
+            report: whether to print why the shipper died, unless that is known already.
+        """
         self._checked_at = time.monotonic()
-        if not self._is_offline and not self.shipper.alive():
-            self.abandon()  # closes the pipes of the shipper that died
-            self.shipper = self._open()
-            self._ship(may_exist=True)
+        if self._is_offline or self.shipper.alive():
+            return
+        if report:
+            reason = self._reason or self._last_error()
+            if reason not in self._reported:
+                self._reported.add(reason)
+                say(f"the shipper ended and is replaced: {reason}")
+        self._reason = ""
+        self.shipper.terminate()  # closes its pipes
+        self.shipper = self._open()
+        self._ship(may_exist=True)
 
-    def _warn_if_behind(self) -> None:
-        """Print a message if the number of unshipped points exceeds a limit.
+    def _last_error(self) -> str:
+        """Return why a shipper that is not alive has ended."""
+        # The last answer of each shipper is `Failed`.
+        answer = self.shipper.answer(GRACE)
+        while answer is not None and not isinstance(answer, Failed):
+            answer = self.shipper.answer(GRACE)
+        return "" if answer is None else answer.error
 
-        The limit is `LAG` at first, and twice the last reported number afterwards.
+    def _read_reports(self) -> None:
+        """Print a message if more points are unshipped than at the last message.
+
+        The limit is `LAG` at first, and twice the reported number afterwards. If the
+        shipper has failed, the error is kept in `_reason`.
         """
         waiting = []
         while (answer := self.shipper.answer(0)) is not None:
-            waiting.append(answer.get("left", 0))
+            if isinstance(answer, Progress | Failing):
+                waiting.append(answer.left)
+            elif isinstance(answer, Failed) and not self._reason:
+                self._reason = answer.error
         if waiting and min(waiting) > self._lag:
             say(
                 "the store is slower than the run: "
@@ -455,19 +477,25 @@ class Journal:
         Returns:
             The reason why lines were not shipped, or None if all lines were shipped.
         """
-        self.shipper.send({"unwritten": self._writer.unwritten()})
+        unwritten = self._writer.unwritten()
+        if unwritten:
+            self.shipper.send(AddLines(unwritten))
         self.shipper.close()
-        while True:
-            answer = self._answer(renew_patience=False)
-            if "error" in answer:
-                break
-            if "shipped" in answer:
-                if answer.get("not_logged"):
-                    say(f"the model was not logged: {answer['not_logged']}")
-                return None
+        answer = self._wait_for_answer(renew_patience=False)
+        while not isinstance(answer, Failed | Shipped):
+            answer = self._wait_for_answer(renew_patience=False)
+        if isinstance(answer, Shipped):
+            if answer.not_logged:
+                say(f"the model was not logged: {answer.not_logged}")
+            return None
 
         # If there is time left, the shipper has answered with an error and ends by
         # itself. Otherwise it hangs, and `close` terminates it.
         if time.monotonic() < self._deadline:
             self.shipper.process.wait()
-        return str(answer["error"])
+        return str(answer.error)
+
+
+def _unreachable_rule(failure: Failed) -> str:
+    """Return the rule that a store broke which did not answer."""
+    return failure.rule or UNREACHABLE.format(failure.error)

@@ -7,7 +7,7 @@ Each line of the file is a JSON object that begins with a checksum:
 `crc` is a running CRC-32 in hexadecimal. It covers the rest of this line, including the
 newline, and the same part of all earlier lines. So every changed byte and every lost
 line is detected, and the lines before it stay valid. `time` is in milliseconds since
-1970. `pipeline.tracking.journal` lists the other keys of a line.
+1970. `pipeline.tracking.journal_lines` lists the other keys of a line.
 
 State of the file after a failure:
 
@@ -32,20 +32,34 @@ import os
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from pipeline.common.errors import ConfigError, as_config_error, say
-from pipeline.common.recorded import FormError, check
+from pipeline.common.recorded import FormError
+from pipeline.tracking import journal_lines
+from pipeline.tracking.journal_lines import (
+    FORMAT,
+    Artifact,
+    Created,
+    End,
+    Line,
+    Resume,
+    Row,
+    RunIds,
+    RunStart,
+    Start,
+    Tags,
+)
 
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
-DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
-MODEL = "logged_model-{}"  # folder of a saved model, removed once the model is shipped
-
-FORMAT = 1  # version of the line format, recorded in the first line
+# The record of the data. It is the last file that describes a run: its first line in the
+# journal marks that the description is complete. It may be logged again later.
+DATASET_RECORD = "dataset.json"
+MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
 
 # Offsets of the bytes that are locked.
 WRITER = 0
@@ -55,26 +69,6 @@ MOST_WAITING = 2**28  # maximum number of bytes buffered while the disk is full
 
 # Create the encoder once: `json.dumps` would create one per line.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_FORM = {
-    "time?": int,
-    "start?": {"store?": str, "tags?": {"journal?": str}},
-    "run?": {"run_id": str},
-    "dataset?": dict,
-    "context?": str,
-    "metrics?": dict,
-    "logged?": bool,  # whether the user's own code logged the metrics
-    "tags?": {str: str},
-    "fork_of?": str,
-    "resume?": dict,
-    "end?": str,
-    "step?": int,
-}
-# Key → other keys that a line with this key must also have.
-_COMPANIONS = {
-    "metrics": ("step", "time"),
-    "dataset": ("context",),
-    "end": ("time",),
-}
 _HEAD_LENGTH = len('{"crc":"00000000",')
 _CHUNK = 2**16  # bytes read at a time
 _LOCK_INTERVAL = 0.1  # seconds between two tries to lock a byte
@@ -116,7 +110,7 @@ def create(path: Path) -> "LineWriter":
     if rule:
         os.close(descriptor)
         raise ConfigError("hydra.run.dir", rule, str(path.parent))
-    return LineWriter(descriptor)
+    return LineWriter(descriptor, keep=BEGINNING)
 
 
 def has_begun(path: Path) -> bool:
@@ -137,6 +131,9 @@ class Position:
     crc: int
 
 
+BEGINNING = Position(0, 0)  # the position before the first line
+
+
 class LineReader:
     """Reads the lines of a journal, even while another process writes the journal.
 
@@ -153,7 +150,7 @@ class LineReader:
         self._lines_read = 0
         self._descriptor = descriptor
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def lines(self) -> Iterator[Line]:
         """Yield the complete lines after `offset`."""
         size = _CHUNK
         while True:
@@ -167,7 +164,7 @@ class LineReader:
             else:
                 size *= 2  # the line is longer than the chunk
 
-    def continued(self, text: str) -> Iterator[dict[str, Any]]:
+    def continued(self, text: str) -> Iterator[Line]:
         """Yield the remaining lines of the file, then the lines in `text`.
 
         The first line of `text` may begin in the file.
@@ -178,7 +175,7 @@ class LineReader:
         for line in (beginning + text.encode()).splitlines(keepends=True):
             yield self._parse(line)
 
-    def _parse(self, text: bytes) -> dict[str, Any]:
+    def _parse(self, text: bytes) -> Line:
         crc = zlib.crc32(text[_HEAD_LENGTH:], self.crc)
         if text[:_HEAD_LENGTH] != _head(crc):
             if self._lines_read == 0 and text.startswith(b'{"time":'):
@@ -189,56 +186,43 @@ class LineReader:
         self.crc = crc
         self._lines_read += 1
         try:
-            line: dict[str, Any] = json.loads(text)
-            _check_line(line)
-        # Reject content that this package did not write, although its checksum is
-        # correct.
+            return journal_lines.parsed(json.loads(text))
+        # The checksum is correct, but the content was not written by this package.
         except (ValueError, RecursionError) as error:
             raise FormError(f"line {self._lines_read}: {error}") from error
-        return line
-
-
-def _check_line(line: dict[str, Any]) -> None:
-    """Raise a `FormError` if a line lacks a key or has a value of a wrong type."""
-    check(line, _FORM, [])
-    for key, companions in _COMPANIONS.items():
-        for companion in companions:
-            if key in line and companion not in line:
-                raise FormError(f"{companion} is missing")
-    for value in line.get("metrics", {}).values():
-        if not isinstance(value, int | float):
-            raise FormError("metrics must be numbers")
 
 
 class LineWriter:
-    """Appends lines to a journal.
+    """Truncates a journal, and appends lines to it.
 
     While the disk is full, lines are buffered in memory. They are written once there is
     space again.
 
     Args:
         descriptor: the file, opened for writing and locked.
-        offset: the number of bytes to keep; the rest of the file is removed.
-        crc: the running checksum of the lines in these bytes.
+        keep: the position up to which the file is kept; the rest of it is removed.
     """
 
-    def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
+    def __init__(self, descriptor: int, keep: Position):
         self._descriptor = descriptor
-        self._offset = offset
-        self._crc = crc
+        self._offset = keep.offset
+        self._crc = keep.crc
         self._waiting = bytearray()
-        os.ftruncate(descriptor, offset)
-        os.lseek(descriptor, offset, os.SEEK_SET)
+        os.ftruncate(descriptor, keep.offset)
+        os.lseek(descriptor, keep.offset, os.SEEK_SET)
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, content: Mapping[str, Any]) -> None:
         """Write one line; add the current time unless the line has a `time`.
+
+        Args:
+            content: the line as a JSON object, see `journal_lines.Line.content`.
 
         Raises:
             OSError: the file cannot be written, or the disk is full and more than
                 `MOST_WAITING` bytes are buffered.
         """
         now = int(time.time() * 1000)
-        body = (_encode({"time": now, **line})[1:] + "\n").encode()
+        body = (_encode({"time": now, **content})[1:] + "\n").encode()
         was_waiting = bool(self._waiting)
         self._crc = zlib.crc32(body, self._crc)
         text = _head(self._crc) + body
@@ -300,20 +284,17 @@ def _head(crc: int) -> bytes:
 class Past:
     """The state of a run according to its journal.
 
-    The journal stays locked until `close`, so that only one process resumes the run.
-
     Attributes:
         path: the file.
-        descriptor: the open file.
-        start: the content of the first line: format, store, params, tags.
-        run: the run's `run_id` and `experiment_id`. Empty if the run was never in a
-            store.
-        steps: the steps of the rows, by the prefix of their metrics, such as `val`.
+        start: the content of the first line.
+        run: the run's IDs; None if it was never in a store.
+        steps: the steps that have a row, by the prefix of its metrics, such as `val`.
         logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
         tags: the tags that were set after the start of the run.
         resumed: the description of each segment after the first one.
-        positions: the position after each line.
+        positions: the position after each line that can be read.
+        last_position: the last one of these positions.
         described: whether all inputs and artifacts that precede training were logged.
         status: FINISHED, FAILED or KILLED, or None if the last segment has no `end`
             line.
@@ -321,15 +302,15 @@ class Past:
     """
 
     path: Path
-    descriptor: int
-    start: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, str] = field(default_factory=dict)
+    start: RunStart = field(default_factory=RunStart)
+    run: RunIds | None = None
     steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     logged: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     last: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    resumed: list[dict[str, Any]] = field(default_factory=list)
+    resumed: list[Mapping[str, Any]] = field(default_factory=list)
     positions: set[Position] = field(default_factory=set)
+    last_position: Position = BEGINNING
     described: bool = False
     status: str | None = None
     damage: str = ""
@@ -348,76 +329,134 @@ class Past:
         Args:
             run_dir: a directory with a journal of this version.
             key: the argument that names the run in an error.
-            running: whether to accept a running run; the journal is then not locked.
-            seconds: how long to wait for the lock.
+            running: whether to accept a run that another process trains.
+            seconds: how long to wait for the end of such a run.
 
         Raises:
             ConfigError: there is no journal of this version, or the run is running.
         """
-        path = run_dir / JOURNAL_NAME
-        with as_config_error(key, f"must have a {JOURNAL_NAME}", str(run_dir)):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        past = cls(path, descriptor)
+        descriptor = _opened(run_dir, key)
         try:
-            if not running and not lock(descriptor, WRITER, seconds):
-                raise ConfigError(key, "is still running", str(run_dir))
-            past._read(key)
+            if not running:
+                _lock_to_write(descriptor, run_dir, key, seconds)
+            past = cls(run_dir / JOURNAL_NAME)
+            past._read(descriptor, key)
             return past
-        except BaseException:
-            past.close()
-            raise
+        finally:
+            os.close(descriptor)
+
+    @property
+    def run_id(self) -> str:
+        """The ID of the run; empty if it was never in a store."""
+        return "" if self.run is None else self.run.run_id
 
     @property
     def updates(self) -> set[int]:
         """Return the updates with a row of training metrics."""
         return self.steps["train"]
 
-    def writer(self) -> LineWriter:
-        """Return a writer that continues after the last complete line."""
-        return LineWriter(self.descriptor, self._reader.offset, self._reader.crc)
-
-    def close(self) -> None:
-        """Close the file, which releases its lock."""
-        os.close(self.descriptor)
-
-    def _read(self, key: str) -> None:
-        self._reader = LineReader(self.descriptor)
+    def _read(self, descriptor: int, key: str) -> None:
+        reader = LineReader(descriptor)
         try:
-            for line in self._reader.lines():
+            for line in reader.lines():
                 self._add(line)
-                position = Position(self._reader.offset, self._reader.crc)
-                self.positions.add(position)
+                self.last_position = Position(reader.offset, reader.crc)
+                self.positions.add(self.last_position)
         except (FormError, OSError) as error:
             self.damage = str(error)
 
-        version = self.start.get("format")
-        tags = self.start.get("tags", {})
-        is_complete = "store" in self.start and "journal" in tags
+        version = self.start.format
+        is_complete = self.start.store != "" and "journal" in self.start.tags
         if version != FORMAT or not is_complete:
             problem = f"format {version}"
-            if not self.start:
+            if self.start == RunStart():
                 problem = self.damage or "it is empty"
             elif not is_complete:
                 problem = "its first line lacks the store or the tags"
             rule = f"must have a journal of format {FORMAT} ({problem})"
             raise ConfigError(key, rule, str(self.path.parent))
 
-    def _add(self, line: dict[str, Any]) -> None:
-        if "metrics" in line:
-            for name in line["metrics"]:
-                if line.get("logged"):
-                    self.logged[name].add(line["step"])
-                else:
-                    kind = name.partition("/")[0]
-                    self.steps[kind].add(line["step"])
-            self.last |= line["metrics"]
-        elif "resume" in line:
-            self.resumed.append(line["resume"])
-            self.status = None
+    def _add(self, line: Line) -> None:
+        match line:
+            case Row():
+                self._add_row(line)
+            case Start(start):
+                self.start = start
+            case Created(run):
+                self.run = run
+            case Tags(tags):
+                self.tags |= tags
+            case Artifact(name):
+                self.described = self.described or name == DATASET_RECORD
+            case Resume(segment):
+                self.resumed.append(segment)
+                self.status = None
+            case End(status):
+                self.status = status
 
-        if line.get("artifact") == DESCRIBED:
-            self.described = True
-        self.tags |= line.get("tags", {})
-        self.start = line.get("start", self.start)
-        self.run = line.get("run", self.run)
-        self.status = line.get("end", self.status)
+    def _add_row(self, row: Row) -> None:
+        for name in row.metrics:
+            if row.logged:
+                self.logged[name].add(row.step)
+            else:
+                kind = name.partition("/")[0]
+                self.steps[kind].add(row.step)
+        self.last |= row.metrics
+
+
+@dataclass
+class LockedPast(Past):
+    """The state of a run that this process may resume.
+
+    The journal stays locked until `close`, so that no other process resumes the run.
+
+    Attributes:
+        descriptor: the open file.
+    """
+
+    descriptor: int = field(kw_only=True)
+
+    @classmethod
+    def open(cls, run_dir: Path, key: str = "RUN") -> Self:
+        """Open, lock and read the journal in `run_dir`.
+
+        Args:
+            run_dir: a directory with a journal of this version.
+            key: the argument that names the run in an error.
+
+        Raises:
+            ConfigError: there is no journal of this version, or the run is running.
+        """
+        descriptor = _opened(run_dir, key)
+        try:
+            _lock_to_write(descriptor, run_dir, key)
+            past = cls(run_dir / JOURNAL_NAME, descriptor=descriptor)
+            past._read(descriptor, key)
+            return past
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def truncated_writer(self) -> LineWriter:
+        """Remove what cannot be read from the file, and return a writer for the rest.
+
+        The writer owns the file and the lock: close the writer in place of this object.
+        """
+        return LineWriter(self.descriptor, keep=self.last_position)
+
+    def close(self) -> None:
+        """Close the file, which releases its lock."""
+        os.close(self.descriptor)
+
+
+def _opened(run_dir: Path, key: str) -> int:
+    with as_config_error(key, f"must have a {JOURNAL_NAME}", str(run_dir)):
+        return os.open(run_dir / JOURNAL_NAME, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _lock_to_write(
+    descriptor: int, run_dir: Path, key: str, seconds: float = 0.0
+) -> None:
+    """Lock a journal as its writer; raise a ConfigError if another process has it."""
+    if not lock(descriptor, WRITER, seconds):
+        raise ConfigError(key, "is still running", str(run_dir))

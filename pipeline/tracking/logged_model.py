@@ -44,6 +44,9 @@ REQUIREMENTS = ("keras", "tensorflow", "mlflow", "numpy")
 def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) -> None:
     """Save the model with its signature.
 
+    This changes the process for good: the model loses its optimizer, MLflow's warnings
+    about models are silenced, and Keras draws no progress bars.
+
     The result of `mlflow.pyfunc.load_model` makes the same predictions as the model. A
     model that Keras cannot serialize, such as a subclass without `get_config`, is saved
     as a SavedModel, which can only predict.
@@ -195,11 +198,12 @@ def warm_up() -> None:
         )
 
 
-def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
+def code_to_save(model: keras.Model, targets: Iterable[str]) -> list[str]:
     """Return the paths of user code that is needed to load a model.
 
-    These are the modules and packages below the working directory, except those in
-    `site-packages`.
+    These are modules and packages below the working directory, without `site-packages`.
+    Code from elsewhere, such as a folder in PYTHONPATH, is not included: it may be any
+    library. `tracking.code` can name it. `provenance.hashes_of_own_code` covers it.
 
     Args:
         model: the model, whose layers may be of the user's own classes.

@@ -12,20 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import requests
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
-from mlflow.exceptions import MlflowException
 
 from pipeline.common import durable, imports
 
 TAG = "pipeline.model"  # tag of a logged model: the name of its folder
 TOLD = 1.0  # seconds between two progress reports of an upload
-# MLflow's error codes for which a request is worth repeating.
-AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
-
-Tell = Callable[[], object]
 
 
 def ship(
@@ -33,7 +27,7 @@ def ship(
     experiment_id: str,
     run_id: str,
     folder: Path,
-    tell: Tell = lambda: None,
+    tell: Callable[[], object] = lambda: None,
 ) -> None:
     """Log the model in `folder`, and remove the folder.
 
@@ -79,19 +73,6 @@ def ship(
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def may_pass(error: Exception) -> bool:
-    """Return whether a failed request may succeed if it is repeated.
-
-    This holds if the store was unreachable, busy, or had an internal error.
-    """
-    if isinstance(error, MlflowException):
-        return error.error_code in AWAY
-    response = getattr(error, "response", None)
-    if response is not None:
-        return response.status_code >= 500 or response.status_code in (408, 429)
-    return isinstance(error, requests.RequestException)
-
-
 def _check_files(folder: Path) -> None:
     for path in (folder, *folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -126,7 +107,7 @@ def _output_ids(run: Any) -> list[str]:
 
 
 @contextmanager
-def _telling(tell: Tell) -> Iterator[None]:
+def _telling(tell: Callable[[], object]) -> Iterator[None]:
     """Call `tell` every `TOLD` seconds within the block."""
     done = threading.Event()
 

@@ -123,7 +123,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
     return {
         "run_dir": str(run_dir.absolute()),
         "git": git(),
-        "code": own_code(),
+        "code": hashes_of_own_code(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         **_hardware(),
@@ -221,10 +221,13 @@ def git() -> dict[str, Any]:
     return {"commit": commit, "clean": _git("status", "--porcelain") == ""}
 
 
-def own_code() -> dict[str, str]:
+def hashes_of_own_code() -> dict[str, str]:
     """Return the SHA-256 of each imported file that is the user's own.
 
-    The keys are the files' paths relative to their folder in `sys.path`.
+    These are all files that are not installed and not of this package, wherever they
+    lie. `logged_model.code_to_save` is limited to the working directory.
+
+    The keys are the files' paths relative to the folder in `sys.path`.
     """
     hashes = {}
     for name, module in list(sys.modules.items()):

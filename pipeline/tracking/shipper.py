@@ -1,31 +1,12 @@
 """The process that ships a journal to MLflow: `python -m pipeline.tracking.shipper`.
 
-It reads commands from standard input, one line of JSON each, in this order, and writes
-the answers to standard output:
-
-    {"open": URI, "experiment": …, "places": …, "patience": seconds}
-        →  {}
-    {"ship": path of the journal, "may_exist": whether the run may exist,
-     "run_id": the run's ID, or "" if it is not known}
-        →  {"run_id": …, "experiment_id": …}
-    {"unwritten": lines that are not in the file, or ""}, any number of times
-        →  no answer; all lines so far are shipped now
-
-The shipper follows the journal until its standard input is closed, and then ships the
-rest. Meanwhile it reports the result of each request to the store:
-
-    {"left": approximate number of points that the store lacks}
-    {"failing": error in one line}, optionally with "left"
-
-The last answer is one of these:
-
-    {"shipped": number of points, "not_logged": why the model was not logged, or ""}
-    {"error": error in one line}, with "key" and "rule" for a `ConfigError`
+It reads commands from standard input, and writes answers to standard output; see
+`pipeline.tracking.shipper_protocol`. It follows the journal until its standard input is
+closed, and then ships the rest.
 """
 
 import atexit
 import gc
-import json
 import os
 import select
 import signal
@@ -36,6 +17,20 @@ from typing import Any
 
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
+from pipeline.tracking import shipper_protocol
+from pipeline.tracking.shipper_protocol import (
+    AddLines,
+    Attached,
+    Failed,
+    Failing,
+    Fault,
+    Message,
+    Open,
+    Opened,
+    Progress,
+    Ship,
+    Shipped,
+)
 from pipeline.trust import artifact_locations
 
 if __name__ == "__main__":
@@ -43,7 +38,9 @@ if __name__ == "__main__":
     # function that is registered first is called last.
     atexit.register(os._exit, 0)
 with imports.without_collections():
+    from pipeline.tracking.run_creation import RunDirError
     from pipeline.tracking.store import Store
+    from pipeline.tracking.system_metrics import SystemSampler
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
 INTERVAL = 5.0  # seconds between two requests, and between two system samples
@@ -58,15 +55,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     sys.unraisablehook = _report_unraisable
 
-    command = _command()
-    if command is None:
+    opening = _command()
+    if opening is None:
         return
-    places = command["places"]
     confined: Any = nullcontext()
-    if places is not None:  # None for the user's own store: artifacts may lie anywhere
-        confined = artifact_locations.confined(command["open"], places)
+    # Without places, the store is the user's own, and artifacts may lie anywhere.
+    if opening.places is not None:
+        confined = artifact_locations.confined(opening.uri, opening.places)
     with confined:
-        _serve(command["open"], command["experiment"], command["patience"])
+        _serve(opening)
 
 
 def _report_unraisable(unraisable: Any) -> None:
@@ -76,12 +73,20 @@ def _report_unraisable(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _serve(uri: str, experiment: str, patience: float) -> None:
+def _serve(opening: Open) -> None:
     """Open the store, and ship the journal that the next command names."""
     try:
-        store = Store(uri)
-        store.check(experiment)
-        _answer({})
+        store = Store(opening.uri)
+    except ConfigError as error:
+        _answer(Failed(first_line(error), rule=error.rule))
+        return
+    except Exception as error:
+        _answer(Failed(first_line(error)))
+        return
+
+    try:
+        store.check(opening.experiment)
+        _answer(Opened())
         store.prepare()  # while the trainer imports TensorFlow
         # Exclude all objects so far from garbage collection. Scanning them repeatedly
         # doubled the time of a request.
@@ -91,36 +96,56 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if command is None:
             return
-        uploader = Uploader(
-            store,
-            Path(command["ship"]),
-            may_exist=command["may_exist"],
-            run_id=command["run_id"],
-            # Wait for the shipper of an earlier trainer, which may still be shipping.
-            seconds=2 * patience,
-            tell=lambda left: _answer({"left": left}),
-        )
-        _answer({"run_id": uploader.run_id, "experiment_id": uploader.experiment_id})
-        _follow(uploader)
-        uploader.finish(patience, lambda error: _answer({"failing": first_line(error)}))
-        if uploader.damage:
-            _answer({"error": uploader.damage})
-        else:
-            _answer({"shipped": uploader.sent, "not_logged": uploader.not_logged})
+        _answer(_ship(store, command, opening.patience))
+    except RunDirError as error:
+        _answer(Failed(first_line(error), Fault.RUN_DIR, error.key, error.rule))
     except ConfigError as error:
-        _answer({"error": first_line(error), "key": error.key, "rule": error.rule})
+        _answer(Failed(first_line(error), Fault.CONFIG, error.key, error.rule))
     except Exception as error:
-        _answer({"error": first_line(error)})
+        _answer(Failed(first_line(error)))
 
 
-def _follow(uploader: Uploader) -> None:
+def _ship(store: Store, command: Ship, patience: float) -> Message:
+    """Ship a journal until the trainer has ended, and return the last answer.
+
+    Args:
+        store: the store.
+        command: names the journal.
+        patience: seconds without progress after which the last error is raised.
+    """
+    uploader = Uploader(
+        store,
+        Path(command.path),
+        may_exist=command.may_exist,
+        run_id=command.run_id,
+        # Wait for the shipper of an earlier trainer, which may still be shipping.
+        seconds=2 * patience,
+        tell=lambda left: _answer(Progress(left)),
+    )
+    _answer(Attached(uploader.run_id, uploader.experiment_id))
+    sampler = None
+    if uploader.start.system_metrics:
+        sampler = SystemSampler(store.uri, uploader.run_id, uploader.start.gpus)
+    _follow(uploader, sampler)
+    uploader.finish(patience, lambda error: _answer(Failing(first_line(error))))
+    if uploader.damage:
+        return Failed(uploader.damage)
+    return Shipped(uploader.sent, uploader.not_logged)
+
+
+def _follow(uploader: Uploader, sampler: SystemSampler | None) -> None:
     """Ship the written lines at intervals, until the trainer closes standard input.
 
     A request that fails is repeated after `INTERVAL` seconds.
+
+    Args:
+        uploader: ships the journal.
+        sampler: samples the system metrics; None for a run that does not log them.
     """
     has_more = False
     is_failing = False
-    uploader.sample()  # now, as a run may be shorter than the interval
+    if sampler is not None:
+        uploader.add_sample(sampler.sample())  # a run may be shorter than the interval
     while True:
         seconds = 0 if has_more and not is_failing else INTERVAL
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
@@ -128,14 +153,15 @@ def _follow(uploader: Uploader) -> None:
             command = _command()
             if command is None:
                 return
-            uploader.add_unwritten(command["unwritten"])
+            if isinstance(command, AddLines):
+                uploader.add_unwritten(command.text)
 
         # Read nothing more while requests fail, so that memory holds at most the lines
         # of one request.
         if not is_failing:
             has_more = uploader.read()
-            if not has_more:
-                uploader.sample()
+            if not has_more and sampler is not None:
+                uploader.add_sample(sampler.sample())
         try:
             uploader.ship()
             is_failing = False
@@ -143,18 +169,18 @@ def _follow(uploader: Uploader) -> None:
             raise
         except Exception as error:
             is_failing = True
-            _answer({"left": uploader.left(), "failing": first_line(error)})
+            _answer(Failing(first_line(error), uploader.left()))
 
 
-def _command() -> dict[str, Any] | None:
+def _command() -> Any:
     """Return the next command, or None at the end of standard input."""
     line = sys.stdin.readline()
-    return json.loads(line) if line else None
+    return shipper_protocol.decoded(line) if line else None
 
 
-def _answer(answer: dict[str, Any]) -> None:
+def _answer(answer: Message) -> None:
     try:
-        print(json.dumps(answer), flush=True)
+        print(answer.encoded(), flush=True)
     except BrokenPipeError:
         sys.stdout = None  # the trainer has died: drop this and all later answers
 

@@ -39,6 +39,9 @@ TAGS = {"mlflow.experimentKind": "custom_model_development"}
 class Store:
     """A store that answers; a SQLite store is created when its first run starts.
 
+    For a server, this process no longer follows HTTP redirects of MLflow's requests,
+    unless the environment variable MLFLOW_ALLOW_HTTP_REDIRECTS is set already.
+
     Attributes:
         uri: the URI of the store.
         database: the file of a SQLite store, or None for any other store.
@@ -160,7 +163,8 @@ class Store:
     def find_run(self, journal: str, run_id: str = "") -> Run | None:
         """Return the run whose tag `journal` has a given value, or None.
 
-        All experiments are searched, including deleted ones.
+        All experiments are searched, including deleted ones. A new SQLite store is
+        created first, see `client`.
 
         Args:
             journal: the value of the tag.

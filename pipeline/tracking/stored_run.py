@@ -3,9 +3,8 @@
 import errno
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -13,18 +12,28 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.common.errors import first_line
 from pipeline.common.secrets import mask
-from pipeline.tracking import model_upload
-from pipeline.tracking.confirmed import Confirmed
+from pipeline.tracking import failures, model_upload
+from pipeline.tracking.expected import Expected, InputId
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal_file import MODEL
+from pipeline.tracking.journal_lines import (
+    NOT_LOGGED,
+    Artifact,
+    End,
+    Fork,
+    Input,
+    Line,
+    Model,
+    Resume,
+    Tags,
+)
 from pipeline.tracking.store import Store
 
 MOST_FORKS = 140  # maximum number of run IDs in a tag
 
 # Tags of a run.
 FORKS = "forks"  # the IDs of runs that began with a checkpoint of this run
-NOT_LOGGED = "model.not_logged"  # why the model is not in the store
-NOT_SHIPPED = "not_shipped"  # a line that the store rejected, or an unreadable file
+NOT_SHIPPED_TAG = "not_shipped"  # a line that the store rejected, or an unreadable file
 
 
 class IncompleteError(OSError):
@@ -43,9 +52,9 @@ class StoredRun:
         tell: called about every second while a model is uploaded.
 
     Attributes:
-        confirmed: the names of the shipped items.
-        not_logged: why the model could not be logged, or "" if the model was logged or
-            there is none.
+        expected: what the store must have of the run when it ends.
+        not_logged: why the model could not be logged; empty if it was logged, or if
+            there is no model.
     """
 
     def __init__(
@@ -62,11 +71,11 @@ class StoredRun:
         self.run_id = run_id
         self.experiment_id = experiment_id
         self.folder = folder
-        self.confirmed = Confirmed()
+        self.expected = Expected()
         self.not_logged = ""
         self._tell = tell
 
-    def ship(self, line: dict[str, Any], *, is_last: bool) -> None:
+    def ship(self, line: Line, *, is_last: bool) -> None:
         """Ship one line.
 
         Args:
@@ -78,37 +87,42 @@ class StoredRun:
             IncompleteError: at the end of the run, the store lacks a confirmed item.
             Exception: the store did not answer, or rejected a request.
         """
-        if "dataset" in line:
-            self._ship_dataset(line)
-        for key, value in line.get("tags", {}).items():
-            self.client.set_tag(self.run_id, key, value)
-            self.confirmed.tags.add(key)
-            self.confirmed.removed_tags.discard(key)
-        if "fork_of" in line:
-            self._tag_source(line["fork_of"])
-        if "artifact" in line:
-            self._ship_artifact(str(line["artifact"]))
-        if "model" in line:
-            self._ship_model(str(line["model"]))
-        if "resume" in line:
-            self._reopen_run()
-        if "end" in line and is_last:
-            self._end_run(line)
+        match line:
+            case Input():
+                self._ship_input(line)
+            case Tags(tags):
+                self._ship_tags(tags)
+            case Fork(source):
+                self._tag_source(source)
+            case Artifact(name):
+                self._ship_artifact(str(name))
+            case Model(name):
+                self._ship_model(str(name))
+            case Resume():
+                self._reopen_run()
+            case End() if is_last:
+                self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Record in the tag `NOT_SHIPPED` which item was not shipped, and why."""
-        self.client.set_tag(self.run_id, NOT_SHIPPED, problem[:LONGEST_TAG])
+        """Set the tag `NOT_SHIPPED_TAG` to a description of what the store lacks."""
+        self.client.set_tag(self.run_id, NOT_SHIPPED_TAG, problem[:LONGEST_TAG])
 
-    def _ship_dataset(self, line: dict[str, Any]) -> None:
+    def _ship_input(self, line: Input) -> None:
         """Log one input.
 
         MLflow may reject an input that another run inserts at the same time. The caller
         then repeats the request.
         """
-        tags = [InputTag("mlflow.data.context", line["context"])]
-        dataset = DatasetInput(Dataset(**line["dataset"]), tags)
-        self.client.log_inputs(self.run_id, [dataset])
-        self.confirmed.inputs.add(line["dataset"]["name"])
+        dataset = Dataset(**line.dataset)
+        tags = [InputTag("mlflow.data.context", line.context)]
+        self.client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+        self.expected.inputs.add(InputId(dataset.name, dataset.digest))
+
+    def _ship_tags(self, tags: Mapping[str, str]) -> None:
+        for key, value in tags.items():
+            self.client.set_tag(self.run_id, key, value)
+            self.expected.tags.add(key)
+            self.expected.removed_tags.discard(key)
 
     def _tag_source(self, source: str) -> None:
         """Add this run to the tag `FORKS` of the run from which it was forked."""
@@ -119,7 +133,7 @@ class StoredRun:
                 newest = [*forks, self.run_id][-MOST_FORKS:]
                 self.client.set_tag(source, FORKS, ", ".join(newest))
         except MlflowException as error:
-            if model_upload.may_pass(error):  # otherwise the source was deleted
+            if failures.is_temporary(error):  # otherwise the source was deleted
                 raise
 
     def _ship_artifact(self, name: str) -> None:
@@ -145,7 +159,7 @@ class StoredRun:
             place = f"plugins/profile/{name.partition('.')[0]}"
         self.client.log_artifact(self.run_id, str(file), place)
         if place is None:
-            self.confirmed.artifacts.add(name)
+            self.expected.artifacts.add(name)
 
     def _ship_model(self, name: str) -> None:
         """Log the model called `name`.
@@ -165,7 +179,7 @@ class StoredRun:
                 self._tell,
             )
         except Exception as error:
-            if model_upload.may_pass(error):
+            if failures.is_temporary(error):
                 raise
             self.not_logged = mask(first_line(error))
             self.client.set_tag(self.run_id, NOT_LOGGED, self.not_logged[:LONGEST_TAG])
@@ -175,29 +189,29 @@ class StoredRun:
         try:
             self.client.delete_tag(self.run_id, "failure")
         except MlflowException as error:
-            if model_upload.may_pass(error):  # otherwise the run has no such tag
+            if failures.is_temporary(error):  # otherwise the run has no such tag
                 raise
-        self.confirmed.tags.discard("failure")
-        self.confirmed.removed_tags.add("failure")
+        self.expected.tags.discard("failure")
+        self.expected.removed_tags.add("failure")
         self.client.update_run(self.run_id, "RUNNING")
 
-    def _end_run(self, line: dict[str, Any]) -> None:
+    def _end_run(self, line: End) -> None:
         """Close the run, and check that other processes see the new status.
 
         If the store is a server, first check that it has everything that it confirmed.
         A database needs no such check.
         """
         if self.store.is_served:
-            lacking = self.confirmed.lacking(self.client, self.run_id)
+            lacking = self.expected.lacking(self.client, self.run_id)
             if lacking:
                 raise IncompleteError(
                     f"the store lacks {lacking} when it is read again, "
                     "which it has confirmed"
                 )
-        self.client.set_terminated(self.run_id, line["end"], line["time"])
+        self.client.set_terminated(self.run_id, line.end, line.time)
         status = self.store.status(self.run_id)
-        if status != line["end"]:
+        if status != line.end:
             raise OSError(
                 f"the store has the run as {status} when it is read again, "
-                f"and not as {line['end']}"
+                f"and not as {line.end}"
             )

@@ -25,9 +25,8 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         ConfigError: the user named the run, and it cannot be shipped to this store.
     """
     try:
-        # Wait a second for the lock: another sync may be reading the journal.
+        # Wait a second: another sync may be reading the journal.
         past = Past.read(Path(folder), "RUN_DIR", seconds=1.0)
-        past.close()
     except ConfigError as error:
         if named:
             raise
@@ -56,7 +55,7 @@ def _ship(
 ) -> str | None:
     """Ship the journal; return a summary, or None if the run was skipped."""
     place = f"the journal in {folder}"
-    uri = own.followed(str(past.start["store"]), place, moves=not past.run)
+    uri = own.followed(past.start.store, place, moves=not past.run_id)
 
     from pipeline.tracking.store import Store  # imports MLflow
     from pipeline.tracking.uploader import Uploader
@@ -66,16 +65,15 @@ def _ship(
     except ConfigError as error:  # not a user error: the store may answer later
         raise OSError(str(error)) from error
 
-    run_id = past.run.get("run_id", "")
     if skip_complete and not store.is_new():
-        run = store.find_run(past.start["tags"]["journal"], run_id)
+        run = store.find_run(past.start.tags["journal"], past.run_id)
         # A run with the expected status is complete, since the status is shipped last.
         expected = past.status or "KILLED"
         if run is not None and run.info.status == expected:
             return None
 
     uploader = Uploader(
-        store, past.path, may_exist=True, run_id=run_id, seconds=patience
+        store, past.path, may_exist=True, run_id=past.run_id, seconds=patience
     )
     with closing(uploader):
         uploader.finish(patience)

@@ -7,6 +7,40 @@ from typing import Any
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from pipeline.common import nvidia
+from pipeline.common.errors import first_line, say
+
+
+class SystemSampler:
+    """Samples the system metrics of a run. An error costs samples, never the run.
+
+    Args:
+        uri: the URI of the store.
+        run_id: the ID of the run.
+        gpus: the GPUs of the run, see `system_sampler`.
+    """
+
+    def __init__(self, uri: str, run_id: str, gpus: Sequence[int] | None):
+        self._uri = uri
+        self._run_id = run_id
+        self._gpus = gpus
+        self._read: Callable[[], dict[str, float]] | None = None
+        self._has_failed = False
+
+    def sample(self) -> dict[str, float]:
+        """Return the current metrics by name; empty if they cannot be read.
+
+        The first error is printed.
+        """
+        try:
+            if self._read is None:
+                self._read = system_sampler(self._uri, self._run_id, self._gpus)
+            return self._read()
+        except Exception as error:  # for example, the driver of a GPU has failed
+            self._read = None  # the monitors may hold half a sample: make new ones
+            if not self._has_failed:
+                self._has_failed = True
+                say(f"system metrics cannot be sampled: {first_line(error)}")
+            return {}
 
 
 def system_sampler(

@@ -1,6 +1,6 @@
-"""Names the metrics, params, tags and artifacts that a run logs to MLflow.
+"""Writes what a run logs to MLflow: its metrics, params, tags, inputs and files.
 
-They are written as lines of the run's journal, see `pipeline.tracking.journal`.
+Everything is written to the run's journal, see `pipeline.tracking.journal`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from pipeline.common import durable, nvidia, rounding
-from pipeline.common.errors import say
 from pipeline.common.secrets import mask
-from pipeline.common.signals import Terminated
 from pipeline.config import key_kinds, plain
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
@@ -28,7 +26,23 @@ from pipeline.dataset.checksums import DataFiles
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.journal_file import DESCRIBED, JOURNAL_NAME, MODEL, Past
+from pipeline.tracking.journal_file import (
+    DATASET_RECORD,
+    JOURNAL_NAME,
+    MODEL,
+    LockedPast,
+)
+from pipeline.tracking.journal_lines import (
+    NOT_LOGGED,
+    Artifact,
+    Fork,
+    Input,
+    Model,
+    Row,
+    RunIds,
+    RunStart,
+    Tags,
+)
 
 if TYPE_CHECKING:
     import keras
@@ -115,11 +129,17 @@ class Tracker:
         # Mask everything: not only the config, but also the dataset's name and the tags
         # may hold a secret.
         masked = plain.mapped(run, mask)
-        self._begin(self.journal.start(self.run_dir / JOURNAL_NAME, masked))
+        path = self.run_dir / JOURNAL_NAME
+        self._begin(self.journal.start(path, RunStart(**masked)))
         self._describe(spec, data, dataset)
 
     def resume(
-        self, past: Past, after: int, spec: RunSpec, data: Data, dataset: dict[str, Any]
+        self,
+        past: LockedPast,
+        after: int,
+        spec: RunSpec,
+        data: Data,
+        dataset: dict[str, Any],
     ) -> None:
         """Resume a run. Rows that its journal already has are not written again.
 
@@ -139,12 +159,23 @@ class Tracker:
         elif dataset["files"]:
             # Log the record again: the run may have ended before the checksums were
             # computed.
-            self._artifact(DESCRIBED, _json(dataset))
+            self._artifact(DATASET_RECORD, _json(dataset))
 
-        segments = [past.start["segment"], *past.resumed, segment]
+        segments = [past.start.segment, *past.resumed, segment]
         self._artifact("segments.json", _json(segments))
-        tags = {"segments": str(len(segments))}
-        self.journal.write({"tags": tags})
+        self.tag({"segments": str(len(segments))})
+
+    def forked_from(self, run_id: str) -> None:
+        """Record this run as a fork in the run with the ID `run_id`."""
+        self.journal.write(Fork(run_id))
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """Set tags of the run."""
+        self.journal.write(Tags(tags))
+
+    def file(self, name: str) -> None:
+        """Log a file that lies in the run directory already."""
+        self.journal.write(Artifact(name))
 
     def update(
         self,
@@ -172,23 +203,22 @@ class Tracker:
         if plan.stages:
             training["accumulation_factor"] = micro_steps - plan.micro_steps(update - 1)
         row = _prefixed("train", training) | _prefixed("perf", performance)
-        self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
+        self._row("train", Row(update, row, time=int(at * 1000)))
 
-    def cut(self, plan: Plan) -> None:
-        """Use a plan with other micro-batch sizes from now on.
+    def change_plan(self, plan: Plan) -> None:
+        """Use a plan with other micro-batch sizes from now on, and tag the run with it.
 
-        The plan's tags, which record the change and the update, are set on the run.
+        The plan's tags record the sizes and the update of each change.
         """
         self.plan = plan
-        self.journal.write({"tags": plan.tags})
+        self.tag(plan.tags)
 
     def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
         """Tag the run with the reduced micro-batch size for the evaluation of a split.
 
         The size is reduced if a larger micro-batch does not fit into memory.
         """
-        tags = {f"micro_batch_size.{name}": str(micro_batch_size)}
-        self.journal.write({"tags": tags})
+        self.tag({f"micro_batch_size.{name}": str(micro_batch_size)})
 
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
@@ -196,19 +226,18 @@ class Tracker:
         """Log a table in the format of MLflow's `log_table`."""
         self._artifact(name, json.dumps({"columns": columns, "data": rows}) + "\n")
         logged = json.dumps([{"path": name, "type": "table"}])
-        self.journal.write({"tags": {"mlflow.loggedArtifacts": logged}})
+        self.tag({"mlflow.loggedArtifacts": logged})
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the evaluation after `update` updates."""
         row = _prefixed("val", results)
         # Repeat the counter: MLflow's charts need the x-axis metric at the same steps.
         row["val/examples_seen"] = self.plan.examples_seen(update)
-        self._row("val", {"step": update, "metrics": row})
+        self._row("val", Row(update, row))
 
     def test(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the test split, for the weights after `update` updates."""
-        row = _prefixed("test", results)
-        self._row("test", {"step": update, "metrics": row})
+        self._row("test", Row(update, _prefixed("test", results)))
 
     def user_metric(self, update: int, name: str, value: float) -> bool:
         """Write a metric from the user's own code, under the name `train/…`.
@@ -223,12 +252,11 @@ class Tracker:
             return False
         steps.add(update)
         if update not in self._logged_before.get(key, ()):
-            line = {"step": update, "metrics": {key: value}, "logged": True}
-            self.journal.write(line)
+            self.journal.write(Row(update, {key: value}, logged=True))
         return True
 
-    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the summary of the training, which has ended or was interrupted.
+    def summary(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
+        """Write the tags of a run that has trained, and the row of its best evaluation.
 
         Args:
             updates: the number of completed updates.
@@ -239,25 +267,11 @@ class Tracker:
         if stopped_by is not None:
             callback = f"training.callbacks.{stopped_by}"
             tags["stopped_by"] = f"{callback} after update {updates}"
-        self.journal.write({"tags": tags})
+        self.tag(tags)
         if best is not None:
             row = best.row()
             if row:
-                self._row("best", {"step": best.update, "metrics": row})
-
-    def check_files(self) -> None:
-        """Wait for the checksums of the data's files, and check that no file changed.
-
-        An interruption ends the wait, and the checksums are left out.
-
-        Raises:
-            DataError: a file has changed since the run began.
-        """
-        try:
-            self._files.wait()
-        except (KeyboardInterrupt, Terminated):  # do not fail a run that has trained
-            say("the checksums of the data are left out")
-        self._files.check()
+                self._row("best", Row(best.update, row))
 
     def log_model(self, model: keras.Model, example: Any, code: Sequence[str]) -> None:
         """Save the trained model to the run directory, and log it.
@@ -274,7 +288,11 @@ class Tracker:
         # that was shipped.
         durable.sync_tree(folder)
         durable.sync(self.run_dir)
-        self.journal.write({"model": name})
+        self.journal.write(Model(name))
+
+    def model_not_logged(self, reason: str) -> None:
+        """Record why the run has no logged model."""
+        self.tag({NOT_LOGGED: mask(reason)})
 
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED.
@@ -287,9 +305,9 @@ class Tracker:
             The reason why lines were not shipped, or None if all lines were shipped.
         """
         if self._computes_checksums and self._files.checksums:
-            self.journal.write({"artifact": DESCRIBED})
+            self.file(DATASET_RECORD)
         if failure:
-            self.journal.write({"tags": {"failure": mask(failure)[:LONGEST_TAG]}})
+            self.tag({"failure": mask(failure)[:LONGEST_TAG]})
         return self.journal.close(status)
 
     def _params(self, recorded: dict[str, Any], model: keras.Model) -> dict[str, Any]:
@@ -324,12 +342,13 @@ class Tracker:
             tags[STAGES] = json.dumps(self.plan.changes)
         return tags
 
-    def _begin(self, ids: dict[str, str]) -> None:
+    def _begin(self, ids: RunIds | None) -> None:
         self.begun = True
-        self.run_id = ids.get("run_id", "")
+        if ids is not None:
+            self.run_id = ids.run_id
 
     def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
-        """Log the inputs and the first artifacts; the file `DESCRIBED` comes last.
+        """Log the inputs and the first artifacts.
 
         Also start to compute the checksums of the data's files, unless the config turns
         checksums off or `dataset` has them already.
@@ -337,8 +356,8 @@ class Tracker:
         for name, split in data.splits.items():
             context = "training" if name == "train" else name
             entry = _dataset_entry(data, context, split, data.count(name))
-            line = {"dataset": entry, "context": context}
-            self.journal.write(plain.mapped(line, mask))
+            masked = plain.mapped(entry, mask)
+            self.journal.write(Input(masked, mask(context)))
 
         environment = provenance.environment(self.run_dir)
         # Mask the overrides now: YAML could break a secret in a long override across
@@ -352,7 +371,8 @@ class Tracker:
         }
         if environment["git"].get("clean") is False:
             texts["git.diff"] = provenance.diff()
-        texts[DESCRIBED] = _json(dataset)
+        # This file comes last: its line marks the end of the description.
+        texts[DATASET_RECORD] = _json(dataset)
         for name, text in texts.items():
             self._artifact(name, text)
 
@@ -372,17 +392,17 @@ class Tracker:
         file.
         """
         text = _json({**dataset, "files": checksums})
-        durable.write_text(self.run_dir / DESCRIBED, mask(text))
+        durable.write_text(self.run_dir / DATASET_RECORD, mask(text))
 
     def _artifact(self, name: str, text: str) -> None:
         """Write a file to the run directory, then a line that logs it."""
         durable.write_text(self.run_dir / name, mask(text))
-        self.journal.write({"artifact": name})
+        self.file(name)
 
-    def _row(self, kind: str, line: dict[str, Any]) -> None:
+    def _row(self, kind: str, row: Row) -> None:
         """Write a row, unless it was written before the run was resumed."""
-        if line["step"] not in self._written.get(kind, ()):
-            self.journal.write(line)
+        if row.step not in self._written.get(kind, ()):
+            self.journal.write(row)
 
 
 def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:

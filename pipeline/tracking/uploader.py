@@ -8,36 +8,38 @@ processes die meanwhile:
   that created the run was lost.
 - A process that opens the run reads which points the store has, and adds only the
   missing points.
+- `failures` says which failed requests are repeated.
 - A failed request may still have taken effect. Its content is kept and sent again until
   a request succeeds. MLflow stores a repeated point once; a repeated tag, input or file
   replaces the earlier one.
 - Points are sent before the other lines that were read with them, and the end of the
   run is sent last. So a run that has its final status is complete.
-- A proxy in front of a server may confirm a request and lose it. So before the end of
-  the run, everything that a server has confirmed is read again: each step of each
-  metric, params, tags, inputs and artifacts. If an item is missing, all lines are
-  shipped again.
+- A proxy before a server may confirm a request and lose it. So before the end of the
+  run, what the server must have is read again: each step of each metric in the journal,
+  params, tags, inputs, and the artifacts in the root folder. If anything is missing,
+  all lines are shipped again. Models, system metrics and profiles are not read again.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from pipeline.common import imports
-from pipeline.common.errors import ConfigError, first_line
-from pipeline.common.recorded import FormError
-from pipeline.tracking.confirmed import Confirmed, stored_steps
-from pipeline.tracking.journal_file import SHIPPER, LineReader, lock
+from pipeline.common.errors import first_line
+from pipeline.tracking import failures
+from pipeline.tracking.expected import Expected, stored_steps
+from pipeline.tracking.journal_cursor import JournalCursor
+from pipeline.tracking.journal_file import SHIPPER, lock
+from pipeline.tracking.journal_lines import Line, Row
 from pipeline.tracking.params import param_text
-from pipeline.tracking.store import Store, check_id
+from pipeline.tracking.run_creation import RunDirError, find_or_create
+from pipeline.tracking.store import Store
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
-from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
 
 POINTS_PER_REQUEST = 1000  # MLflow's limit
@@ -45,21 +47,10 @@ POINTS_PER_REQUEST = 1000  # MLflow's limit
 # repeated request, which is slow.
 POINTS_AFTER_FAILURE = 50
 PARAMS_PER_REQUEST = 100  # MLflow's limit
-TRIES = 5  # maximum attempts for a request that the store rejects for its content
+# Maximum number of attempts to ship a line that the store rejects: another run may have
+# logged the same input at the same time.
+TRIES = 5
 RETRY = 1.0  # seconds between two attempts
-# MLflow's error codes for requests that are rejected for their content.
-REJECTIONS = (
-    "INVALID_PARAMETER_VALUE",
-    "BAD_REQUEST",
-    "RESOURCE_ALREADY_EXISTS",
-    "INVALID_STATE",
-)
-
-# Tag of a run: the number of the segment whose `end` line may be missing in the
-# journal, because the disk was full.
-UNWRITTEN = "journal.unwritten"
-
-Tell = Callable[[int], object]  # takes the approximate number of unshipped points
 
 
 class StoreGoneError(OSError):
@@ -78,16 +69,14 @@ class Uploader:
         tell: called after each request with the approximate number of unshipped points.
 
     Attributes:
+        start: the content of the journal's first line.
         run_id: the run's ID.
         experiment_id: the ID of the run's experiment.
         sent: the number of points that were sent.
-        status: the run's final status according to the lines read so far, or None if it
-            has not ended.
-        damage: why the journal cannot be read further, or "" if it can be read.
 
     Raises:
-        ConfigError: the run is deleted, is being shipped by another process, or has
-            artifacts outside the allowed locations.
+        RunDirError: the run is deleted, or is being shipped by another process.
+        ConfigError: the run has artifacts that lie where they must not.
     """
 
     def __init__(
@@ -98,91 +87,94 @@ class Uploader:
         may_exist: bool,
         run_id: str = "",
         seconds: float = 0.0,
-        tell: Tell = lambda _: None,
+        tell: Callable[[int], object] = lambda _: None,
     ):
         self._store = store
-        self._folder = path.parent
         self._tell = tell
 
         # Points, and lines without points, that were read but not confirmed.
         self._points: list[Metric] = []
-        self._lines: list[dict[str, Any]] = []
-        # Metric → the steps of the points that the store had when the run was opened.
-        self._stored: dict[str, set[int]] = {}
-        # Lines that are missing in the journal because the disk was full, and the same
-        # lines if they must be shipped again.
-        self._unwritten: list[dict[str, Any]] = []
-        self._unwritten_again: list[dict[str, Any]] = []
+        self._lines: list[Line] = []
+        # Metric → the steps of the points that the store had when all lines were
+        # shipped from the start.
+        self._steps_in_store: dict[str, set[int]] = {}
         self._starts_over = False
         self._starts = 0
         self._incomplete_since: float | None = None
 
-        self._sample_system: Callable[[], dict[str, float]] | None = None
         self._samples = 0
         self._points_per_request = POINTS_PER_REQUEST
         self._tries = 0
-        self._last_step = 0
-        self._segment = 0
-        self._points_read = 0
         self.sent = 0
-        self.status: str | None = None
-        self.damage = ""
 
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not lock(self._descriptor, SHIPPER, seconds):
-                rule = "is being shipped by another process"
-                raise ConfigError("RUN_DIR", rule, str(path.parent))
-            self._reader = LineReader(self._descriptor)
-            self._open_run(next(self._reader.lines()), may_exist, run_id)
+                raise RunDirError("is being shipped by another process", path.parent)
+            self._cursor = JournalCursor(self._descriptor)
+            self.start = self._cursor.start.start
+            self.client = store.client()
+            self._file_id = store.file_id()
+            # The run as the store had it when all lines were shipped from the start.
+            self._mlflow_run = find_or_create(
+                store,
+                self._cursor.start,
+                path.parent,
+                may_exist=may_exist,
+                run_id=run_id,
+            )
+            self.run_id: str = self._mlflow_run.info.run_id
+            self.experiment_id: str = self._mlflow_run.info.experiment_id
+            self._stored_run = StoredRun(
+                store,
+                self.client,
+                self.run_id,
+                self.experiment_id,
+                path.parent,
+                lambda: self._tell(self.left()),
+            )
+            self._stored_run.expected = self._first_expected()
+            self._check_and_complete(is_new=not may_exist)
+            self._steps_in_store = self._read_steps_in_store(self._mlflow_run)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def status(self) -> str | None:
+        """The run's final status by the lines read so far; None if it has not ended."""
+        return self._cursor.status
+
+    @property
+    def damage(self) -> str:
+        """Why the journal cannot be read further; empty if it can be read."""
+        return self._cursor.damage
 
     @property
     def not_logged(self) -> str:
         """Why the model was not logged, or "" if it was logged or there is no model."""
         return self._stored_run.not_logged
 
-    def read(self, *, ended: bool = False) -> bool:
+    def read(self) -> bool:
         """Read about as many lines as one request can ship.
-
-        Args:
-            ended: whether the trainer has ended. If there are no more lines and no
-                `end` line was read, the run is then ended as KILLED.
 
         Returns:
             Whether any lines were read.
         """
-        before = self._reader.offset
-        for line in self._readable(self._reader.lines()):
+        has_lines = False
+        for line in self._cursor.lines():
+            has_lines = True
             self._add(line)
             if len(self._points) >= POINTS_PER_REQUEST:
                 break
-        if self._reader.offset > before:
-            return True
-        if self._unwritten_again:
-            for line in self._unwritten_again:
-                self._add(line)
-            self._unwritten_again = []
-            return True
-        if ended and self.status is None:
-            self._add_end()
-        return False
+        return has_lines
 
     def add_unwritten(self, text: str) -> None:
         """Read the rest of the journal, then the lines in `text`.
 
         These lines are missing in the journal because the disk was full.
         """
-        if not text:
-            return
-        for line in self._readable(self._reader.continued(text)):
-            if "end" in line:
-                note = {"tags": {UNWRITTEN: str(self._segment)}}
-                self._unwritten.append(note)
-                self._add(note)
-            self._unwritten.append(line)
+        for line in self._cursor.unwritten_lines(text):
             self._add(line)
 
     def left(self) -> int:
@@ -190,18 +182,15 @@ class Uploader:
 
         The number of points in the unread part of the journal is estimated.
         """
-        unread_bytes = os.fstat(self._descriptor).st_size - self._reader.offset
-        unread_points = unread_bytes * self._points_read // self._reader.offset
-        return len(self._points) + unread_points
+        return len(self._points) + self._cursor.unread_points()
 
-    def sample(self) -> None:
-        """Take one sample of the system metrics, to be shipped with the next request.
+    def add_sample(self, values: Mapping[str, float]) -> None:
+        """Add one sample of the system metrics, to be shipped with the next request.
 
         As in MLflow, the step of a sample is the number of earlier samples.
         """
-        if self._sample_system is None:
+        if not values:
             return
-        values = self._sample_system()
         now = int(time.time() * 1000)
         for name, value in values.items():
             self._points.append(Metric(f"system/{name}", value, now, self._samples))
@@ -240,7 +229,9 @@ class Uploader:
         """
         while True:
             starts = self._starts
-            has_more = self.read(ended=True)
+            has_more = self.read()
+            if not has_more and self.status is None:
+                self._lines += self._cursor.missing_end(self._mlflow_run)
             self._ship_patiently(patience, report)
             if not has_more and self._starts == starts:
                 return
@@ -249,178 +240,77 @@ class Uploader:
         """Close the journal, which releases its lock."""
         os.close(self._descriptor)
 
-    def _open_run(self, line: dict[str, Any], may_exist: bool, run_id: str) -> None:
-        """Find or create the run, and read which points the store already has.
+    def _check_and_complete(self, *, is_new: bool) -> None:
+        """Check the artifact location, and log missing params.
 
         Args:
-            line: the first line of the journal.
-            may_exist: whether another process may have created the run.
-            run_id: the run's ID, or "" if it is not known.
+            is_new: whether this process has created the run, which then ends as FAILED
+                if this fails.
         """
-        start = line["start"]
-        self.client = self._store.client()
-        self._file_id = self._store.file_id()
-        run = None
-        if may_exist:
-            run = self._find_run(start["tags"]["journal"], run_id)
-        if run is None:
-            self.experiment_id = self._store.experiment(start["experiment"])
-            run = self._create_run(line)
-        else:
-            self.experiment_id = run.info.experiment_id
-        self._run = run
-        self.run_id = run.info.run_id
-        self._stored_run = StoredRun(
-            self._store,
-            self.client,
-            self.run_id,
-            self.experiment_id,
-            self._folder,
-            lambda: self._tell(self.left()),
-        )
         try:
-            self._prepare_run(start)
+            places = artifact_locations.confined_to
+            if places is not None:
+                artifact_uri = self._mlflow_run.info.artifact_uri
+                artifact_locations.check(artifact_uri, self._store.uri, places)
+            self._complete_params(self._mlflow_run)
         except Exception:
-            if not may_exist:
+            if is_new:
                 # Suppress errors here, so that the trainer gets the original error.
                 with contextlib.suppress(Exception):
                     self.client.set_terminated(self.run_id, "FAILED")
             raise
-        self._stored = self._read_stored_points()
 
-    def _find_run(self, journal: str, run_id: str = "") -> Any:
-        """Return the run with this value of the tag `journal`, or None.
-
-        Raises:
-            ConfigError: the run is deleted.
-        """
-        run = self._store.find_run(journal, run_id)
-        if run is not None and run.info.lifecycle_stage != "active":
-            command = f"mlflow runs restore --run-id {run.info.run_id}"
-            rule = f"must have a run that is not deleted: {command}"
-            raise ConfigError("RUN_DIR", rule, str(self._folder))
-        return run
-
-    def _create_run(self, line: dict[str, Any]) -> Any:
-        """Create the run, with up to `TRIES` attempts.
-
-        A failed request may still have created the run. So MLflow's own retries are
-        disabled, and before each further attempt the run is searched for.
-        """
-        start = line["start"]
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                # MLflow reads the variable at each request.
-                with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):
-                    run = self.client.create_run(
-                        self.experiment_id, line["time"], start["tags"], start["name"]
-                    )
-                check_id(run.info.run_id, "a run")
-                return run
-            except MlflowException as error:
-                if tries == TRIES or error.error_code in REJECTIONS:
-                    raise
-            time.sleep(RETRY)
-            run = self._find_run(start["tags"]["journal"])
-            if run is not None:
-                return run
-
-    def _prepare_run(self, start: dict[str, Any]) -> None:
-        """Check the artifact location, log missing params, and start the sampler."""
-        places = artifact_locations.confined_to
-        if places is not None:
-            artifact_uri = self._run.info.artifact_uri
-            artifact_locations.check(artifact_uri, self._store.uri, places)
-
-        self._complete_params(start)
-        if start["system_metrics"]:
-            self._sample_system = system_sampler(
-                self._store.uri, self.run_id, start.get("gpus")
-            )
-
-    def _complete_params(self, start: dict[str, Any]) -> None:
-        """Log the params that the store lacks."""
-        self._stored_run.confirmed.params.update(start["params"])
+    def _complete_params(self, run: Any) -> None:
+        """Log the params that `run`, the run as it was read, lacks."""
         params = []
-        for name, value in start["params"].items():
-            if name not in self._run.data.params:
+        for name, value in self.start.params.items():
+            if name not in run.data.params:
                 params.append(Param(name, param_text(value)))
         for first in range(0, len(params), PARAMS_PER_REQUEST):
             batch = params[first : first + PARAMS_PER_REQUEST]
             self.client.log_batch(self.run_id, params=batch)
 
-    def _read_stored_points(self) -> dict[str, set[int]]:
+    def _first_expected(self) -> Expected:
+        """Return what the store must have before any line after the first is read."""
+        return Expected(params=set(self.start.params))
+
+    def _read_steps_in_store(self, run: Any) -> dict[str, set[int]]:
         """Return the steps that the store has for each metric of the journal.
 
         Also count the samples of system metrics that the store has.
+
+        Args:
+            run: the run as it was read.
         """
         stored: dict[str, set[int]] = {}
-        if not self._run.data.metrics:
+        if not run.data.metrics:
             return stored
-        keys = set()
-        reader = LineReader(self._descriptor)
-        with contextlib.suppress(FormError):
-            for line in reader.lines():
-                keys.update(line.get("metrics", ()))
+        keys = self._cursor.metric_names()
         # Ignore metrics that are not in the journal: somebody else may have logged
         # them.
-        for key in self._run.data.metrics:
+        for key in run.data.metrics:
             if key in keys:
-                stored[key] = self._stored_steps(key)
+                stored[key] = self._read_steps(key)
             elif key.startswith("system/"):
-                self._samples = max(self._samples, len(self._stored_steps(key)))
+                self._samples = max(self._samples, len(self._read_steps(key)))
         return stored
 
-    def _stored_steps(self, key: str) -> set[int]:
+    def _read_steps(self, key: str) -> set[int]:
         self._tell(self.left())
         return stored_steps(self.client, self.run_id, key)
 
-    def _readable(self, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield lines up to the first damaged line, which is reported in `damage`."""
-        try:
-            yield from lines
-        except FormError as error:
-            self.damage = f"The journal cannot be read further: {error}."
-
-    def _add(self, line: dict[str, Any]) -> None:
-        if "metrics" in line:
+    def _add(self, line: Line) -> None:
+        if isinstance(line, Row):
             self._add_row(line)
-            return
-        self._lines.append(line)
-        if "resume" in line:
-            self._segment += 1
-            self.status = None
-        self.status = line.get("end", self.status)
+        else:
+            self._lines.append(line)
 
-    def _add_row(self, line: dict[str, Any]) -> None:
-        step = line["step"]
-        self._last_step = max(step, self._last_step)
-        self._points_read += len(line["metrics"])
-        self._stored_run.confirmed.add_row(step, line["metrics"])
-        for key, value in line["metrics"].items():
-            if step not in self._stored.get(key, ()):
-                self._points.append(Metric(key, value, line["time"], step))
-
-    def _add_end(self) -> None:
-        """Add an `end` line for a trainer that died without writing one.
-
-        If the disk was full, only the store may have the end of the run. Then the run's
-        status and end time are kept; otherwise the run is ended as KILLED.
-        """
-        info = self._run.info
-        unwritten_segment = self._run.data.tags.get(UNWRITTEN)
-        if unwritten_segment == str(self._segment) and info.end_time is not None:
-            self._add({"end": info.status, "time": info.end_time})
-            return
-        failure = self.damage
-        if not failure:
-            failure = (
-                f"The process ended without a word after update {self._last_step}."
-            )
-        self._add({"tags": {"failure": failure}})
-        self._add({"end": "KILLED", "time": int(time.time() * 1000)})
+    def _add_row(self, row: Row) -> None:
+        assert row.time is not None  # a row without a time is not read
+        self._stored_run.expected.add_row(row.step, row.metrics)
+        for key, value in row.metrics.items():
+            if row.step not in self._steps_in_store.get(key, ()):
+                self._points.append(Metric(key, value, row.time, row.step))
 
     def _ship_patiently(
         self, patience: float, report: Callable[[Exception], object]
@@ -472,33 +362,28 @@ class Uploader:
             self._starts_over = True
             raise
         except MlflowException as error:
-            if error.error_code not in REJECTIONS:  # the store is unreachable
+            if not failures.is_rejected(error):
                 raise
             self._tries += 1
             if self._tries < TRIES:
                 raise
-            kind = next(key for key in line if key not in ("crc", "time"))
-            self._stored_run.note(f"{kind}: {first_line(error)}")
+            self._stored_run.note(f"{line.KEY}: {first_line(error)}")
         self._tries = 0
         del self._lines[0]
 
     def _start_over(self) -> None:
         """Prepare to ship all lines again, since the store lost an item."""
         run = self.client.get_run(self.run_id)
-        reader = LineReader(self._descriptor)
-        start = next(reader.lines())["start"]
-        self._run = run
-        self._stored_run.confirmed = Confirmed()
-        self._complete_params(start)
-        self._stored = self._read_stored_points()
+        self._complete_params(run)
+        steps_in_store = self._read_steps_in_store(run)
+        cursor = self._cursor.from_start()
 
         # Change the state last, since the requests above may fail.
-        self._reader = reader
+        self._mlflow_run = run
+        self._steps_in_store = steps_in_store
+        self._stored_run.expected = self._first_expected()
+        self._cursor = cursor
         self._points = []
         self._lines = []
-        self._unwritten_again = list(self._unwritten)
-        self._segment = 0
-        self._points_read = 0
-        self.status = None
         self._starts += 1
         self._starts_over = False

@@ -36,8 +36,9 @@ class UserMetrics:
         self.update = 0
         self.taken: frozenset[str] = frozenset()
         self._tracker = tracker
-        self._reported: set[str] = set()  # keys of messages that were printed
-        # Lock the tracker, since functions in `tf.py_function` run in other threads.
+        self._reported: set[str] = set()  # lines that were printed
+        # Host code of layers runs in threads of TensorFlow. The lock covers the check
+        # for an earlier value; the journal has one of its own for each line.
         self._lock = threading.Lock()
 
     @contextmanager

@@ -287,14 +287,14 @@ class Recorder:
     def log_end(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
         """Log that training has ended or was interrupted after `updates` updates."""
         if self.tracker is not None:
-            self.tracker.trained(updates, stopped_by, best)
+            self.tracker.summary(updates, stopped_by, best)
 
     def cut(self, plan: Plan) -> None:
         """Continue with a plan that has other micro-batches. Call `fetch` first."""
         self.plan = plan
         self._compiled_kinds = set()
         if self.tracker is not None:
-            self.tracker.cut(plan)
+            self.tracker.change_plan(plan)
 
     def start_clock(self) -> None:
         """Count the time from now on as the time of updates."""

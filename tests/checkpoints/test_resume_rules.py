@@ -19,6 +19,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import compose
 from pipeline.config.resolve import resolve
 from pipeline.tracking import journal_file
+from pipeline.tracking.journal_lines import RunStart
 from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline
 
@@ -279,7 +280,7 @@ def test_a_run_that_goes_on_keeps_its_own_store_unless_another_is_named(monkeypa
 
     def resumed(store: str, *overrides: str) -> str:
         composed = compose.composed(overrides)
-        past = SimpleNamespace(start={"store": store})
+        past = SimpleNamespace(start=RunStart(store=store))
         spec = resume_rules.with_own_store(resolve(composed, overrides), past)
         return spec.config.tracking.uri
 
@@ -410,8 +411,8 @@ def test_a_damaged_config_is_rejected_by_its_line(tmp_path):
     ],
 )
 def test_a_damaged_record_of_the_data_is_rejected_by_its_line(tmp_path, text, reason):
-    (tmp_path / journal_file.DESCRIBED).write_text(text)
-    past = SimpleNamespace(described=True, run={})
+    (tmp_path / journal_file.DATASET_RECORD).write_text(text)
+    past = SimpleNamespace(described=True, run_id="")
     for key in ("RUN", "hydra.run.dir"):
         continuation = Continuation(tmp_path, key, None, past, None)
         rule = (
@@ -425,11 +426,9 @@ def test_a_damaged_record_of_the_data_is_rejected_by_its_line(tmp_path, text, re
 def test_in_another_precision_it_is_another_run(precision):
     recorded = resolve(compose.composed([]), []).recorded
     spec = resolve(compose.composed([f"hardware.precision={precision}"]), [])
-    start = {
-        "store": spec.config.tracking.uri,
-        "segment": {"cut": {"effective_batch_size": 128}},
-    }
-    past = SimpleNamespace(run={}, start=start)
+    segment = {"cut": {"effective_batch_size": 128}}
+    start = RunStart(store=spec.config.tracking.uri, segment=segment)
+    past = SimpleNamespace(run_id="", start=start)
     rule = "hardware.precision must be that of the run, 'float32'"
     with pytest.raises(ConfigError, match=rule):
         resume_rules.changes(recorded, spec, past)

@@ -12,6 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.journal_lines import Artifact, Input, Row, RunIds, RunStart
 
 UPDATES = 400
 # Seconds that a busy machine may take for what is instant, such as ending a shipper.
@@ -41,24 +42,23 @@ def opened(uri: str, folder: Path, experiment: str, **options: object) -> Journa
     return journal
 
 
-def begin(journal: Journal, folder: Path) -> dict[str, str]:
+def begin(journal: Journal, folder: Path) -> RunIds | None:
     """Create the run, with all that a run logs before it trains; return its IDs."""
     folder.mkdir(exist_ok=True)
     params = {f"key.{number}": str(number) for number in range(120)}
-    run = {
-        "experiment": journal.experiment,
-        "name": "one",
-        "params": params,
-        "tags": {"mine": "1"},
-    }
-    answer = journal.start(
-        folder / JOURNAL_NAME, {**run, "system_metrics": False, "segment": SEGMENT}
+    run = RunStart(
+        experiment=journal.experiment,
+        name="one",
+        params=params,
+        tags={"mine": "1"},
+        segment=SEGMENT,
     )
-    journal.write({"dataset": DATASET, "context": "training"})
+    ids = journal.start(folder / JOURNAL_NAME, run)
+    journal.write(Input(DATASET, "training"))
     for name in ("config.yaml", "dataset.json"):
         (folder / name).write_text(f"{name}\n")
-        journal.write({"artifact": name})
-    return answer
+        journal.write(Artifact(name))
+    return ids
 
 
 def train(journal: Journal, first: int, last: int) -> None:
@@ -69,15 +69,9 @@ def train(journal: Journal, first: int, last: int) -> None:
             "train/learning_rate": 0.1,
             "train/gradient_norm": step**0.5,
         }
-        journal.write({"time": FIRST + step, "step": step, "metrics": row})
+        journal.write(Row(step, row, time=FIRST + step))
         if step % 100 == 0:
-            journal.write(
-                {
-                    "time": FIRST + step,
-                    "step": step,
-                    "metrics": {"val/loss": 2.0 / step},
-                }
-            )
+            journal.write(Row(step, {"val/loss": 2.0 / step}, time=FIRST + step))
 
 
 def fields(uri: str, experiment: str) -> dict[str, object]:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import sys
 import threading
 import time
 import zlib
@@ -25,6 +26,8 @@ from pipeline.tracking import store as tracking_store
 from pipeline.tracking.foreign_store import DEFAULT_STORE, OwnStore, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.journal_lines import Artifact, Row, RunStart, Tags
+from pipeline.tracking.shipper_protocol import Failed, Fault, Progress, Shipped
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.uploader import Uploader
 from tests.running import Store, environment, one_process, pipeline, python, wait
@@ -50,18 +53,14 @@ def begun(folder):
     place_store(folder)
     journal = Journal(f"sqlite:///{folder}/mlruns/mlflow.db", "pipeline")
     journal.ready()
-    journal.start(folder / JOURNAL_NAME, RUN)
+    journal.start(folder / JOURNAL_NAME, RunStart(**RUN))
     return journal
 
 
 def write(journal, *steps):
     for step in steps:
-        journal.write(
-            {
-                "step": step,
-                "metrics": {"train/loss": 1.0 / step, "train/learning_rate": 0.1},
-            }
-        )
+        metrics = {"train/loss": 1.0 / step, "train/learning_rate": 0.1}
+        journal.write(Row(step, metrics))
 
 
 def points(folder):
@@ -82,10 +81,11 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     place_store(tmp_path)
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
+    run = RunStart(**RUN | {"params": {"a//b": "1"}})
     with pytest.raises(
         RuntimeError, match=r"the store did not take the run .*: pipeline sync "
     ):
-        journal.start(tmp_path / JOURNAL_NAME, RUN | {"params": {"a//b": "1"}})
+        journal.start(tmp_path / JOURNAL_NAME, run)
     assert Store(tmp_path).run().info.status == "FAILED"
 
 
@@ -94,7 +94,7 @@ def test_a_new_store_is_put_in_place_at_once(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     assert not (tmp_path / "mlruns").exists()  # until a run starts
-    journal.start(tmp_path / JOURNAL_NAME, RUN)
+    journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN))
     assert journal.close("FINISHED") is None
     assert Store(tmp_path).run().info.status == "FINISHED"
     assert not list((tmp_path / "mlruns").glob("*.new"))
@@ -105,7 +105,7 @@ def test_a_journal_is_of_one_run(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     with pytest.raises(ConfigError, match="must be a folder without a run in it"):
-        journal.start(tmp_path / JOURNAL_NAME, RUN)
+        journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN))
     assert not (tmp_path / "mlruns").exists()
 
 
@@ -130,7 +130,7 @@ def test_a_shipper_that_is_killed_before_it_answers_is_replaced(tmp_path):
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
     journal.ready()
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
-    journal.start(tmp_path / JOURNAL_NAME, RUN)
+    journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN))
     write(journal, *range(1, 50))
     assert journal.close("FINISHED") is None
     assert points(tmp_path) == ("FINISHED", list(range(1, 50)))
@@ -154,9 +154,9 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     journal = begun(tmp_path)
     (tmp_path / "note.txt").write_text("here")
     for line in (
-        {"artifact": "note.txt"},
-        {"artifact": "nowhere.txt"},
-        {"tags": {"mine": "1"}},
+        Artifact("note.txt"),
+        Artifact("nowhere.txt"),
+        Tags({"mine": "1"}),
     ):
         journal.write(line)
     write(journal, *range(1, 30))
@@ -261,7 +261,7 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     refused.abandon()
     journal = Journal(uri, "pipeline", when_unreachable="offline")
     journal.ready()
-    assert journal.start(tmp_path / JOURNAL_NAME, RUN) == {}
+    assert journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN)) is None
     write(journal, *range(1, 20))
     assert journal.close("FINISHED") == "the store was not asked"
     assert "for pipeline sync" in capsys.readouterr().err
@@ -392,7 +392,7 @@ class Slow:
             return None
         time.sleep(0.2)
         self.left -= 1
-        return {"left": self.left} if self.left > 100_000 else {"shipped": 7}
+        return Progress(self.left) if self.left > 100_000 else Shipped(7)
 
     def alive(self):
         return True
@@ -422,10 +422,69 @@ def test_a_store_that_falls_behind_is_told_of_while_the_run_trains(
     behind = iter([30_000, 39_000, 12, 70_000])
     monkeypatch.setattr(Slow, "answer", lambda *_: next(answers, None))
     for left in behind:
-        answers = iter([{"left": left}])
+        answers = iter([Progress(left)])
         write(journal, 1)
     said = [line.split()[8] for line in capsys.readouterr().err.splitlines()]
     assert said == ["30,000", "70,000"]
+
+
+def test_lines_of_several_threads_are_each_written_as_one(tmp_path, monkeypatch):
+    """The user's code logs in threads of TensorFlow, while the loop writes its rows."""
+    monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Slow)
+    journal = Journal("http://127.0.0.1:9", "pipeline")
+    path = tmp_path / JOURNAL_NAME
+    journal._writer = journal_file.create(path)
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = []
+        for first in range(1, 4_001, 1_000):
+            steps = range(first, first + 1_000)
+            threads.append(threading.Thread(target=write, args=(journal, *steps)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switching)
+    journal._writer.close()
+    with path.open("rb") as file:
+        steps = [line.step for line in journal_file.LineReader(file.fileno()).lines()]
+    assert sorted(steps) == list(range(1, 4_001))
+
+
+class Dead(Slow):
+    """A shipper that has ended with an error."""
+
+    errors: tuple[str, ...] = ()
+
+    def __init__(self, opening):
+        self.answers = [Progress(3), *map(Failed, self.errors)]
+        self.answers.append(Failed("without an answer", Fault.DIED))
+
+    def answer(self, seconds):
+        return self.answers.pop(0) if self.answers else None
+
+    def alive(self):
+        return False
+
+
+def test_why_a_shipper_ended_while_the_run_trains_is_printed_once(
+    tmp_path, monkeypatch, capsys
+):
+    """It was replaced every few seconds, for ever, without a word."""
+    monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Dead)
+    monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
+    monkeypatch.setattr(Dead, "errors", ("the store was moved",))
+    journal = Journal("http://127.0.0.1:9", "pipeline")
+    journal._writer = journal_file.create(tmp_path / JOURNAL_NAME)
+    write(journal, 1, 2, 3)
+    monkeypatch.setattr(Dead, "errors", ())
+    write(journal, 4, 5, 6)
+    assert capsys.readouterr().err.splitlines() == [
+        "the shipper ended and is replaced: the store was moved",
+        "the shipper ended and is replaced: without an answer",
+    ]
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.common.recorded import FormError
-from pipeline.tracking import journal_file
-from pipeline.tracking.journal_file import JOURNAL_NAME, LineReader, Past
+from pipeline.tracking import journal_file, journal_lines
+from pipeline.tracking.journal_file import JOURNAL_NAME, LineReader, LockedPast, Past
 
 START = {
     "start": {
@@ -90,9 +90,9 @@ def test_half_a_line_is_written_over(tmp_path):
     path = written(tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[:-3])
-    past = Past.read(tmp_path)
+    past = LockedPast.open(tmp_path)
     assert (max(past.updates), past.damage) == (19, "")
-    writer = past.writer()
+    writer = past.truncated_writer()
     writer.write(lines(20)[-1])
     writer.close()
     assert path.read_bytes() == content
@@ -132,7 +132,6 @@ def test_a_line_of_another_form_is_damage(tmp_path, crafted):
     writer.close()
     past = Past.read(tmp_path)
     assert past.damage.startswith("line 2: ")
-    past.close()
 
 
 def test_one_writer_until_it_dies(tmp_path):
@@ -154,11 +153,15 @@ def test_one_writer_until_it_dies(tmp_path):
     try:
         with pytest.raises(ConfigError, match="is still running"):
             Past.read(tmp_path)
-        assert Past.read(tmp_path, running=True).start == START["start"]
+        with pytest.raises(ConfigError, match="is still running"):
+            LockedPast.open(tmp_path)
+        start = Past.read(tmp_path, running=True).start
+        assert start == journal_lines.parsed(START).start
         process.kill()
         process.join()
-        past = Past.read(tmp_path)
+        past = LockedPast.open(tmp_path)
         past.close()
+        Past.read(tmp_path)
         assert os.path.exists(f"/proc/{child.value}")
     finally:
         os.kill(child.value, signal.SIGKILL)
@@ -181,7 +184,7 @@ def test_a_full_disk_keeps_lines_waiting(tmp_path, capsys):
         assert capsys.readouterr().err.count("its lines wait in memory") == 1
         on_disk, error = read(tmp_path / JOURNAL_NAME)
         for row, line in zip(rows, on_disk[1:], strict=False):
-            assert line == {**row, "crc": line["crc"]}
+            assert line == journal_lines.parsed(row)
         assert error == ""
         filler.unlink()
         for row in rows[300:]:

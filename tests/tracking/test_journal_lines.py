@@ -5,7 +5,9 @@ Each is rejected alone, and the others are shipped.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import time
 from pathlib import Path
 
@@ -13,8 +15,23 @@ import pytest
 
 from pipeline.checkpoints import run_dirs
 from pipeline.common.errors import ConfigError
-from pipeline.tracking import journal_file
-from pipeline.tracking.journal_file import JOURNAL_NAME, Past
+from pipeline.tracking import journal_file, journal_lines
+from pipeline.tracking.journal_file import JOURNAL_NAME, LineReader, Past
+from pipeline.tracking.journal_lines import (
+    Artifact,
+    Created,
+    End,
+    Fork,
+    Input,
+    Line,
+    Model,
+    Resume,
+    Row,
+    RunIds,
+    RunStart,
+    Start,
+    Tags,
+)
 from tests.running import Store, pipeline
 
 START = {
@@ -36,7 +53,47 @@ LINES = {
     "a tag that is a number": {"tags": {"a": 1}},
     "a segment that is a list": {"resume": []},
     "a time that is a text": {"time": "now", "tags": {}},
+    "an input without its digest": {"dataset": {"name": "d"}, "context": "training"},
+    "a list of metrics": {"metrics": None, "step": 1},
+    "a fork of nothing": {"fork_of": None},
 }
+# Each kind of line, and its text in journals of this format, which stays as it is.
+DATASET = {"name": "d", "digest": "1", "source_type": "code", "source": "{}"}
+RUN = RunStart(1, "sqlite:///x", "e", "n", {"a": 1}, {"journal": "1"}, True, [0], {})
+TEXTS = [
+    (
+        Start(RUN, time=1),
+        '"time":1,"start":{"format":1,"store":"sqlite:///x","experiment":"e",'
+        '"name":"n","params":{"a":1},"tags":{"journal":"1"},"system_metrics":true,'
+        '"gpus":[0],"segment":{}}}',
+    ),
+    (
+        Created(RunIds("r", "7"), time=2),
+        '"time":2,"run":{"run_id":"r","experiment_id":"7"}}',
+    ),
+    (
+        Input(DATASET, "training", time=3),
+        '"time":3,"dataset":{"name":"d","digest":"1","source_type":"code",'
+        '"source":"{}"},"context":"training"}',
+    ),
+    (Artifact("a.json", time=4), '"time":4,"artifact":"a.json"}'),
+    (
+        Row(7, {"train/loss": 0.5, "train/epoch": 1}, time=5),
+        '"time":5,"step":7,"metrics":{"train/loss":0.5,"train/epoch":1}}',
+    ),
+    (
+        Row(7, {"train/mine": 2.0}, logged=True, time=6),
+        '"time":6,"step":7,"metrics":{"train/mine":2.0},"logged":true}',
+    ),
+    (Tags({"a": "b"}, time=7), '"time":7,"tags":{"a":"b"}}'),
+    (Model(32 * "0", time=8), f'"time":8,"model":"{32 * "0"}"}}'),
+    (Fork("s", time=9), '"time":9,"fork_of":"s"}'),
+    (End("FAILED", time=10), '"time":10,"end":"FAILED"}'),
+    (
+        Resume({"after": 7, "cut": {}}, time=11),
+        '"time":11,"resume":{"after":7,"cut":{}}}',
+    ),
+]
 
 
 def crafted(folder, *lines):
@@ -48,10 +105,46 @@ def crafted(folder, *lines):
     return folder
 
 
+def read(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return list(LineReader(descriptor).lines())
+    finally:
+        os.close(descriptor)
+
+
+def test_the_lines_on_disk_are_those_of_this_format(tmp_path):
+    folder = crafted(tmp_path, *(line.content() for line, _ in TEXTS))
+    texts = (folder / JOURNAL_NAME).read_text().splitlines()
+    head = len('{"crc":"00000000",')
+    assert [text[head:] for text in texts] == [text for _, text in TEXTS]
+    assert read(folder / JOURNAL_NAME) == [line for line, _ in TEXTS]
+
+
+def test_a_line_without_a_time_gets_the_current_one(tmp_path):
+    before = int(time.time() * 1000)
+    folder = crafted(tmp_path, Tags({}).content())
+    (line,) = read(folder / JOURNAL_NAME)
+    assert before <= line.time <= int(time.time() * 1000)
+
+
+def test_the_first_line_of_an_older_version_may_lack_what_came_later():
+    content = {"time": 1, "start": {"format": 1, "store": "s", "gpus": None}}
+    line = journal_lines.parsed(content)
+    assert line == Start(RunStart(format=1, store="s"), time=1)
+    assert json.dumps(line.content()["start"].get("gpus")) == "null"
+
+
+def test_a_kind_of_line_that_is_not_known_yet_is_passed_over(tmp_path):
+    lines = ({"start": START}, {"new": 1}, {"tags": {"a": "b"}})
+    past = Past.read(crafted(tmp_path, *lines))
+    assert (past.damage, past.tags) == ("", {"a": "b"})
+    assert type(read(tmp_path / JOURNAL_NAME)[1]) is Line
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_that_lacks_something_is_damage(tmp_path, name):
     past = Past.read(crafted(tmp_path, {"start": START}, LINES[name]))
-    past.close()
     assert past.damage.startswith("line 2: ")
 
 

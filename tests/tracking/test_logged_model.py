@@ -19,7 +19,7 @@ from keras import layers
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from pipeline.tracking import logged_model, model_upload
+from pipeline.tracking import failures, logged_model, model_upload
 from pipeline.tracking.journal_file import MODEL
 from tests.running import pipeline
 
@@ -216,12 +216,21 @@ def answered(status):
     return requests.HTTPError(response=response)
 
 
+def answered_by_s3(status):
+    """Return an error as Amazon's client raises it: its response is a dict."""
+    error = Exception(f"status {status}")
+    error.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
         (requests.ConnectionError(), True),
         (answered(503), True),
         (answered(413), False),
+        (answered_by_s3(503), True),
+        (answered_by_s3(403), False),
         (MlflowException("away"), True),  # an internal error
         (MlflowException("old", RESOURCE_DOES_NOT_EXIST), False),
         (OSError("a link"), False),
@@ -229,7 +238,7 @@ def answered(status):
     ],
 )
 def test_only_a_store_that_is_away_is_asked_again(error, passes):
-    assert model_upload.may_pass(error) == passes
+    assert failures.is_temporary(error) == passes
 
 
 @pytest.fixture(scope="module")

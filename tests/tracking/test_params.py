@@ -8,7 +8,8 @@ from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.params import param_text
 from tests.running import TINY, Store, pipeline
-from tests.tracking.test_uploader import START, MemoryStore, ship
+from tests.tracking.memory_store import START, MemoryStore
+from tests.tracking.test_uploader import ship
 
 LONG = "x" * 7_000
 NOTE = " … (cut: 7,000 characters in all)"

@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 from mlflow.tracking import MlflowClient
 
+from pipeline.tracking.journal_lines import Created, Row
 from tests.running import Store
 from tests.shared import place_store
 from tests.tracking.shipped import FIRST, begin, opened, sync
@@ -19,7 +20,7 @@ def half_a_run(folder):
     place_store(folder)
     uri = f"sqlite:///{folder}/mlruns/mlflow.db"
     journal = opened(uri, folder / "run", "old")
-    journal.write({"time": FIRST, "step": 1, "metrics": {"train/loss": 1.0}})
+    journal.write(Row(1, {"train/loss": 1.0}, time=FIRST))
     assert journal.close("FINISHED") is None
     client = MlflowClient(uri)
     old = client.get_experiment_by_name("old")
@@ -48,20 +49,20 @@ def run_lines_forgotten(monkeypatch):
 
     add = Past._add
     monkeypatch.setattr(
-        Past, "_add", lambda self, line: "run" in line or add(self, line)
+        Past, "_add", lambda self, line: isinstance(line, Created) or add(self, line)
     )
 
 
 def test_a_run_is_resumed_in_the_renamed_experiment(tmp_path):
     from pipeline.tracking.journal import Journal
-    from pipeline.tracking.journal_file import Past
+    from pipeline.tracking.journal_file import LockedPast
 
     client, run_id = half_a_run(tmp_path)
     uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
     journal = Journal(uri, "old")
     journal.ready()
-    ids = journal.resume(Past.read(tmp_path / "run"), {"after": 1})
-    assert ids["run_id"] == run_id
+    ids = journal.resume(LockedPast.open(tmp_path / "run"), {"after": 1})
+    assert ids.run_id == run_id
     assert journal.close("FINISHED") is None
     assert client.get_experiment_by_name("old") is None
     assert len(Store(tmp_path).runs("new")) == 1

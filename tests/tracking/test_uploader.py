@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,170 +16,21 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import (
     INVALID_PARAMETER_VALUE,
+    PERMISSION_DENIED,
     RESOURCE_DOES_NOT_EXIST,
+    UNAUTHENTICATED,
 )
 
-from pipeline.tracking import journal_file, uploader
+from pipeline.tracking import journal_file, run_creation, uploader
 from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.journal_lines import Fork
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.tracking.uploader import Uploader
-
-UPDATES = 10
-START = {
-    "format": 1,
-    "store": "memory",
-    "experiment": "e",
-    "name": "one",
-    "params": {"a": 1, "b": "2", "c": None},
-    "tags": {"journal": "j"},
-    "system_metrics": False,
-}
-DATASET = {
-    "name": "d",
-    "digest": "1",
-    "source_type": "code",
-    "source": "{}",
-    "schema": "{}",
-    "profile": "{}",
-}
+from tests.tracking.memory_store import UPDATES, MemoryStore, lines, row
 
 
 class Killed(BaseException):
     """The process of the uploader is gone."""
-
-
-@dataclass
-class MemoryStore:
-    """What the uploader uses of `Store` and of MLflow's client, with at most one run.
-
-    Like MLflow's stores it keeps a point that is sent twice once.
-
-    Attributes:
-        error: what the request number `fails_at` raises, counted from 1.
-        is_done: whether that request is done before it fails.
-        requests: how many there were.
-    """
-
-    error: BaseException | None = None
-    fails_at: int = 0
-    is_done: bool = False
-    requests: int = 0
-    run: dict[str, Any] | None = None
-    points: dict[tuple, float] = field(default_factory=dict)
-
-    uri = "memory"
-    database = None
-    is_served = True
-
-    def client(self) -> MemoryStore:
-        return self
-
-    def experiment(self, name: str) -> str:
-        return "1"
-
-    def file_id(self) -> None:
-        return None
-
-    def find_run(self, journal: str, run_id: str = "") -> Any:
-        self._request(lambda: None)
-        if self.run is None or self.run["tags"]["journal"] != journal:
-            return None
-        return self._snapshot()
-
-    def status(self, run_id: str) -> str:
-        self._request(lambda: None)
-        return self.run["status"]
-
-    def create_run(self, experiment_id: str, time: int, tags: dict, name: str) -> Any:
-        def create() -> None:
-            assert self.run is None, "there are two runs"
-            self.run = {"tags": dict(tags), "name": name, "start": time}
-            self.run |= {"status": "RUNNING", "end": None}
-            self.run |= {"params": {}, "inputs": set(), "artifacts": set()}
-
-        self._request(create)
-        return self._snapshot()
-
-    def log_batch(self, run_id: str, metrics: list = (), params: list = ()) -> None:
-        def log() -> None:
-            for point in metrics:
-                self.points[point.key, point.step, point.timestamp] = point.value
-            for param in params:
-                self.run["params"][param.key] = param.value
-
-        self._request(log)
-
-    def log_inputs(self, run_id: str, datasets: list) -> None:
-        names = [entry.dataset.name for entry in datasets]
-        self._request(lambda: self.run["inputs"].update(names))
-
-    def log_artifact(self, run_id: str, path: str, place: str | None) -> None:
-        self._request(lambda: self.run["artifacts"].add(path.rpartition("/")[2]))
-
-    def set_tag(self, run_id: str, key: str, value: str) -> None:
-        self._request(lambda: self.run["tags"].update({key: value}))
-
-    def delete_tag(self, run_id: str, key: str) -> None:
-        def delete() -> None:
-            if key not in self.run["tags"]:
-                raise MlflowException("no such tag", RESOURCE_DOES_NOT_EXIST)
-            del self.run["tags"][key]
-
-        self._request(delete)
-
-    def update_run(self, run_id: str, status: str) -> None:
-        self._request(lambda: self.run.update(status=status))
-
-    def set_terminated(self, run_id: str, status: str, time: int = 0) -> None:
-        self._request(lambda: self.run.update(status=status, end=time))
-
-    def get_run(self, run_id: str) -> Any:
-        self._request(lambda: None)
-        return self._snapshot()
-
-    def list_artifacts(self, run_id: str) -> list:
-        self._request(lambda: None)
-        return [SimpleNamespace(path=name) for name in self.run["artifacts"]]
-
-    def get_metric_history(self, run_id: str, key: str) -> list:
-        self._request(lambda: None)
-        return [
-            SimpleNamespace(step=step) for name, step, _ in self.points if name == key
-        ]
-
-    def content(self) -> tuple:
-        """Return all that the store has."""
-        return self.run, self.points
-
-    def _request(self, change: Any) -> None:
-        self.requests += 1
-        if self.requests != self.fails_at:
-            change()
-            return
-        if self.is_done:
-            change()
-        raise self.error
-
-    def _snapshot(self) -> Any:
-        info = SimpleNamespace(
-            run_id="r",
-            experiment_id="1",
-            lifecycle_stage="active",
-            artifact_uri="memory:/r",
-            status=self.run["status"],
-            end_time=self.run["end"],
-        )
-        data = SimpleNamespace(
-            params=dict(self.run["params"]),
-            tags=dict(self.run["tags"]),
-            metrics={key: 0.0 for key, _, _ in self.points},
-        )
-        inputs = []
-        for name in self.run["inputs"]:
-            inputs.append(SimpleNamespace(dataset=SimpleNamespace(name=name)))
-        return SimpleNamespace(
-            info=info, data=data, inputs=SimpleNamespace(dataset_inputs=inputs)
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -188,28 +39,7 @@ def small_requests(monkeypatch):
     monkeypatch.setattr(uploader, "POINTS_PER_REQUEST", 6)
     monkeypatch.setattr(uploader, "POINTS_AFTER_FAILURE", 3)
     monkeypatch.setattr(uploader, "RETRY", 0.0)
-
-
-def row(step):
-    metrics = {"train/loss": 1.0 / step, "train/learning_rate": 0.1}
-    return {"time": 100 + step, "step": step, "metrics": metrics}
-
-
-def lines(*, end=True):
-    yield {"time": 1, "start": START}
-    yield {"time": 2, "run": {"run_id": "r", "experiment_id": "1"}}
-    yield {"time": 3, "dataset": DATASET, "context": "training"}
-    yield {"time": 4, "artifact": "note.txt"}
-    for step in range(1, UPDATES // 2 + 1):
-        yield row(step)
-    yield {"time": 5, "tags": {"failure": "it"}}
-    yield {"time": 6, "end": "FAILED"}
-    yield {"time": 7, "resume": {}}
-    for step in range(UPDATES // 2 + 1, UPDATES + 1):
-        yield row(step)
-    yield {"time": 8, "tags": {"mine": "1"}}
-    if end:
-        yield {"time": 9, "end": "FINISHED"}
+    monkeypatch.setattr(run_creation, "CREATE_RETRY", 0.0)
 
 
 @pytest.fixture
@@ -243,7 +73,7 @@ def undisturbed(path):
     run, points = store.content()
     assert (run["status"], run["end"]) == ("FINISHED", 9)
     assert run["tags"] == {"journal": "j", "mine": "1"}
-    assert run["inputs"] == {"d"}
+    assert run["inputs"] == {("d", "1"), ("d", "2")}
     assert run["artifacts"] == {"note.txt"}
     assert len(points) == 2 * UPDATES
     return store
@@ -300,6 +130,26 @@ def test_a_line_is_left_out_once_it_was_rejected_several_times(
         assert note == "tags: it is too long"
 
 
+def test_a_point_that_is_rejected_is_not_left_out(path, monkeypatch):
+    """The run stays open, as docs/resume.md says."""
+    store = MemoryStore()
+    log_batch = store.log_batch
+
+    def rejecting(run_id, metrics=(), params=()):
+        if metrics:
+            raise MlflowException("it is no number", INVALID_PARAMETER_VALUE)
+        log_batch(run_id, metrics, params)
+
+    monkeypatch.setattr(store, "log_batch", rejecting)
+    with (
+        closing(Uploader(store, path, may_exist=False)) as opened,
+        pytest.raises(MlflowException, match="it is no number"),
+    ):
+        opened.finish(0.1)
+    assert store.run["status"] == "RUNNING"
+    assert "not_shipped" not in store.run["tags"]
+
+
 def test_an_end_that_only_the_store_has_stays_the_end(tmp_path):
     """The disk of the journal was full, and the trainer handed over the last lines."""
     (tmp_path / "note.txt").write_text("a note")
@@ -351,6 +201,57 @@ def test_what_is_confirmed_and_lost_is_shipped_once_more(path, undisturbed):
                 opened.finish(60.0)
             run, points = undisturbed.content()
             assert store.content() == (run, points), loses
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MlflowException("away"),
+        MlflowException("not now", UNAUTHENTICATED),
+        ConnectionError("cut"),
+    ],
+    ids=str,
+)
+def test_artifacts_that_cannot_be_listed_now_are_not_all_there(
+    path, undisturbed, monkeypatch, error
+):
+    """Any error passed for a list of all artifacts, of which one was lost."""
+    store = MemoryStore()
+    list_artifacts = store.list_artifacts
+    errors = [error]
+
+    def failing(run_id):
+        if errors:
+            store.run["artifacts"].clear()  # the file was confirmed, and is lost
+            raise errors.pop()
+        return list_artifacts(run_id)
+
+    monkeypatch.setattr(store, "list_artifacts", failing)
+    ship(store, path)
+    assert store.content() == undisturbed.content()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError(),
+        PermissionError(),
+        MlflowException("no", PERMISSION_DENIED),
+        MlflowException("no", INVALID_PARAMETER_VALUE),
+    ],
+    ids=repr,
+)
+def test_a_location_that_never_lists_its_files_does_not_keep_a_run_open(
+    path, monkeypatch, error
+):
+    store = MemoryStore()
+
+    def failing(run_id):
+        raise error
+
+    monkeypatch.setattr(store, "list_artifacts", failing)
+    ship(store, path)
+    assert store.run["status"] == "FINISHED"
 
 
 def test_what_stays_lost_is_no_success(path):
@@ -438,7 +339,7 @@ def test_the_tag_of_the_source_waits_for_a_store_that_is_away(path, monkeypatch)
     ship(store, path)
     monkeypatch.setattr(store, "get_run", get_run)
     run = StoredRun(store, store, "r", "1", path.parent, lambda: None)
-    line = {"fork_of": "source"}
+    line = Fork("source")
     with pytest.raises(MlflowException, match="away"):
         run.ship(line, is_last=False)
     run.ship(line, is_last=False)  # it is gone

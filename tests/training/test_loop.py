@@ -45,7 +45,7 @@ class Rows:
     def validation(self, update, results) -> None:
         self.validations.append((update, dict(results)))
 
-    def trained(self, updates, stopped_by, best) -> None:
+    def summary(self, updates, stopped_by, best) -> None:
         best_row = None if best is None else best.row()
         self.end = (updates, stopped_by, best_row)
 

@@ -1,0 +1,148 @@
+"""Records what a store must have at the end of a run, and checks that it has it.
+
+A proxy between this machine and a server may confirm a request and lose it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from pipeline.common.errors import first_line
+from pipeline.tracking import failures
+
+# MLflow's error codes, and HTTP status codes, of a location of artifacts that accepts
+# files but cannot list them.
+_NO_LIST_CODES = (
+    "PERMISSION_DENIED",
+    "NOT_IMPLEMENTED",
+    "ENDPOINT_NOT_FOUND",
+    "FEATURE_DISABLED",
+)
+_NO_LIST_STATUS = (
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.METHOD_NOT_ALLOWED,
+    HTTPStatus.NOT_IMPLEMENTED,
+)
+
+
+class InputId(NamedTuple):
+    """The part of an input that differs between the splits of one dataset."""
+
+    name: str
+    digest: str
+
+
+@dataclass
+class Expected:
+    """What the store must have of one run once all lines that were read are shipped.
+
+    Params and rows are added when they are read from the journal, whether they are sent
+    or the store has them already. All other items are added when the store has
+    confirmed the request. Models, system metrics and profiles are not included.
+
+    Attributes:
+        params: the names of params.
+        tags: the keys of tags.
+        removed_tags: the keys of tags that were removed.
+        inputs: the datasets, one for each split.
+        artifacts: the names of files in the root folder of the run's artifacts.
+    """
+
+    params: set[str] = field(default_factory=set)
+    tags: set[str] = field(default_factory=set)
+    removed_tags: set[str] = field(default_factory=set)
+    inputs: set[InputId] = field(default_factory=set)
+    artifacts: set[str] = field(default_factory=set)
+    # The names of the metrics in a row → the steps of the rows with these metrics. A
+    # run has few such combinations and many steps.
+    _rows: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
+
+    def add_row(self, step: int, metrics: Iterable[str]) -> None:
+        """Expect the points of one row."""
+        self._rows.setdefault(tuple(metrics), set()).add(step)
+
+    def lacking(self, client: MlflowClient, run_id: str) -> str:
+        """Name the first item that the store lacks; "" if it has everything.
+
+        Metrics are checked at each step, inputs by name and digest, and all other items
+        by name only.
+
+        Raises:
+            OSError: the artifacts cannot be listed now.
+            Exception: another request has failed.
+        """
+        run = client.get_run(run_id)
+        params = self.params - run.data.params.keys()
+        if params:
+            return f"the param {min(params)}"
+        tags = self.tags - run.data.tags.keys()
+        if tags:
+            return f"the tag {min(tags)}"
+        stale_tags = self.removed_tags & run.data.tags.keys()
+        if stale_tags:
+            return f"the removal of the tag {min(stale_tags)}"
+        inputs = self.inputs - _input_ids(run)
+        if inputs:
+            return f"the input {min(inputs).name}"
+        artifacts = self.artifacts - self._listed_artifacts(client, run_id)
+        if artifacts:
+            return f"the artifact {min(artifacts)}"
+        return self._lacking_points(client, run_id)
+
+    def _lacking_points(self, client: MlflowClient, run_id: str) -> str:
+        """Describe the first metric with missing points; "" if there is none."""
+        steps_by_key: dict[str, set[int]] = {}
+        for keys, steps in self._rows.items():
+            for key in keys:
+                steps_by_key[key] = steps_by_key.get(key, set()) | steps
+        for key, steps in steps_by_key.items():
+            missing = len(steps - stored_steps(client, run_id, key))
+            if missing:
+                return f"{missing:,} of {len(steps):,} points of {key}"
+        return ""
+
+    def _listed_artifacts(self, client: MlflowClient, run_id: str) -> set[str]:
+        """Return the artifacts in the root folder.
+
+        If the location of the artifacts can never be listed, the expected artifacts are
+        returned.
+
+        Raises:
+            OSError: the location cannot be listed now.
+        """
+        try:
+            return {file.path for file in client.list_artifacts(run_id)}
+        except Exception as error:
+            if _can_never_list(error):
+                return set(self.artifacts)
+            problem = f"the artifacts cannot be listed: {first_line(error)}"
+            raise OSError(problem) from error
+
+
+def stored_steps(client: MlflowClient, run_id: str, key: str) -> set[int]:
+    """Return the steps at which a store has a point of a metric."""
+    return {point.step for point in client.get_metric_history(run_id, key)}
+
+
+def _input_ids(run: Any) -> set[InputId]:
+    if not run.inputs:
+        return set()
+    datasets = [entry.dataset for entry in run.inputs.dataset_inputs]
+    return {InputId(dataset.name, dataset.digest) for dataset in datasets}
+
+
+def _can_never_list(error: Exception) -> bool:
+    """Return whether a location rejects the listing of artifacts as such.
+
+    Any other error, such as one of the network, says nothing about the artifacts.
+    """
+    if isinstance(error, NotImplementedError | PermissionError):
+        return True
+    if isinstance(error, MlflowException):
+        return failures.is_rejected(error) or error.error_code in _NO_LIST_CODES
+    return failures.status_code(error) in _NO_LIST_STATUS

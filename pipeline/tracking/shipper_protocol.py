@@ -1,0 +1,170 @@
+"""The messages between a trainer and its shipper: one line of JSON each.
+
+The trainer sends commands in this order:
+
+- `Open`, answered by `Opened`.
+- `Ship`, answered by `Attached`.
+- `ShipNow` and `AddLines`, any number of times and without an answer. In between, and
+  until it has shipped everything, the shipper reports each request to the store with
+  `Progress` or `Failing`.
+
+The end of the commands ends the run. The last answer is then `Shipped`. At any time,
+the last answer may be `Failed` instead.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Message:
+    """A command or an answer."""
+
+    def encoded(self) -> str:
+        """Return the message as one line of JSON."""
+        fields: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return json.dumps({"message": type(self).__name__, **fields})
+
+
+@dataclass(frozen=True)
+class Open(Message):
+    """Open a store.
+
+    Attributes:
+        uri: the URI of the store.
+        experiment: the name of the run's experiment.
+        patience: seconds without progress after which the shipper gives up, once the
+            trainer has ended.
+        places: where artifacts may lie, in addition to the store; None for anywhere.
+    """
+
+    uri: str
+    experiment: str
+    patience: float
+    places: Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Ship(Message):
+    """Create or find a run, and ship its journal.
+
+    Attributes:
+        path: the journal.
+        may_exist: whether the run may be in the store already.
+        run_id: the run's ID, or "" if it is not known.
+    """
+
+    path: str
+    may_exist: bool
+    run_id: str
+
+
+@dataclass(frozen=True)
+class ShipNow(Message):
+    """Ship all written lines now, not at the next interval."""
+
+
+@dataclass(frozen=True)
+class AddLines(Message):
+    """Ship these lines, too: they are missing in the file, as its disk is full."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Opened(Message):
+    """The store answers and can be used."""
+
+
+@dataclass(frozen=True)
+class Attached(Message):
+    """The store has the run."""
+
+    run_id: str
+    experiment_id: str
+
+
+@dataclass(frozen=True)
+class Progress(Message):
+    """A request has succeeded; `left` points are not shipped yet, approximately."""
+
+    left: int
+
+
+@dataclass(frozen=True)
+class Failing(Message):
+    """A request has failed and will be repeated.
+
+    Attributes:
+        error: the error in one line.
+        left: the approximate number of points that are not shipped yet; 0 once the
+            trainer has ended.
+    """
+
+    error: str
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class Shipped(Message):
+    """The store has everything.
+
+    Attributes:
+        points: the number of points that were sent.
+        not_logged: why the model was not logged; empty if it was, or if there is none.
+    """
+
+    points: int
+    not_logged: str = ""
+
+
+class Fault(StrEnum):
+    """What a shipper that has failed could not do, which decides how to go on."""
+
+    DIED = "died"  # it ended without an answer: another one may be started
+    STORE = (
+        "store"  # a request failed, or the store is unreachable: it may answer later
+    )
+    CONFIG = "config"  # the store cannot be used with this config
+    RUN_DIR = "run_dir"  # the run of this run directory cannot be shipped
+
+
+@dataclass(frozen=True)
+class Failed(Message):
+    """The shipper ends without having shipped everything.
+
+    Attributes:
+        error: the error in one line.
+        fault: what could not be done.
+        key: the key of a `ConfigError`; empty for any other error.
+        rule: the rule of a `ConfigError`; empty for any other error.
+    """
+
+    error: str
+    fault: Fault = Fault.STORE
+    key: str = ""
+    rule: str = ""
+
+
+_CLASSES: tuple[type, ...] = (
+    Open,
+    Ship,
+    ShipNow,
+    AddLines,
+    Opened,
+    Attached,
+    Progress,
+    Failing,
+    Shipped,
+    Failed,
+)
+
+
+def decoded(line: str) -> Any:
+    """Return the message in one line; raise a ValueError for an incomplete line."""
+    fields = json.loads(line)
+    name = fields.pop("message")
+    kind = next(kind for kind in _CLASSES if kind.__name__ == name)
+    return kind(**fields)
