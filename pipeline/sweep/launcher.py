@@ -3,6 +3,7 @@
 They record how each job ended. `SweepLauncher` is the base class.
 """
 
+import os
 import signal
 import time
 from collections import deque
@@ -43,6 +44,9 @@ _GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 # Seconds that an interrupted job has to close its run, in addition to
 # `tracking.patience`.
 GRACE = 60.0
+# Bytes of a file's name and path on Linux.
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,7 @@ class SweepLauncher(Launcher):
                 output_dir = Path(config.hydra.sweep.dir).absolute() / "0"
                 config.hydra.runtime.output_dir = str(output_dir)
                 HydraConfig.instance().set_config(config)
+                _check_folder(config)
                 config.pop("hydra")
                 _check_for_secrets(config)
                 return resolve(config, overrides)
@@ -420,6 +425,24 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
 
 def _key(override: Override) -> str:
     return override.get_key_element().lstrip("+~")
+
+
+def _check_folder(config: DictConfig) -> None:
+    """Reject a folder of a job that has a longer name or path than Linux takes.
+
+    Hydra makes the folder when the job starts.
+    """
+    subdir = str(config.hydra.sweep.subdir)
+    folder = Path(config.hydra.sweep.dir, subdir).absolute()
+    limit = ""
+    if len(os.fsencode(folder)) > LONGEST_PATH:
+        limit = f"its path has at most {LONGEST_PATH} bytes"
+    for name in folder.parts:
+        if len(os.fsencode(name)) > LONGEST_NAME:
+            limit = f"a name has at most {LONGEST_NAME} bytes"
+    if limit:
+        rule = f"must be a folder that can be made ({limit})"
+        raise ConfigError("hydra.sweep.subdir", rule, subdir)
 
 
 def _check_for_secrets(config: DictConfig) -> None:
