@@ -66,7 +66,7 @@ def square(
 ) -> tf.Tensor:
     """Return the sum of the squares of all entries, scalar.
 
-    `ABSENT` or None stands for a missing gradient.
+    `ABSENT` or None stands for a missing gradient. Without any, the sum is 0.
     """
     # In one pass over each gradient: materialized squares cost three times as much.
     halves = []
@@ -74,6 +74,8 @@ def square(
         if isinstance(gradient, tf.IndexedSlices):  # each row once, summed
             gradient, _ = rows_once(gradient.values, gradient.indices)
         halves.append(tf.nn.l2_loss(gradient))
+    if not halves:
+        return tf.zeros(())
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
 
 

@@ -133,7 +133,8 @@ class Update:
             of the true gradient, which are NaN with one micro-batch.
 
         Raises:
-            ValueError: it is called in a strategy's scope.
+            ValueError: it is called in a strategy's scope, or no variable has a
+                gradient.
         """
         metrics = list(self.measured.values())
         variable_counts = [len(metric.variables) for metric in metrics]
@@ -149,6 +150,11 @@ class Update:
         sums = self.sums(batch, measure_gradient_noise)
         gradients = sums.gradients()
         present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            raise ValueError(
+                f"no gradient reaches a trainable variable of {self.model.name!r}: the "
+                "loss depends on none of them"
+            )
         norm = tf.linalg.global_norm(present)
         scale = tf.ones((), norm.dtype)
         if self._scale_loss is not None:
