@@ -41,7 +41,9 @@ COMMANDS = {
         "hardware.precision=float32,float64",
     ],
 }
-CHARTS = "train/(acc|eff|exam|grad|learn|loss)"  # the text for the page's search box
+# The text for the page's search box, and the number of charts that it finds.
+CHARTS = "train/(acc|eff|exam|gradient_norm|learn|loss)"
+NUMBER_OF_CHARTS = 6
 SEARCH_BOX = 'input[placeholder="Search metric charts"]'
 # The number of charts that are drawn; 0 while one of them is empty.
 DRAWN = """
@@ -110,7 +112,8 @@ def photograph_run(
         lambda driver: driver.find_elements(By.CSS_SELECTOR, SEARCH_BOX)
     )
     boxes[0].send_keys(CHARTS)
-    photograph_charts(chrome, range(6, 7), HERE / "run.png")
+    charts = range(NUMBER_OF_CHARTS, NUMBER_OF_CHARTS + 1)
+    photograph_charts(chrome, charts, HERE / "run.png")
 
 
 def photograph_sweep(
@@ -127,7 +130,7 @@ def photograph_sweep(
         metrics=["accuracy"],
     )
     chrome.get(f"{address}/{mlflow_view.save_view(sweep, {})}")
-    photograph_charts(chrome, range(5, 20), HERE / "sweep.png")
+    photograph_charts(chrome, range(4, 20), HERE / "sweep.png")
 
 
 def only_sweep(client: MlflowClient, experiment_id: str) -> Run:

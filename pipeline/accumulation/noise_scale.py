@@ -67,7 +67,7 @@ def square(
 ) -> tf.Tensor:
     """Return the sum of the squares of all elements, scalar.
 
-    Missing gradients, `ABSENT` or None, are skipped.
+    Missing gradients, `ABSENT` or None, are skipped. Without any gradient, the sum is 0.
     """
     # `l2_loss` is one pass over each gradient. Storing the squares would take three
     # times as long.
@@ -76,6 +76,8 @@ def square(
         if isinstance(gradient, tf.IndexedSlices):  # each row once, added up
             gradient, _ = rows_once(gradient.values, gradient.indices)
         halves.append(tf.nn.l2_loss(gradient))
+    if not halves:
+        return tf.zeros(())
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
 
 

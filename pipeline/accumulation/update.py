@@ -135,8 +135,8 @@ class Update:
             a single micro-batch.
 
         Raises:
-            ValueError: the call is in a strategy's scope, or the model or the batch
-                does not allow `same_noise` or `loss_over`.
+            ValueError: the call is in a strategy's scope, no variable has a gradient, or
+                the model or the batch does not allow `same_noise` or `loss_over`.
         """
         metrics = list(self.measured.values())
         variable_counts = [len(metric.variables) for metric in metrics]
@@ -152,6 +152,11 @@ class Update:
         sums = self.sums(batch, measure_gradient_noise)
         gradients = sums.gradients()
         present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            raise ValueError(
+                f"no gradient reaches a trainable variable of {self.model.name!r}: the "
+                "loss depends on none of them"
+            )
         norm = tf.linalg.global_norm(present)
         scale = tf.ones((), norm.dtype)
         if self._scale_loss is not None:

@@ -53,10 +53,19 @@ _LOOP = {  # see `LoopState`
     # "batch" is an integer or null. Its type is not checked, since the value is only
     # compared for equality.
 }
+_RECORDER = {  # see `Recorder.get_state`
+    # `pipeline critical` begins with the last learning rate.
+    "last": {"learning_rate": (int, float)},
+    "skipped": int,
+    "noise": dict,
+    "unlogged": list,
+    "epoch_sums": dict,
+    "epoch_examples": int,
+}
 _VALUES = {
     "loop": _LOOP,
     "stop_training": bool,  # whether a callback has ended the training
-    "recorder": dict,  # the state of the recorder
+    "recorder": _RECORDER,
     "random": list,  # the state of Python's random generator
     "numpy": list,  # the state of NumPy's random generator
     "callbacks": dict,  # the states of the callbacks, by name

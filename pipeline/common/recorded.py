@@ -25,6 +25,7 @@ _WORDS = {
     list: "a list",
     str: "a text",
     int: "an integer",
+    float: "a float",
     bool: "a bool",
     type(None): "null",
 }

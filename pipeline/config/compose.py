@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import yaml_size
@@ -133,6 +136,9 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         folders.append(options.config_dir)
         if not options.shell_completion:
             check_config_dir(options.config_dir)
+    if not options.shell_completion:
+        for folder in _searched_folders(options):
+            _check_sizes(folder)
     return CommandLine(options, flags, folders)
 
 
@@ -171,8 +177,7 @@ def check_config_dir(folder: str) -> None:
     """
     if not Path(folder).is_dir():
         raise ConfigError("--config-dir", "must be a folder that exists", folder)
-    for file in sorted(Path(folder).rglob("*.yaml")):
-        yaml_size.check_size(file)
+    _check_sizes(folder)
     if folder == own_folder():
         say(f"pipeline: with the configs in {folder}")
     for file in sorted(Path(folder).glob("*/**/*.yaml")):
@@ -214,6 +219,35 @@ class RunFolders(Callback):
             ]
 
     on_multirun_start = on_run_start
+
+
+def _check_sizes(folder: str) -> None:
+    """Reject a folder that has a config of too many values below it."""
+    for file in sorted(Path(folder).rglob("*.yaml")):
+        yaml_size.check_size(file)
+
+
+def _searched_folders(options: argparse.Namespace) -> list[str]:
+    """Return the folders that `hydra.searchpath` adds to Hydra's search path.
+
+    Hydra takes it from the command line and from the config that `--config-name` names.
+    A value that Hydra rejects is passed over.
+    """
+    values: list[Any] = []
+    for text in options.overrides:
+        if text.startswith("hydra.searchpath="):
+            with suppress(HydraException):
+                values.append(OverridesParser.create().parse_override(text).value())
+    if options.config_dir and options.config_name:
+        file = Path(options.config_dir, options.config_name).with_suffix(".yaml")
+        with suppress(OSError, yaml.YAMLError, OmegaConfBaseException, ValueError):
+            values.append(OmegaConf.select(OmegaConf.load(file), "hydra.searchpath"))
+
+    folders = []
+    for value in values:
+        if isinstance(value, list | ListConfig):
+            folders += [str(entry).removeprefix("file://") for entry in value]
+    return folders
 
 
 def _expand_home(config: DictConfig) -> None:

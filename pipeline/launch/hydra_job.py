@@ -100,16 +100,22 @@ def run(
         raise job.error
 
 
-def in_run_dir(task: Task, config: DictConfig) -> float:
+def in_run_dir(task: Task, config: DictConfig, sweep: str | None = None) -> float:
     """Call a task with the config, and with Hydra's overrides and run directory.
 
+    Args:
+        task: the task.
+        config: the composed config.
+        sweep: the sweep of the recorded run that a single run goes on with, if that is
+            a job of one.
+
     Raises:
-        ConfigError: a single run sets `tracking.sweep`, or Hydra would change the
-            working directory.
+        ConfigError: the config names another sweep for a single run, or sets
+            `hydra.job.chdir`.
     """
     settings = HydraConfig.get()
     parent = config.tracking.sweep
-    if parent is not None and settings.mode == RunMode.RUN:
+    if parent not in (None, sweep) and settings.mode == RunMode.RUN:
         rule = "must be left out of a single run: it is of a multirun"
         raise ConfigError("tracking.sweep", rule, parent)
     if settings.job.chdir:

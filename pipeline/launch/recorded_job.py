@@ -28,7 +28,9 @@ def run_recorded(
     """
     with tempfile.TemporaryDirectory() as folder:
         file = recorded_file(config, Path(folder), "record", folders)
-        hydra_job.run(partial(hydra_job.in_run_dir, task), [*file, *overrides])
+        sweep = config["tracking"].get("sweep")
+        job = partial(hydra_job.in_run_dir, task, sweep=sweep)
+        hydra_job.run(job, [*file, *overrides])
 
 
 def recorded_file(

@@ -178,7 +178,10 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
         help="a folder with config groups of your own, which may set trust.allow",
     )
     parser.add_argument("--config-name", "-cn", help="name of your own config")
-    parser.add_argument("overrides", nargs="*", help="overrides in Hydra's grammar")
+    # Without a default, argparse would call them required where RUN_ID is missing.
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="overrides in Hydra's grammar"
+    )
     options = parser.parse_intermixed_args(compose.as_text(arguments))
     if not options.config_dir:
         options.config_dir = compose.own_folder()

@@ -5,6 +5,7 @@
     plan ─► slots ─► prepare ─► parent run ─► backend ─► `JobBatch`
 """
 
+import os
 import signal
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,9 @@ from pipeline.sweep.running_sweep import RunningSweep
 
 # Hydra's sweeper that runs all combinations of the swept values.
 _GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+# Bytes of a file's name and path on Linux.
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class SweepLauncher(Launcher):
         """Open the sweep for its first batch, or add the jobs of a later batch."""
         if self.sweep is None:
             self.sweep = opening.open_sweep(self.config, plan.jobs, plan.varied)
-            mlflow_view.announce(self.sweep.parent)
+            mlflow_view.announce(self.sweep.parent, self.sweep.closed)
         else:
             self.sweep.parent.plan(plan.jobs, plan.varied)
         return self.sweep
@@ -213,6 +217,7 @@ class SweepLauncher(Launcher):
                 output_dir = Path(config.hydra.sweep.dir).absolute() / "0"
                 config.hydra.runtime.output_dir = str(output_dir)
                 HydraConfig.instance().set_config(config)
+                _check_folder(config)
                 config.pop("hydra")
                 _check_for_secrets(config)
                 return resolve(config, overrides)
@@ -317,6 +322,24 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
 
 def _key(override: Override) -> str:
     return override.get_key_element().lstrip("+~")
+
+
+def _check_folder(config: DictConfig) -> None:
+    """Reject a folder of a job that has a longer name or path than Linux takes.
+
+    Hydra makes the folder when the job starts.
+    """
+    subdir = str(config.hydra.sweep.subdir)
+    folder = Path(config.hydra.sweep.dir, subdir).absolute()
+    limit = ""
+    if len(os.fsencode(folder)) > LONGEST_PATH:
+        limit = f"its path has at most {LONGEST_PATH} bytes"
+    for name in folder.parts:
+        if len(os.fsencode(name)) > LONGEST_NAME:
+            limit = f"a name has at most {LONGEST_NAME} bytes"
+    if limit:
+        rule = f"must be a folder that can be made ({limit})"
+        raise ConfigError("hydra.sweep.subdir", rule, subdir)
 
 
 def _check_for_secrets(config: DictConfig) -> None:

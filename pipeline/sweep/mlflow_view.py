@@ -8,9 +8,11 @@ of the UI.
 
 import base64
 import json
+import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +34,10 @@ VIEW_TAG = "mlflow.sharedViewState."
 # A chart's range leaves out values whose distance from the middle 96% of the values is
 # more than this many times the width of these 96%.
 _SPIKE_DISTANCE = 3.0
+# Seconds between two updates of the charts' ranges while a sweep runs. If the values
+# take long to read, they are read for at most `_READING_SHARE` of the time.
+RANGES_EVERY = 60.0
+_READING_SHARE = 0.05
 # Characters of the description that are reserved for the verdict of the report.
 _RESERVED_FOR_VERDICT = 2400
 # Color-blind safe (Okabe and Ito 2008), without black and yellow, which are hard to see
@@ -39,10 +45,15 @@ _RESERVED_FOR_VERDICT = 2400
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
-def announce(parent: ParentRun) -> None:
+def announce(parent: ParentRun, closed: threading.Event) -> None:
     """Save the view that compares the jobs of a new sweep, and print its URL.
 
-    Also set the description of the parent run, without results.
+    Also set the description of the parent run, without results, and start a thread that
+    keeps the ranges of the charts up to date until the sweep is closed.
+
+    Args:
+        parent: the parent run of the sweep.
+        closed: is set when the sweep is closed.
     """
     fragment = save_view(parent, {})
     _set_description(parent, fragment, [])
@@ -51,6 +62,7 @@ def announce(parent: ParentRun) -> None:
     if url.startswith(LOCAL_SERVER):
         condition = " (once `pipeline ui` runs, which prints it with its port)"
     say(f"compare its runs: {url}{condition}")
+    threading.Thread(target=_update_ranges, args=[parent, closed], daemon=True).start()
 
 
 def complete(parent: ParentRun) -> dict[str, Any]:
@@ -68,14 +80,7 @@ def complete(parent: ParentRun) -> dict[str, Any]:
         if GROUP_TAG not in run.data.tags:  # a job of an earlier version
             client.set_tag(run.info.run_id, GROUP_TAG, without_seed(name))
 
-    ranges = {}
-    metrics_of_jobs = [f"val/{name}" for name in parent.metrics]
-    for metric in ("train/loss", "val/loss", *metrics_of_jobs):
-        values = metric_values(client, children.values(), metric)
-        axis_range = robust_range(values)
-        if axis_range is not None:
-            ranges[metric] = axis_range
-    fragment = save_view(parent, ranges)
+    fragment = save_view(parent, _axis_ranges(parent, children.values()))
     _set_description(parent, fragment, _result_table(parent, children))
     return children
 
@@ -217,6 +222,33 @@ def robust_range(values: Sequence[float]) -> AxisRange | None:
         return None
     margin = 0.04 * (kept.max() - kept.min())
     return AxisRange(float(kept.min() - margin), float(kept.max() + margin))
+
+
+def _update_ranges(parent: ParentRun, closed: threading.Event) -> None:
+    """Save the view with the ranges of the jobs' values, again and again.
+
+    End once the sweep is closed, as `complete` then saves the view.
+    """
+    pause = 0.0
+    while not closed.wait(pause):
+        started = time.monotonic()
+        with suppress(Exception):  # The store may be unreachable for a while.
+            ranges = _axis_ranges(parent, parent.children().values())
+            if ranges and not closed.is_set():
+                save_view(parent, ranges)
+        pause = max(RANGES_EVERY, (time.monotonic() - started) / _READING_SHARE)
+
+
+def _axis_ranges(parent: ParentRun, runs: Collection[Any]) -> dict[str, AxisRange]:
+    """Return the ranges of the charts' y axes, by metric, from the values of runs."""
+    client = parent.client()
+    ranges = {}
+    validation_metrics = [f"val/{name}" for name in parent.metrics]
+    for metric in ("train/loss", "val/loss", *validation_metrics):
+        axis_range = robust_range(metric_values(client, runs, metric))
+        if axis_range is not None:
+            ranges[metric] = axis_range
+    return ranges
 
 
 def metric_values(client: Any, runs: Iterable[Any], metric: str) -> list[float]:

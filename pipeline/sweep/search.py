@@ -28,6 +28,17 @@ from pipeline.sweep.parent_run import set_tag
 # Significant digits of a sampled number. Four are precise enough for a learning rate,
 # and keep the job's name short.
 DIGITS = 4
+# Draws of one trial before a batch is left smaller: with one set of values left of
+# eight, all of them fail once in 800 cases.
+DRAWS = 50
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A trial of Optuna, and the overrides of its job."""
+
+    trial: Any
+    overrides: list[str]
 
 
 @dataclass(frozen=True, order=True)
@@ -46,7 +57,8 @@ class SearchSweeper(Sweeper):
 
     Args:
         trials: total number of jobs.
-        at_once: number of jobs per batch.
+        at_once: number of jobs per batch. A batch is smaller if the space has fewer
+            values.
         seed: seed of Optuna's sampler.
         params: the search space in the config. Overrides on the command line add keys
             and replace values.
@@ -97,15 +109,15 @@ class SearchSweeper(Sweeper):
         results: list[_Result] = []
         while len(results) < self.trials:
             count = min(self.at_once, self.trials - len(results))
-            trials = [study.ask() for _ in range(count)]
-            jobs = [_choose(trial, space, choices) for trial in trials]
+            batch = _ask(study, count, space, choices)
+            jobs = [asked.overrides for asked in batch]
             returned = self._launcher.launch(jobs, len(results))
-            for trial, job, job_return in zip(trials, jobs, returned, strict=True):
+            for asked, job_return in zip(batch, returned, strict=True):
                 loss = float(job_return.return_value)
                 if not math.isfinite(loss):
                     loss = math.inf
-                results.append(_Result(loss, job))
-                study.tell(trial, loss)
+                results.append(_Result(loss, asked.overrides))
+                study.tell(asked.trial, loss)
         self._record_best(min(results), space)
 
     def _space(self, arguments: list[str]) -> dict[str, Override]:
@@ -161,6 +173,32 @@ def _check_interval(override: Override, interval: Any) -> None:
     if rule:
         key = override.get_key_element().lstrip("+~")
         raise ConfigError(key, rule, str(override.input_line).partition("=")[2])
+
+
+def _ask(
+    study: Any,
+    count: int,
+    space: Mapping[str, Override],
+    choices: Mapping[str, list[str]],
+) -> list[_Asked]:
+    """Return up to `count` trials of different values, and at least one.
+
+    Optuna does not know the losses of running trials, and may suggest the values of one
+    again. Such a trial is ended as failed, which Optuna's sampler ignores, and drawn
+    again, up to `DRAWS` times.
+    """
+    from optuna.trial import TrialState
+
+    batch: list[_Asked] = []
+    for _ in range(count):
+        for _ in range(DRAWS):
+            trial = study.ask()
+            overrides = _choose(trial, space, choices)
+            if all(overrides != asked.overrides for asked in batch):
+                batch.append(_Asked(trial, overrides))
+                break
+            study.tell(trial, state=TrialState.FAIL)
+    return batch
 
 
 def _choose(

@@ -31,11 +31,11 @@ import json
 import os
 import time
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pipeline.common.errors import ConfigError, as_config_error, say
 from pipeline.common.recorded import FormError
@@ -192,11 +192,22 @@ class LineReader:
             raise FormError(f"line {self._lines_read}: {error}") from error
 
 
+class _Line(NamedTuple):
+    """The text of a line, and the position after it."""
+
+    text: bytes
+    end: Position
+
+
 class LineWriter:
     """Truncates a journal, and appends lines to it.
 
     While the disk is full, lines are buffered in memory. They are written once there is
     space again.
+
+    A signal such as Ctrl-C may interrupt any method at any point. A line is then kept
+    or not, but never damaged or doubled: `write` keeps it in one step, and a line that
+    was interrupted is written once more, in its place.
 
     Args:
         descriptor: the file, opened for writing and locked.
@@ -205,11 +216,9 @@ class LineWriter:
 
     def __init__(self, descriptor: int, keep: Position):
         self._descriptor = descriptor
-        self._offset = keep.offset
-        self._crc = keep.crc
-        self._waiting = bytearray()
+        # The last line in the file, then the lines that are buffered.
+        self._lines = deque([_Line(b"", keep)])
         os.ftruncate(descriptor, keep.offset)
-        os.lseek(descriptor, keep.offset, os.SEEK_SET)
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Write one line; add the current time unless the line has a `time`.
@@ -223,16 +232,18 @@ class LineWriter:
         """
         now = int(time.time() * 1000)
         body = (_encode({"time": now, **content})[1:] + "\n").encode()
-        was_waiting = bool(self._waiting)
-        self._crc = zlib.crc32(body, self._crc)
-        text = _head(self._crc) + body
-        self._offset += len(text)
-        self._waiting += text
+        before = self.position
+        crc = zlib.crc32(body, before.crc)
+        text = _head(crc) + body
+
+        was_waiting = len(self._lines) > 1
+        self._lines.append(_Line(text, Position(before.offset + len(text), crc)))
         try:
             self._drain()
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not is_full or len(self._waiting) > MOST_WAITING:
+            waiting = self.position.offset - self._lines[0].end.offset
+            if not is_full or waiting > MOST_WAITING:
                 raise
             if not was_waiting:
                 say(
@@ -243,7 +254,7 @@ class LineWriter:
     @property
     def position(self) -> Position:
         """The position after the last line, including buffered lines."""
-        return Position(self._offset, self._crc)
+        return self._lines[-1].end
 
     def flush(self) -> None:
         """Write the buffered lines to the file; raise an `OSError` if this fails."""
@@ -254,8 +265,13 @@ class LineWriter:
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
-        """Return the buffered text. The file may have the start of its first line."""
-        return self._waiting.decode()
+        """Return the text that the file lacks.
+
+        It may begin within a line of which the file holds the start.
+        """
+        last, *waiting = self._lines
+        in_file = os.fstat(self._descriptor).st_size - last.end.offset
+        return b"".join(line.text for line in waiting)[in_file:].decode()
 
     def close(self) -> bool:
         """Write buffered lines if possible, and close the file, which unlocks it.
@@ -267,12 +283,16 @@ class LineWriter:
             self._drain()
             self.sync()
         os.close(self._descriptor)
-        return not self._waiting
+        return len(self._lines) == 1
 
     def _drain(self) -> None:
-        while self._waiting:
-            written = os.write(self._descriptor, self._waiting)
-            del self._waiting[:written]
+        while len(self._lines) > 1:
+            text = self._lines[1].text
+            os.lseek(self._descriptor, self._lines[0].end.offset, os.SEEK_SET)
+            while text:
+                written = os.write(self._descriptor, text)
+                text = text[written:]
+            self._lines.popleft()
 
 
 def _head(crc: int) -> bytes:

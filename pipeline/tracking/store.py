@@ -32,6 +32,8 @@ PORTS = {
     "mssql": 1433,
 }
 CONNECT_SECONDS = 5
+# Bytes that a disk needs for a new SQLite store: about twice those of its file.
+NEW_STORE_BYTES = 2**21
 # Tags of a new experiment. Without them, MLflow's UI shows its page for GenAI.
 TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
@@ -109,9 +111,13 @@ class Store:
         if not self._new_database:
             self.prepare()
         new = Path(f"{database}.new")
-        new.write_bytes(self._new_database)
-        durable.sync(new)
-        new.rename(database)
+        try:
+            new.write_bytes(self._new_database)
+            durable.sync(new)
+            new.rename(database)
+        except OSError:  # the disk may be full
+            new.unlink(missing_ok=True)
+            raise
 
     def check(self, experiment: str) -> str | None:
         """Return the ID of an experiment, or None if it does not exist.
@@ -205,8 +211,9 @@ class Store:
             rule = sqlite_uri.misread(self.uri)
             if rule:
                 raise ValueError(f"it {rule}")
-            _check_folder(self.database)
+            folder = _check_folder(self.database)
             if self.is_new():
+                _check_space(folder)
                 return
             _check_database(self.database)
         elif scheme in PORTS:
@@ -267,8 +274,12 @@ def _check_redirects(uri: str) -> None:
             raise ValueError(f"it redirects to {address}: set tracking.uri={address}")
 
 
-def _check_folder(database: Path) -> None:
-    """Reject a database whose folder, or nearest existing parent, is not writable."""
+def _check_folder(database: Path) -> Path:
+    """Return the folder of a database, or its nearest parent that exists.
+
+    Raises:
+        OSError: the folder is not writable.
+    """
     folder = next(parent for parent in database.parents if parent.exists())
     try:
         # Try to write: permissions are not reliable. For example, root has write
@@ -276,6 +287,21 @@ def _check_folder(database: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(f"{folder} is not a folder that can be written") from error
+    return folder
+
+
+def _check_space(folder: Path) -> None:
+    """Reject a folder on a disk that has no space for a new store.
+
+    Otherwise its first write would fail, when the run has a folder already.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(NEW_STORE_BYTES))
+            file.flush()
+    except OSError as error:
+        reason = f"{folder} has no space for a new store: {error.strerror}"
+        raise OSError(reason) from error
 
 
 def _check_database(database: Path) -> None:

@@ -689,7 +689,14 @@ def test_a_checkpoint_of_another_model_is_rejected(
 LEAST: dict[str, Any] = {
     "loop": {"open": False, "validation": {}, "stopped_by": None, "best": None},
     "stop_training": False,
-    "recorder": {},
+    "recorder": {
+        "last": {"learning_rate": 0.1},
+        "skipped": 0,
+        "noise": {},
+        "unlogged": [],
+        "epoch_sums": {},
+        "epoch_examples": 0,
+    },
     "random": [],
     "numpy": [],
     "callbacks": {},

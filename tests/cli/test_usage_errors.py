@@ -1,0 +1,29 @@
+"""A command line without its argument is answered by the name of what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.rerun.request import parse_command_line
+
+
+@pytest.mark.parametrize(
+    ("verb", "missing"),
+    [("rerun", "RUN_ID"), ("resume", "RUN"), ("critical", "RUN@UPDATE")],
+)
+def test_what_is_missing_is_named_and_nothing_else(verb, missing, capsys):
+    assert main([verb]) == 2
+    assert capsys.readouterr().err == (
+        f"pipeline: arguments must be as pipeline {verb} --help says (the following "
+        f"arguments are required: {missing}).\n"
+    )
+
+
+def test_a_rerun_takes_any_number_of_overrides_in_any_place():
+    assert parse_command_line(["abc"], None).overrides == []
+    request = parse_command_line(["seed=1", "--dry", "seed=2"], None)
+    assert request.run_id == "seed=1"  # the first one
+    assert request.overrides == ["seed=2"]
+    request = parse_command_line(["abc", "a=1", "--allow", "mine", "b=2"], None)
+    assert (request.overrides, request.allow) == (["a=1", "b=2"], ["mine"])
