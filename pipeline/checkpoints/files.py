@@ -60,7 +60,7 @@ _RECORDER = {  # see `Recorder.get_state`
     "noise": dict,
     "unlogged": list,
     "epoch_sums": dict,
-    "epoch_examples": int,
+    "epoch_examples": (dict, int),  # one number for all results in older checkpoints
 }
 _VALUES = {
     "loop": _LOOP,

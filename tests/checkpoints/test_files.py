@@ -695,7 +695,7 @@ LEAST: dict[str, Any] = {
         "noise": {},
         "unlogged": [],
         "epoch_sums": {},
-        "epoch_examples": 0,
+        "epoch_examples": {},
     },
     "random": [],
     "numpy": [],

@@ -59,7 +59,6 @@ def interrupted(folder, step):
 def steps_of(folder):
     """Return the steps of the rows in the file; it must have no damage."""
     past = Past.read(folder)
-    past.close()
     assert past.damage == ""
     return [line["step"] for line in read(folder / JOURNAL_NAME)[0][1:]]
 
