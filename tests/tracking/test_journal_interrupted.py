@@ -60,7 +60,7 @@ def steps_of(folder):
     """Return the steps of the rows in the file; it must have no damage."""
     past = Past.read(folder)
     assert past.damage == ""
-    return [line["step"] for line in read(folder / JOURNAL_NAME)[0][1:]]
+    return [line.step for line in read(folder / JOURNAL_NAME)[0][1:]]
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["whole lines", "parts of lines"])
