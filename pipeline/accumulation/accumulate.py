@@ -135,6 +135,8 @@ class Kernel:
             `assign_moving_statistics`.
         jit_compile: compile each forward and backward pass with XLA, but not that of a
             last micro-batch of fewer examples.
+        fused_attention: whether what is compiled computes attention by
+            `attention_fused`.
     """
 
     model: keras.Model | None
@@ -144,6 +146,7 @@ class Kernel:
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None
     hold_statistics: bool = False
     jit_compile: bool = False
+    fused_attention: bool = False
 
     def tf_variables(self) -> list[tf.Variable]:
         """Return TensorFlow's variables to differentiate by."""
@@ -213,7 +216,11 @@ def accumulate_share(
     if isinstance(share, Batches):
         parts = share._replace(batch=parts)
     return run_micro_batches(
-        micro_step, parts, kernel.micro_batch_size, kernel.jit_compile
+        micro_step,
+        parts,
+        kernel.micro_batch_size,
+        kernel.jit_compile,
+        kernel.fused_attention,
     )
 
 

@@ -59,6 +59,9 @@ class Update:
         jit_compile: compile each forward and backward pass with XLA, but not that of a
             last micro-batch of fewer examples; "auto" as `compiled_by_xla` says.
             `compiled` is what became of it, once an update was traced.
+        fused_attention: compute attention by cuDNN in what is compiled, where it can
+            be, as `attention_fused` says. It needs a GPU of NVIDIA's Hopper generation,
+            and is not deterministic.
         reductions_ready: counts the reductions that this process had its sums ready
             for, where there are several processes.
         loss_over: "effective_batch" computes the losses over all examples of an update,
@@ -80,6 +83,7 @@ class Update:
         same_noise: bool | str = False,
         hold_statistics: bool = True,
         jit_compile: bool | str = False,
+        fused_attention: bool = False,
         reductions_ready: tf.Variable | None = None,
         loss_over: str | None = None,
     ):
@@ -98,6 +102,7 @@ class Update:
         self.same_noise = same_noise
         self.hold_statistics = hold_statistics
         self.jit_compile = jit_compile
+        self.fused_attention = fused_attention
         self.reductions_ready = reductions_ready
         self.compiled = False
         self.measured = self.objective.measured()
@@ -256,6 +261,7 @@ class Update:
                 self.micro_batch_size,
                 dropout_keys,
                 self.jit_compile,
+                self.fused_attention,
             )
 
         outputs = self.strategy.run(first_pass)
@@ -290,6 +296,7 @@ class Update:
             scale_loss=self._scale_loss,
             hold_statistics=self.hold_statistics,
             jit_compile=self.compiled,
+            fused_attention=self.fused_attention,
         )
         sums = accumulate_share(kernel, share, context, position)
 
