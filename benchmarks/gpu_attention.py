@@ -14,7 +14,8 @@ import tensorflow as tf
 from benchmarks.figures import Figure, ratios
 from benchmarks.gpu_device import setup
 from benchmarks.turns import alternate_repeated, repeats
-from pipeline.accumulation.fused_attention import Attention, fused, reference
+from pipeline.accumulation.fused_attention import fused, reference
+from pipeline.accumulation.xla_internals import Attention
 
 ROUNDS = 9
 # (batch, time, heads, width) of the queries, keys and values.

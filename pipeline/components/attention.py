@@ -58,7 +58,10 @@ def decide(
 
     reasons: list[str] = []
     if nvidia.all_are_hopper() and not hardware.deterministic:
-        if _is_compiled(spec, model, batch_spec):
+        # Within a strategy's scope XLA compiles nothing by itself.
+        with run_devices.strategy.scope():
+            is_compiled = _is_compiled(spec, model, batch_spec)
+        if is_compiled:
             reasons = internals.why_attention_is_not_fused(
                 model, batch_spec, micro_batch_size
             )

@@ -16,10 +16,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 from pipeline.accumulation import Update, fused_attention, keras_internals
-from pipeline.accumulation.fused_attention import (
-    Attention,
-    why_attention_is_not_fused,
-)
+from pipeline.accumulation.fused_attention import why_attention_is_not_fused
+from pipeline.accumulation.xla_internals import Attention
 from tests.accumulation.attention import (
     EXAMPLES,
     computed_by_formula,

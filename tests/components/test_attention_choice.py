@@ -20,10 +20,10 @@ from pipeline.components import attention
 from pipeline.components.devices import Devices
 from pipeline.config import compose
 from pipeline.config.resolve import resolve
+from tests.accumulation.replicas import strategy_on
 
 KEY = "hardware.fused_attention"
 SPEC = (tf.TensorSpec((None, 6), tf.int32), tf.TensorSpec((None, 6), tf.int32))
-HALF = "hardware.precision=mixed_bfloat16"
 
 
 @pytest.fixture
@@ -52,11 +52,12 @@ def network(dropout=0.0):
     return keras.Model(inputs, layers.Dense(5, dtype="float32")(x))
 
 
-def decided(model, *overrides, batch_spec=SPEC, spec=None):
+def decided(model, *overrides, batch_spec=SPEC, replicas=1):
     """Return the value that is recorded, and the first line."""
-    run_devices = Devices(tf.distribute.get_strategy(), True, "H100")
-    spec = spec or spec_of(*overrides)
-    spec, run_devices = attention.decide(spec, run_devices, model, batch_spec, 2)
+    run_devices = Devices(strategy_on(replicas), True, "H100")
+    spec, run_devices = attention.decide(
+        spec_of(*overrides), run_devices, model, batch_spec, 2
+    )
     assert spec.resolved["hardware"]["fused_attention"] is (
         spec.config.hardware.fused_attention
     )
@@ -121,6 +122,15 @@ def test_true_is_rejected_where_xla_compiles_nothing(gpu, precision):
     with pytest.raises(ConfigError, match=rule):
         decided(model, f"{KEY}=true")
     assert decided(model) == (False, "H100")
+
+
+def test_several_replicas_are_compiled_where_the_config_says_so(gpu, precision):
+    precision("mixed_bfloat16")
+    with strategy_on(2).scope():
+        model = network()
+    assert decided(model, replicas=2) == (False, "H100")
+    line = "H100, fused attention"
+    assert decided(model, "hardware.xla=true", replicas=2) == (True, line)
 
 
 def test_true_is_rejected_without_a_hopper_gpu(gpu):
