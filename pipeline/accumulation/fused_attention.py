@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 
 from . import xla_internals
-from .batch import inputs_of
+from .batch import Share
 from .keras_internals import (
     attending,
     pack_tangents,
@@ -73,19 +73,22 @@ def why_attention_is_not_fused(
         sizes.add(arguments["query"].shape[0])
         return keras_attention(**arguments)
 
-    def of_known_size(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, tf.RaggedTensor):
-            return leaf
-        return tf.ensure_shape(leaf, [micro_batch_size, *leaf.shape[1:]])
+    def micro_batch_spec(spec: tf.TypeSpec) -> tf.TypeSpec:
+        if not isinstance(spec, tf.TensorSpec):
+            return spec
+        return tf.TensorSpec([micro_batch_size, *spec.shape[1:]], spec.dtype)
 
-    def forward(batch: Any) -> None:
-        x = tf.nest.map_structure(of_known_size, inputs_of(batch))
+    def forward(x: Any) -> None:
         with attending(note):
             model(x, training=True)
 
+    if isinstance(batch_spec, Share):
+        batch_spec = batch_spec.batch
+    x, *_ = keras.utils.unpack_x_y_sample_weight(batch_spec)
+    x_spec = tf.nest.map_structure(micro_batch_spec, x)
     # The scope drops what the pass assigns.
     with keras.StatelessScope():
-        tf.function(forward, autograph=False).get_concrete_function(batch_spec)
+        tf.function(forward, autograph=False).get_concrete_function(x_spec)
     if sizes - {micro_batch_size}:
         return ["axis 0 of an attention is not that of the examples"] * len(reasons)
     return reasons
@@ -163,9 +166,9 @@ def _attend(
         scale=float(scale),
         causal=bool(arguments.get("is_causal")),
     )
-    # All of it, with an axis 0 whose size is unknown again where it was before: by that,
-    # losses are told to be of examples.
     output = fused(attention)
+    # Make the size of axis 0 unknown again, which tells an axis of examples: the losses
+    # that a layer adds are weighted by it.
     if query.shape[0] is None:
         output = output[: tf.shape(query)[0]]
     return output

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from pipeline.accumulation import Update, fused_attention, keras_internals
+from pipeline.accumulation.batch import Share
 from pipeline.accumulation.fused_attention import why_attention_is_not_fused
 from pipeline.accumulation.xla_internals import Attention
 from tests.accumulation.attention import (
@@ -245,11 +246,19 @@ def test_what_cudnn_does_not_take_is_left_to_keras(reason, specs, options):
     assert (types == expected) is not is_fused
 
 
-def attentions(model, spec=(None, 6)):
-    """Return why each attention of a model is not fused."""
-    return why_attention_is_not_fused(
-        model, (tf.TensorSpec(spec, tf.int32), tf.TensorSpec([None])), EXAMPLES
-    )
+def attentions(model, shape=(None, 6)):
+    """Return why each attention of a model is not fused.
+
+    It is the same for a batch, one without labels and a share of one.
+    """
+    spec = tf.TensorSpec(shape, tf.int32)
+    scalar = tf.TensorSpec([], tf.int32)
+    batch = (spec, tf.NoneTensorSpec())
+    reasons = []
+    for batch_spec in ((spec, spec), batch, Share(batch, scalar, scalar)):
+        reasons.append(why_attention_is_not_fused(model, batch_spec, EXAMPLES))
+    assert reasons[0] == reasons[1] == reasons[2]
+    return reasons[0]
 
 
 def around(layer, **options):
@@ -269,7 +278,8 @@ class Windows(layers.Layer):
 
 def test_the_attentions_of_keras_are_told(precision):
     precision("mixed_bfloat16")
-    assert attentions(transformer()) == ["", ""]
+    for examples in (None, 1, 4):
+        assert attentions(transformer(), (examples, 6)) == ["", ""]
     unknown = "its shape is not known when it is traced: (2, None, 2, 16)"
     heads = layers.MultiHeadAttention(2, 16)
     assert attentions(around(heads, use_causal_mask=True)) == [""]
