@@ -16,6 +16,7 @@ Parts:
     equal            float64: weights after 20 updates in micro-batches on the GPU −
                      those of the CPU
     repeatable       two runs under determinism: weights that differ in any bit
+    attention        attention by cuDNN beside Keras': errors, bits and times
     memory           growth of the peak of memory from factor 2 to 64
     update           the update ÷ its strict limit, and the apply's share of the copy
                      bandwidth
@@ -74,6 +75,7 @@ PARTS = (
     "train",
     "equal",
     "repeatable",
+    "attention",
     "memory",
     "update",
     "tf32",
@@ -222,6 +224,7 @@ def _correctness_pieces(tiny: bool) -> list[Piece]:
     }
     for run in ("first", "second"):
         known.append(Piece("repeatable", "", trajectory, deterministic, 17, run))
+    known.append(Piece("attention", "", "benchmarks.gpu_attention:attention", {}, 20))
 
     # Both sides compute as many micro-batches: the operations of each run in another
     # order, and the peak is that of the worst one. At factor 1 there is nothing to sum,

@@ -13,6 +13,7 @@ import tensorflow as tf
 from benchmarks import keras_models
 from benchmarks.figures import Figure
 from pipeline.accumulation import Update
+from pipeline.common import nvidia
 from pipeline.components import devices
 from pipeline.config.schema import Device, HardwareConfig, Precision
 
@@ -95,6 +96,7 @@ def updates(
         built_optimizer,
         micro_batch_size,
         jit_compile=xla,
+        fused_attention=nvidia.all_are_hopper(),  # as a run with `auto`
         same_noise=same_noise,
     )
     batches = iter(repeated_batch(batch))

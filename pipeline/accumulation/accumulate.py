@@ -142,6 +142,7 @@ class Kernel:
             BatchNormalization unchanged, for `assign_moving_statistics` to move.
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
             micro-batch is not compiled.
+        fused_attention: whether compiled passes compute attention by `attention_fused`.
     """
 
     model: keras.Model | None
@@ -151,6 +152,7 @@ class Kernel:
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None
     hold_statistics: bool = False
     jit_compile: bool = False
+    fused_attention: bool = False
 
     def tf_variables(self) -> list[tf.Variable]:
         """Return the TensorFlow variables to differentiate with respect to."""
@@ -222,7 +224,11 @@ def accumulate_share(
     if isinstance(share, Batches):
         parts = share._replace(batch=parts)
     return run_micro_batches(
-        micro_step, parts, kernel.micro_batch_size, kernel.jit_compile
+        micro_step,
+        parts,
+        kernel.micro_batch_size,
+        kernel.jit_compile,
+        kernel.fused_attention,
     )
 
 

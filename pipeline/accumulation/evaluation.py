@@ -36,6 +36,7 @@ class Evaluation:
         *,
         strategy: tf.distribute.Strategy | None = None,
         jit_compile: bool | str = False,
+        fused_attention: bool = False,
         reductions_ready: tf.Variable | None = None,
     ):
         self.model = model
@@ -43,6 +44,7 @@ class Evaluation:
         self.micro_batch_size = micro_batch_size
         self.strategy = strategy or tf.distribute.get_strategy()
         self.jit_compile = jit_compile
+        self.fused_attention = fused_attention
         self.reductions_ready = reductions_ready
         self.measured = self.objective.measured()
 
@@ -88,4 +90,6 @@ class Evaluation:
                 return sums, kept(outputs)
             return sums, {}
 
-        return run_micro_batches(micro_step, share, self.micro_batch_size, compiled)
+        return run_micro_batches(
+            micro_step, share, self.micro_batch_size, compiled, self.fused_attention
+        )

@@ -25,6 +25,7 @@ from .forward_effects import (
     unsupported,
     untracked_variables,
 )
+from .fused_attention import why_attention_is_not_fused
 from .keras_internals import (
     MODEL_CHECKPOINT_KEEPS,
     TENSORBOARD_KEEPS,
@@ -92,5 +93,6 @@ __all__ = [
     "unsupported",
     "untracked_variables",
     "weighted_sum",
+    "why_attention_is_not_fused",
     "wide_layers",
 ]

@@ -32,6 +32,9 @@ This module also replaces attributes of Keras objects for a limited time.
 `model_supports_jit`: whether `fit` would compile a model with XLA, judging by the
     layers, the platform and determinism.
 `get_loss`: the loss that `compile` builds from a name or a function.
+`dot_product_attention`, of the TensorFlow backend's `nn`: the function that the Keras
+    operation of that name and the attention layers call. If the causal mask is the only
+    mask, the layers pass `is_causal` and no mask.
 `_get_function`, of a TensorFlow graph: the graphs of loops, branches and calls, whose
     operations are counted.
 `captures`, of a function's graph: the placeholders that are not arguments.
@@ -52,6 +55,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.random import seed_generator
 from keras.src.trainers.compile_utils import get_loss as get_loss
@@ -283,6 +287,27 @@ def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator
 
     with _REPLACING, replaced(changes()):
         yield
+
+
+@contextmanager
+def attending(attention: Callable[..., Any]) -> Iterator[None]:
+    """Have `attention` called for each attention of Keras inside the `with` block.
+
+    Its arguments are Keras' own function and a dict of the arguments of that, by name.
+    Other threads, which may trace a model meanwhile, call Keras' own.
+    """
+    thread = threading.get_ident()
+    with _REPLACING:
+        keras_attention = tensorflow_nn.dot_product_attention
+
+        def attend(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() != thread:
+                return keras_attention(*arguments, **options)
+            bound = inspect.signature(keras_attention).bind(*arguments, **options)
+            return attention(keras_attention, bound.arguments)
+
+        with replaced([(tensorflow_nn, "dot_product_attention", attend)]):
+            yield
 
 
 def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:

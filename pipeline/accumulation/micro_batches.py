@@ -21,6 +21,7 @@ from .batch import (
     slice_specs,
     to_dense,
 )
+from .fused_attention import attention_fused
 
 
 def run_micro_batches(
@@ -28,6 +29,7 @@ def run_micro_batches(
     batch: Nest | Batches,
     micro_batch_size: int,
     jit_compile: bool = False,
+    fused_attention: bool = False,
 ) -> Nest:
     """Run `micro_step(start, x, y, sample_weight)` on each micro-batch of `batch`.
 
@@ -41,6 +43,8 @@ def run_micro_batches(
         micro_batch_size: examples per micro-batch; the last one may be smaller.
         jit_compile: whether XLA compiles the step for full micro-batches. A smaller
             last micro-batch is not compiled.
+        fused_attention: whether the compiled step is traced in `attention_fused`. A
+            step that is not compiled cannot use it, so the step is then traced twice.
 
     Returns:
         A nest of results. Each is the sum over the micro-batches, or the concatenation
@@ -66,12 +70,16 @@ def run_micro_batches(
 
     loops = [(step, cut.examples)]  # each step and the end of its loop
     if jit_compile:
-        # Wrap the function that was traced, so that nothing is traced twice.
+
+        def on_full_leaves(*arguments: tf.Tensor) -> Nest:
+            if fused_attention:
+                with attention_fused(micro_batch_size):
+                    return on_leaves(*arguments)
+            # Wrap the function that was traced, so that nothing is traced twice.
+            return step(*arguments)
+
         compiled = tf.function(
-            lambda *arguments: step(*arguments),
-            signature,
-            autograph=False,
-            jit_compile=True,
+            on_full_leaves, signature, autograph=False, jit_compile=True
         )
         loops.insert(0, (compiled, cut.examples - cut.examples % micro_batch_size))
 

@@ -122,6 +122,7 @@ def kept_outputs(
     micro_batch_size: int,
     dropout_keys: Sequence[tf.Tensor],
     jit_compile: bool | str,
+    fused_attention: bool = False,
 ) -> Outputs:
     """Run the first pass on this replica's share of `batch`; return the outputs.
 
@@ -138,7 +139,9 @@ def kept_outputs(
         with keras.StatelessScope(), without_cudnn(model, compiled), drawing:
             return kept(by_name(model, model(x, training=True)))
 
-    return run_micro_batches(micro_step, share, micro_batch_size, compiled)
+    return run_micro_batches(
+        micro_step, share, micro_batch_size, compiled, fused_attention
+    )
 
 
 def differentiable(outputs: Outputs) -> list[tf.Tensor]:

@@ -59,6 +59,9 @@ class Update:
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
             micro-batch is not compiled. For "auto", see `compiled_by_xla`. After an
             update was traced, the attribute `compiled` holds the decision.
+        fused_attention: whether compiled passes compute attention by cuDNN where this
+            is possible, see `attention_fused`. This needs an NVIDIA GPU of the Hopper
+            generation, and is not deterministic.
         reductions_ready: a variable that counts the reductions for which this process
             had its summands ready. It is needed only with several processes.
         loss_over: "effective_batch" computes the losses over all examples of an update,
@@ -80,6 +83,7 @@ class Update:
         same_noise: bool | str = False,
         hold_statistics: bool = True,
         jit_compile: bool | str = False,
+        fused_attention: bool = False,
         reductions_ready: tf.Variable | None = None,
         loss_over: str | None = None,
     ):
@@ -98,6 +102,7 @@ class Update:
         self.same_noise = same_noise
         self.hold_statistics = hold_statistics
         self.jit_compile = jit_compile
+        self.fused_attention = fused_attention
         self.reductions_ready = reductions_ready
         self.compiled = False
         self.measured = self.objective.measured()
@@ -266,6 +271,7 @@ class Update:
                 self.micro_batch_size,
                 dropout_keys,
                 self.jit_compile,
+                self.fused_attention,
             )
 
         outputs = self.strategy.run(first_pass)
@@ -300,6 +306,7 @@ class Update:
             scale_loss=self._scale_loss,
             hold_statistics=self.hold_statistics,
             jit_compile=self.compiled,
+            fused_attention=self.fused_attention,
         )
         sums = accumulate_share(kernel, share, context, position)
 

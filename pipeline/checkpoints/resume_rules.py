@@ -24,7 +24,7 @@ from pipeline.common.sqlite_uri import absolute
 from pipeline.config import key_kinds
 from pipeline.config.plain import leaves, plain
 from pipeline.config.plan import Plan
-from pipeline.config.resolve import RunSpec
+from pipeline.config.resolve import FUSED_ATTENTION, RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
 from pipeline.config.stages import CLOCK
@@ -278,6 +278,10 @@ def _with_recorded_choices(
     """Return the spec with the run's values for keys that the config leaves open."""
     spec = _with_recorded_order(spec, recorded["dataset"])
     spec = _without_new_keys(spec, recorded)
+    if spec.config.hardware.fused_attention == "auto":
+        # Missing from a record of before the key: attention was Keras' own.
+        is_fused = recorded["hardware"].get("fused_attention", False)
+        spec = spec.changed({FUSED_ATTENTION: is_fused})
     if spec.searches:
         # The run's size may exceed the share of a replica in the effective batch, as
         # each replica has a smaller share if there are more of them now.

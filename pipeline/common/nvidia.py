@@ -29,6 +29,7 @@ _COUNT_GPUS = (
     "print(len(tf.config.list_physical_devices('GPU')))"
 )
 _AMPERE = (8, 0)  # compute capability
+_HOPPER = 9  # major number of the compute capability
 
 
 class TensorFlowGpus(NamedTuple):
@@ -202,12 +203,24 @@ def computes_in_tf32() -> bool:
 
     if not tf.config.experimental.tensor_float_32_execution_enabled():
         return False
+    return any(capability >= _AMPERE for capability in _compute_capabilities())
+
+
+def all_are_hopper() -> bool:
+    """Return whether this process has GPUs, all of NVIDIA's Hopper generation."""
+    return {major for major, _ in _compute_capabilities()} == {_HOPPER}
+
+
+def _compute_capabilities() -> list[tuple[int, int]]:
+    """Return the compute capability of each visible GPU; (0, 0) if it is not known."""
+    import tensorflow as tf  # takes seconds
+
+    capabilities = []
     with imports.without_chatter():  # The libraries report if they cannot start CUDA.
         for gpu in tf.config.get_visible_devices("GPU"):
             details = tf.config.experimental.get_device_details(gpu)
-            if details.get("compute_capability", (0, 0)) >= _AMPERE:
-                return True
-    return False
+            capabilities.append(details.get("compute_capability", (0, 0)))
+    return capabilities
 
 
 def unit_roundoff(dtypes: Iterable[str]) -> float:

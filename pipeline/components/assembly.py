@@ -19,6 +19,7 @@ from pipeline.accumulation import internals
 from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.components import (
     added_losses,
+    attention,
     devices,
     model,
     objective,
@@ -65,7 +66,7 @@ class PartsRecord:
 class Parts:
     """The parts of a run, ready for training."""
 
-    spec: RunSpec  # `dataset.in_memory` is decided
+    spec: RunSpec  # `dataset.in_memory` and `hardware.fused_attention` are decided
     devices: Devices
     data: Data
     files: DataFiles  # the files of `data`, with their state before they were read
@@ -101,17 +102,20 @@ class Parts:
             same_noise=same_noise,
             hold_statistics=config.accumulation.moving_statistics.name == "effective",
             jit_compile=config.hardware.xla,
+            fused_attention=config.hardware.fused_attention is True,
             reductions_ready=self.devices.reductions_ready,
         )
 
     def evaluation(self) -> accumulation.Evaluation:
         """Return a new `Evaluation`, which evaluates one batch per call."""
+        hardware = self.spec.config.hardware
         return accumulation.Evaluation(
             self.model,
             self.objective.evaluation,
             self.plan.batching.micro_batch_size,
             strategy=self.devices.strategy,
-            jit_compile=self.spec.config.hardware.xla,
+            jit_compile=hardware.xla,
+            fused_attention=hardware.fused_attention is True,
             reductions_ready=self.devices.reductions_ready,
         )
 
@@ -182,6 +186,7 @@ def assemble(
     """
     seed = spec.config.seed
     run_devices = devices.setup(spec.config.hardware, seed, spec.workers)
+    attention.check(spec)
     source = _open_dataset(spec, run_devices, check_dataset)
     data = source.data
     planned = _planned(source.spec, data)
@@ -201,6 +206,13 @@ def assemble(
         network.objective.evaluation,
         data,
         list(internals.by_name(network.model, network.outputs)),
+    )
+    spec, run_devices = attention.decide(
+        spec,
+        run_devices,
+        network.model,
+        batches.element_spec,
+        planned.plan.micro_batch_size,
     )
     with tf.device("CPU:0"):
         inputs = internals.slice_of(network.first_inputs, 0, 4)

@@ -37,6 +37,8 @@ from pipeline.config.hydra_errors import as_config_error
 from pipeline.config.schema import Config, Device, LossOver, Rule
 from pipeline.config.sizes import Batching, Horizon
 
+FUSED_ATTENTION = "hardware.fused_attention"
+
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -242,6 +244,7 @@ def resolve(
     named = _set_sizes(composed, named)
     spec = _spec(composed, workers, overrides, named)
     _check_gpus(spec)
+    check_fused_attention(spec)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
         # Reject an unusable secret now, not when the workers connect.
@@ -258,6 +261,24 @@ def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
     configs = yaml.safe_load(text)
     composed = _typed(plain.escaped(configs["resolved"]))
     return replace(_spec(composed, workers), original=configs["original"])
+
+
+def check_fused_attention(spec: RunSpec) -> None:
+    """Reject `hardware.fused_attention=true` beside a value that rules it out."""
+    hardware = spec.config.hardware
+    if hardware.fused_attention is not True:
+        return
+    rule = "must be false or auto"
+    if hardware.device == Device.cpu:
+        raise ConfigError(FUSED_ATTENTION, f"{rule} with hardware.device=cpu", True)
+    if hardware.xla is False:
+        raise ConfigError(FUSED_ATTENTION, f"{rule} with hardware.xla=false", True)
+    if hardware.deterministic:
+        because = "with hardware.deterministic=true: one of its gradients is not"
+        raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
+    if spec.dataset.get("batched"):
+        because = f"with {sizes.BATCHED}=true: batches have any size"
+        raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
 
 
 def comparable(spec: RunSpec) -> dict[str, Any]:

@@ -308,6 +308,9 @@ class HardwareConfig(_SetOnce):
     # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
     # Keras' `fit` does
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
+    # (auto | true | false) compute attention by one kernel of cuDNN in what XLA
+    # compiles, on GPUs of NVIDIA's Hopper generation; auto: wherever it can be
+    fused_attention: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # (true | false) whether GPUs since Ampere multiply float32 with 10 bits of
     # mantissa; see docs/exact.md
     tf32: Any = field(default=True, metadata=about(Kind.NUMERICS))

@@ -307,6 +307,7 @@ _CHECKS = {
     "dataset.in_memory": _SWITCH,
     "accumulation.same_noise": _SWITCH,
     "hardware.xla": _SWITCH,
+    "hardware.fused_attention": _SWITCH,
     "dataset.shuffle_files": _FLAG,
     "dataset.batched": _FLAG,
     "hardware.deterministic": _FLAG,

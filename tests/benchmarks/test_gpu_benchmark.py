@@ -65,6 +65,8 @@ def test_every_part_has_its_figures(tmp_path):
     assert met == {
         ("equal", "transformer"): True,
         ("repeatable", "transformer"): True,
+        ("attention", "causal"): True,
+        ("attention", "no mask"): True,
         ("two", "CPU"): True,
         ("limits", "out of memory"): True,
     }

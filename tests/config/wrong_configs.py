@@ -89,6 +89,21 @@ CONFIG = {
         "hardware.xla must be true, false or auto. Received: 'maybe'."
     ),
     "train hardware.xla=2": "hardware.xla must be true, false or auto. Received: 2.",
+    "train hardware.fused_attention=fast": (
+        "hardware.fused_attention must be true, false or auto. Received: 'fast'."
+    ),
+    "train hardware.fused_attention=true hardware.xla=false": (
+        "hardware.fused_attention must be false or auto with hardware.xla=false. "
+        "Received: true."
+    ),
+    "train hardware.fused_attention=true hardware.deterministic=true": (
+        "hardware.fused_attention must be false or auto with "
+        "hardware.deterministic=true: one of its gradients is not. Received: true."
+    ),
+    "train hardware.fused_attention=true hardware.device=cpu": (
+        "hardware.fused_attention must be false or auto with hardware.device=cpu. "
+        "Received: true."
+    ),
     "train hardware.tf32=1": "hardware.tf32 must be true or false. Received: 1.",
     "train tracking.log_model=5": (
         "tracking.log_model must be true or false. Received: 5."

@@ -26,6 +26,10 @@ PREPARED = {
         "hardware.device must be a device of this machine, which has no GPU. Received: "
         "'gpu'. Choices: auto, cpu."
     ),
+    "train hardware.fused_attention=true": (
+        "hardware.fused_attention must be false or auto: it needs GPUs of NVIDIA's "
+        "Hopper generation alone. Received: true."
+    ),
     "train accumulation.effective_batch_size=1438": (
         "accumulation.effective_batch_size must be at most the 1437 examples of the "
         "training split. Received: 1438."

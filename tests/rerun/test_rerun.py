@@ -294,6 +294,8 @@ def test_a_rerun_says_where_it_comes_from_and_what_came_of_it(made, again):
     )
     assert new.data.tags["config.hash"] == old.data.tags["config.hash"]
     assert new.info.run_name == f"rerun of {old.info.run_name}"
+    for run in (old, new):  # what became of `auto`
+        assert run.data.params["hardware.fused_attention"] == "false"
     assert "sweep" not in new.data.tags  # the job of a sweep runs alone
     (page,) = client.list_artifacts(new.info.run_id, "rerun")
     file = Path(client.download_artifacts(new.info.run_id, page.path))
@@ -453,7 +455,8 @@ def test_a_record_of_an_older_schema_runs_again(made_wider, again_wider):
     assert f"the record of {old} is of schema 0: brought to schema 3" in answer["err"]
     assert "without train/gradient_noise_scale" in answer["err"]
     (new,) = reruns(store, old)
-    # The default has not been this since.
+    # The defaults have not been these since.
+    assert new.data.params["hardware.fused_attention"] == "false"
     assert new.data.params["schedule.initial_learning_rate"] == "0.0"
     histories = json.loads((OLD / "histories.json").read_text())
     for key, history in histories.items():

@@ -1,0 +1,263 @@
+"""Attention by cuDNN's fused kernels, in place of Keras', in a step that XLA compiles.
+
+    S = scale·Q·Kᵀ        P = softmax(S)        O = P·V
+
+Keras' attention writes S and P, of time² elements for each head, to memory several
+times, and again for the gradients. cuDNN's keeps them on the chip, and for the
+gradients computes P once more from S and the logarithms of its rows' sums.
+
+`keras.layers.MultiHeadAttention` and `GroupQueryAttention` without dropout call
+`keras.ops.dot_product_attention`, as users do. Each such call inside the block of
+`attention_fused` goes through here. What cuDNN does not take, or was not seen to
+compute on a GPU, is left to Keras: `why_not_fused` has the conditions.
+
+cuDNN's gradient by Q is not bit-identical from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from . import xla_internals
+from .batch import Share
+from .keras_internals import (
+    attending,
+    pack_tangents,
+    record_operation,
+    stop_recording,
+)
+from .loss_sums import float32_at_least
+from .xla_internals import Attention
+
+# Of a head, in cuDNN for GPUs before Blackwell.
+MAX_WIDTH = 128
+WIDTH_MULTIPLE = 8
+
+
+def attention_fused(examples: int) -> AbstractContextManager[None]:
+    """Have Keras' attention computed by cuDNN where it can be.
+
+    This holds inside the `with` block, which must be in a function that XLA compiles
+    for a GPU of NVIDIA's Hopper generation. cuDNN takes shapes that are known when they
+    are traced: an axis 0 of unknown size has `examples`, those of a micro-batch.
+    """
+    return attending(partial(_attend, examples))
+
+
+def why_attention_is_not_fused(
+    model: keras.Model, batch_spec: Any, micro_batch_size: int
+) -> list[str]:
+    """Return for each attention of a forward pass why it would not be fused.
+
+    The reason is empty if it would be. The forward pass is traced and not run. If an
+    axis 0 is not that of the examples, as where windows of images attend, no attention
+    can be fused: in the traced step its size is unknown too.
+
+    Args:
+        model: built.
+        batch_spec: the spec of an effective batch, such as a dataset's `element_spec`.
+        micro_batch_size: examples of a micro-batch.
+    """
+    reasons: list[str] = []
+    sizes = set()
+
+    def note(keras_attention: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        reasons.append(why_not_fused(arguments, micro_batch_size))
+        sizes.add(arguments["query"].shape[0])
+        return keras_attention(**arguments)
+
+    def micro_batch_spec(spec: tf.TypeSpec) -> tf.TypeSpec:
+        if not isinstance(spec, tf.TensorSpec):
+            return spec
+        return tf.TensorSpec([micro_batch_size, *spec.shape[1:]], spec.dtype)
+
+    def forward(x: Any) -> None:
+        with attending(note):
+            model(x, training=True)
+
+    if isinstance(batch_spec, Share):
+        batch_spec = batch_spec.batch
+    x, *_ = keras.utils.unpack_x_y_sample_weight(batch_spec)
+    x_spec = tf.nest.map_structure(micro_batch_spec, x)
+    # The scope drops what the pass assigns.
+    with keras.StatelessScope():
+        tf.function(forward, autograph=False).get_concrete_function(x_spec)
+    if sizes - {micro_batch_size}:
+        return ["axis 0 of an attention is not that of the examples"] * len(reasons)
+    return reasons
+
+
+def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
+    """Return why an attention is left to Keras; empty if cuDNN computes it.
+
+    Keras' layers have no mask in a call with `use_causal_mask=True`, if nothing else
+    masks.
+
+    Args:
+        arguments: those of `keras.ops.dot_product_attention`, by name.
+        examples: as for `attention_fused`.
+    """
+    for name in ("mask", "bias", "attn_logits_soft_cap"):
+        if arguments.get(name) is not None:
+            return f"it has a {name}"
+    flash_attention = arguments.get("flash_attention")
+    if flash_attention is not None:
+        return f"flash_attention is {flash_attention}"
+    scale = arguments.get("scale")
+    if scale is not None and not isinstance(scale, Real):
+        return "its scale is a tensor"
+    tensors = [arguments[name] for name in ("query", "key", "value")]
+    if not all(map(tf.is_tensor, tensors)):
+        return "its arguments are no tensors"
+    # A `ForwardAccumulator` has a derivative to carry on.
+    if pack_tangents(tensors).tangents:
+        return "a derivative is taken forward"
+    return _why_not_by_cudnn(tensors, examples)
+
+
+def _why_not_by_cudnn(tensors: list[tf.Tensor], examples: int) -> str:
+    """Return why cuDNN does not take query, key and value; empty if it does."""
+    query, *_ = tensors
+    dtype = query.dtype.name
+    if dtype not in xla_internals.ELEMENT_TYPES:
+        return f"it computes in {dtype}"
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return "query, key and value have different dtypes"
+    for tensor in tensors:
+        shape = tensor.shape
+        if shape.rank != 4 or not shape[1:].is_fully_defined():
+            return f"its shape is not known when it is traced: {shape}"
+        if shape[0] not in (None, examples):
+            return f"it has {shape[0]} examples on axis 0, not {examples}"
+        # Keys of another length than the queries have not run on a GPU.
+        if shape[1:] != query.shape[1:]:
+            return "query, key and value have different shapes"
+    width = query.shape[-1]
+    if width > MAX_WIDTH or width % WIDTH_MULTIPLE:
+        rule = f"at most {MAX_WIDTH} and a multiple of {WIDTH_MULTIPLE}"
+        return f"its heads are {width} wide, which must be {rule}"
+    return ""
+
+
+def _attend(
+    examples: int,
+    keras_attention: Callable[..., tf.Tensor],
+    arguments: dict[str, Any],
+) -> tf.Tensor:
+    """Compute an attention by cuDNN, or else as Keras does."""
+    if why_not_fused(arguments, examples):
+        return keras_attention(**arguments)
+    query = arguments["query"]
+    scale = arguments.get("scale")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    shape = [examples, *query.shape[1:]]
+    attention = Attention(
+        query=tf.ensure_shape(query, shape),
+        key=tf.ensure_shape(arguments["key"], shape),
+        value=tf.ensure_shape(arguments["value"], shape),
+        scale=float(scale),
+        causal=bool(arguments.get("is_causal")),
+    )
+    output = fused(attention)
+    # Make the size of axis 0 unknown again, which tells an axis of examples: the losses
+    # that a layer adds are weighted by it.
+    if query.shape[0] is None:
+        output = output[: tf.shape(query)[0]]
+    return output
+
+
+def fused(attention: Attention) -> tf.Tensor:
+    """Return the output of an attention, with its gradient declared to every tape.
+
+    The shapes of the query, the key and the value are known.
+    """
+    inputs = [attention.query, attention.key, attention.value]
+    with stop_recording():
+        result = xla_internals.cudnn_attention(attention)
+
+    def gradient(by_output: tf.Tensor) -> list[tf.Tensor]:
+        by_output = tf.ensure_shape(by_output, result.output.shape)
+        with stop_recording():
+            gradients = xla_internals.cudnn_attention_gradient(
+                attention, result, by_output
+            )
+
+        def second_gradient(*by_gradients: tf.Tensor) -> list[tf.Tensor]:
+            return _second_gradient(attention, by_output, by_gradients)
+
+        record_operation(
+            "AttentionGradient", gradients, [*inputs, by_output], second_gradient
+        )
+        return gradients
+
+    record_operation("Attention", [result.output], inputs, gradient)
+    return result.output
+
+
+def reference(attention: Attention) -> tf.Tensor:
+    """Return the output by the formula, computed in float32 or better."""
+    value = _precise(attention.value)
+    output = tf.einsum("bnts,bsnh->btnh", _probabilities(attention), value)
+    return tf.cast(output, attention.query.dtype)
+
+
+def reference_gradient(attention: Attention, by_output: tf.Tensor) -> list[tf.Tensor]:
+    """Return the gradients by query, key and value, given that by the output.
+
+        dV = Pᵀ·dO        dP = dO·Vᵀ        dS = P∘(dP − Σₛ P∘dP)
+        dQ = scale·dS·K        dK = scale·dSᵀ·Q
+
+    They are computed in float32 or better, as `reference`.
+    """
+    probabilities = _probabilities(attention)
+    by_output = _precise(by_output)
+    by_value = tf.einsum("bnts,btnh->bsnh", probabilities, by_output)
+    by_probabilities = tf.einsum(
+        "btnh,bsnh->bnts", by_output, _precise(attention.value)
+    )
+
+    weighted = probabilities * by_probabilities
+    by_scores = weighted - probabilities * tf.reduce_sum(weighted, -1, keepdims=True)
+    by_scores *= attention.scale
+    by_query = tf.einsum("bnts,bsnh->btnh", by_scores, _precise(attention.key))
+    by_key = tf.einsum("bnts,btnh->bsnh", by_scores, _precise(attention.query))
+    gradients = [by_query, by_key, by_value]
+    return [tf.cast(gradient, attention.query.dtype) for gradient in gradients]
+
+
+def _probabilities(attention: Attention) -> tf.Tensor:
+    """Return P, (batch, heads, time, time), in float32 or better."""
+    query = _precise(attention.query)
+    scores = tf.einsum("btnh,bsnh->bnts", query, _precise(attention.key))
+    scores *= attention.scale
+    if attention.causal:
+        time = query.shape[1]
+        attended = tf.linalg.band_part(tf.ones([time, time], tf.bool), -1, 0)
+        scores = tf.where(attended, scores, scores.dtype.min)
+    return tf.nn.softmax(scores)
+
+
+def _precise(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tensor, float32_at_least(tensor.dtype))
+
+
+def _second_gradient(
+    attention: Attention, by_output: tf.Tensor, by_gradients: tuple[tf.Tensor, ...]
+) -> list[tf.Tensor]:
+    """Return the gradients of `reference_gradient` by its arguments.
+
+    cuDNN has none. A penalty on a gradient inside a model takes them.
+    """
+    inputs = [attention.query, attention.key, attention.value, by_output]
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        gradients = reference_gradient(attention, by_output)
+    return tape.gradient(gradients, inputs, by_gradients)
