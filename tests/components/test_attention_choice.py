@@ -20,6 +20,7 @@ from pipeline.components import attention
 from pipeline.components.devices import Devices
 from pipeline.config import compose
 from pipeline.config.resolve import resolve
+from pipeline.tracking.journal_lines import RunStart
 from tests.accumulation.replicas import strategy_on
 
 KEY = "hardware.fused_attention"
@@ -53,7 +54,9 @@ def network(dropout=0.0):
 
 
 def decided(model, *overrides, batch_spec=SPEC, replicas=1):
-    """Return the value that is recorded, and the first line."""
+    """Return the value that is recorded, and the first line; `auto` is the default."""
+    if not any(override.startswith(KEY) for override in overrides):
+        overrides = (f"{KEY}=auto", *overrides)
     run_devices = Devices(strategy_on(replicas), True, "H100")
     spec, run_devices = attention.decide(
         spec_of(*overrides), run_devices, model, batch_spec, 2
@@ -159,9 +162,8 @@ def test_a_resumed_run_takes_what_it_began_with(recorded, now, value, changes):
         del before["hardware"]["fused_attention"]
     cut = {"effective_batch_size": 128}
     spec = spec_of(f"{KEY}={now}")
-    past = SimpleNamespace(
-        run={}, start={"store": spec.config.tracking.uri, "segment": {"cut": cut}}
-    )
+    start = RunStart(store=spec.config.tracking.uri, segment={"cut": cut})
+    past = SimpleNamespace(run_id="", start=start)
     spec = resume_rules._with_recorded_choices(spec, before, past)
     assert spec.config.hardware.fused_attention is value
     assert resume_rules.changes(before, spec, past) == changes
