@@ -54,7 +54,7 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
         The learning rate, which is computed once, for any optimizer.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
-    fuses = _takes_keras_step(adam)
+    fuses = takes_keras_step(adam)
     with constant_rate(adam) as rate:
         changes = [(adam, "update_step", _fused_step(adam))] if fuses else []
         with replaced(changes):
@@ -88,7 +88,7 @@ def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
     return update_step
 
 
-def _takes_keras_step(optimizer: Any) -> bool:
+def takes_keras_step(optimizer: Any) -> bool:
     """Return whether an optimizer is an Adam whose step is Keras' own."""
     kind = keras.optimizers.Adam
     if not isinstance(optimizer, kind) or optimizer.amsgrad:

@@ -101,6 +101,7 @@ class Parts:
             same_noise=same_noise,
             hold_statistics=config.accumulation.moving_statistics.name == "effective",
             jit_compile=config.hardware.xla,
+            xla_scope=config.hardware.xla_scope.name,
             reductions_ready=self.devices.reductions_ready,
         )
 

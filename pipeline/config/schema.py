@@ -33,6 +33,7 @@ Resume = Enum("Resume", ["auto"])
 Mode = Enum("Mode", ["min", "max"])
 Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
+XlaScope = Enum("XlaScope", ["step", "apply"])
 Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
 LossOver = Enum("LossOver", ["example", "effective_batch"])
@@ -303,9 +304,11 @@ class HardwareConfig(_SetOnce):
     # (bytes | text | null) the memory that a search for the micro-batch size may fill
     # on a CPU, such as `8GiB`; null: all available memory
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
-    # Keras' `fit` does
+    # (auto | true | false) compile with XLA; auto: on one GPU, as Keras' `fit` does
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
+    # what XLA compiles; `apply`: each micro-step and, on one device, the optimizer's
+    # step; `step`: each micro-step alone, as records without this key did
+    xla_scope: XlaScope = field(default=XlaScope.step, metadata=about(Kind.NUMERICS))
     # (true | false) whether GPUs since Ampere multiply float32 with 10 bits of
     # mantissa; see docs/exact.md
     tf32: Any = field(default=True, metadata=about(Kind.NUMERICS))

@@ -25,6 +25,7 @@ LEGACY = {
     "accumulation.factor": None,
     "accumulation.moving_statistics": "micro",
     "hardware.xla": False,
+    "hardware.xla_scope": "step",
     "tracking.code": [],
     "training.checkpoint_every": None,
     "training.epochs": None,
