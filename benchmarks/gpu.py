@@ -265,8 +265,8 @@ def _speed_pieces(folder: Path) -> list[Piece]:
     without_xla = {**transformer, "xla": False}
     with_xla = {**transformer, "xla": True}
     return [
-        Piece("update", "resnet50 float32", limit, resnet, 53),
-        Piece("update", "transformer10m bfloat16", limit, transformer, 38),
+        Piece("update", "resnet50 float32", limit, resnet, 66),
+        Piece("update", "transformer10m bfloat16", limit, transformer, 46),
         Piece("tf32", "", "benchmarks.gpu_layers:tf32", {}, 12),
         Piece("two", "", "benchmarks.gpu_layers:two", {}, 19),
         Piece("profile", "", "benchmarks.gpu_runs:profile", profile, 23),

@@ -132,7 +132,8 @@ def update_and_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
     model = keras_models.build(workload)
     x, y = map(tf.constant, workload.examples(workload.effective))
     contenders = update.contenders(model, x, y, workload.micro, xla=False)
-    calls = {part: contenders[part] for part in ("update", "strict", "apply")}
+    parts = ("update", "strict", "apply", "apply by XLA")
+    calls = {part: contenders[part] for part in parts}
     turn_seconds = 0.05 if tiny else 0.5
     count = repeats(calls["update"], turn_seconds)
     times = alternate_repeated(calls, count, ROUNDS)
@@ -156,16 +157,18 @@ def update_and_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
 
     moved = APPLY_BYTES * _weights(model)
     possible = max(peak.copies(tiny))
-    milliseconds = 1e3 * min(times["apply"]) / count
-    yield Figure(
-        "update",
-        subject,
-        "apply, share of copy bandwidth",
-        [count * moved / seconds / possible for seconds in times["apply"]],
-        note=(
-            f"{milliseconds:.3g} ms for {readable(moved)}, of {possible / 1e9:.4g} GB/s"
-        ),
-    )
+    for part in ("apply", "apply by XLA"):
+        milliseconds = 1e3 * min(times[part]) / count
+        yield Figure(
+            "update",
+            subject,
+            f"{part}, share of copy bandwidth",
+            [count * moved / seconds / possible for seconds in times[part]],
+            note=(
+                f"{milliseconds:.3g} ms for {readable(moved)}, "
+                f"of {possible / 1e9:.4g} GB/s"
+            ),
+        )
 
 
 def _rates(

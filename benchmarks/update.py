@@ -58,6 +58,7 @@ def measure(workload: Workload, rounds: int, seconds: float, xla: bool) -> list[
     x, y = map(tf.constant, workload.examples(workload.effective))
     model = keras_models.build(workload)
     calls = contenders(model, x, y, workload.micro, xla)
+    del calls["apply by XLA"]  # the limit has the apply that the update has
     count = repeats(calls["update"], seconds)
     times = alternate_repeated(calls, count, rounds)
 
@@ -160,10 +161,12 @@ def contenders(
         )
         return lambda: step(host_x, host_y)
 
+    example = passes(*micro_batches[0])
     return {
         "calls": calls,
         "strict": lambda: strict(x, y),
-        "apply": _apply(model, optimizer, passes(*micro_batches[0])),
+        "apply": _apply(model, optimizer, example, xla),
+        "apply by XLA": _apply(model, optimizer, example, xla=True),
         "update": update(micro_batch_size),
         "with noise": update(micro_batch_size, noise_every=1),
         "whole": update(len(x)),
@@ -251,9 +254,12 @@ def _strict_loop(
 
 
 def _apply(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer, example: Pass
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, example: Pass, xla: bool
 ) -> Callable[[], None]:
-    """Return a traced apply of random gradients that look like those of `example`."""
+    """Return a traced apply of random gradients that look like those of `example`.
+
+    XLA compiles it if `xla`, as in an update that XLA compiles.
+    """
     gradients = []
     for variable, gradient, rows in zip(
         model.trainable_variables, example.gradients, example.rows, strict=True
@@ -270,7 +276,13 @@ def _apply(
         with fused_adam(optimizer):
             optimizer.apply(gradients, model.trainable_variables)
 
-    return apply
+    @tf.function(jit_compile=True)
+    def apply_by_xla(gradients: list[tf.Tensor]) -> None:
+        optimizer.apply(gradients, model.trainable_variables)
+
+    if not xla:
+        return apply
+    return tf.function(lambda: apply_by_xla(list(map(tf.convert_to_tensor, gradients))))
 
 
 def _at_same_micro_batch(

@@ -57,7 +57,7 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
         the optimizer is not an Adam.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
-    fuses = _takes_keras_step(adam)
+    fuses = takes_keras_step(adam)
     with constant_rate(adam) as rate:
         changes = [(adam, "update_step", _fused_step(adam))] if fuses else []
         with replaced(changes):
@@ -91,7 +91,7 @@ def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
     return update_step
 
 
-def _takes_keras_step(optimizer: Any) -> bool:
+def takes_keras_step(optimizer: Any) -> bool:
     """Return whether an optimizer is an Adam with the step of Keras' class."""
     kind = keras.optimizers.Adam
     if not isinstance(optimizer, kind) or optimizer.amsgrad:

@@ -29,6 +29,8 @@ This module also replaces attributes of Keras objects for a limited time.
     TensorFlow variable inside, which a tape returns.
 `_learning_rate`, of an optimizer: the rate or schedule from which each read of
     `learning_rate` computes a value.
+`_iterations`, of an optimizer, and `_value`, of a variable: the count of steps, and the
+    TensorFlow variable that holds it.
 `model_supports_jit`: whether `fit` would compile a model with XLA, judging by the
     layers, the platform and determinism.
 `get_loss`: the loss that `compile` builds from a name or a function.
@@ -50,6 +52,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -236,6 +239,51 @@ def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
     fixed = (lambda: rate) if callable(optimizer._learning_rate) else rate
     with replaced([(optimizer, "_learning_rate", fixed)]):
         yield rate
+
+
+def counting_optimizers(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """Return those of an optimizer and its inner ones that count their own steps."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [inner, *getattr(inner, "optimizers", [])]
+
+
+def step_counters(optimizer: keras.optimizers.Optimizer) -> list[tf.Variable]:
+    """Return the variables that count the steps of an optimizer."""
+    optimizers = counting_optimizers(optimizer)
+    return [counting._iterations.value for counting in optimizers]
+
+
+def _assign_add(counter: tf.Variable, number: Any) -> None:
+    counter.assign_add(number)
+
+
+@contextmanager
+def constant_counts(
+    optimizer: keras.optimizers.Optimizer,
+    advance: Callable[[tf.Variable, Any], None] = _assign_add,
+) -> Iterator[None]:
+    """Read the counts of steps once for all who read them in the `with` block.
+
+    They are read on the host and wait for nothing of this update.
+
+    Args:
+        optimizer: the counts are its own and those of its inner optimizers.
+        advance: called with a counter and a number, to add the number. It may be called
+            in another graph.
+    """
+    changes: list[tuple[Any, str, Any]] = []
+    for counting in counting_optimizers(optimizer):
+        counter = counting._iterations
+        variable = counter.value
+        with tf.control_dependencies(None), tf.device("CPU:0"):
+            count = tf.identity(variable)
+        count.assign = variable.assign  # Keras may assign another value
+        changes.append((counter, "_value", count))
+        changes.append((counter, "assign_add", partial(advance, variable)))
+    with replaced(changes):
+        yield
 
 
 def applying_sums(

@@ -8,6 +8,7 @@ assign_moving_statistics(sums.statistics_steps)    # once
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -27,14 +28,26 @@ from .batch import (
     slice_of,
     tensors_of,
 )
+from .compiled_apply import Applied, ApplyProgram, dense_sums
 from .forward_effects import trace_forward
 from .gradient_sums import GradientNoiseSums, GradientSums, sum_over_replicas
-from .keras_internals import applying_sums
+from .keras_internals import applying_sums, constant_counts, step_counters
 from .loss_sums import LossSum
 from .moving_statistics import assign_moving_statistics
 from .objective import Losses, Objective
 from .same_noise import keys_of, noisy_layers
 from .xla import compiled_by_xla
+
+# What XLA compiles: the passes alone, or the optimizer's step as well.
+SCOPES = ("step", "apply")
+
+
+class _Step(NamedTuple):
+    """What the results of an update have of its step; scalars."""
+
+    norm: tf.Tensor  # of the averaged gradient before clipping
+    loss_scale: tf.Tensor
+    learning_rate: tf.Tensor
 
 
 class Update:
@@ -59,6 +72,10 @@ class Update:
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
             micro-batch is not compiled. For "auto", see `compiled_by_xla`. After an
             update was traced, the attribute `compiled` holds the decision.
+        xla_scope: what XLA compiles if it compiles the passes. "step" compiles the
+            passes alone. On one device, "apply" also compiles the norm and the
+            optimizer's step, as one program; if an embedding's gradient has rows, only
+            for Adam and AdamW. The attribute `apply_compiled` holds the decision.
         fused_attention: whether compiled passes compute attention by cuDNN where this
             is possible, see `attention_fused`. This needs an NVIDIA GPU of the Hopper
             generation, and is not deterministic.
@@ -83,10 +100,14 @@ class Update:
         same_noise: bool | str = False,
         hold_statistics: bool = True,
         jit_compile: bool | str = False,
+        xla_scope: str = "step",
         fused_attention: bool = False,
         reductions_ready: tf.Variable | None = None,
         loss_over: str | None = None,
     ):
+        if xla_scope not in SCOPES:
+            rule = f"xla_scope must be one of {', '.join(SCOPES)}"
+            raise ValueError(f"{rule}. Received: {xla_scope!r}")
         self.model = model
         self.objective = Objective.from_loss(objective, loss_over)
         if self.objective.over_batch and noise_every:
@@ -105,6 +126,7 @@ class Update:
         self.fused_attention = fused_attention
         self.reductions_ready = reductions_ready
         self.compiled = False
+        self.apply_compiled = False
         self.measured = self.objective.measured()
 
         # On a GPU, the host would wait for the previous update to read it.
@@ -113,6 +135,13 @@ class Update:
         # The number of updates whose gradient was complete. This gradient may have been
         # applied, so the update cannot be retried.
         self.applying = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+        # Counters of the optimizer that may advance before the gradient is complete, so
+        # that whoever retries an update has to put them back.
+        self.counters: list[tf.Variable] = []
+        on_one_device = self.strategy is tf.distribute.get_strategy()
+        if jit_compile and xla_scope == "apply" and on_one_device:
+            self.counters = step_counters(optimizer)
 
         # Scale the loss for any optimizer with a scale factor: Keras' `apply` divides
         # the gradients by it.
@@ -155,25 +184,10 @@ class Update:
                     measure_gradient_noise = begun % self.noise_every == 0
 
         sums = self.sums(batch, measure_gradient_noise)
-        gradients = sums.gradients()
-        present = [gradient for gradient in gradients if gradient is not None]
-        if not present:
-            raise ValueError(
-                f"no gradient reaches a trainable variable of {self.model.name!r}: the "
-                "loss depends on none of them"
-            )
-        norm = tf.linalg.global_norm(present)
-        scale = tf.ones((), norm.dtype)
-        if self._scale_loss is not None:
-            scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
-            norm /= scale
-
-        # The norm has three uses: it is logged, its square is |g|² of the noise scale,
-        # and once it is known the gradient is complete, so the update is counted.
-        with tf.control_dependencies([norm]):
-            applying = self.applying.assign_add(1)
-        with tf.control_dependencies([applying]):
-            learning_rate = self.apply(gradients, sums)
+        step = self._step_by_xla(batch, sums)
+        self.apply_compiled = step is not None
+        if step is None:
+            step = self._step(sums)
 
         results = sums.results(self.measured)
         for metric, count in zip(metrics, variable_counts, strict=True):
@@ -183,12 +197,12 @@ class Update:
                 metric.reset_state()
         if isinstance(sums.gradient_noise, GradientNoiseSums):
             estimates = noise_scale.estimates(
-                sums.gradient_noise, tf.square(norm), scale
+                sums.gradient_noise, tf.square(step.norm), step.loss_scale
             )
             results["gradient_variance"] = estimates.variance
             results["gradient_square"] = estimates.square
-        results["learning_rate"] = learning_rate
-        results["gradient_norm"] = norm
+        results["learning_rate"] = step.learning_rate
+        results["gradient_norm"] = step.norm
         return results
 
     def sums(
@@ -231,11 +245,79 @@ class Update:
         Returns:
             The learning rate of this step, scalar.
         """
-        with applying_sums(self.optimizer), fused_adam(self.optimizer) as learning_rate:
+        with (
+            constant_counts(self.optimizer),
+            applying_sums(self.optimizer),
+            fused_adam(self.optimizer) as learning_rate,
+        ):
             self.optimizer.apply(gradients, self.model.trainable_variables)
         if self.hold_statistics:
             assign_moving_statistics(self.model, sums.statistics_steps)
         return learning_rate
+
+    def _step(self, sums: GradientSums) -> _Step:
+        gradients = sums.gradients()
+        norm, loss_scale = self._norm(gradients)
+        # The norm has three uses: it is logged, its square is |g|² of the noise scale,
+        # and once it is known the gradient is complete, so the update is counted.
+        with tf.control_dependencies([norm]):
+            applying = self.applying.assign_add(1)
+        with tf.control_dependencies([applying]):
+            learning_rate = self.apply(gradients, sums)
+        return _Step(norm, loss_scale, learning_rate)
+
+    def _step_by_xla(
+        self, batch: Nest | Share | Batches, sums: GradientSums
+    ) -> _Step | None:
+        """Take the step as one compiled program; None where that is not possible."""
+        if not self.compiled or not self.counters:
+            return None
+        gradient_sums = dense_sums(self.optimizer, sums.gradient_sums)
+        if gradient_sums is None:
+            return None
+        sums = sums._replace(gradient_sums=gradient_sums)
+        program = ApplyProgram.traced(self.optimizer, lambda: self._applied(sums))
+        if program is None:
+            return None
+
+        # All sums are launched: memory that runs out from here on may leave an update
+        # that is applied in part.
+        with tf.control_dependencies(tf.nest.flatten(gradient_sums)):
+            applying = self.applying.assign_add(1)
+        with tf.control_dependencies([applying]):
+            applied = program.run()
+        with tf.control_dependencies(tensors_of(batch)):
+            program.advance_counts(applied.finite)
+        return _Step(applied.norm, applied.loss_scale, program.learning_rate)
+
+    def _applied(self, sums: GradientSums) -> Applied:
+        """Apply the gradient; this is what XLA compiles."""
+        gradients = sums.gradients()
+        norm, loss_scale = self._norm(gradients)
+        finite = None
+        if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+            finite = self.optimizer.check_finite(gradients)
+        with applying_sums(self.optimizer):
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+        if self.hold_statistics:
+            assign_moving_statistics(self.model, sums.statistics_steps)
+        return Applied(norm, loss_scale, finite)
+
+    def _norm(
+        self, gradients: Sequence[tf.Tensor | None]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the norm of the unscaled gradient, and the loss scale."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            raise ValueError(
+                f"no gradient reaches a trainable variable of {self.model.name!r}: the "
+                "loss depends on none of them"
+            )
+        norm = tf.linalg.global_norm(present)
+        if self._scale_loss is None:
+            return norm, tf.ones((), norm.dtype)
+        scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
+        return norm / scale, scale
 
     def _check(self, batch: Nest | Share | Batches, x: Nest) -> None:
         """Reject a model or a batch that `same_noise` or `loss_over` does not allow."""

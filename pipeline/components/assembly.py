@@ -103,6 +103,7 @@ class Parts:
             hold_statistics=config.accumulation.moving_statistics.name == "effective",
             jit_compile=config.hardware.xla,
             fused_attention=config.hardware.fused_attention is True,
+            xla_scope=config.hardware.xla_scope.name,
             reductions_ready=self.devices.reductions_ready,
         )
 

@@ -35,6 +35,7 @@ Resume = Enum("Resume", ["auto"])
 Mode = Enum("Mode", ["min", "max"])
 Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
+XlaScope = Enum("XlaScope", ["step", "apply"])
 Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
 LossOver = Enum("LossOver", ["example", "effective_batch"])
@@ -305,9 +306,11 @@ class HardwareConfig(_SetOnce):
     # (bytes | text | null) the memory that a search for the micro-batch size may fill
     # on a CPU, such as `8GiB`; null: all available memory
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as
-    # Keras' `fit` does
+    # (auto | true | false) compile with XLA; auto: on one GPU, as Keras' `fit` does
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
+    # what XLA compiles: `step`, each micro-step alone; `apply`, on one device the
+    # optimizer's step, too
+    xla_scope: XlaScope = field(default=XlaScope.step, metadata=about(Kind.NUMERICS))
     # (auto | true | false) compute attention by one kernel of cuDNN in what XLA
     # compiles, on GPUs of NVIDIA's Hopper generation; auto: wherever it can be
     fused_attention: Any = field(default=False, metadata=about(Kind.NUMERICS))

@@ -51,6 +51,8 @@ class OomRetry:
             lambda: assign_all(self._copies, changed), autograph=False
         )
 
+        # Counters that a failed update may have advanced; they change with each update.
+        self._counts: list[tf.Tensor] = []
         self._applying_before = int(update.applying)
         self._runs = 0
         self._completed_runs = 0
@@ -89,6 +91,7 @@ class OomRetry:
         """
         if self._changed:
             self._copy_changed()
+        self._counts = [counter.read_value() for counter in self._update.counters]
         self._runs += 1
         results = next_update(iterator)
         self._completed_runs += 1
@@ -118,7 +121,7 @@ class OomRetry:
         batch = self._batch_of_last_run(error)
         while True:
             halve(self._update, f"update {number}", error)
-            assign_all(self._changed, self._copies)
+            self._put_back()
             self._update.begun.assign(number - 1)
             # Trace again: the micro-batch size is a constant in a trace.
             traced_anew = tf.function(
@@ -141,8 +144,13 @@ class OomRetry:
         """
         if self._runs == self._completed_runs or self._may_be_applied():
             return False
-        assign_all(self._changed, self._copies)
+        self._put_back()
         return True
+
+    def _put_back(self) -> None:
+        """Undo what a failed update has changed."""
+        assign_all(self._changed, self._copies)
+        assign_all(self._update.counters, self._counts)
 
     def _batch_of_last_run(self, error: tf.errors.ResourceExhaustedError) -> Any:
         """Return the batch of the run that failed; raise `error` if it was not read."""

@@ -6,6 +6,7 @@ Where batches are cut, and in which order the micro-batches are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update, accumulate_gradients
+from pipeline.accumulation import update as update_module
 from tests.accumulation.replicas import strategy_on
 
 EFFECTIVE = 96
@@ -37,14 +39,19 @@ def traced(update: Callable, size: int | None = EFFECTIVE) -> Graph:
 
     Its batch alone has an axis of size `EFFECTIVE`, or of a size that is not known.
     """
+    return traced_function(update, size).graph.as_graph_def(add_shapes=True)
+
+
+def traced_function(
+    update: Callable, size: int | None = EFFECTIVE
+) -> tf.types.experimental.ConcreteFunction:
     specs = (
         tf.TensorSpec([size, WIDTH]),
         tf.TensorSpec([size], tf.int64),
         tf.TensorSpec([size]),
     )
     function = tf.function(lambda *batch: update(batch), autograph=False)
-    graph = function.get_concrete_function(*specs).graph
-    return graph.as_graph_def(add_shapes=True)
+    return function.get_concrete_function(*specs)
 
 
 def of_kind(nodes: Iterable[Node], *kinds: str) -> list[Node]:
@@ -259,6 +266,67 @@ def test_a_schedule_is_computed_once_on_the_host_and_waits_for_nothing(
     assert devices_of(waited_for) == {"CPU:0"}
     # The optimizer's counter.
     assert len(of_kind(waited_for, "ReadVariableOp")) == 1
+
+
+def reads_for_the_apply(optimizer, xla: bool) -> tuple[Graph, list[Node]]:
+    """Return the graph of an update, and what launching its apply reads on the host.
+
+    That is the counter of the optimizer; the weights and moments are on CPU:1.
+    """
+    with tf.device("CPU:1"):
+        model = small_model()
+        with tf.device("CPU:0"):
+            built = optimizer(cosine())
+        built.build(model.trainable_variables)
+        update = Update(model, loss(), built, MICRO, jit_compile=xla, xla_scope="apply")
+        function = traced_function(update)
+    graph = function.graph.as_graph_def(add_shapes=True)
+    counter = built.iterations.value.handle
+    names = set()
+    for captured, placeholder in function.graph.captures:
+        if captured is counter:
+            names.add(placeholder.op.name)
+
+    launches = of_kind(graph.node, "AssignSubVariableOp")
+    if xla:
+        calls = of_kind(graph.node, "StatefulPartitionedCall")
+        launches = [call for call in calls if call.attr["_XlaMustCompile"].b]
+        assert len(launches) == 1
+    assert launches
+    reads = {}
+    for launch in launches:
+        read_for_launch = of_kind(needed(graph, launch), "ReadVariableOp")
+        for read in taking(read_for_launch, names):
+            reads[read.name] = read
+    assert reads
+    return graph, list(reads.values())
+
+
+COUNTING = [keras.optimizers.AdamW, keras.optimizers.Nadam]
+
+
+@pytest.mark.parametrize("xla", [True, False])
+@pytest.mark.parametrize("optimizer", COUNTING)
+def test_what_launching_the_apply_reads_on_the_host_waits_for_no_device(
+    precision, optimizer, xla
+):
+    """An edge from the device to the host waits for all that the device has to do."""
+    precision("float32")
+    graph, reads = reads_for_the_apply(optimizer, xla)
+    for read in reads:
+        assert devices_of(needed(graph, read)) <= {"CPU:0"}, read.name
+
+
+@pytest.mark.parametrize("optimizer", COUNTING)
+def test_a_counter_that_waits_for_the_device_is_seen(precision, monkeypatch, optimizer):
+    """The control: Keras reads the counter where it computes each variable's step."""
+    precision("float32")
+    monkeypatch.setattr(
+        update_module, "constant_counts", lambda *arguments: nullcontext()
+    )
+    graph, reads = reads_for_the_apply(optimizer, xla=False)
+    devices = [devices_of(needed(graph, read)) for read in reads]
+    assert "" in set().union(*devices)
 
 
 def test_noise_is_keyed_on_the_host_once_an_update():

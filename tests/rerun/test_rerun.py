@@ -458,6 +458,7 @@ def test_a_record_of_an_older_schema_runs_again(made_wider, again_wider):
     # The defaults have not been these since.
     assert new.data.params["hardware.fused_attention"] == "false"
     assert new.data.params["schedule.initial_learning_rate"] == "0.0"
+    assert new.data.params["hardware.xla_scope"] == "step"
     histories = json.loads((OLD / "histories.json").read_text())
     for key, history in histories.items():
         recorded = {int(step): value for step, value in history.items()}
