@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common.errors import (
     ConfigError,
@@ -182,16 +183,40 @@ def _by_environment(overrides: Sequence[Override]) -> list[str]:
 
     This keeps secrets out of the files into which Hydra writes the overrides of a
     sweep's jobs. A secret in a swept override is not moved.
+
+    Raises:
+        ConfigError: a secret is in a list, a mapping, or beside a reference to a key.
     """
     texts = []
     for number, override in enumerate(overrides):
         text = str(override.input_line)
         if mask(text) != text and not override.is_sweep_override():
             name = f"PIPELINE_SECRET_{number}"
-            os.environ[name] = str(override.value())
+            os.environ[name] = _secret_text(override)
             text = f"{text.split('=')[0]}=${{oc.env:{name}}}"
         texts.append(text)
     return texts
+
+
+def _secret_text(override: Override) -> str:
+    """Return the value of an override that holds a secret, with environment variables.
+
+    OmegaConf does not resolve `${…}` within the value of an environment variable, so
+    the value is resolved here.
+    """
+    value = override.value()
+    rule = (
+        "must come to a sweep from the environment as a whole, as ${oc.env:NAME}: it "
+        "holds a secret"
+    )
+    if isinstance(value, list | dict):
+        raise ConfigError(override.key_or_group, rule, override.input_line)
+    try:
+        return str(OmegaConf.create({"value": value})["value"])
+    except OmegaConfBaseException:
+        raise ConfigError(
+            override.key_or_group, f"{rule}, beside ${{…}}", override.input_line
+        ) from None
 
 
 @contextmanager

@@ -381,6 +381,8 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
         "hardware": hardware,
         "optimizer": optimizer,
         "training": training,
+        "same_noise": config["accumulation"]["same_noise"],
+        "moving_statistics": config["accumulation"]["moving_statistics"],
         "noise_scale_every": config["accumulation"]["noise_scale_every"],
         "machine": {key: environment[key] for key in machine},
         "code": _code_hash(targets),

@@ -350,7 +350,9 @@ class Recorder:
     def _smooth_noise(self, results: dict[str, float]) -> None:
         """Replace the noise estimates of an update by averages and the noise scale.
 
-        Results without noise estimates are left unchanged.
+        In an update that was not measured, the estimates are NaN, and the last averages
+        are logged again. Without `noise_scale_every`, there are no estimates, and the
+        results are left unchanged.
         """
         if "gradient_variance" not in results:
             return
