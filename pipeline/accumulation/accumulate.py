@@ -351,8 +351,8 @@ def _forward(
     if model is None:
         return {}, function_losses(kernel.objective.loss, parts, totals)
     outputs = by_name(model, model(x, training=True))
-    objective = kernel.objective.of_micro_batch()
-    return outputs, micro_batch_losses(model, objective, outputs, parts, totals)
+    losses = micro_batch_losses(model, kernel.objective, outputs, parts, totals)
+    return outputs, losses
 
 
 class _Target(NamedTuple):

@@ -72,7 +72,6 @@ class Evaluation:
         share, _ = share_of(batch)
         totals = batch_totals(batch)
         compiled = compiled_by_xla(self.jit_compile, self.model, share)
-        objective = self.objective.of_micro_batch()
 
         def micro_step(
             start: tf.Tensor, x: Nest, y: Nest, sample_weight: Nest
@@ -80,7 +79,7 @@ class Evaluation:
             with without_cudnn(self.model, compiled):
                 outputs = by_name(self.model, self.model(x, training=False))
             losses, added, _ = micro_batch_losses(
-                self.model, objective, outputs, (x, y, sample_weight), totals
+                self.model, self.objective, outputs, (x, y, sample_weight), totals
             )
             self.objective.update_metrics(y, outputs, sample_weight)
             sums = GradientSums(losses, added, tf.cast(examples_in(x), added.dtype))

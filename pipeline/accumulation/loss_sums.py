@@ -92,8 +92,10 @@ def micro_batch_losses(
     """Return the loss of each output, and the losses that the model adds.
 
     Call this right after the forward pass that computed `outputs`. `totals` are the
-    totals of the effective batch.
+    totals of the effective batch. If the losses of the objective are over the effective
+    batch, only the losses that the model adds are returned: see `over_effective_batch`.
     """
+    objective = objective.of_micro_batch()
     x, y, sample_weight = micro_batch
     dtype = tf.as_dtype(keras.config.floatx())
     micro_batch_examples = tf.cast(examples_in(x), dtype)
@@ -103,7 +105,7 @@ def micro_batch_losses(
     parts = []
     weights = spread(totals.weights, list(outputs), "sample_weight", to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
-        if couples_examples(term.loss) and not objective.over_batch:
+        if couples_examples(term.loss):
             # A micro-batch contains only some of the examples that the loss compares.
             rule = "loss_over must be effective_batch for a loss of several examples"
             raise ValueError(f"{rule} at once, {term.loss.name}. Received: 'example'")
