@@ -97,7 +97,8 @@ def micro_batch_losses(
     """
     objective = objective.of_micro_batch()
     x, y, sample_weight = micro_batch
-    dtype = tf.as_dtype(keras.config.floatx())
+    # The number of examples must be exact: see `weighted_sum`.
+    dtype = float32_at_least(tf.as_dtype(keras.config.floatx()))
     micro_batch_examples = tf.cast(examples_in(x), dtype)
     batch_examples = tf.cast(totals.examples, dtype)
 

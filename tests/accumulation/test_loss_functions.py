@@ -123,6 +123,24 @@ def test_a_loss_of_half_precision_is_counted_in_float32(precision, dtype):
 
 
 @pytest.mark.parametrize(
+    ("floatx", "examples"), [("bfloat16", 257), ("float16", 65_536)]
+)
+def test_examples_are_counted_in_float32_whatever_floatx_is(
+    precision, floatx, examples
+):
+    """257 in bfloat16 is 256, and 65,536 in float16 is infinite."""
+    precision("float32")
+    model = one_weight()
+    keras.config.set_floatx(floatx)
+    ones = tf.ones((examples, 1))
+    sums = accumulate_gradients(model, Outputs(), (ones, ones), 16_384)
+    assert float(sums.examples) == examples
+    # The gradient goes through the loss, whose dtype rounds by at most 2⁻⁹.
+    gradient = float(sums.gradients()[0][0, 0])
+    assert gradient == pytest.approx(1, rel=2**-9)
+
+
+@pytest.mark.parametrize(
     "policy", ["mixed_bfloat16", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
 def test_sums_are_float32(precision, policy):
