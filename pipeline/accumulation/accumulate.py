@@ -1,13 +1,19 @@
 """Gradient accumulation: micro-batches → weighted gradient sum.
 
-    W = Σᵢ wᵢ                                       # over the effective batch
+    W = Σᵢ dᵢ                                       # over the effective batch
     for each micro-batch k of the effective batch:  # on every replica, over its share
         Lₖ = Σᵢ wᵢ·lossᵢ                            # sums, never means
         S += ∇(Lₖ / W);  L += Lₖ                    # divided by the update's weight
     optimizer.apply(S)                              # once, after the sum over replicas
 
+A loss has one value per example, or per element of an example. wᵢ is the weight of
+value i: its sample weight, or 0 if it is masked. dᵢ is what the value adds to the
+divisor of the mean. With the reduction `mean_with_sample_weight`, dᵢ is wᵢ. With Keras'
+default reduction, dᵢ is 1, or 0 if the value is masked, whatever its sample weight. The
+reduction `sum` does not divide.
+
 W is computed before the first forward pass. If that is impossible, because the model
-computes a mask, each micro-batch adds S += ∇Lₖ and W += Wₖ, where Wₖ is Σᵢ wᵢ over
+computes a mask, each micro-batch adds S += ∇Lₖ and W += Wₖ, where Wₖ is Σᵢ dᵢ over
 micro-batch k, and S is divided by W at the end.
 
 In both cases, S is the gradient of the mean over the effective batch, for all sizes of

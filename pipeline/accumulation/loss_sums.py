@@ -30,11 +30,14 @@ from .objective import Objective, Term, couples_examples
 
 
 class LossSum(NamedTuple):
-    """The loss of one output over some examples, as a sum and its weight; scalars."""
+    """The loss of one output over some examples, as a sum and its weight; scalars.
+
+    For wᵢ and dᵢ, see `accumulate`.
+    """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
     scaled: tf.Tensor  # `total` × the output's entry of `loss_weights`
-    weight: tf.Tensor  # Σ wᵢ
+    weight: tf.Tensor  # Σ dᵢ
 
 
 class LossPart(NamedTuple):
@@ -46,7 +49,7 @@ class LossPart(NamedTuple):
     """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ over the micro-batch, ÷ W if `divided`
-    weight: tf.Tensor  # Σ wᵢ over the micro-batch, ÷ W if `divided`
+    weight: tf.Tensor  # Σ dᵢ over the micro-batch, ÷ W if `divided`
     effective_examples: tf.Tensor  # of the micro-batch: see `WeightedSum`
     divided: bool  # whether `total` is already divided by W, or has no divisor
 
@@ -72,13 +75,13 @@ class MicroBatchLosses(NamedTuple):
 class WeightedSum(NamedTuple):
     """The numerator and the denominator of a mean, over a part of a batch.
 
-    All are scalars, in float32 at least.
+    All are scalars, in float32 at least. For wᵢ and dᵢ, see `accumulate`.
     """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
-    weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`: see `_sum_reduction`
+    weight: tf.Tensor  # Σ dᵢ; 0 for the reduction `sum`: see `_sum_reduction`
     batch_weight: tf.Tensor | None  # W of the batch, if known before a forward pass
-    # (Σ wᵢ)² / Σ wᵢ² over the weights of the examples: Kish, Survey Sampling, 1965.
+    # (Σ D)² / Σ D², where D is Σ dᵢ of an example: Kish, Survey Sampling, 1965.
     effective_examples: tf.Tensor
 
 
