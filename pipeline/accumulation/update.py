@@ -57,8 +57,9 @@ class Update:
         hold_statistics: whether BatchNormalization's statistics move once per update,
             by the effective batch, and not with each micro-batch.
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
-            micro-batch is not compiled. For "auto", see `compiled_by_xla`. After an
-            update was traced, the attribute `compiled` holds the decision.
+            micro-batch is not compiled, nor are `Batches`, as XLA would compile once
+            per size. For "auto", see `compiled_by_xla`. After an update was traced, the
+            attribute `compiled` holds the decision.
         reductions_ready: a variable that counts the reductions for which this process
             had its summands ready. It is needed only with several processes.
         loss_over: "effective_batch" computes the losses over all examples of an update,
@@ -135,8 +136,9 @@ class Update:
             a single micro-batch.
 
         Raises:
-            ValueError: the call is in a strategy's scope, no variable has a gradient, or
-                the model or the batch does not allow `same_noise` or `loss_over`.
+            ValueError: the call is in a strategy's scope, no variable has a gradient,
+                the model or the batch does not allow `same_noise` or `loss_over`, or
+                `Batches` come with several replicas or with `jit_compile=True`.
         """
         metrics = list(self.measured.values())
         variable_counts = [len(metric.variables) for metric in metrics]
@@ -233,7 +235,15 @@ class Update:
         return learning_rate
 
     def _check(self, batch: Nest | Share | Batches, x: Nest) -> None:
-        """Reject a model or a batch that `same_noise` or `loss_over` does not allow."""
+        """Reject a model or a batch that the settings do not allow."""
+        if isinstance(batch, Batches):
+            replicas = self.strategy.num_replicas_in_sync
+            if replicas > 1:
+                rule = "the strategy must have one replica for Batches"
+                raise ValueError(f"{rule}. Received: {replicas} replicas")
+            if self.jit_compile is True:
+                rule = "jit_compile must be False or auto for Batches"
+                raise ValueError(f"{rule}: they have any size. Received: True")
         if self.same_noise is True:
             noisy = trace_forward(self.model, x, True).cut_dependent_noise
             if noisy:
@@ -289,8 +299,9 @@ class Update:
             stop = position + examples_in(share)
             gradients = slice_of(context.output_gradients, position, stop)
             context = context._replace(output_gradients=gradients)
-        if isinstance(batch, Batches):  # XLA would compile once per size
+        if isinstance(batch, Batches):
             share = batch._replace(batch=share)
+            self.compiled = False
         else:
             self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         kernel = Kernel(
