@@ -114,13 +114,18 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
 
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
-            labels, the micro-batch size is not positive, an input is sparse, or a part
-            of the model cannot be computed in micro-batches.
+            labels, the micro-batch size is not positive, an input is sparse, a part of
+            the model cannot be computed in micro-batches, or loss weights or metrics
+            are given without a model or beside an `Objective`.
     """
-    if model is None and (variables is None or not callable(loss)):
-        rule = "without a model there must be variables, and a loss"
-        raise ValueError(f"{rule} that is a function of a micro-batch")
+    if model is None:
+        if variables is None or not callable(loss):
+            rule = "without a model there must be variables, and a loss"
+            raise ValueError(f"{rule} that is a function of a micro-batch")
+        _check_left_out("without a model", loss_weights, metrics, weighted_metrics)
     if isinstance(loss, Objective):
+        where = "beside an Objective, which has its own"
+        _check_left_out(where, loss_weights, metrics, weighted_metrics)
         objective = loss
     else:
         objective = Objective(loss, loss_weights, metrics, weighted_metrics)
@@ -131,6 +136,21 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
         model, objective, micro_batch_size, variables=variables, scale_loss=scale_loss
     )
     return accumulate_share(kernel, batch, BatchContext(batch_totals(batch)))
+
+
+def _check_left_out(
+    where: str, loss_weights: Any, metrics: Metrics, weighted_metrics: Metrics
+) -> None:
+    """Reject loss weights and metrics where they would not be used."""
+    named_values = (
+        ("loss_weights", loss_weights),
+        ("metrics", metrics),
+        ("weighted_metrics", weighted_metrics),
+    )
+    for name, value in named_values:
+        if value is not None and tf.nest.flatten(value):
+            rule = f"{name} must be left out {where}"
+            raise ValueError(f"{rule}. Received: {value!r}")
 
 
 @dataclass(frozen=True)

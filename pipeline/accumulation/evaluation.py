@@ -19,7 +19,7 @@ from .loss_sums import micro_batch_losses
 from .micro_batches import run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, gathered, kept
-from .xla import compiled_by_xla, without_cudnn
+from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
 
 class Evaluation:
@@ -38,6 +38,7 @@ class Evaluation:
         jit_compile: bool | str = False,
         reductions_ready: tf.Variable | None = None,
     ):
+        check_jit_compile(jit_compile)
         self.model = model
         self.objective = Objective.from_loss(objective)
         self.micro_batch_size = micro_batch_size

@@ -118,6 +118,8 @@ def gradient_noise_of_micro_batch(
         zero = tf.zeros_like(weight)
         return GradientNoiseSums(zero, zero, zero, zero)
 
+    if measure is True:  # which `tf.cond` does not take
+        return measured()
     return tf.cond(measure, measured, not_measured)
 
 

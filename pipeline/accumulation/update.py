@@ -27,6 +27,7 @@ from .batch import (
     slice_of,
     tensors_of,
 )
+from .choices import check_choice
 from .forward_effects import trace_forward
 from .gradient_sums import GradientNoiseSums, GradientSums, sum_over_replicas
 from .keras_internals import applying_sums
@@ -34,7 +35,7 @@ from .loss_sums import LossSum
 from .moving_statistics import assign_moving_statistics
 from .objective import Losses, Objective
 from .same_noise import keys_of, noisy_layers
-from .xla import compiled_by_xla
+from .xla import check_jit_compile, compiled_by_xla
 
 
 class Update:
@@ -84,6 +85,8 @@ class Update:
         reductions_ready: tf.Variable | None = None,
         loss_over: str | None = None,
     ):
+        check_choice("same_noise", same_noise, (True, False, "auto"))
+        check_jit_compile(jit_compile)
         self.model = model
         self.objective = Objective.from_loss(objective, loss_over)
         if self.objective.over_batch and noise_every:

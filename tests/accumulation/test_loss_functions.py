@@ -23,6 +23,10 @@ from tests.accumulation.large_batch import (
 from tests.accumulation.one_weight import Outputs, one_weight
 
 
+def mean_of(x, y):
+    return tf.reduce_mean(x + y)
+
+
 def softened(y_true, y_pred):
     return tf.reduce_mean(tf.math.softplus(y_pred - y_true), -1)
 
@@ -41,6 +45,22 @@ def test_a_loss_is_given_as_compile_takes_it(float64, loss):
     sums = accumulate_gradients(model, loss, (x, y), 4)
     assert float(sums.mean_loss()) == pytest.approx(float(value), rel=EXACT)
     assert deviation(sums.gradients(), expected) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [
+        ({"added_losses": "sums"}, "must be mean or sum. Received: 'sums'"),
+        (
+            {"loss_over": "batch"},
+            "must be example or effective_batch. Received: 'batch'",
+        ),
+    ],
+)
+def test_a_mode_of_an_objective_is_one_of_its_choices(modes, message):
+    (name,) = modes
+    with pytest.raises(ValueError, match=f"^{name} {message}"):
+        Objective("mse", **modes)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -165,6 +185,18 @@ def test_sums_are_float32(precision, policy):
             "must be of dense or ragged tensors",
         ),
         ({"model": None}, "without a model there must be variables"),
+        (
+            {"model": None, "loss": mean_of, "variables": [], "loss_weights": 2.0},
+            "loss_weights must be left out without a model. Received: 2.0",
+        ),
+        (
+            {"model": None, "loss": mean_of, "variables": [], "metrics": ["mae"]},
+            "metrics must be left out without a model. Received: ['mae']",
+        ),
+        (
+            {"loss": Objective("mse"), "weighted_metrics": {"dense": ["mae"]}},
+            "weighted_metrics must be left out beside an Objective, which has its own",
+        ),
         (
             {"model": None, "loss": lambda x, y: x - y, "variables": []},
             "loss must return a scalar",

@@ -89,6 +89,18 @@ def test_an_update_in_the_scope_of_its_strategy_is_refused():
     assert float(tf.function(update, autograph=False)((x, y))["loss"]) > 0
 
 
+@pytest.mark.parametrize("value", ["never", 1, None])
+@pytest.mark.parametrize("name", ["same_noise", "jit_compile"])
+def test_a_mode_of_an_update_is_one_of_its_choices(name, value):
+    model = network()
+    message = f"^{name} must be True, False or auto. Received: {value!r}"
+    with pytest.raises(ValueError, match=message):
+        Update(model, "mse", keras.optimizers.SGD(), 2, **{name: value})
+    if name == "jit_compile":
+        with pytest.raises(ValueError, match=message):
+            Evaluation(model, "mse", 2, jit_compile=value)
+
+
 @pytest.mark.parametrize(
     ("devices", "jit_compile", "message"),
     [
