@@ -1,11 +1,11 @@
 """Gradient accumulation: one optimizer step per effective batch.
 
 The input is a Keras model, a loss, an optimizer and a batch `(x, y)` or
-`(x, y, sample_weight)`. The gradients of the micro-batches are summed, divided once by
-the total weight, and applied. The results to log are the loss, the metrics, the
-learning rate and the gradient norm. This package imports nothing else from `pipeline`,
-so the folder can be copied into any project. The docstring of `accumulate` describes
-the algorithm.
+`(x, y, sample_weight)`. The gradients of the micro-batches, whose losses are divided by
+the total weight of the batch, add up to one gradient, which is applied. The results to
+log are the loss, the metrics, the learning rate and the gradient norm. This package
+imports nothing else from `pipeline`, so the folder can be copied into any project. The
+docstring of `accumulate` describes the algorithm.
 """
 
 import warnings

@@ -1,13 +1,19 @@
 """Gradient accumulation: micro-batches → weighted gradient sum.
 
-    W = Σᵢ wᵢ                                       # over the effective batch
+    W = Σᵢ dᵢ                                       # over the effective batch
     for each micro-batch k of the effective batch:  # on every replica, over its share
         Lₖ = Σᵢ wᵢ·lossᵢ                            # sums, never means
         S += ∇(Lₖ / W);  L += Lₖ                    # divided by the update's weight
     optimizer.apply(S)                              # once, after the sum over replicas
 
+A loss has one value per example, or per element of an example. wᵢ is the weight of
+value i: its sample weight, or 0 if it is masked. dᵢ is what the value adds to the
+divisor of the mean. With the reduction `mean_with_sample_weight`, dᵢ is wᵢ. With Keras'
+default reduction, dᵢ is 1, or 0 if the value is masked, whatever its sample weight. The
+reduction `sum` does not divide.
+
 W is computed before the first forward pass. If that is impossible, because the model
-computes a mask, each micro-batch adds S += ∇Lₖ and W += Wₖ, where Wₖ is Σᵢ wᵢ over
+computes a mask, each micro-batch adds S += ∇Lₖ and W += Wₖ, where Wₖ is Σᵢ dᵢ over
 micro-batch k, and S is divided by W at the end.
 
 In both cases, S is the gradient of the mean over the effective batch, for all sizes of
@@ -108,13 +114,18 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
 
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
-            labels, the micro-batch size is not positive, an input is sparse, or a part
-            of the model cannot be computed in micro-batches.
+            labels, the micro-batch size is not positive, an input is sparse, a part of
+            the model cannot be computed in micro-batches, or loss weights or metrics
+            are given without a model or beside an `Objective`.
     """
-    if model is None and (variables is None or not callable(loss)):
-        rule = "without a model there must be variables, and a loss"
-        raise ValueError(f"{rule} that is a function of a micro-batch")
+    if model is None:
+        if variables is None or not callable(loss):
+            rule = "without a model there must be variables, and a loss"
+            raise ValueError(f"{rule} that is a function of a micro-batch")
+        _check_left_out("without a model", loss_weights, metrics, weighted_metrics)
     if isinstance(loss, Objective):
+        where = "beside an Objective, which has its own"
+        _check_left_out(where, loss_weights, metrics, weighted_metrics)
         objective = loss
     else:
         objective = Objective(loss, loss_weights, metrics, weighted_metrics)
@@ -125,6 +136,21 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
         model, objective, micro_batch_size, variables=variables, scale_loss=scale_loss
     )
     return accumulate_share(kernel, batch, BatchContext(batch_totals(batch)))
+
+
+def _check_left_out(
+    where: str, loss_weights: Any, metrics: Metrics, weighted_metrics: Metrics
+) -> None:
+    """Reject loss weights and metrics where they would not be used."""
+    named_values = (
+        ("loss_weights", loss_weights),
+        ("metrics", metrics),
+        ("weighted_metrics", weighted_metrics),
+    )
+    for name, value in named_values:
+        if value is not None and tf.nest.flatten(value):
+            rule = f"{name} must be left out {where}"
+            raise ValueError(f"{rule}. Received: {value!r}")
 
 
 @dataclass(frozen=True)
@@ -357,8 +383,8 @@ def _forward(
     if model is None:
         return {}, function_losses(kernel.objective.loss, parts, totals)
     outputs = by_name(model, model(x, training=True))
-    objective = kernel.objective.of_micro_batch()
-    return outputs, micro_batch_losses(model, objective, outputs, parts, totals)
+    losses = micro_batch_losses(model, kernel.objective, outputs, parts, totals)
+    return outputs, losses
 
 
 class _Target(NamedTuple):

@@ -18,6 +18,7 @@ from .gradient_accumulator import ZERO, Gradient, GradientAccumulator, present_i
 from .keras_internals import (
     applying_sums,
     compiled_losses,
+    depending_on_batch,
     key_of_variable,
     mask_of,
     step_of_fit,
@@ -175,11 +176,14 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
         Raises:
             ValueError: the optimizer was not built for a variable, a variable appears
-                twice, no variable had a gradient in the whole update, or
-                `GradientAccumulator.add` rejects the gradients. Nothing has changed
-                then.
+                twice, no variable had a gradient in the whole update,
+                `GradientAccumulator.add` rejects the gradients, or, in a traced
+                function, more than `MOST_SETS` sets of variables had their gradients in
+                different parts. Nothing has changed then.
             tf.errors.InvalidArgumentError: one of these errors in a traced function, if
-                it is known only at run time.
+                it is known only at run time; or only some variables of a set have a
+                gradient in this update, because they got their gradients in different
+                parts only after the function was traced. Nothing has changed then.
         """
         if not len(grads):
             return
@@ -201,7 +205,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         if weight is None:
             self._warn_of_weights()
             weight = 1 / replicas
-        with tf.control_dependencies(self._checks_before(present)):
+        with tf.control_dependencies(self._checks_before(gradients, present)):
             self.accumulator.add(gradients, weight, times=replicas)
             # Count the part only after the batch was read, as for the sums: see
             # `GradientAccumulator._waits`.
@@ -323,24 +327,40 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         else:
             function()
 
-    def _checks_before(self, present: Sequence[int]) -> list[tf.Operation]:
-        """Reject the last part of an update if no variable had a gradient in it all.
+    def _checks_before(
+        self, gradients: Sequence[Gradient], present: Sequence[int]
+    ) -> list[tf.Operation]:
+        """Reject the last part of an update that cannot be applied.
+
+        It cannot if no variable had a gradient in any part. In a traced function, it
+        cannot either if only some variables of a set had one: see `_apply_one_of`.
 
         Args:
+            gradients: the gradients of this part, in the order of `updated_variables`.
             present: indices of the variables that have a gradient in this part.
 
         Returns:
             The operations that must run before any variable changes.
         """
-        if present:
+        counts = self.accumulator.counts.value
+        if not tf.inside_function():
+            ends = self.parts.value + 1 >= self.factor
+            if not present and ends and tf.reduce_all(counts <= 0):
+                raise ValueError(NONE_AT_ALL)
             return []
-        ends = self.parts.value + 1 >= self.factor
-        is_empty = tf.reduce_all(self.accumulator.counts.value <= 0)
-        if tf.inside_function():
-            return [tf.debugging.Assert(~(ends & is_empty), [NONE_AT_ALL])]
-        if ends and is_empty:
-            raise ValueError(NONE_AT_ALL)
-        return []
+
+        sets = self._sets_beside(present)
+        if present and not sets:
+            return []
+        # At the end of the data, the function starts once more and fails when it reads
+        # the batch: see `GradientAccumulator._waits`. No check must fail before that.
+        with tf.control_dependencies(_of_batch([gradients[i] for i in present])):
+            ends = self.parts.value + 1 >= self.factor
+            checks = [_check_sets(counts, sets, ~ends)]
+            if not present:
+                has_any = tf.reduce_any(counts > 0)
+                checks.append(tf.debugging.Assert(~ends | has_any, [NONE_AT_ALL]))
+        return checks
 
     def _count(self, present: Sequence[int]) -> None:
         self.parts.assign_add(1)
@@ -374,19 +394,14 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         their gradients in the same parts until now form a set, and a case is a
         combination of sets that have gradients.
         """
-        groups = self.accumulator.groups_beside(present)
+        groups = self._sets_beside(present)
         if not groups:
             self._apply_in_replicas(sums, present)
             return
-        if len(groups) > MOST_SETS:
-            received = f"{len(groups)} sets of variables that had theirs apart"
-            raise ValueError(f"{ZERO}. Received: {received}")
 
         case = tf.constant(0)
-        is_alike = tf.constant(True)
         for index, group in enumerate(groups):
             has_gradient = tf.gather(counts, group) > 0
-            is_alike &= tf.reduce_all(has_gradient) | ~tf.reduce_any(has_gradient)
             # Bit `index` of the case tells whether this set has gradients.
             case += tf.cast(tf.reduce_any(has_gradient), tf.int32) * 2**index
 
@@ -397,10 +412,21 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 if number >> index & 1:
                     indices += group
             steps.append(partial(self._apply_in_replicas, sums, indices))
-        message = f"{ZERO}. Received: None for some variables of a traced step"
-        check = tf.debugging.Assert(is_alike, [message])
-        with tf.control_dependencies([check]):
+        # `apply` has checked the sets on each replica, but `flush` has not.
+        with tf.control_dependencies([_check_sets(counts, groups)]):
             tf.switch_case(tf.identity(case), steps)
+
+    def _sets_beside(self, present: Sequence[int]) -> list[list[int]]:
+        """Return the sets of variables without the ones at `present`.
+
+        Raises:
+            ValueError: there are more than `MOST_SETS`.
+        """
+        sets = self.accumulator.groups_beside(present)
+        if len(sets) > MOST_SETS:
+            received = f"{len(sets)} sets of variables that had theirs apart"
+            raise ValueError(f"{ZERO}. Received: {received}")
+        return sets
 
     def _apply_in_replicas(self, sums: Sequence[Any], indices: Sequence[int]) -> None:
         """Apply the averages of the variables at `indices`, on each replica."""
@@ -419,6 +445,37 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def _apply(self, sums: Sequence[tf.Tensor], indices: Sequence[int]) -> None:
         averages = self.accumulator.averages_from(sums, indices)
         self.inner.apply(averages, self.updated_variables)
+
+
+def _check_sets(
+    counts: tf.Tensor, sets: Sequence[Sequence[int]], unless: Any = False
+) -> tf.Operation:
+    """Assert that all variables of a set have gradients, or none of them.
+
+    Args:
+        counts: the number of gradients of each variable.
+        sets: indices of the variables of each set.
+        unless: a condition under which nothing is asserted.
+    """
+    is_alike = tf.constant(True)
+    for indices in sets:
+        has_gradient = tf.gather(counts, indices) > 0
+        is_alike &= tf.reduce_all(has_gradient) | ~tf.reduce_any(has_gradient)
+    message = f"{ZERO}. Received: None for some variables of a traced step"
+    return tf.debugging.Assert(is_alike | unless, [message])
+
+
+def _of_batch(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Return a gradient that depends on the batch, or all if none is known to.
+
+    It is the last one, which the backward pass computes first: waiting for another one
+    would keep those before it in memory.
+    """
+    depends = depending_on_batch(gradients)
+    for gradient, depends_on_batch in zip(gradients[::-1], depends[::-1], strict=True):
+        if depends_on_batch:
+            return [gradient]
+    return list(gradients)
 
 
 # Do not use this as a decorator: the documentation is built with a mock of Keras, which

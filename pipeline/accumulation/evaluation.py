@@ -19,7 +19,7 @@ from .loss_sums import micro_batch_losses
 from .micro_batches import run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, gathered, kept
-from .xla import compiled_by_xla, without_cudnn
+from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
 
 class Evaluation:
@@ -39,6 +39,7 @@ class Evaluation:
         fused_attention: bool = False,
         reductions_ready: tf.Variable | None = None,
     ):
+        check_jit_compile(jit_compile)
         self.model = model
         self.objective = Objective.from_loss(objective)
         self.micro_batch_size = micro_batch_size
@@ -74,7 +75,6 @@ class Evaluation:
         share, _ = share_of(batch)
         totals = batch_totals(batch)
         compiled = compiled_by_xla(self.jit_compile, self.model, share)
-        objective = self.objective.of_micro_batch()
 
         def micro_step(
             start: tf.Tensor, x: Nest, y: Nest, sample_weight: Nest
@@ -82,7 +82,7 @@ class Evaluation:
             with without_cudnn(self.model, compiled):
                 outputs = by_name(self.model, self.model(x, training=False))
             losses, added, _ = micro_batch_losses(
-                self.model, objective, outputs, (x, y, sample_weight), totals
+                self.model, self.objective, outputs, (x, y, sample_weight), totals
             )
             self.objective.update_metrics(y, outputs, sample_weight)
             sums = GradientSums(losses, added, tf.cast(examples_in(x), added.dtype))

@@ -21,6 +21,7 @@ from .batch import Nest, batch_totals, examples_in, parts_of
 from .keras_internals import function_graph
 from .loss_sums import micro_batch_losses
 from .objective import Losses, Objective, by_name
+from .over_effective_batch import GatheredBatch, batch_losses, kept
 
 # Operations that call functions, with the attributes that name the functions. If an
 # operation has several branches, only the most expensive branch is counted.
@@ -49,11 +50,13 @@ def training_flops(
 ) -> tuple[float, list[str]]:
     """Return the model FLOPs per example, and the operations that were not counted.
 
-    The model is only traced, and not changed.
+    The model is only traced, and not changed. If the losses are over the effective
+    batch, the first of the two forward passes is not counted.
 
     Args:
         model: see `accumulate_gradients`.
-        loss: see `accumulate_gradients`.
+        loss: see `accumulate_gradients`. Losses over the effective batch are computed
+            over `batch`.
         batch: a batch of a few examples; see `accumulate_gradients`.
 
     Returns:
@@ -70,8 +73,11 @@ def training_flops(
             losses = micro_batch_losses(
                 model, objective, outputs, parts, batch_totals(parts)
             )
-            totals = [tf.cast(part.total, tf.float32) for part in losses.minimized]
-            total = tf.add_n(totals)
+            minimized = [part.total for part in losses.minimized]
+            if objective.over_batch:
+                effective_batch = GatheredBatch(kept(outputs), *parts[1:])
+                minimized.append(batch_losses(objective, effective_batch).minimized)
+            total = tf.add_n([tf.cast(loss, tf.float32) for loss in minimized])
         variables = [variable.value for variable in model.trainable_variables]
         by_variables = tape.gradient(total, variables)
         return [gradient for gradient in by_variables if gradient is not None]

@@ -30,11 +30,14 @@ from .objective import Objective, Term, couples_examples
 
 
 class LossSum(NamedTuple):
-    """The loss of one output over some examples, as a sum and its weight; scalars."""
+    """The loss of one output over some examples, as a sum and its weight; scalars.
+
+    For wᵢ and dᵢ, see `accumulate`.
+    """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
     scaled: tf.Tensor  # `total` × the output's entry of `loss_weights`
-    weight: tf.Tensor  # Σ wᵢ
+    weight: tf.Tensor  # Σ dᵢ
 
 
 class LossPart(NamedTuple):
@@ -46,7 +49,7 @@ class LossPart(NamedTuple):
     """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ over the micro-batch, ÷ W if `divided`
-    weight: tf.Tensor  # Σ wᵢ over the micro-batch, ÷ W if `divided`
+    weight: tf.Tensor  # Σ dᵢ over the micro-batch, ÷ W if `divided`
     effective_examples: tf.Tensor  # of the micro-batch: see `WeightedSum`
     divided: bool  # whether `total` is already divided by W, or has no divisor
 
@@ -72,13 +75,13 @@ class MicroBatchLosses(NamedTuple):
 class WeightedSum(NamedTuple):
     """The numerator and the denominator of a mean, over a part of a batch.
 
-    All are scalars, in float32 at least.
+    All are scalars, in float32 at least. For wᵢ and dᵢ, see `accumulate`.
     """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
-    weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`: see `_sum_reduction`
+    weight: tf.Tensor  # Σ dᵢ; 0 for the reduction `sum`: see `_sum_reduction`
     batch_weight: tf.Tensor | None  # W of the batch, if known before a forward pass
-    # (Σ wᵢ)² / Σ wᵢ² over the weights of the examples: Kish, Survey Sampling, 1965.
+    # (Σ D)² / Σ D², where D is Σ dᵢ of an example: Kish, Survey Sampling, 1965.
     effective_examples: tf.Tensor
 
 
@@ -92,10 +95,13 @@ def micro_batch_losses(
     """Return the loss of each output, and the losses that the model adds.
 
     Call this right after the forward pass that computed `outputs`. `totals` are the
-    totals of the effective batch.
+    totals of the effective batch. If the losses of the objective are over the effective
+    batch, only the losses that the model adds are returned: see `over_effective_batch`.
     """
+    objective = objective.of_micro_batch()
     x, y, sample_weight = micro_batch
-    dtype = tf.as_dtype(keras.config.floatx())
+    # The number of examples must be exact: see `weighted_sum`.
+    dtype = float32_at_least(tf.as_dtype(keras.config.floatx()))
     micro_batch_examples = tf.cast(examples_in(x), dtype)
     batch_examples = tf.cast(totals.examples, dtype)
 
@@ -103,7 +109,7 @@ def micro_batch_losses(
     parts = []
     weights = spread(totals.weights, list(outputs), "sample_weight", to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
-        if couples_examples(term.loss) and not objective.over_batch:
+        if couples_examples(term.loss):
             # A micro-batch contains only some of the examples that the loss compares.
             rule = "loss_over must be effective_batch for a loss of several examples"
             raise ValueError(f"{rule} at once, {term.loss.name}. Received: 'example'")

@@ -8,10 +8,12 @@ effective batch, where ωₖ is the share of micro-batch k in the total weight:
 
     E|gₖ|² = |G|² + tr(Σ)/nₖ        E|g|² = |G|² + tr(Σ)/n
 
-nₖ is the effective number of examples: the number of examples if all weigh the same,
-else (Σw)²/Σw², where w are the sample weights or the numbers of unmasked tokens. So
-1/n = Σ ωₖ²/nₖ. Average the first equation over k with the weights ωₖ, and solve. The
-estimates are unbiased, even if the micro-batches are unequal:
+nₖ is the effective number of examples, (Σd)²/Σd², where d is what an example adds to
+the divisor of the mean: its sample weight with the reduction `mean_with_sample_weight`,
+else the number of its unmasked elements, whatever its sample weight. If d is the same
+for all examples, nₖ is their number. So 1/n = Σ ωₖ²/nₖ. Average the first equation over
+k with the weights ωₖ, and solve. The estimates are unbiased, even if the micro-batches
+are unequal:
 
     tr(Σ) ≈ (Σₖ ωₖ|gₖ|² − |g|²) / (Σₖ ωₖ/nₖ − 1/n)        |G|² ≈ |g|² − tr(Σ)/n
 
@@ -116,6 +118,8 @@ def gradient_noise_of_micro_batch(
         zero = tf.zeros_like(weight)
         return GradientNoiseSums(zero, zero, zero, zero)
 
+    if measure is True:  # which `tf.cond` does not take
+        return measured()
     return tf.cond(measure, measured, not_measured)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 
 from .batch import Nest, spread
+from .choices import check_choice
 from .keras_internals import get_loss, mask_of
 
 # As in `compile`: one loss for all outputs, or a dict or list of losses, with None for
@@ -55,11 +56,12 @@ class Objective:
     loss_over: str = "example"
 
     def __post_init__(self) -> None:
-        if self.loss_over not in ("example", "effective_batch"):
-            rule = "loss_over must be example or effective_batch"
-            if keras.tree.is_nested(self.loss_over):
-                rule += ", the same for all outputs"
-            raise ValueError(f"{rule}. Received: {self.loss_over!r}")
+        remark = ""
+        if keras.tree.is_nested(self.loss_over):
+            remark = ", the same for all outputs"
+        choices = ("example", "effective_batch")
+        check_choice("loss_over", self.loss_over, choices, remark)
+        check_choice("added_losses", self.added_losses, ("mean", "sum"))
         if self.over_batch and self.loss is None:
             rule = "loss_over must be example without a loss"
             raise ValueError(f"{rule}: add_loss is of micro-batches. Received: None")

@@ -216,10 +216,11 @@ def _formula(
     Return None if the layer draws nothing, or if its `call` is not Keras' own.
     """
     if isinstance(layer, layers.GaussianNoise):
-        amount = getattr(layer, "stddev", 0)
+        draws = getattr(layer, "stddev", 0) != 0
     else:
-        amount = getattr(layer, "rate", 0)
-    if not amount or amount == 1:  # dropout at a rate of 1 outputs zeros
+        # Dropout at a rate of 1 outputs zeros.
+        draws = getattr(layer, "rate", 0) not in (0, 1, None)
+    if not draws:
         return None
     for kind, formula in _FORMULAS.items():
         if keeps_call_of(layer, kind):

@@ -28,6 +28,7 @@ from .batch import (
     slice_of,
     tensors_of,
 )
+from .choices import check_choice
 from .compiled_apply import Applied, ApplyProgram, dense_sums
 from .forward_effects import trace_forward
 from .gradient_sums import GradientNoiseSums, GradientSums, sum_over_replicas
@@ -36,7 +37,7 @@ from .loss_sums import LossSum
 from .moving_statistics import assign_moving_statistics
 from .objective import Losses, Objective
 from .same_noise import keys_of, noisy_layers
-from .xla import compiled_by_xla
+from .xla import check_jit_compile, compiled_by_xla
 
 # What XLA compiles: the passes alone, or the optimizer's step as well.
 SCOPES = ("step", "apply")
@@ -70,8 +71,9 @@ class Update:
         hold_statistics: whether BatchNormalization's statistics move once per update,
             by the effective batch, and not with each micro-batch.
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
-            micro-batch is not compiled. For "auto", see `compiled_by_xla`. After an
-            update was traced, the attribute `compiled` holds the decision.
+            micro-batch is not compiled, nor are `Batches`, as XLA would compile once
+            per size. For "auto", see `compiled_by_xla`. After an update was traced, the
+            attribute `compiled` holds the decision.
         xla_scope: what XLA compiles if it compiles the passes. "step" compiles the
             passes alone. On one device, "apply" also compiles the norm and the
             optimizer's step, as one program; if an embedding's gradient has rows, only
@@ -105,9 +107,9 @@ class Update:
         reductions_ready: tf.Variable | None = None,
         loss_over: str | None = None,
     ):
-        if xla_scope not in SCOPES:
-            rule = f"xla_scope must be one of {', '.join(SCOPES)}"
-            raise ValueError(f"{rule}. Received: {xla_scope!r}")
+        check_choice("same_noise", same_noise, (True, False, "auto"))
+        check_jit_compile(jit_compile)
+        check_choice("xla_scope", xla_scope, SCOPES)
         self.model = model
         self.objective = Objective.from_loss(objective, loss_over)
         if self.objective.over_batch and noise_every:
@@ -169,8 +171,9 @@ class Update:
             a single micro-batch.
 
         Raises:
-            ValueError: the call is in a strategy's scope, no variable has a gradient, or
-                the model or the batch does not allow `same_noise` or `loss_over`.
+            ValueError: the call is in a strategy's scope, no variable has a gradient,
+                the model or the batch does not allow `same_noise` or `loss_over`, or
+                `Batches` come with several replicas or with `jit_compile=True`.
         """
         metrics = list(self.measured.values())
         variable_counts = [len(metric.variables) for metric in metrics]
@@ -320,7 +323,15 @@ class Update:
         return norm / scale, scale
 
     def _check(self, batch: Nest | Share | Batches, x: Nest) -> None:
-        """Reject a model or a batch that `same_noise` or `loss_over` does not allow."""
+        """Reject a model or a batch that the settings do not allow."""
+        if isinstance(batch, Batches):
+            replicas = self.strategy.num_replicas_in_sync
+            if replicas > 1:
+                rule = "the strategy must have one replica for Batches"
+                raise ValueError(f"{rule}. Received: {replicas} replicas")
+            if self.jit_compile is True:
+                rule = "jit_compile must be False or auto for Batches"
+                raise ValueError(f"{rule}: they have any size. Received: True")
         if self.same_noise is True:
             noisy = trace_forward(self.model, x, True).cut_dependent_noise
             if noisy:
@@ -377,8 +388,9 @@ class Update:
             stop = position + examples_in(share)
             gradients = slice_of(context.output_gradients, position, stop)
             context = context._replace(output_gradients=gradients)
-        if isinstance(batch, Batches):  # XLA would compile once per size
+        if isinstance(batch, Batches):
             share = batch._replace(batch=share)
+            self.compiled = False
         else:
             self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         kernel = Kernel(

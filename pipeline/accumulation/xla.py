@@ -8,7 +8,13 @@ import keras
 import tensorflow as tf
 
 from .batch import Nest, Share, parts_of
+from .choices import check_choice
 from .keras_internals import layers_of, model_supports_jit, replaced
+
+
+def check_jit_compile(jit_compile: bool | str) -> None:
+    """Reject a value that `compiled_by_xla` does not take."""
+    check_choice("jit_compile", jit_compile, (True, False, "auto"))
 
 
 def compiled_by_xla(
@@ -21,8 +27,8 @@ def compiled_by_xla(
     operations, or if `supports_jit` of a layer is false. For ragged input nothing is
     compiled either, whereas `fit` would try and XLA would raise an error.
     """
-    if jit_compile != "auto":
-        return bool(jit_compile)
+    if isinstance(jit_compile, bool):
+        return jit_compile
     if tf.distribute.has_strategy():
         return False
     devices = tf.config.get_visible_devices()

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras import Input, Model, layers
 
 from pipeline.accumulation import flops, training_flops
+from pipeline.accumulation.internals import Objective
 from pipeline.accumulation.keras_internals import function_graph
 
 
@@ -203,6 +204,16 @@ def test_what_regularises_weights_counts_nothing():
     plain = counted(layers.Dense(3), (4,))
     regularized = counted(layers.Dense(3, kernel_regularizer="l2"), (4,))
     assert regularized == plain
+
+
+def test_a_loss_over_the_effective_batch_counts_as_one_pass():
+    def total(y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_pred - y_true))
+
+    model = stack(Input((4,)), layers.Dense(3))
+    objective = Objective(total, loss_over="effective_batch")
+    batch = (np.ones((2, 4), "float32"), np.ones((2, 3), "float32"))
+    assert training_flops(model, objective, batch) == (2 * 2 * 4 * 3, [])
 
 
 def test_tracing_changes_nothing():

@@ -23,6 +23,10 @@ from tests.accumulation.large_batch import (
 from tests.accumulation.one_weight import Outputs, one_weight
 
 
+def mean_of(x, y):
+    return tf.reduce_mean(x + y)
+
+
 def softened(y_true, y_pred):
     return tf.reduce_mean(tf.math.softplus(y_pred - y_true), -1)
 
@@ -41,6 +45,22 @@ def test_a_loss_is_given_as_compile_takes_it(float64, loss):
     sums = accumulate_gradients(model, loss, (x, y), 4)
     assert float(sums.mean_loss()) == pytest.approx(float(value), rel=EXACT)
     assert deviation(sums.gradients(), expected) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [
+        ({"added_losses": "sums"}, "must be mean or sum. Received: 'sums'"),
+        (
+            {"loss_over": "batch"},
+            "must be example or effective_batch. Received: 'batch'",
+        ),
+    ],
+)
+def test_a_mode_of_an_objective_is_one_of_its_choices(modes, message):
+    (name,) = modes
+    with pytest.raises(ValueError, match=f"^{name} {message}"):
+        Objective("mse", **modes)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -123,6 +143,24 @@ def test_a_loss_of_half_precision_is_counted_in_float32(precision, dtype):
 
 
 @pytest.mark.parametrize(
+    ("floatx", "examples"), [("bfloat16", 257), ("float16", 65_536)]
+)
+def test_examples_are_counted_in_float32_whatever_floatx_is(
+    precision, floatx, examples
+):
+    """257 in bfloat16 is 256, and 65,536 in float16 is infinite."""
+    precision("float32")
+    model = one_weight()
+    keras.config.set_floatx(floatx)
+    ones = tf.ones((examples, 1))
+    sums = accumulate_gradients(model, Outputs(), (ones, ones), 16_384)
+    assert float(sums.examples) == examples
+    # The gradient goes through the loss, whose dtype rounds by at most 2⁻⁹.
+    gradient = float(sums.gradients()[0][0, 0])
+    assert gradient == pytest.approx(1, rel=2**-9)
+
+
+@pytest.mark.parametrize(
     "policy", ["mixed_bfloat16", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
 def test_sums_are_float32(precision, policy):
@@ -147,6 +185,18 @@ def test_sums_are_float32(precision, policy):
             "must be of dense or ragged tensors",
         ),
         ({"model": None}, "without a model there must be variables"),
+        (
+            {"model": None, "loss": mean_of, "variables": [], "loss_weights": 2.0},
+            "loss_weights must be left out without a model. Received: 2.0",
+        ),
+        (
+            {"model": None, "loss": mean_of, "variables": [], "metrics": ["mae"]},
+            "metrics must be left out without a model. Received: ['mae']",
+        ),
+        (
+            {"loss": Objective("mse"), "weighted_metrics": {"dense": ["mae"]}},
+            "weighted_metrics must be left out beside an Objective, which has its own",
+        ),
         (
             {"model": None, "loss": lambda x, y: x - y, "variables": []},
             "loss must return a scalar",

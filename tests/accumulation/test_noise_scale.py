@@ -105,6 +105,22 @@ def _update(loss, micro_batch_size, devices, every):
     )
 
 
+def test_whether_it_is_measured_may_be_known_during_tracing():
+    update = _update(keras.losses.MeanSquaredError(dtype="float64"), 2, 1, 0)
+    random = np.random.default_rng(0)
+    batch = (random.normal(size=(6, DIMENSIONS)), random.normal(size=(6, 1)))
+    at_run_time, during_tracing = (
+        tf.function(
+            lambda measure=measure: update.sums(batch, measure).gradient_noise,
+            autograph=False,
+        )
+        for measure in (tf.constant(True), True)
+    )
+    expected = [float(value) for value in at_run_time()]
+    assert [float(value) for value in during_tracing()] == expected
+    assert expected[0] > 0
+
+
 @pytest.mark.parametrize(
     ("micro", "sizes", "weights"),
     [

@@ -204,6 +204,14 @@ def test_every_example_has_its_place_in_the_noise(kind, width, dtype):
     assert not np.array_equal(with_another_key, in_one_piece)
 
 
+def test_gaussian_noise_with_a_deviation_of_one_has_its_place():
+    x = np.ones((8, 3))
+    in_one_piece = outputs(layers.GaussianNoise(1.0), x, [0])
+    in_pieces = outputs(layers.GaussianNoise(1.0), x, [0, 1, 4])
+    np.testing.assert_allclose(in_pieces, in_one_piece, rtol=EXACT, atol=EXACT)
+    assert len(np.unique(in_one_piece.round(3))) > 8
+
+
 def test_the_noise_is_what_keras_says_it_is():
     x = np.full((20000, 8), 2.0)
     # The error of a mean of 160,000 draws is 1/400 of their deviation, 2 at most; five

@@ -20,7 +20,7 @@ from keras import layers, losses
 
 from pipeline import accumulation
 from pipeline.accumulation import Evaluation, Update, accumulate_gradients
-from pipeline.accumulation.internals import Objective
+from pipeline.accumulation.internals import Batches, Objective
 from pipeline.training.evaluator import SplitEvaluator
 from tests.accumulation import reference
 from tests.accumulation.one_weight import Outputs, one_weight
@@ -87,6 +87,44 @@ def test_an_update_in_the_scope_of_its_strategy_is_refused():
         with pytest.raises(ValueError, match="must be outside of its strategy's scope"):
             tf.function(update, autograph=False)((x, y))
     assert float(tf.function(update, autograph=False)((x, y))["loss"]) > 0
+
+
+@pytest.mark.parametrize("value", ["never", 1, None])
+@pytest.mark.parametrize("name", ["same_noise", "jit_compile"])
+def test_a_mode_of_an_update_is_one_of_its_choices(name, value):
+    model = network()
+    message = f"^{name} must be True, False or auto. Received: {value!r}"
+    with pytest.raises(ValueError, match=message):
+        Update(model, "mse", keras.optimizers.SGD(), 2, **{name: value})
+    if name == "jit_compile":
+        with pytest.raises(ValueError, match=message):
+            Evaluation(model, "mse", 2, jit_compile=value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "jit_compile", "message"),
+    [
+        (2, False, "the strategy must have one replica for Batches. Received: 2"),
+        (1, True, "jit_compile must be False or auto for Batches: .* Received: True"),
+    ],
+)
+def test_batches_that_an_update_cannot_cut_are_refused(devices, jit_compile, message):
+    strategy = strategy_on(devices)
+    with strategy.scope():
+        model = network()
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(model.trainable_variables)
+    update = Update(
+        model,
+        cross_entropy(),
+        optimizer,
+        2,
+        strategy=strategy,
+        jit_compile=jit_compile,
+    )
+    batches = Batches(data(8), tf.constant([5, 3]))
+    with pytest.raises(ValueError, match=message):
+        tf.function(lambda: update(batches), autograph=False)()
 
 
 class Training(NamedTuple):

@@ -176,6 +176,11 @@ def apply(
     optimizer.apply(gradients, variables)
 
 
+def apply_to_one(optimizer: AccumulatingOptimizer, variable: keras.Variable) -> None:
+    """Call `apply` with a gradient of one for a single variable."""
+    optimizer.apply([tf.constant(ONE, "float64")], [variable])
+
+
 @pytest.mark.parametrize("way", [eager, traced])
 def test_a_restart_between_two_parts_loses_no_gradient(float64, tmp_path, way):
     """`a` has a gradient in the first part alone, `b` in the second: each moves by a half."""
@@ -271,6 +276,45 @@ def test_none_alone_in_a_whole_update_is_refused(float64, way, error):
     nothing()
     with pytest.raises(ValueError, match="Received: None alone"):
         optimizer.flush()
+
+
+def test_a_traced_step_that_does_not_fit_the_sums_changes_nothing(float64):
+    """The step by `c` was traced when `a` and `b` had no gradients apart."""
+    variables = [*pair(), *pair()[:1]]
+    optimizer = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 2)
+    optimizer.build(variables)
+    only_a, _, only_c = (
+        traced(partial(apply_to_one, optimizer, variable)) for variable in variables
+    )
+    only_c()
+    only_c()
+    only_a()
+    before = sums_of(optimizer.accumulator)
+    for _ in range(2):
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match="None for some variables of a traced"
+        ):
+            only_c()
+    assert int(optimizer.parts.numpy()) == 1
+    assert sums_of(optimizer.accumulator) == before
+
+    only_a()
+    assert int(optimizer.iterations.numpy()) == 2
+    assert [value.numpy().tolist() for value in variables] == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_too_many_sets_of_variables_in_a_traced_step_change_nothing(float64):
+    variables = [*pair(), *pair(), *pair()]
+    optimizer = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 9)
+    optimizer.build(variables)
+    for variable in variables[:5]:
+        apply_to_one(optimizer, variable)
+    before = sums_of(optimizer.accumulator)
+    step = traced(partial(apply_to_one, optimizer, variables[5]))
+    with pytest.raises(ValueError, match="Received: 5 sets of variables that had"):
+        step()
+    assert int(optimizer.parts.numpy()) == 5
+    assert sums_of(optimizer.accumulator) == before
 
 
 def sums_of(accumulator: GradientAccumulator) -> list:
