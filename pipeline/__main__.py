@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             say(*mask(traceback.format_exc()).splitlines(), always=True)
         say(f"pipeline: {error}", always=True)
+        # A subclass of `ConfigError` is a failed run, not wrong input.
         return 2 if type(error) is ConfigError else 1
     except KeyboardInterrupt:
         say("pipeline: interrupted", always=True)

@@ -430,16 +430,16 @@ class ShownConfig(Config):
     )
 
 
-def register(*, shown: bool = False) -> None:
+def register(*, hide_sweep_keys: bool = False) -> None:
     """Register the schema and the resolver `times` with Hydra.
 
     The function may be called repeatedly.
 
     Args:
-        shown: whether to leave out the keys that only a sweep sets, for help texts and
-            `--cfg`.
+        hide_sweep_keys: whether to leave out the keys that only a sweep sets, for help
+            texts and `--cfg`.
     """
-    config = ShownConfig if shown else Config
+    config = ShownConfig if hide_sweep_keys else Config
     ConfigStore.instance().store(name="schema", node=as_written(config))
     OmegaConf.register_new_resolver("times", _times, replace=True)
 

@@ -57,7 +57,7 @@ def run(
     _check_working_folder()
     command_line = compose.read_command_line(arguments)
     options = command_line.options
-    schema.register(shown=_shows_user_keys(options))
+    schema.register(hide_sweep_keys=_hides_sweep_keys(options))
 
     with hydra_errors.as_config_error(
         options.overrides, command_line.folders, (Exception,)
@@ -166,7 +166,7 @@ def _check_working_folder() -> None:
         raise ConfigError("the working folder", rule, folder)
 
 
-def _shows_user_keys(options: Any) -> bool:
+def _hides_sweep_keys(options: Any) -> bool:
     """Return whether to hide the keys that only a sweep sets.
 
     They are hidden if Hydra only prints the help or the config, unless the command line

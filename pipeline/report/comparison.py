@@ -249,8 +249,9 @@ class SweepResult:
         """Return the cost of reaching the target for each seed, by group.
 
         The cost is in the unit of `axis`, one of `AXES`. A group is left out if it has
-        no judged jobs, or if one of them did not reach the target or has only an upper
-        bound on the cost.
+        no judged jobs, if one of them did not reach the target or has only an upper
+        bound on the cost, or if no cost is finite. In other groups, jobs without a
+        finite cost are left out.
         """
         if self.target is None:
             return {}

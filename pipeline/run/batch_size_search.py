@@ -257,6 +257,7 @@ def _locked(file: Path) -> AbstractContextManager[Any]:
             return lock.acquire(timeout=SILENCE)
         except Timeout:
             say(f"{MICRO}: another process looks for the same: waiting for it")
+            # Without a time limit: `Timeout` is an `OSError`, which is suppressed here.
             return lock.acquire()
     return nullcontext()
 

@@ -382,7 +382,7 @@ def test_several_replicas_apply_as_before(precision):
 def test_an_unknown_scope_is_rejected():
     model, optimizer = built(VARIANTS["SGD"], of_keras("SGD"))
     with pytest.raises(
-        ValueError, match="xla_scope must be step or apply. Received: 'all'"
+        ValueError, match=r"xla_scope must be step or apply\. Received: 'all'"
     ):
         Update(model, "mse", optimizer, 4, xla_scope="all")
 
