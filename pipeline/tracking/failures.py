@@ -16,8 +16,8 @@ What follows from the kind depends on what the request is for:
   out.
 - The run itself is created in a few attempts, or in one if it is rejected. Then the
   trainer decides.
-- A model, and the tag in the run that a run was forked from, are optional. Their
-  requests are repeated only after a temporary failure.
+- A model is optional, and so is the tag that names a fork in the run from which it was
+  forked. Their requests are repeated only after a temporary failure.
 """
 
 from http import HTTPStatus
@@ -55,7 +55,7 @@ def is_rejected(error: Exception) -> bool:
 
 
 def status_code(error: Exception) -> int | None:
-    """Return the HTTP status of the response that an exception holds, if any.
+    """Return the HTTP status of the response that an exception holds, or None.
 
     The clients of object stores keep the response in `response`, too: Amazon's as a
     dict, all others as an object.

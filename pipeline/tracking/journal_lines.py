@@ -35,10 +35,11 @@ Form = dict[Any, Any]  # the form of a line on disk, see `pipeline.common.record
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a journal. A line of an unknown kind is only this.
+    """One line of a journal.
 
-    The fields of a subclass are its keys on disk, in this order. A field that is None
-    is left out.
+    There is a subclass for each kind of line that this version knows. A line of any
+    other kind is read as a `Line`. The fields of a subclass are its keys on disk, in
+    this order. A field that is None is left out.
 
     Attributes:
         time: milliseconds since 1970. A line without it gets the current time when it
@@ -64,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True)
 class RunStart:
-    """The description of a run. A journal of an older version may lack some of it.
+    """The description of a run. A journal of an older version may lack some fields.
 
     Attributes:
         format: the version of the line format.
@@ -181,7 +182,7 @@ class Row(Line):
     Attributes:
         step: the number of completed updates.
         metrics: the values by name.
-        logged: True if the user's own code has logged them.
+        logged: True if the user's own code has logged the metrics.
     """
 
     step: int

@@ -43,7 +43,9 @@ with imports.without_collections():
     from pipeline.tracking.system_metrics import SystemSampler
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
-INTERVAL = 5.0  # seconds between two requests, and between two system samples
+# Seconds between two looks at the journal once all written lines are shipped. Each look
+# also takes a sample of the system metrics.
+INTERVAL = 5.0
 
 
 def main() -> None:
@@ -59,7 +61,7 @@ def main() -> None:
     if opening is None:
         return
     confined: Any = nullcontext()
-    # Without places, the store is the user's own, and artifacts may lie anywhere.
+    # If `places` is None, the store is the user's own, and artifacts may lie anywhere.
     if opening.places is not None:
         confined = artifact_locations.confined(opening.uri, opening.places)
     with confined:
@@ -136,11 +138,11 @@ def _ship(store: Store, command: Ship, patience: float) -> Message:
 def _follow(uploader: Uploader, sampler: SystemSampler | None) -> None:
     """Ship the written lines at intervals, until the trainer closes standard input.
 
-    A request that fails is repeated after `INTERVAL` seconds.
+    A request that fails is repeated after `INTERVAL` seconds, or at the next command.
 
     Args:
         uploader: ships the journal.
-        sampler: samples the system metrics; None for a run that does not log them.
+        sampler: samples the system metrics, or None if the run does not log them.
     """
     has_more = False
     is_failing = False

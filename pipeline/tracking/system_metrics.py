@@ -11,7 +11,7 @@ from pipeline.common.errors import first_line, say
 
 
 class SystemSampler:
-    """Samples the system metrics of a run. An error costs samples, never the run.
+    """Samples the system metrics of a run. After an error, the run only lacks samples.
 
     Args:
         uri: the URI of the store.

@@ -1,7 +1,7 @@
 """Ships one journal to its run in a store.
 
-Every line arrives at least once, and every point of a metric exactly once, even if
-processes die meanwhile:
+Every line that the store does not reject arrives at least once, and every point of a
+metric exactly once, even if processes die meanwhile:
 
 - The run has a tag `journal`, whose value is chosen before the run is created. So any
   process that continues the upload finds the run, even if the answer to the request
@@ -76,7 +76,7 @@ class Uploader:
 
     Raises:
         RunDirError: the run is deleted, or is being shipped by another process.
-        ConfigError: the run has artifacts that lie where they must not.
+        ConfigError: the run's artifacts lie outside the allowed locations.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Uploader:
         # Points, and lines without points, that were read but not confirmed.
         self._points: list[Metric] = []
         self._lines: list[Line] = []
-        # Metric → the steps of the points that the store had when all lines were
-        # shipped from the start.
+        # Metric → the steps of the points that the store had before this process began
+        # to ship the lines, or began again, see `_start_over`.
         self._steps_in_store: dict[str, set[int]] = {}
         self._starts_over = False
         self._starts = 0
@@ -115,7 +115,7 @@ class Uploader:
             self.start = self._cursor.start.start
             self.client = store.client()
             self._file_id = store.file_id()
-            # The run as the store had it when all lines were shipped from the start.
+            # The run as it was read from the store at the same time.
             self._mlflow_run = find_or_create(
                 store,
                 self._cursor.start,
@@ -244,8 +244,8 @@ class Uploader:
         """Check the artifact location, and log missing params.
 
         Args:
-            is_new: whether this process has created the run, which then ends as FAILED
-                if this fails.
+            is_new: whether this process has created the run. If so, an error ends the
+                run as FAILED.
         """
         try:
             places = artifact_locations.confined_to
@@ -315,9 +315,11 @@ class Uploader:
     def _ship_patiently(
         self, patience: float, report: Callable[[Exception], object]
     ) -> None:
-        """Ship the lines that were read, and retry until `patience` seconds pass.
+        """Ship the lines that were read, and repeat failed requests.
 
-        Progress restarts the time limit.
+        After `patience` seconds without progress, raise the last error. Lines that are
+        shipped again because the store lost an item do not count as progress. Raise a
+        `StoreGoneError` at once.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -340,7 +342,7 @@ class Uploader:
                 time.sleep(RETRY)
 
     def _ship_points(self) -> None:
-        """Send the points of one request."""
+        """Send as many points as one request may hold; fewer after a failure."""
         batch = self._points[: self._points_per_request]
         self._points_per_request = POINTS_AFTER_FAILURE
         self.client.log_batch(self.run_id, metrics=batch)

@@ -37,8 +37,8 @@ class UserMetrics:
         self.taken: frozenset[str] = frozenset()
         self._tracker = tracker
         self._reported: set[str] = set()  # lines that were printed
-        # Host code of layers runs in threads of TensorFlow. The lock covers the check
-        # for an earlier value; the journal has one of its own for each line.
+        # Host code of layers runs in threads of TensorFlow. This lock covers the check
+        # for an earlier value. The journal has its own lock for writing a line.
         self._lock = threading.Lock()
 
     @contextmanager
@@ -67,7 +67,7 @@ class UserMetrics:
         """Log a value for the current update.
 
         Only the first value per update is logged, since a metric has one point per
-        update. Later values are reported in a message.
+        update. A later value is dropped, with a message the first time.
 
         Raises:
             ValueError: the run itself logs a metric of this name.
@@ -106,7 +106,7 @@ class UserMetrics:
                 self._report_once(f"{line}: {error}", key=line)
 
     def report_other_run(self, callback: str, *, ended: bool = False) -> None:
-        """Report once that MLflow's own functions were used to log to another run.
+        """If MLflow's own functions are logging to another run, report this once.
 
         Args:
             callback: the name of the callback that ran last, or "" if it is unknown.
@@ -179,7 +179,7 @@ def _name_error(name: object) -> str:
 
 
 def _run_of_mlflow(ended: bool) -> str:
-    """Return the ID of the run to which MLflow's own functions log, or "" if none.
+    """Return the ID of the run to which MLflow's own functions log, or "".
 
     Args:
         ended: whether to return the last such run, even if it has ended.
