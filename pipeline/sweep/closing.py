@@ -28,7 +28,8 @@ def close(
 ) -> int:
     """End the parent run of a sweep, and print how each job ended.
 
-    First wait until the runs of all ended jobs are closed.
+    First wait until the runs of all ended jobs are closed. If this is interrupted, end
+    the parent run as KILLED and raise the exception.
 
     Args:
         parent: the parent run of the sweep.
@@ -76,10 +77,10 @@ def close_left_open(folder: Path, own: OwnStore) -> None:
 
     Args:
         folder: the folder of the sweep.
-        own: the user's store, which must hold the sweep.
+        own: the user's store, and other stores that the user allows.
 
     Raises:
-        ConfigError: the sweep is recorded in a store other than the user's.
+        ConfigError: the sweep is recorded in a store that is not among these.
     """
     content = sweep_file.read_unlocked(folder)
     if content is None:

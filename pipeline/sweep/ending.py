@@ -72,8 +72,8 @@ class JobEndings:
     Attributes:
         by_name: the endings by the job's name.
         ended_at: when each job ended, in seconds of `time.monotonic`.
-        ended_sweep: name of the job whose invalid config ended the sweep; empty if none
-            did.
+        ended_sweep: name of the job whose invalid config ended the sweep; empty if
+            there is no such job.
     """
 
     by_name: dict[str, Ending] = field(default_factory=dict)

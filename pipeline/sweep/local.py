@@ -177,14 +177,15 @@ class LocalJob:
         self._pipe, self._pipe_of_process = multiprocessing.Pipe()
         self._process: Any = None
         self._ending: Ending | None = None  # as the process has sent it
-        # When the job is interrupted, or killed if it is overdue; by `time.monotonic`.
+        # The time at which the job is interrupted, or killed if it is overdue, by
+        # `time.monotonic`.
         self.deadline = float("inf")
         self._is_overdue = False  # it has reached its time limit
         self._was_interrupted = False
 
     @property
     def _pid(self) -> int | None:
-        """Return the ID of the process, or None if it has not started."""
+        """The ID of the process, or None if it has not started."""
         return getattr(self._process, "pid", None)
 
     def start(self) -> None:
@@ -268,7 +269,7 @@ class LocalJob:
         self._send(signal.SIGKILL)
 
     def _receive(self) -> None:
-        """Read the ending if the job has sent it. Close the pipe if the job has."""
+        """Read the ending if the job has sent it. Close the pipe once the job has."""
         try:
             while not self._pipe.closed and self._pipe.poll():
                 self._ending = self._pipe.recv()

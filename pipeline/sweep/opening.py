@@ -39,7 +39,7 @@ _CLAIM_LASTS = 30.0
 def open_sweep(
     config: DictConfig, names: Collection[str], varied: Sequence[str]
 ) -> RunningSweep:
-    """Create the parent run of a multirun, or reopen it with `tracking.sweep`.
+    """Create the parent run of a new sweep, or reopen that of `tracking.sweep`.
 
     Also store the sweep in the session, record the jobs, start a thread that writes
     heartbeats, and lock the sweep's folder.
@@ -128,8 +128,8 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
 
     Raises:
         ConfigError: the command line does not name the sweep or names another
-            experiment, the store has no such sweep, the sweep is still running, or
-            another process reopens it.
+            experiment, the store has no such sweep, the sweep or one of its jobs is
+            still running, or another process reopens the sweep.
     """
     # `pipeline train` sets `confined` if the command line names the sweep.
     if not config.tracking.confined:

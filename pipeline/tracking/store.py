@@ -97,7 +97,7 @@ class Store:
                 self._new_database = new.read_bytes()
 
     def client(self) -> MlflowClient:
-        """Return MLflow's client of the store; create a SQLite store that is new."""
+        """Return MLflow's client of the store. A new SQLite store is created first."""
         if self.database is not None and self.is_new():
             self.database.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.database}.lock"):
