@@ -36,7 +36,7 @@ class Profiler(AbstractContextManager["Profiler"]):
 
     @contextmanager
     def update(self, number: int, recorder: Recorder) -> Iterator[None]:
-        """Run update `number` within the block, and trace it if it is to be traced.
+        """Run update `number` within the block, and trace it if it is one to trace.
 
         The trace ends with the last update to trace, or with the last one of the plan.
         The update times exclude the time that it takes to start and stop a trace.

@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 from pipeline.common.errors import QUIET, say
 
-SECONDS = 5.0  # minimum interval between two plain lines
+# Minimum interval between two plain lines for updates, and between two for evaluations.
+# The last line is printed in any case.
+SECONDS = 5.0
 
 
 class Progress:
