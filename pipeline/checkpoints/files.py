@@ -10,12 +10,13 @@ to the disk, verifies it, and renames it. A folder with its final name is theref
 complete, even if the process is killed. The manifest reveals a file that was damaged
 later.
 
-Before a checkpoint is written, the journal is synced, which has the rows of all updates
-so far. The checkpoint records the position in the journal: the number of bytes, and
-their checksum. So a run is never resumed after updates whose rows are lost.
+Before a checkpoint is written, the rows of all updates so far are in the journal, and
+the journal is synced. The checkpoint records the position in the journal: the number of
+bytes, and their checksum. So a run is never resumed after updates whose rows are lost.
 
 `Checkpoints.due` decides after which updates a checkpoint is written, according to
-`training.checkpoint_every`. The training loop calls it after each update.
+`training.checkpoint_every`. The training loop calls it after each update. The
+checkpoint of the best evaluation is written in addition.
 
 This module does not import TensorFlow.
 """
@@ -140,8 +141,8 @@ class Meta:
     Attributes:
         updates_done: the number of completed updates. Its key is `update`.
         examples: the number of examples in an epoch.
-        effective_batch_size: the effective batch size in the first stage of the run's
-            batch-size schedule, in examples.
+        effective_batch_size: the effective batch size in examples. With a batch-size
+            schedule, it is the size in the first stage.
         arrays: name, shape and dtype of each array, in the order in which the arrays
             are saved.
         values: the JSON values of the snapshot; `_VALUES` lists them.

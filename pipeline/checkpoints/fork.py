@@ -190,7 +190,8 @@ def named(
         key: the argument that an error names.
         excluding: a run directory to skip.
         updates_done: the number of updates in the checkpoint; it overrides `UPDATE`. If
-            neither is given, the newest checkpoint is returned.
+            neither is given, the newest intact checkpoint is returned, other than that
+            of the best evaluation.
 
     Raises:
         ConfigError: there is no such run or checkpoint.
@@ -226,7 +227,7 @@ def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     """Return whether the learning rate differs from that of the run in `past`."""
     scaled = spec.config.scaling.rule != Rule.none
     if scaled:
-        # The rate follows the effective batch, and its stages.
+        # A scaling rule makes the rate depend on the effective batch and its stages.
         size = past.start.segment["cut"]["effective_batch_size"]
         if size != spec.batching.effective_batch_size:
             return True
