@@ -45,7 +45,7 @@ SCOPES = ("step", "apply")
 class _Step(NamedTuple):
     """Scalars of the optimizer's step, from which an update's results are made."""
 
-    norm: tf.Tensor  # of the averaged gradient before clipping
+    norm: tf.Tensor  # global L2 norm of the averaged gradient before clipping
     loss_scale: tf.Tensor
     learning_rate: tf.Tensor
 
@@ -216,7 +216,8 @@ class Update:
 
         The metrics are updated without being reset first.
         """
-        if tf.distribute.has_strategy():  # Keras would act as if in a replica
+        # In the scope of a strategy, Keras would act as it does within a replica.
+        if tf.distribute.has_strategy():
             rule = "an update must be outside of its strategy's scope"
             raise ValueError(f"{rule}; the model is made inside of it")
         x = inputs_of(batch)

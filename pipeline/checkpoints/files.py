@@ -217,8 +217,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         folder: the folder for the checkpoints. It is created with the first checkpoint.
             Incomplete checkpoints in it are removed.
         every: how often to write a checkpoint: a number of updates, `epoch`, `auto`, or
-            None for never. `auto` means every five minutes, or less often if that would
-            stall the training for more than 1% of the time.
+            None to write only that of the best evaluation. `auto` means every five
+            minutes, or less often if that would stall the training for more than 1% of
+            the time.
         plan: the plan of the run.
         keep: the number of latest checkpoints to keep. The checkpoints of the best
             evaluation to which these refer are kept, too.
@@ -496,7 +497,7 @@ def _verify_files(folder: Path) -> None:
 
 def _best_update(folder: Path) -> int | None:
     """Return the update of the best evaluation that a checkpoint records, or None."""
-    # The checkpoint may be damaged, or record no best evaluation.
+    # Ignore a checkpoint that is damaged or records no best evaluation.
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / "meta.json").read_bytes())
         return int(meta["values"]["loop"]["best"]["update"])

@@ -341,7 +341,7 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
 
     values_then = leaves(recorded)
     values_now = leaves(spec.recorded)
-    # A key that the recorded config lacks had the schema's default.
+    # Use the schema's default for a key that the recorded config lacks.
     defaults = _schema_defaults()
     new_keys = [key for key in values_now if key not in values_then]
     lines = []

@@ -28,8 +28,8 @@ def close(
 ) -> int:
     """End the parent run of a sweep, and print how each job ended.
 
-    First wait until the runs of all ended jobs are closed. If this is interrupted, end
-    the parent run as KILLED and raise the exception.
+    First wait until the runs of all ended jobs are closed. If an exception ends the
+    wait, end the parent run as KILLED.
 
     Args:
         parent: the parent run of the sweep.

@@ -50,7 +50,7 @@ class SweepPlan:
     """The planned jobs of a batch."""
 
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
-    varied: list[str]  # config keys in which the jobs differ
+    varied: list[str]  # config keys that the sweep varies
     hardware_of_jobs: list[HardwareConfig]  # the `hardware` group of each job
 
 

@@ -234,7 +234,7 @@ class LocalJob:
                 del self._methods[0]
 
     def poll(self) -> Ending | None:
-        """Return how the job ended, or None while its process runs and uses its GPUs.
+        """Return how the job ended, or None while its process runs.
 
         A job that exceeds its time limit is interrupted, and later killed.
         """

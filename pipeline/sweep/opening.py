@@ -47,7 +47,7 @@ def open_sweep(
     Args:
         config: the config of the multirun.
         names: the names of the jobs in the first batch.
-        varied: the config keys in which these jobs differ.
+        varied: the config keys that the sweep varies.
 
     Raises:
         ConfigError: the sweep cannot be reopened, or another process works on it.

@@ -43,7 +43,11 @@ def check(overrides: Sequence[Override]) -> None:
 
 
 def _count(override: Override) -> int:
-    """Return the number of values of a choice or a range; 1 for any other sweep."""
+    """Return the number of values of a choice or a range; 1 for any other sweep.
+
+    Raises:
+        ConfigError: a range has no values or the step 0.
+    """
     swept: Any = override.value()
     key = override.get_key_element().lstrip("+~")
     if isinstance(swept, ChoiceSweep):

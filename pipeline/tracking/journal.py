@@ -466,8 +466,8 @@ class Journal:
         self._ship(may_exist=True)
 
     def _last_error(self) -> str:
-        """Return why a shipper that is not alive has ended."""
-        # The last answer of each shipper is `Failed`.
+        """Return the error with which the shipper has ended, or "" if it is unknown."""
+        # Skip earlier answers: the last answer of a shipper that has ended is `Failed`.
         answer = self.shipper.answer(GRACE)
         while answer is not None and not isinstance(answer, Failed):
             answer = self.shipper.answer(GRACE)

@@ -376,7 +376,7 @@ class Past:
 
     @property
     def updates(self) -> set[int]:
-        """Return the updates with a row of training metrics."""
+        """The updates with a row of training metrics."""
         return self.steps["train"]
 
     def _read(self, descriptor: int, key: str) -> None:

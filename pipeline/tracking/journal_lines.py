@@ -73,7 +73,8 @@ class RunStart:
         experiment: the name of the run's experiment.
         name: the name of the run.
         params: the params of the run.
-        tags: the tags with which the run is created. The tag `journal` identifies it.
+        tags: the tags with which the run is created. The tag `journal` identifies the
+            run.
         system_metrics: whether to sample system metrics.
         gpus: the GPUs of the run, as indices into the visible GPUs. None means all GPUs
             of the machine.

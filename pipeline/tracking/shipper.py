@@ -49,7 +49,7 @@ INTERVAL = 5.0
 
 
 def main() -> None:
-    """Read commands from standard input, and serve them until it is closed."""
+    """Serve the commands on standard input until it is closed."""
     # Ignore Ctrl-C: the trainer handles it and closes the standard input of this
     # process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,7 +112,7 @@ def _ship(store: Store, command: Ship, patience: float) -> Message:
 
     Args:
         store: the store.
-        command: names the journal.
+        command: the command, which names the journal.
         patience: seconds without progress after which the last error is raised.
     """
     uploader = Uploader(

@@ -4,9 +4,9 @@ The trainer sends commands in this order:
 
 - `Open`, answered by `Opened`.
 - `Ship`, answered by `Attached`. There may be `Progress` before it.
-- `ShipNow` and `AddLines`, any number of times and without an answer. From now on until
-  everything is shipped, the shipper reports the requests to the store with `Progress`
-  and `Failing`.
+- `ShipNow` and `AddLines`, any number of times and without an answer. Meanwhile, and
+  until everything is shipped, the shipper reports the requests to the store with
+  `Progress` and `Failing`.
 
 Then the trainer closes the pipe. The shipper ships the rest, and its last answer is
 `Shipped`. A shipper that cannot continue answers `Failed` instead, at any time, and

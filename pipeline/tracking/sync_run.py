@@ -26,7 +26,7 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         ConfigError: the user named the run, and it cannot be shipped to this store.
     """
     try:
-        # Wait a second: another sync may be reading the journal.
+        # Wait up to a second: another sync may have locked the journal to read it.
         past = Past.read(Path(folder), "RUN_DIR", seconds=1.0)
     except ConfigError as error:
         if named:

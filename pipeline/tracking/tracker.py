@@ -51,9 +51,10 @@ if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
     from pipeline.training.evaluator import Best
 
-LONGEST_NAME = 200  # maximum characters of a run's name; MLflow's limit is 250
-LONGEST_DATASET_NAME = 500  # maximum characters of a dataset's name in MLflow
-LONGEST_VALUE = 40  # maximum characters of an override's value in a run's name
+# Maximum numbers of characters.
+LONGEST_NAME = 200  # in a run's name; MLflow's limit is 250
+LONGEST_DATASET_NAME = 500  # in a dataset's name in MLflow
+LONGEST_VALUE = 40  # in an override's value within a run's name
 
 
 class Tracker:

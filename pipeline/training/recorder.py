@@ -21,7 +21,7 @@ from pipeline.training.progress import Progress
 # An update triggers a fetch if the last fetch was at least this many seconds ago.
 FETCH_SECONDS = 1.0
 FETCH_UPDATES = 200  # maximum number of updates between two fetches
-# Results of single updates, of which only averages over updates are logged.
+# Results of which only averages over updates are logged.
 NOISE_ESTIMATES = ("gradient_variance", "gradient_square")
 
 
