@@ -1,6 +1,6 @@
 """The norm of the gradient and the optimizer's step as one program, compiled by XLA.
 
-    counts, learning rate   # read on the host; they wait for nothing of this update
+    counts, learning rate   # read on the host, without waiting for this update
     program(sums):          # on the device
         gradients = sums.gradients()
         norm = |gradients|

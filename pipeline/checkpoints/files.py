@@ -55,7 +55,7 @@ _LOOP = {  # see `LoopState`
     # compared for equality.
 }
 _RECORDER = {  # see `Recorder.get_state`
-    # `pipeline critical` begins with the last learning rate.
+    # Require the last learning rate: `pipeline critical` begins with it.
     "last": {"learning_rate": (int, float)},
     "skipped": int,
     "noise": dict,
@@ -392,7 +392,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Remove the checkpoints of earlier best evaluations.
 
         Keep those to which a latest checkpoint refers, since the run may be resumed
-        from it. Keep the `just_written` one, too: no checkpoint refers to it yet.
+        from it. Keep the `just_written` checkpoint, too: no other refers to it yet.
         """
         referred = {just_written}
         for update in saved_updates(self.folder):

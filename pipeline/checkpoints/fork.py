@@ -18,7 +18,7 @@ from pipeline.config.schema import Rule
 from pipeline.config.stages import CLOCK, SCHEDULE
 from pipeline.tracking.journal_file import Past
 
-if TYPE_CHECKING:  # importing these modules takes seconds
+if TYPE_CHECKING:  # only for annotations: importing these modules takes seconds
     from pipeline.accumulation import Update
     from pipeline.checkpoints.snapshot import Callbacks, Snapshot
     from pipeline.training.recorder import Recorder

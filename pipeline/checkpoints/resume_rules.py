@@ -37,7 +37,7 @@ from pipeline.tracking.journal_file import (
     has_begun,
 )
 
-if TYPE_CHECKING:  # importing these modules takes seconds
+if TYPE_CHECKING:  # only for annotations: importing these modules takes seconds
     import keras
 
     from pipeline.accumulation import Update

@@ -47,7 +47,7 @@ Callbacks = Mapping[str, keras.callbacks.Callback]
 # Unique name of a variable → its copies on the replicas, or one copy if the copies are
 # always equal.
 Variables = dict[str, Sequence[Any]]
-# Takes the name of a variable, and returns whether to restore the variable.
+# Returns whether to restore the variable with a given name.
 IsRestored = Callable[[str], bool]
 
 _SEED = "keras' global seed"

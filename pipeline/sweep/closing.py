@@ -73,7 +73,7 @@ def close(
 def close_left_open(folder: Path, own: OwnStore) -> None:
     """Close the sweep in `folder` if its process died before closing it.
 
-    A sweep whose process still runs is left alone.
+    A sweep whose process still runs is not changed.
 
     Args:
         folder: the folder of the sweep.
@@ -144,7 +144,7 @@ def _rows(
     for name in job_names:
         failure_reason = failure_reasons.get(name, "")
         if name == endings.ended_sweep:
-            # The error that ends the command gives the reason.
+            # Leave out the reason, which the error that ends the command gives.
             failure_reason = "rejected, which ended the sweep"
         run = children.get(name)
         if run is None:

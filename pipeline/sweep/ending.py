@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pipeline.common import secrets
 
-WORST = math.inf  # the loss that a sweeper gets for a job that returned none
+WORST = math.inf  # the loss that a sweeper gets for a job without a loss
 
 
 class Outcome(enum.Enum):

@@ -80,7 +80,7 @@ class JobBatch:
     Attributes:
         backend: where the jobs run.
         slots: the slots, all of which are free at first.
-        endings: the endings of the sweep's jobs. Those of this batch are added.
+        endings: the endings of the sweep's jobs. `run` adds those of the batch's jobs.
         stop_if_first_is_rejected: whether the sweep ends if the first of its jobs to
             end in this process is rejected.
         patience: `tracking.patience`, in seconds.

@@ -42,8 +42,8 @@ class LocalLauncher(SweepLauncher):
     def __init__(self, timeout_min: int, **unknown: Any):
         self.timeout_min = timeout_min
         self._unknown = unknown
-        # Start methods of `multiprocessing`, in order of preference. One that does not
-        # work on this machine is removed, for all batches. Only Linux uses the
+        # Start methods of `multiprocessing`, in order of preference. A method that does
+        # not work on this machine is removed, for all batches. Only Linux uses the
         # forkserver: on other systems, libraries may not work in a forked process.
         self._methods = ["spawn"]
         if sys.platform == "linux":
@@ -302,7 +302,7 @@ class LocalJob:
                 os.kill(pid, number)
 
     def _cause(self, status: int) -> str:
-        """Return what ended a process with this exit status."""
+        """Return the cause of the process's end, given its exit status."""
         if self._is_overdue:
             return f"killed at its time limit of {self._timeout_min} min"
         if status < 0:

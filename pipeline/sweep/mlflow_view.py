@@ -38,10 +38,10 @@ _SPIKE_DISTANCE = 3.0
 # take long to read, they are read for at most `_READING_SHARE` of the time.
 RANGES_EVERY = 60.0
 _READING_SHARE = 0.05
-# Characters of the description that are reserved for the verdict of the report.
+# Number of characters in the description that are reserved for the report's verdict.
 _RESERVED_FOR_VERDICT = 2400
-# Color-blind safe (Okabe and Ito 2008), without black and yellow, which are hard to see
-# on one of the UI's two backgrounds.
+# Colors that color-blind readers can tell apart (Okabe and Ito 2008), without black and
+# yellow: each of these is hard to see on one of the UI's two backgrounds.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 

@@ -157,7 +157,7 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
     _claim(client, parent.run_id)
     client.update_run(parent.run_id, "RUNNING")
     liveness.write_heartbeat(parent)
-    with suppress(Exception):  # a process that was rejected may have replaced the claim
+    with suppress(Exception):  # a claim that remains is ignored after a while
         client.delete_tag(parent.run_id, _CLAIM)
     return RunningSweep(
         parent,

@@ -105,7 +105,7 @@ class SlurmLauncher(SweepLauncher):
         return False
 
     def _cluster_has_gpus(self) -> bool:
-        """Return whether `sinfo` lists GPUs in the partition, or in any without one."""
+        """Return whether `sinfo` lists GPUs, in the partition if the user sets one."""
         command = ["sinfo", "--noheader", "--format=%G"]
         if self.params.get("partition"):
             command.append(f"--partition={self.params['partition']}")

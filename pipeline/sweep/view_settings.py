@@ -157,8 +157,8 @@ def _line_chart(
     x_metric = ""
     if axis == "metric":
         # Give `val/` metrics their own x-axis metric. The UI samples a metric and its
-        # x-axis metric separately, then joins them by step, and most evaluations would
-        # have no sampled `train/` row at their step.
+        # x-axis metric separately, then joins them by step. Most evaluations would have
+        # no sampled point of `train/examples_seen` at their step.
         x_metric = metric.split("/")[0] + "/examples_seen"
     options = {
         "xAxisKey": axis,

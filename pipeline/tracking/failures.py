@@ -6,14 +6,14 @@ A failure is of one of three kinds:
 - rejected: the store has rejected the request for its content.
 - other: for example, a password has changed, or a server does not know the request.
 
-What follows from the kind depends on what the request is for:
+The purpose of the request decides whether it is repeated after a failure:
 
 - Points, params, tags, inputs, files and the end of a run are required. Their requests
   are repeated until the caller's patience is over, whatever the failure is: nothing may
-  be missing unnoticed, and the user may mend the store. There is one exception. A tag,
-  an input or a file that was rejected several times is left out and named in the tag
-  `not_shipped`, so that the run can still be ended. Points and params are never left
-  out.
+  be missing unnoticed, and the user may repair the store. There is one exception. A
+  tag, an input or a file that was rejected several times is left out, and is named in
+  the tag `not_shipped`, so that the run can still be ended. Points and params are never
+  left out.
 - The run itself is created in a few attempts, or in one if it is rejected. Then the
   trainer decides.
 - A model is optional, and so is the tag that names a fork in the run from which it was

@@ -285,7 +285,7 @@ class Journal:
             return self._writer.position
 
     def sync(self) -> None:
-        """Wait until the lines in the file are on the disk; safe in any thread."""
+        """Wait until the lines in the file are on the disk. Any thread may call this."""
         self._writer.sync()
 
     def ship_now(self) -> None:
@@ -314,7 +314,7 @@ class Journal:
                 if problem is None:
                     break
                 time.sleep(1)
-        finally:  # an interruption ends the wait, and closes the file
+        finally:  # also after an interruption, which ends the wait
             self.shipper.terminate()
             if not self._writer.close():
                 where = "which are lost" if problem else "which the store alone has"

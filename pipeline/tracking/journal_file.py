@@ -263,7 +263,7 @@ class LineWriter:
         self._drain()
 
     def sync(self) -> None:
-        """Wait until the lines in the file are on the disk; safe in any thread."""
+        """Wait until the lines in the file are on the disk. Any thread may call this."""
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
@@ -309,7 +309,7 @@ class Past:
     Attributes:
         path: the file.
         start: the content of the first line.
-        run: the run's IDs; None if it was never in a store.
+        run: the run's IDs, or None if the run was never in a store.
         steps: the steps that have a row, by the prefix of its metrics, such as `val`.
             Rows from the user's own code are not included.
         logged: the steps of each metric that the user's own code has logged.
@@ -371,7 +371,7 @@ class Past:
 
     @property
     def run_id(self) -> str:
-        """The ID of the run; empty if it was never in a store."""
+        """The ID of the run, or "" if the run was never in a store."""
         return "" if self.run is None else self.run.run_id
 
     @property

@@ -44,8 +44,8 @@ class Line:
     Attributes:
         time: milliseconds since 1970. A line without it gets the current time when it
             is written.
-        KEY: the key that tells this kind of line from others.
-        FORM: what a line of this kind must contain.
+        KEY: the key by which this kind of line is recognized.
+        FORM: the form that a line of this kind must have.
     """
 
     time: int | None = field(default=None, kw_only=True)

@@ -340,7 +340,7 @@ def check_dataset(
         run_id: the ID of the run, for the error.
 
     Raises:
-        ConfigError: the data differ; the message says in what.
+        ConfigError: the data differ; the message names the difference.
     """
     now = json.loads(secrets.mask(json.dumps(now)))  # the recorded data are masked, too
     for key in ("name", "version"):

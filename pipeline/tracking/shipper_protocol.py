@@ -126,7 +126,7 @@ class Shipped(Message):
 class Fault(StrEnum):
     """The kind of a shipper's failure, which decides how the trainer continues."""
 
-    DIED = "died"  # it ended without an answer: another one may be started
+    DIED = "died"  # the shipper ended without an answer; another one may be started
     STORE = (
         "store"  # a request failed, or the store is unreachable: it may answer later
     )

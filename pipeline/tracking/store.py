@@ -76,7 +76,7 @@ class Store:
         return self.database is not None and not self.database.exists()
 
     def file_id(self) -> tuple[int, int] | None:
-        """Return the device and the inode of a SQLite file, or None without a file."""
+        """Return the device and inode of the SQLite file, or None if none exists."""
         if self.database is None or self.is_new():
             return None
         status = self.database.stat()

@@ -52,7 +52,7 @@ class StoredRun:
         tell: called about every second while a model is uploaded.
 
     Attributes:
-        expected: what the store must have of the run when it ends.
+        expected: the items that the store must have when the run ends.
         not_logged: why the model could not be logged; empty if it was logged, or if
             there is no model.
     """
@@ -104,7 +104,7 @@ class StoredRun:
                 self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Set the tag `NOT_SHIPPED_TAG` to a description of what the store lacks."""
+        """Set the tag `NOT_SHIPPED_TAG` to a description of a missing item."""
         self.client.set_tag(self.run_id, NOT_SHIPPED_TAG, problem[:LONGEST_TAG])
 
     def _ship_input(self, line: Input) -> None:

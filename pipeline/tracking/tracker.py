@@ -1,4 +1,4 @@
-"""Writes what a run logs to MLflow: its metrics, params, tags, inputs and files.
+"""Logs a run to MLflow: its metrics, params, tags, inputs and files.
 
 Everything is written to the run's journal, see `pipeline.tracking.journal`.
 """
@@ -289,8 +289,8 @@ class Tracker:
         name = uuid.uuid4().hex
         folder = self.run_dir / MODEL.format(name)
         logged_model.save(folder, model, example, code)
-        # Sync before writing the line: the shipper takes a missing folder for a model
-        # that was shipped.
+        # Sync before writing the line: if the folder is missing, the shipper assumes
+        # that the model was shipped.
         durable.sync_tree(folder)
         durable.sync(self.run_dir)
         self.journal.write(Model(name))
@@ -304,7 +304,7 @@ class Tracker:
 
         Args:
             status: the status of the run.
-            failure: the text of the tag `failure`, or None for no tag.
+            failure: the text of the tag `failure`, or None to set no tag.
 
         Returns:
             The reason why lines were not shipped, or None if all lines were shipped.

@@ -8,16 +8,17 @@ metric exactly once, even if processes die meanwhile:
   that created the run was lost.
 - A process that opens the run reads which points the store has, and adds only the
   missing points.
-- `failures` says which failed requests are repeated.
+- Failed requests are repeated according to the rules in `failures`.
 - A failed request may still have taken effect. Its content is kept and sent again until
   a request succeeds. MLflow stores a repeated point once; a repeated tag, input or file
   replaces the earlier one.
 - Points are sent before the other lines that were read with them, and the end of the
   run is sent last. So a run that has its final status is complete.
-- A proxy before a server may confirm a request and lose it. So before the end of the
-  run, what the server must have is read again: each step of each metric in the journal,
-  params, tags, inputs, and the artifacts in the root folder. If anything is missing,
-  all lines are shipped again. Models, system metrics and profiles are not read again.
+- A proxy in front of a server may confirm a request and lose it. So before the end of
+  the run, the items that the server must have are read back: each step of each metric
+  in the journal, params, tags, inputs, and the artifacts in the root folder. If any is
+  missing, all lines are shipped again. Models, system metrics and profiles are not read
+  back.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ class StoreGoneError(OSError):
 
 
 class Uploader:
-    """Ships the lines of one journal, in order, to its run.
+    """Ships the lines of one journal to its run.
 
     Args:
         store: the store that holds the run, or in which the run is created.
@@ -142,7 +143,7 @@ class Uploader:
 
     @property
     def status(self) -> str | None:
-        """The run's final status by the lines read so far; None if it has not ended."""
+        """The run's final status in the lines read so far, or None if it has no end."""
         return self._cursor.status
 
     @property
@@ -261,7 +262,11 @@ class Uploader:
             raise
 
     def _complete_params(self, run: Any) -> None:
-        """Log the params that `run`, the run as it was read, lacks."""
+        """Log the params that the store lacks.
+
+        Args:
+            run: the run as it was read from the store.
+        """
         params = []
         for name, value in self.start.params.items():
             if name not in run.data.params:
@@ -271,7 +276,7 @@ class Uploader:
             self.client.log_batch(self.run_id, params=batch)
 
     def _first_expected(self) -> Expected:
-        """Return what the store must have before any line after the first is read."""
+        """Return the items to expect in the store when only the first line is read."""
         return Expected(params=set(self.start.params))
 
     def _read_steps_in_store(self, run: Any) -> dict[str, set[int]]:

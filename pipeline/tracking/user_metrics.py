@@ -86,7 +86,7 @@ class UserMetrics:
             )
 
     def add_logs(self, callback: str, added: dict[str, Any]) -> None:
-        """Log what a callback has added to the logs of its `on_epoch_end`.
+        """Log the values that a callback has added to the logs of its `on_epoch_end`.
 
         A value that cannot be logged is reported in a message. Metrics that the run
         itself logs are skipped, such as the learning rate, which some of Keras'

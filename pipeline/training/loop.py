@@ -418,7 +418,10 @@ class Trainer:
     def _log_additions(
         self, callback: str, epoch: int, logs: Mapping[str, Any]
     ) -> None:
-        """Log what a callback has added to the logs of `on_epoch_end`."""
+        """Log the values that a callback has added to the logs of `on_epoch_end`.
+
+        Also report if the logs lack the metric that the callback monitors.
+        """
         self._monitored.check(callback, self.callbacks[callback], epoch, logs)
         added = {}
         for name, value in logs.items():

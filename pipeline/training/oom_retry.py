@@ -150,7 +150,7 @@ class OomRetry:
         return True
 
     def _put_back(self) -> None:
-        """Undo what a failed update has changed."""
+        """Undo the changes of a failed update."""
         assign_all(self._changed, self._copies)
         assign_all(self._update.counters, self._counts)
 

@@ -68,7 +68,7 @@ class Progress:
             self._show_line(update, row, rate)
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Show the results over a split, `val` or `test`. `test` closes the display."""
+        """Show the results over the split `val` or `test`. The bar ends with `test`."""
         if self._silent:
             return
         values = [f"{split}/{name} {value:.4f}" for name, value in results.items()]

@@ -146,7 +146,7 @@ class _EpochMeans:
         return means
 
     def set_state(self, sums: dict[str, float], examples: dict[str, int] | int) -> None:
-        """Restore the fields. Older checkpoints have one number of examples for all."""
+        """Restore the fields. Older checkpoints have one number for `examples`."""
         if isinstance(examples, int):
             examples = dict.fromkeys(sums, examples)
         self.sums = dict(sums)
