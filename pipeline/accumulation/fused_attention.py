@@ -61,7 +61,7 @@ def why_attention_is_not_fused(
     The reason is empty for an attention that would be fused. The forward pass is traced
     but not run. If axis 0 of some attention does not hold the examples, as in attention
     within windows of an image, no attention is fused: in the compiled step, where each
-    axis 0 has an unknown size, it could not be told from an axis of examples.
+    axis 0 has an unknown size, such an axis could not be distinguished.
 
     Args:
         model: a built model.
@@ -170,8 +170,8 @@ def _attend(
         causal=bool(arguments.get("is_causal")),
     )
     output = fused(attention)
-    # Make the size of axis 0 unknown again. An unknown size marks the axis of examples,
-    # and losses that a layer adds per example are weighted.
+    # Make the size of axis 0 unknown again. An unknown size marks the axis of examples:
+    # without it, losses that a layer adds per example would not be weighted.
     if query.shape[0] is None:
         output = output[: tf.shape(query)[0]]
     return output

@@ -79,7 +79,7 @@ class Fork:
         return [line, *snapshot.starting_anew(callbacks)]
 
     def check(self, updater: Update, plan: Plan) -> None:
-        """Check that the checkpoint fits the model and the horizon.
+        """Check that the checkpoint fits the model, the optimizer and the horizon.
 
         Raises:
             ConfigError: the checkpoint does not fit.

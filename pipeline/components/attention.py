@@ -25,8 +25,8 @@ def check(spec: RunSpec) -> None:
     Raises:
         ConfigError: the value is rejected.
     """
-    # Check the config again: in a resumed run, the recorded value has replaced `auto`
-    # after the config was resolved.
+    # Check the config again: in a resumed run, the recorded value may have replaced
+    # `auto` after the config was resolved.
     check_fused_attention(spec)
     if spec.config.hardware.fused_attention is True and not nvidia.all_are_hopper():
         raise _must_be_off("it needs GPUs of NVIDIA's Hopper generation alone")

@@ -170,7 +170,7 @@ class SlurmJob:
         self._task = task
         self._backend = backend
         self._submitted: Any = None  # submitit's job
-        self._polls_since_end = 0  # since Slurm ended the job
+        self._polls_since_end = 0  # polls in a row that found the job ended
 
     def start(self) -> None:
         """Submit the job."""

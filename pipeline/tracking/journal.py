@@ -191,8 +191,8 @@ class Journal:
         this waits for the store without a limit, or the run becomes offline.
 
         Raises:
-            ConfigError: the run is refused, or the store rejects its config. The caller
-                must then call `abandon`.
+            ConfigError: the run is refused, or the store cannot be used with this
+                config. The caller must then call `abandon`.
         """
         while not self._is_offline:
             answer = self._wait_for_answer()
@@ -285,7 +285,7 @@ class Journal:
             return self._writer.position
 
     def sync(self) -> None:
-        """Wait until the lines in the file are on the disk. Any thread may call this."""
+        """Wait until the lines in the file are on the disk. Thread-safe."""
         self._writer.sync()
 
     def ship_now(self) -> None:

@@ -263,7 +263,7 @@ class LineWriter:
         self._drain()
 
     def sync(self) -> None:
-        """Wait until the lines in the file are on the disk. Any thread may call this."""
+        """Wait until the lines in the file are on the disk. Thread-safe."""
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:

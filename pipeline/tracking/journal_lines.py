@@ -59,7 +59,7 @@ class Line:
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return the line with a content that has the form of this class."""
+        """Return the line for a JSON object that has the form of this class."""
         return cls(**_known(cls, content))
 
 
@@ -118,7 +118,7 @@ class Start(Line):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return the line with a content that has the form of this class."""
+        """Return the line for a JSON object that has the form of this class."""
         start = RunStart(**_known(RunStart, content["start"]))
         return cls(start, time=content.get("time"))
 
@@ -146,7 +146,7 @@ class Created(Line):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return the line with a content that has the form of this class."""
+        """Return the line for a JSON object that has the form of this class."""
         return cls(RunIds(**_known(RunIds, content["run"])), time=content.get("time"))
 
 
@@ -200,7 +200,7 @@ class Row(Line):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return the line with a content that has the form of this class."""
+        """Return the line for a JSON object that has the form of this class."""
         for value in content["metrics"].values():
             if not isinstance(value, int | float):
                 raise FormError("metrics must be numbers")

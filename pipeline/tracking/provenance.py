@@ -451,7 +451,7 @@ def _gpus() -> list[tuple[str, str]]:
 def _package_hash() -> str:
     """Return the SHA-256 of this package's code and configs.
 
-    It identifies an installed package, which has no repository and so no commit.
+    The hash identifies an installed package, which has no repository and so no commit.
     """
     package = Path(__file__).resolve().parents[1]
     patterns = {

@@ -90,7 +90,7 @@ class Attached(Message):
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """A request has succeeded; `left` points are not shipped yet, approximately."""
+    """A request has succeeded. About `left` points are not shipped yet."""
 
     left: int
 
@@ -111,7 +111,7 @@ class Failing(Message):
 
 @dataclass(frozen=True)
 class Shipped(Message):
-    """The store has everything.
+    """All lines are shipped, except those that the store has rejected.
 
     Attributes:
         points: the number of points that were sent.

@@ -33,7 +33,7 @@ MOST_FORKS = 140  # maximum number of run IDs in a tag
 
 # Tags of a run.
 FORKS = "forks"  # the IDs of runs that began with a checkpoint of this run
-NOT_SHIPPED_TAG = "not_shipped"  # a line that the store rejected, or an unreadable file
+NOT_SHIPPED_TAG = "not_shipped"  # names a rejected line or an unreadable file
 
 
 class IncompleteError(OSError):

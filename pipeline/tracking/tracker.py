@@ -107,8 +107,8 @@ class Tracker:
         """Create the run, and log its params, tags, inputs and first artifacts.
 
         Args:
-            after: the number of updates completed before this run, by the run from
-                which it was forked.
+            after: the number of updates completed before this run; 0 unless the run was
+                forked from another run.
             spec: the spec of the run.
             data: the data of the run.
             dataset: the record of the data, see `provenance.dataset`.

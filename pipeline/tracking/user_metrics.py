@@ -36,7 +36,7 @@ class UserMetrics:
         self.update = 0
         self.taken: frozenset[str] = frozenset()
         self._tracker = tracker
-        self._reported: set[str] = set()  # lines that were printed
+        self._reported: set[str] = set()  # keys of the messages that were printed
         # Host code of layers runs in threads of TensorFlow. This lock covers the check
         # for an earlier value. The journal has its own lock for writing a line.
         self._lock = threading.Lock()
@@ -186,7 +186,7 @@ def _run_of_mlflow(ended: bool) -> str:
     """
     mlflow = sys.modules.get("mlflow")
     name = "last_active_run" if ended else "active_run"
-    # The function is missing while another thread imports MLflow.
+    # The function is missing if MLflow is not imported yet, or is just being imported.
     function = getattr(mlflow, name, None)
     if function is None:
         return ""

@@ -220,7 +220,7 @@ def averaged_variables(
     Without `use_ema`, the list is empty.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    # A `MultiOptimizer` has one optimizer for each part of the weights.
+    # Check each optimizer of a `MultiOptimizer`, which splits the weights among them.
     for part in getattr(inner, "optimizers", [inner]):
         if part.use_ema:
             return list(model.trainable_variables)
