@@ -34,7 +34,7 @@ class Fork:
     """The checkpoint of another run that a run begins with.
 
     Attributes:
-        run_id: the other run's ID in MLflow, or "" if it is in no store yet.
+        run_id: the other run's ID in MLflow, or "" if that run is in no store yet.
         run_dir: the other run's directory.
         checkpoint: the other run's checkpoint.
         weights_only: whether only the weights of the model are restored.

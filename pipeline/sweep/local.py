@@ -180,7 +180,7 @@ class LocalJob:
         # The time at which the job is interrupted, or killed if it is overdue, by
         # `time.monotonic`.
         self.deadline = float("inf")
-        self._is_overdue = False  # it has reached its time limit
+        self._is_overdue = False  # whether the job has reached its time limit
         self._was_interrupted = False
 
     @property

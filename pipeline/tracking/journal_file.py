@@ -189,7 +189,7 @@ class LineReader:
         self._lines_read += 1
         try:
             return journal_lines.parsed(json.loads(text))
-        # The checksum is correct, but the content was not written by this package.
+        # Reject content that this package cannot have written, despite its checksum.
         except (ValueError, RecursionError) as error:
             raise FormError(f"line {self._lines_read}: {error}") from error
 

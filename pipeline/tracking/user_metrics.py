@@ -106,7 +106,7 @@ class UserMetrics:
                 self._report_once(f"{line}: {error}", key=line)
 
     def report_other_run(self, callback: str, *, ended: bool = False) -> None:
-        """If MLflow's own functions are logging to another run, report this once.
+        """If MLflow's own functions log to another run, report this once.
 
         Args:
             callback: the name of the callback that ran last, or "" if it is unknown.

@@ -520,7 +520,8 @@ class _Watch(keras.callbacks.Callback):
 
     def _look(self, *_: Any, **__: Any) -> None:
         if not self.model.stop_training:
-            # A callback may have reset the flag before the loop read it.
+            # Forget the name: a callback may have reset the flag before the loop read
+            # it.
             self._trainer.stopped_by = None
         elif self._trainer.stopped_by is None:
             self._trainer.stopped_by = self._name
