@@ -79,7 +79,8 @@ def _create(config: DictConfig, jobs: int, varied: Sequence[str]) -> RunningSwee
     experiment_id = store.experiment(str(config.tracking.experiment))
 
     # Do not resolve the overrides, since resolved values may hold secrets. `recordable`
-    # leaves out the store: `--again` requires it anew, and its URI may hold a password.
+    # leaves out the store, whose URI may hold a password: `--again` gets it from the
+    # user's config.
     recorded: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
     overrides = again.recordable([*recorded["hydra"], *recorded["task"]])
     name = _sweep_name(config)

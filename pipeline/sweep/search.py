@@ -36,7 +36,7 @@ DRAWS = 50
 
 @dataclass(frozen=True)
 class _Asked:
-    """A trial of Optuna, and the overrides of its job."""
+    """An Optuna trial, and the overrides of its job."""
 
     trial: Any
     overrides: list[str]

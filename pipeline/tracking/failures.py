@@ -6,7 +6,7 @@ A failure is of one of three kinds:
 - rejected: the store has rejected the request for its content.
 - other: for example, a password has changed, or a server does not know the request.
 
-The purpose of the request decides whether it is repeated after a failure:
+The purpose of a request decides after which failures it is repeated:
 
 - Points, params, tags, inputs, files and the end of a run are required. Their requests
   are repeated until the caller's patience is over, whatever the failure is: nothing may

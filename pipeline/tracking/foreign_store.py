@@ -22,7 +22,7 @@ from pipeline.trust import artifact_locations
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep without a sweep file
 CRITICAL = "critical"  # the name of a sweep that `pipeline critical` runs
-LONGEST_TAG = 5000  # maximum length of a tag's value that all MLflow stores accept
+LONGEST_TAG = 5000  # maximum number of characters of a tag in all MLflow stores
 RUN_ID = re.compile("[0-9a-f]{32}")
 _MOST_RUNS = 50_000  # MLflow's maximum number of results per search
 _MOST_CHOICES = 10  # maximum number of runs that an error lists

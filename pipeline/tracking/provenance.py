@@ -28,7 +28,7 @@ from pipeline.dataset.checksums import DataFiles
 if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
 
-LARGEST_DIFF = 1_000_000  # maximum characters in the diff of a modified working tree
+LARGEST_DIFF = 1_000_000  # maximum number of characters of a recorded diff
 # The keys of `environment` for the interpreter, the machine and the lock file, whose
 # values `differences` compares.
 MACHINE = (
