@@ -1,16 +1,17 @@
 """The norm of the gradient and the optimizer's step as one program, compiled by XLA.
 
-    counts, learning rate   # read on the host; they wait for nothing of this update
+    counts, learning rate   # read on the host, without waiting for this update
     program(sums):          # on the device
         gradients = sums.gradients()
         norm = |gradients|
         optimizer.apply(gradients)
     counts += 1             # on the host
 
-Without XLA, a step runs several operations for each variable, and a GPU waits while the
-host launches them. XLA makes about one of them, and updates weights and moments where
-they are. It rejects variables of another device than that of the program: so the counts
-and the rate, which a GPU's host holds, enter as values, and are assigned outside.
+Without XLA, a step runs several operations per variable, and a GPU waits while the host
+launches them. XLA compiles them to about one operation per variable, and updates
+weights and moments in place. XLA rejects a variable on a device other than the
+program's. On a GPU, these are the step counts and the learning rate, which the host
+holds. So the program gets their values, and the counts are advanced outside of it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from .keras_internals import constant_counts, constant_rate, counting_optimizers
 
 
 class Applied(NamedTuple):
-    """What a program returns; scalars.
+    """The results of a program, as scalars.
 
     Attributes:
         norm: global L2 norm of the gradient before clipping, without the loss scale.
-        loss_scale: what the losses were multiplied by.
-        finite: whether the gradient was, so that it was applied; None without a
-            `LossScaleOptimizer`, which applies any gradient.
+        loss_scale: the factor by which the losses were multiplied.
+        finite: whether the gradient was finite. If not, a `LossScaleOptimizer` has not
+            applied it. None for other optimizers, which apply any gradient.
     """
 
     norm: tf.Tensor
@@ -46,10 +47,11 @@ class Applied(NamedTuple):
 def dense_sums(
     optimizer: keras.optimizers.Optimizer, sums: Sequence[Gradients]
 ) -> tuple[Gradients, ...] | None:
-    """Return sums of gradients of which XLA knows the shapes; None if that costs much.
+    """Return the sums of gradients as dense tensors, or None if that may be slow.
 
-    XLA would compile anew for each number of rows that an embedding's gradient has.
-    Adam makes such a gradient dense anyway; another optimizer may touch the rows alone.
+    XLA would compile the step again for each number of rows in an embedding's gradient.
+    Keras' `Adam` makes such a gradient dense anyway. Any other optimizer may update
+    only these rows, so if there is such a gradient, the result is None.
     """
     leaves = tf.nest.flatten(tuple(sums))
     has_rows = any(isinstance(leaf, tf.IndexedSlices) for leaf in leaves)
@@ -64,8 +66,8 @@ class ApplyProgram:
     """A traced step of an optimizer, to be compiled by XLA.
 
     Attributes:
-        device: the device of all variables that the step reads.
-        learning_rate: of the step, scalar.
+        device: the device of all variables that the program uses.
+        learning_rate: the learning rate of the step, scalar.
     """
 
     device: str
@@ -80,11 +82,12 @@ class ApplyProgram:
         """Trace a step, without running it.
 
         Args:
-            optimizer: whose counts and rates become values in the block.
-            apply: applies a gradient by the optimizer.
+            optimizer: the optimizer. While the step is traced, reading its counts and
+                its learning rate gives values that the host has read.
+            apply: applies the gradient with the optimizer.
 
         Returns:
-            The program; None if its variables are on several devices.
+            The program, or None if its variables are not all on one device.
         """
         counters: list[tf.Variable] = []
 
@@ -105,14 +108,14 @@ class ApplyProgram:
         return cls(devices.pop(), rates[0], traced, counters)
 
     def run(self) -> Applied:
-        """Run the program."""
+        """Run the program on its device."""
         with tf.device(self.device):
             return self._program()
 
     def advance_counts(self, finite: tf.Tensor | None) -> None:
-        """Count the step, if the gradient was finite.
+        """Add 1 to the optimizer's step counts, unless `finite` is false.
 
-        Without a `finite` the counts wait for nothing on the device.
+        If `finite` is None, this does not wait for the device.
         """
         for counter in self._counters:
             number = tf.ones((), counter.dtype)

@@ -1,17 +1,18 @@
-"""Attention by cuDNN's fused kernels, in place of Keras', in a step that XLA compiles.
+"""Attention computed by cuDNN's fused kernels, in a step that XLA compiles.
 
     S = scale·Q·Kᵀ        P = softmax(S)        O = P·V
 
-Keras' attention writes S and P, of time² elements for each head, to memory several
-times, and again for the gradients. cuDNN's keeps them on the chip, and for the
-gradients computes P once more from S and the logarithms of its rows' sums.
+Keras' attention writes S and P, which have time² elements per head, to memory several
+times, and again for the gradients. cuDNN's kernels keep S and P on the chip. For the
+gradients, they compute P again, from S and the logarithm of each row's sum.
 
 `keras.layers.MultiHeadAttention` and `GroupQueryAttention` without dropout call
-`keras.ops.dot_product_attention`, as users do. Each such call inside the block of
-`attention_fused` goes through here. What cuDNN does not take, or was not seen to
-compute on a GPU, is left to Keras: `why_not_fused` has the conditions.
+`keras.ops.dot_product_attention`. Users' own code may call it, too. Inside the `with`
+block of `attention_fused`, this module handles each call. It leaves an attention to
+Keras if cuDNN cannot compute it, or has not been tested with it on a GPU:
+`why_not_fused` checks the conditions.
 
-cuDNN's gradient by Q is not bit-identical from run to run.
+cuDNN's gradient with respect to Q is not bit-identical from run to run.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ from .keras_internals import (
 from .loss_sums import float32_at_least
 from .xla_internals import Attention
 
-# Of a head, in cuDNN for GPUs before Blackwell.
+# The maximum width of a head, and the number of which the width must be a multiple, in
+# cuDNN for GPUs before Blackwell.
 MAX_WIDTH = 128
 WIDTH_MULTIPLE = 8
 
 
 def attention_fused(examples: int) -> AbstractContextManager[None]:
-    """Have Keras' attention computed by cuDNN where it can be.
+    """Inside the `with` block, let cuDNN compute Keras' attention where possible.
 
-    This holds inside the `with` block, which must be in a function that XLA compiles
-    for a GPU of NVIDIA's Hopper generation. cuDNN takes shapes that are known when they
-    are traced: an axis 0 of unknown size has `examples`, those of a micro-batch.
+    The block must be in a function that XLA compiles for an NVIDIA GPU of the Hopper
+    generation. cuDNN needs shapes that are known during tracing. So an axis 0 of
+    unknown size is taken to have the size `examples`, the micro-batch size.
     """
     return attending(partial(_attend, examples))
 
@@ -54,16 +56,17 @@ def attention_fused(examples: int) -> AbstractContextManager[None]:
 def why_attention_is_not_fused(
     model: keras.Model, batch_spec: Any, micro_batch_size: int
 ) -> list[str]:
-    """Return for each attention of a forward pass why it would not be fused.
+    """Return, for each attention in a forward pass, why it would not be fused.
 
-    The reason is empty if it would be. The forward pass is traced and not run. If an
-    axis 0 is not that of the examples, as where windows of images attend, no attention
-    can be fused: in the traced step its size is unknown too.
+    The reason is empty for an attention that would be fused. The forward pass is traced
+    but not run. If axis 0 of some attention does not hold the examples, as in attention
+    within windows of an image, no attention is fused: in the compiled step, where each
+    axis 0 has an unknown size, such an axis could not be distinguished.
 
     Args:
-        model: built.
+        model: a built model.
         batch_spec: the spec of an effective batch, such as a dataset's `element_spec`.
-        micro_batch_size: examples of a micro-batch.
+        micro_batch_size: examples per micro-batch.
     """
     reasons: list[str] = []
     sizes = set()
@@ -86,7 +89,7 @@ def why_attention_is_not_fused(
         batch_spec = batch_spec.batch
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch_spec)
     x_spec = tf.nest.map_structure(micro_batch_spec, x)
-    # The scope drops what the pass assigns.
+    # Trace in a scope that discards the values assigned to variables.
     with keras.StatelessScope():
         tf.function(forward, autograph=False).get_concrete_function(x_spec)
     if sizes - {micro_batch_size}:
@@ -97,12 +100,12 @@ def why_attention_is_not_fused(
 def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
     """Return why an attention is left to Keras; empty if cuDNN computes it.
 
-    Keras' layers have no mask in a call with `use_causal_mask=True`, if nothing else
-    masks.
+    A layer that is called with `use_causal_mask=True` passes `is_causal` and no mask,
+    unless there is another mask.
 
     Args:
-        arguments: those of `keras.ops.dot_product_attention`, by name.
-        examples: as for `attention_fused`.
+        arguments: the arguments of `keras.ops.dot_product_attention`, by name.
+        examples: the micro-batch size, see `attention_fused`.
     """
     for name in ("mask", "bias", "attn_logits_soft_cap"):
         if arguments.get(name) is not None:
@@ -116,14 +119,14 @@ def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
     tensors = [arguments[name] for name in ("query", "key", "value")]
     if not all(map(tf.is_tensor, tensors)):
         return "its arguments are no tensors"
-    # A `ForwardAccumulator` has a derivative to carry on.
+    # A `ForwardAccumulator` needs a forward derivative, which cuDNN does not compute.
     if pack_tangents(tensors).tangents:
         return "a derivative is taken forward"
     return _why_not_by_cudnn(tensors, examples)
 
 
 def _why_not_by_cudnn(tensors: list[tf.Tensor], examples: int) -> str:
-    """Return why cuDNN does not take query, key and value; empty if it does."""
+    """Return why query, key and value are left to Keras; empty if cuDNN takes them."""
     query, *_ = tensors
     dtype = query.dtype.name
     if dtype not in xla_internals.ELEMENT_TYPES:
@@ -136,7 +139,7 @@ def _why_not_by_cudnn(tensors: list[tf.Tensor], examples: int) -> str:
             return f"its shape is not known when it is traced: {shape}"
         if shape[0] not in (None, examples):
             return f"it has {shape[0]} examples on axis 0, not {examples}"
-        # Keys of another length than the queries have not run on a GPU.
+        # Reject different numbers of keys and queries, which were not tested on a GPU.
         if shape[1:] != query.shape[1:]:
             return "query, key and value have different shapes"
     width = query.shape[-1]
@@ -151,7 +154,7 @@ def _attend(
     keras_attention: Callable[..., tf.Tensor],
     arguments: dict[str, Any],
 ) -> tf.Tensor:
-    """Compute an attention by cuDNN, or else as Keras does."""
+    """Compute an attention with cuDNN if possible, otherwise with Keras."""
     if why_not_fused(arguments, examples):
         return keras_attention(**arguments)
     query = arguments["query"]
@@ -167,17 +170,17 @@ def _attend(
         causal=bool(arguments.get("is_causal")),
     )
     output = fused(attention)
-    # Make the size of axis 0 unknown again, which tells an axis of examples: the losses
-    # that a layer adds are weighted by it.
+    # Make the size of axis 0 unknown again. An unknown size marks the axis of examples:
+    # without it, losses that a layer adds per example would not be weighted.
     if query.shape[0] is None:
         output = output[: tf.shape(query)[0]]
     return output
 
 
 def fused(attention: Attention) -> tf.Tensor:
-    """Return the output of an attention, with its gradient declared to every tape.
+    """Compute an attention with cuDNN, and register its gradient with every tape.
 
-    The shapes of the query, the key and the value are known.
+    The shapes of query, key and value must be known.
     """
     inputs = [attention.query, attention.key, attention.value]
     with stop_recording():
@@ -203,19 +206,27 @@ def fused(attention: Attention) -> tf.Tensor:
 
 
 def reference(attention: Attention) -> tf.Tensor:
-    """Return the output by the formula, computed in float32 or better."""
+    """Return the output of the formula, computed in at least float32.
+
+    It has the dtype of the query.
+    """
     value = _precise(attention.value)
     output = tf.einsum("bnts,bsnh->btnh", _probabilities(attention), value)
     return tf.cast(output, attention.query.dtype)
 
 
 def reference_gradient(attention: Attention, by_output: tf.Tensor) -> list[tf.Tensor]:
-    """Return the gradients by query, key and value, given that by the output.
+    """Return the gradients with respect to query, key and value.
 
         dV = Pᵀ·dO        dP = dO·Vᵀ        dS = P∘(dP − Σₛ P∘dP)
         dQ = scale·dS·K        dK = scale·dSᵀ·Q
 
-    They are computed in float32 or better, as `reference`.
+    Σₛ is the sum over the keys. The gradients are computed in at least float32, and
+    have the dtype of the query.
+
+    Args:
+        attention: the arguments of the attention.
+        by_output: dO, the gradient with respect to the output.
     """
     probabilities = _probabilities(attention)
     by_output = _precise(by_output)
@@ -234,7 +245,7 @@ def reference_gradient(attention: Attention, by_output: tf.Tensor) -> list[tf.Te
 
 
 def _probabilities(attention: Attention) -> tf.Tensor:
-    """Return P, (batch, heads, time, time), in float32 or better."""
+    """Return P, of shape (batch, heads, time, time), in at least float32."""
     query = _precise(attention.query)
     scores = tf.einsum("btnh,bsnh->bnts", query, _precise(attention.key))
     scores *= attention.scale
@@ -252,9 +263,10 @@ def _precise(tensor: tf.Tensor) -> tf.Tensor:
 def _second_gradient(
     attention: Attention, by_output: tf.Tensor, by_gradients: tuple[tf.Tensor, ...]
 ) -> list[tf.Tensor]:
-    """Return the gradients of `reference_gradient` by its arguments.
+    """Return the gradients with respect to the arguments of `reference_gradient`.
 
-    cuDNN has none. A penalty on a gradient inside a model takes them.
+    These are query, key, value and `by_output`. cuDNN cannot compute these gradients. A
+    model with a gradient penalty needs them.
     """
     inputs = [attention.query, attention.key, attention.value, by_output]
     with tf.GradientTape() as tape:

@@ -39,14 +39,14 @@ from .objective import Losses, Objective
 from .same_noise import keys_of, noisy_layers
 from .xla import check_jit_compile, compiled_by_xla
 
-# What XLA compiles: the passes alone, or the optimizer's step as well.
+# Values of `xla_scope`: XLA compiles the passes alone, or the optimizer's step as well.
 SCOPES = ("step", "apply")
 
 
 class _Step(NamedTuple):
-    """What the results of an update have of its step; scalars."""
+    """Scalars of the optimizer's step, from which an update's results are made."""
 
-    norm: tf.Tensor  # of the averaged gradient before clipping
+    norm: tf.Tensor  # global L2 norm of the averaged gradient before clipping
     loss_scale: tf.Tensor
     learning_rate: tf.Tensor
 
@@ -68,17 +68,18 @@ class Update:
         same_noise: whether Keras' dropout and noise layers draw the same noise for an
             example, however the effective batch is cut. True rejects layers that can
             only draw for a whole micro-batch; "auto" leaves these layers to Keras.
-        hold_statistics: whether BatchNormalization's statistics move once per update,
-            by the effective batch, and not with each micro-batch.
+        hold_statistics: whether the moving statistics of BatchNormalization are updated
+            once per update, from the effective batch, instead of in each micro-batch.
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
             micro-batch is not compiled, nor are `Batches`, as XLA would compile once
             per size. For "auto", see `compiled_by_xla`. After an update was traced, the
             attribute `compiled` holds the decision.
         xla_scope: what XLA compiles if it compiles the passes. "step" compiles the
             passes alone. On one device, "apply" also compiles the norm and the
-            optimizer's step, as one program; if an embedding's gradient has rows, only
-            for Adam and AdamW. The attribute `apply_compiled` holds the decision.
-        fused_attention: whether compiled passes compute attention by cuDNN where this
+            optimizer's step, as one program. If the gradient of an embedding is sparse,
+            this is done only with Keras' Adam and AdamW, without `amsgrad`. The
+            attribute `apply_compiled` holds the decision.
+        fused_attention: whether compiled passes compute attention with cuDNN where this
             is possible, see `attention_fused`. This needs an NVIDIA GPU of the Hopper
             generation, and is not deterministic.
         reductions_ready: a variable that counts the reductions for which this process
@@ -131,15 +132,16 @@ class Update:
         self.apply_compiled = False
         self.measured = self.objective.measured()
 
-        # On a GPU, the host would wait for the previous update to read it.
+        # Keep this variable on the host. To read it from a GPU, the host would have to
+        # wait for the previous update.
         with tf.device("CPU:0"):
             self.begun = tf.Variable(0, dtype=tf.int64, trainable=False)
-        # The number of updates whose gradient was complete. This gradient may have been
-        # applied, so the update cannot be retried.
+        # The number of updates whose optimizer step may have begun. Such an update
+        # cannot be retried, since its gradient may have been applied.
         self.applying = tf.Variable(0, dtype=tf.int64, trainable=False)
 
-        # Counters of the optimizer that may advance before the gradient is complete, so
-        # that whoever retries an update has to put them back.
+        # The optimizer's counters that may advance before the gradient is complete. To
+        # retry an update, restore their values first.
         self.counters: list[tf.Variable] = []
         on_one_device = self.strategy is tf.distribute.get_strategy()
         if jit_compile and xla_scope == "apply" and on_one_device:
@@ -217,7 +219,8 @@ class Update:
 
         The metrics are updated without being reset first.
         """
-        if tf.distribute.has_strategy():  # Keras would act as if in a replica
+        # In the scope of a strategy, Keras would act as it does within a replica.
+        if tf.distribute.has_strategy():
             rule = "an update must be outside of its strategy's scope"
             raise ValueError(f"{rule}; the model is made inside of it")
         x = inputs_of(batch)
@@ -243,7 +246,7 @@ class Update:
     def apply(
         self, gradients: Sequence[tf.Tensor | None], sums: GradientSums
     ) -> tf.Tensor:
-        """Apply the gradients. With `hold_statistics`, also move the statistics once.
+        """Apply the gradients. With `hold_statistics`, also update the statistics once.
 
         Returns:
             The learning rate of this step, scalar.
@@ -272,7 +275,7 @@ class Update:
     def _step_by_xla(
         self, batch: Nest | Share | Batches, sums: GradientSums
     ) -> _Step | None:
-        """Take the step as one compiled program; None where that is not possible."""
+        """Take the step as one compiled program. Return None if this is impossible."""
         if not self.compiled or not self.counters:
             return None
         gradient_sums = dense_sums(self.optimizer, sums.gradient_sums)
@@ -283,8 +286,8 @@ class Update:
         if program is None:
             return None
 
-        # All sums are launched: memory that runs out from here on may leave an update
-        # that is applied in part.
+        # Count the update as soon as all sums are computed: if memory runs out after
+        # this point, the update may be applied in part.
         with tf.control_dependencies(tf.nest.flatten(gradient_sums)):
             applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
@@ -294,7 +297,7 @@ class Update:
         return _Step(applied.norm, applied.loss_scale, program.learning_rate)
 
     def _applied(self, sums: GradientSums) -> Applied:
-        """Apply the gradient; this is what XLA compiles."""
+        """Apply the gradient. XLA compiles this function."""
         gradients = sums.gradients()
         norm, loss_scale = self._norm(gradients)
         finite = None

@@ -1,16 +1,18 @@
-"""The private part of TensorFlow 2.21 and its XLA that runs cuDNN's attention.
+"""Private interfaces of TensorFlow 2.21 and its XLA, to run cuDNN's attention.
 
-`gen_xla_ops.xla_custom_call_v2`: puts a call of a named function into the program that
-    XLA compiles. The operation has no kernel outside of XLA, and takes shapes that are
-    known when it is traced.
-`__cudnn$fmhaSoftmax`, `__cudnn$fmhaSoftmaxBackward`: the functions for which XLA's
-    compiler for GPUs makes a graph of cuDNN. Their operands, results and the fields of
-    their `cudnn_fmha_backend_config` are those of jax/_src/cudnn/
-    fused_attention_stablehlo.py. `FORWARD` and `BACKWARD` have its products.
+`gen_xla_ops.xla_custom_call_v2`: adds a call of a named function to the program that
+    XLA compiles. The operation runs only in XLA, and needs shapes that are known during
+    tracing.
+`__cudnn$fmhaSoftmax`, `__cudnn$fmhaSoftmaxBackward`: names of functions for which XLA's
+    compiler for GPUs builds a cuDNN graph. The operands, the results, and the fields of
+    `cudnn_fmha_backend_config` are those in jax/_src/cudnn/
+    fused_attention_stablehlo.py, and so are the matrix products in `FORWARD` and
+    `BACKWARD`.
 
-On an H200, in TensorFlow 2.21.0 with cuDNN 9.28, both ran in a compiled while loop with
-and without a causal mask, for queries and keys of equal lengths. The gradient of the
-query was not bit-identical from run to run; the other results were.
+A prototype ran both functions on an H200, in TensorFlow 2.21.0 with cuDNN 9.28: in a
+compiled while loop, with and without a causal mask, for equal numbers of queries and
+keys. The gradient with respect to the query was not bit-identical from run to run; the
+other results were.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-# The floating-point types that cuDNN takes, and XLA's names of them.
+# The floating-point types that cuDNN supports, and XLA's names for them.
 ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
-# The axes of a product: those that it sums over and those that its operands share, of
-# the left and of the right operand.
+# The axes of a product of two tensors: the contracted axis of the left and of the right
+# operand, then the batch axes of the left and of the right operand. In the comments
+# below, B is the batch, T the queries, S the keys, N the heads, and H the width.
 _Axes = tuple[int, int, tuple[int, int], tuple[int, int]]
 
 FORWARD: Mapping[str, _Axes] = {
@@ -48,8 +51,8 @@ class Attention(NamedTuple):
         query: (batch, time, heads, width).
         key: of the same shape and dtype.
         value: of the same shape and dtype.
-        scale: factor of the products of queries and keys.
-        causal: whether a query attends to no later key than its own.
+        scale: the factor by which the products of queries and keys are multiplied.
+        causal: whether each query attends only to the keys up to its own position.
     """
 
     query: tf.Tensor
@@ -60,12 +63,12 @@ class Attention(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What an attention computes, and its gradient takes.
+    """The results of an attention, which are needed for its gradients.
 
     Attributes:
         output: (batch, time, heads, width), of the query's dtype.
-        statistics: logarithm of the sum by which each row of the softmax is divided,
-            (batch, heads, time), float32.
+        statistics: the logarithm of the sum by which each row of the softmax is
+            divided, (batch, heads, time), float32.
     """
 
     output: tf.Tensor
@@ -73,7 +76,7 @@ class AttentionOutput(NamedTuple):
 
 
 def cudnn_attention(attention: Attention) -> AttentionOutput:
-    """Compute an attention by one kernel of cuDNN."""
+    """Compute an attention with one cuDNN kernel."""
     query = attention.query
     batch, time, heads, width = query.shape
     results = [
@@ -89,7 +92,13 @@ def cudnn_attention(attention: Attention) -> AttentionOutput:
 def cudnn_attention_gradient(
     attention: Attention, result: AttentionOutput, by_output: tf.Tensor
 ) -> list[tf.Tensor]:
-    """Return the gradients by query, key and value, given that by the output."""
+    """Return the gradients with respect to query, key and value.
+
+    Args:
+        attention: the arguments of the attention.
+        result: the result of `cudnn_attention`.
+        by_output: the gradient with respect to the output.
+    """
     query = attention.query
     batch, time, heads, width = query.shape
     results = [tf.TensorSpec([batch, heads, time, width], query.dtype)] * 3
@@ -107,9 +116,9 @@ def cudnn_attention_gradient(
 
 
 def backend_config(attention: Attention, products: Mapping[str, _Axes]) -> str:
-    """Return the JSON by which XLA makes cuDNN's graph for `products`.
+    """Return the JSON from which XLA builds the cuDNN graph for `products`.
 
-    Numbers of 64 bits are text there, as protocol buffers have them in JSON.
+    64-bit integers are strings, as in the JSON format of protocol buffers.
     """
     batch, time, heads, _ = attention.query.shape
     mask_type = "CAUSAL" if attention.causal else "NO_MASK"
@@ -184,8 +193,8 @@ def _call(
 
 
 def _with_time_before_heads(result: tf.Tensor) -> tf.Tensor:
-    # XLA's operation cannot give a result another layout than row-major, in which
-    # cuDNN's is (batch, heads, time, width).
+    # Swap two axes: the results of XLA's operation are always row-major, and cuDNN's
+    # row-major result has the shape (batch, heads, time, width).
     return tf.transpose(result, [0, 2, 1, 3])
 
 

@@ -1,4 +1,4 @@
-"""Lets a resumed run go on with the file of a `keras.callbacks.CSVLogger`.
+"""Lets a resumed run continue the file of a `keras.callbacks.CSVLogger`.
 
 In `on_train_begin`, Keras empties the file, unless the user has set `append`. A resumed
 run keeps the rows up to its checkpoint, and removes those of the epochs that it trains
@@ -30,7 +30,7 @@ def state_of(logger: keras.callbacks.CSVLogger) -> dict[str, Any]:
 def restore(logger: keras.callbacks.CSVLogger, state: Mapping[str, Any]) -> None:
     """Remove the rows after the checkpoint; call it after `on_train_begin`.
 
-    A file that does not begin as it was at the checkpoint is left as it is.
+    If the file does not begin with the content at the checkpoint, nothing is changed.
     """
     length = state["bytes"]
     content = _content(logger)
@@ -43,6 +43,6 @@ def restore(logger: keras.callbacks.CSVLogger, state: Mapping[str, Any]) -> None
 
 
 def _content(logger: keras.callbacks.CSVLogger) -> bytes:
-    """Return the content of the file; empty without a file on this machine's disks."""
+    """Return the content of the file; empty if it is no file on a local disk."""
     path = Path(logger.filename)
     return path.read_bytes() if path.is_file() else b""

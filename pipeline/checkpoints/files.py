@@ -10,12 +10,13 @@ to the disk, verifies it, and renames it. A folder with its final name is theref
 complete, even if the process is killed. The manifest reveals a file that was damaged
 later.
 
-Before a checkpoint is written, the journal is synced, which has the rows of all updates
-so far. The checkpoint records the position in the journal: the number of bytes, and
-their checksum. So a run is never resumed after updates whose rows are lost.
+Before a checkpoint is written, the rows of all updates so far are in the journal, and
+the journal is synced. The checkpoint records the position in the journal: the number of
+bytes, and their checksum. So a run is never resumed after updates whose rows are lost.
 
 `Checkpoints.due` decides after which updates a checkpoint is written, according to
-`training.checkpoint_every`. The training loop calls it after each update.
+`training.checkpoint_every`. The training loop calls it after each update. The
+checkpoint of the best evaluation is written in addition.
 
 This module does not import TensorFlow.
 """
@@ -54,7 +55,7 @@ _LOOP = {  # see `LoopState`
     # compared for equality.
 }
 _RECORDER = {  # see `Recorder.get_state`
-    # `pipeline critical` begins with the last learning rate.
+    # Require the last learning rate: `pipeline critical` begins with it.
     "last": {"learning_rate": (int, float)},
     "skipped": int,
     "noise": dict,
@@ -140,8 +141,8 @@ class Meta:
     Attributes:
         updates_done: the number of completed updates. Its key is `update`.
         examples: the number of examples in an epoch.
-        effective_batch_size: the effective batch size in the first stage of the run's
-            batch-size schedule, in examples.
+        effective_batch_size: the effective batch size in examples. With a batch-size
+            schedule, it is the size in the first stage.
         arrays: name, shape and dtype of each array, in the order in which the arrays
             are saved.
         values: the JSON values of the snapshot; `_VALUES` lists them.
@@ -216,8 +217,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         folder: the folder for the checkpoints. It is created with the first checkpoint.
             Incomplete checkpoints in it are removed.
         every: how often to write a checkpoint: a number of updates, `epoch`, `auto`, or
-            None for never. `auto` means every five minutes, or less often if that would
-            stall the training for more than 1% of the time.
+            None to write only that of the best evaluation. `auto` means every five
+            minutes, or less often if that would stall the training for more than 1% of
+            the time.
         plan: the plan of the run.
         keep: the number of latest checkpoints to keep. The checkpoints of the best
             evaluation to which these refer are kept, too.
@@ -390,7 +392,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Remove the checkpoints of earlier best evaluations.
 
         Keep those to which a latest checkpoint refers, since the run may be resumed
-        from it. Keep the `just_written` one, too: no checkpoint refers to it yet.
+        from it. Keep the `just_written` checkpoint, too: no other refers to it yet.
         """
         referred = {just_written}
         for update in saved_updates(self.folder):
@@ -495,7 +497,7 @@ def _verify_files(folder: Path) -> None:
 
 def _best_update(folder: Path) -> int | None:
     """Return the update of the best evaluation that a checkpoint records, or None."""
-    # The checkpoint may be damaged, or record no best evaluation.
+    # Ignore a checkpoint that is damaged or records no best evaluation.
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / "meta.json").read_bytes())
         return int(meta["values"]["loop"]["best"]["update"])

@@ -18,7 +18,7 @@ from pipeline.config.schema import Rule
 from pipeline.config.stages import CLOCK, SCHEDULE
 from pipeline.tracking.journal_file import Past
 
-if TYPE_CHECKING:  # importing these modules takes seconds
+if TYPE_CHECKING:  # only for annotations: importing these modules takes seconds
     from pipeline.accumulation import Update
     from pipeline.checkpoints.snapshot import Callbacks, Snapshot
     from pipeline.training.recorder import Recorder
@@ -34,7 +34,7 @@ class Fork:
     """The checkpoint of another run that a run begins with.
 
     Attributes:
-        run_id: the other run's ID in MLflow, or "" if it is in no store yet.
+        run_id: the other run's ID in MLflow, or "" if that run is in no store yet.
         run_dir: the other run's directory.
         checkpoint: the other run's checkpoint.
         weights_only: whether only the weights of the model are restored.
@@ -79,7 +79,7 @@ class Fork:
         return [line, *snapshot.starting_anew(callbacks)]
 
     def check(self, updater: Update, plan: Plan) -> None:
-        """Check that the checkpoint fits the model and the horizon.
+        """Check that the checkpoint fits the model, the optimizer and the horizon.
 
         Raises:
             ConfigError: the checkpoint does not fit.
@@ -190,7 +190,8 @@ def named(
         key: the argument that an error names.
         excluding: a run directory to skip.
         updates_done: the number of updates in the checkpoint; it overrides `UPDATE`. If
-            neither is given, the newest checkpoint is returned.
+            neither is given, the newest intact checkpoint is returned, other than that
+            of the best evaluation.
 
     Raises:
         ConfigError: there is no such run or checkpoint.
@@ -226,7 +227,7 @@ def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     """Return whether the learning rate differs from that of the run in `past`."""
     scaled = spec.config.scaling.rule != Rule.none
     if scaled:
-        # The rate follows the effective batch, and its stages.
+        # A scaling rule makes the rate depend on the effective batch and its stages.
         size = past.start.segment["cut"]["effective_batch_size"]
         if size != spec.batching.effective_batch_size:
             return True

@@ -1,7 +1,7 @@
 """Decides whether a run can be resumed, and from which checkpoint.
 
-Some changes of the config are allowed. Others are rejected, since they would make it a
-different run.
+Some changes of the config are allowed. Others are rejected, since they would make the
+run a different one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipeline.tracking.journal_file import (
     has_begun,
 )
 
-if TYPE_CHECKING:  # importing these modules takes seconds
+if TYPE_CHECKING:  # only for annotations: importing these modules takes seconds
     import keras
 
     from pipeline.accumulation import Update
@@ -81,6 +81,8 @@ class Continuation:
     def check_dataset(self, dataset: dict[str, Any]) -> None:
         """Check that the dataset is the one with which the run began.
 
+        If the run ended before its dataset was recorded, nothing is checked.
+
         Args:
             dataset: the record of the current dataset, see `provenance.dataset`.
 
@@ -97,11 +99,14 @@ class Continuation:
         provenance.check_dataset(recorded, dataset, self.run_id)
 
     def check(self, updater: Update, plan: Plan) -> None:
-        """Check that the checkpoint fits, and that there are updates left to train.
+        """Check that the checkpoint fits, and that the run is not complete.
+
+        Without a checkpoint, nothing is checked.
 
         Raises:
-            ConfigError: the checkpoint does not fit the model or the batches, the
-                horizon is reached, or a callback has ended the run.
+            ConfigError: the checkpoint does not fit the model or the batches, or is
+                beyond the horizon; or the run has finished, at its horizon or by a
+                callback.
         """
         from pipeline.checkpoints import snapshot
 
@@ -279,12 +284,12 @@ def _with_recorded_choices(
     spec = _with_recorded_order(spec, recorded["dataset"])
     spec = _without_new_keys(spec, recorded)
     if spec.config.hardware.fused_attention == "auto":
-        # Missing from a record of before the key: attention was Keras' own.
+        # An older record lacks this key: Keras computed the attention.
         is_fused = recorded["hardware"].get("fused_attention", False)
         spec = spec.changed({FUSED_ATTENTION: is_fused})
     if spec.searches:
-        # The run's size may exceed the share of a replica in the effective batch, as
-        # each replica has a smaller share if there are more of them now.
+        # Use at most a replica's share of the effective batch: the shares are smaller
+        # than before if there are more replicas now.
         size = past.start.segment["cut"]["micro_batch_size"]
         spec = spec.with_micro_batch(min(size, spec.largest.share))
     return spec
@@ -328,14 +333,15 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     Keys that decide only where the run takes place or how it is logged are left out.
 
     Raises:
-        ConfigError: a change would make it a different run.
+        ConfigError: a change would make the run a different one, or the store is not
+            that of the run.
     """
     _check_store(spec.config.tracking.uri, past)
     _check_effective_batch(recorded, spec, past)
 
     values_then = leaves(recorded)
     values_now = leaves(spec.recorded)
-    # A key that the recorded config lacks had the schema's default.
+    # Use the schema's default for a key that the recorded config lacks.
     defaults = _schema_defaults()
     new_keys = [key for key in values_now if key not in values_then]
     lines = []
@@ -357,8 +363,8 @@ def _schema_defaults() -> dict[str, Any]:
 
 
 def _check_store(uri: str, past: Past) -> None:
-    # Register the secrets in the URI first, so that they are masked in both URIs when
-    # these are compared.
+    # Register the secrets in the URI first, so that they are masked in both URIs before
+    # the URIs are compared.
     remember(uri)
     store = past.start.store
     if past.run_id and mask(absolute(uri)) != mask(store):

@@ -62,13 +62,14 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
 def by_id(key: str, excluding: Path | None = None) -> dict[str, Path]:
     """Return the run directories below the working directory, by run ID.
 
-    The IDs are read from the journals. See `find` for `key` and `excluding`.
+    The IDs are read from the journals. Runs without an ID are left out, since they have
+    never been in a store. See `find` for `key` and `excluding`.
     """
     run_dirs_by_id = {}
     for run_dir in run_dirs([]):
         if _is_same(run_dir, excluding):
             continue
-        # The journal of another version raises a ConfigError, and is passed over.
+        # Skip the journal of another version, which raises a ConfigError.
         with suppress(ConfigError):
             past = Past.read(run_dir, key, running=True)
             if past.run_id:

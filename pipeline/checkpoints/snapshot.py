@@ -1,7 +1,8 @@
 """Snapshots of a run between two updates.
 
-A run that is restored from a snapshot continues bit for bit like an uninterrupted run.
-A snapshot has two parts:
+A run that is restored from a snapshot continues bit for bit like an uninterrupted run,
+if its operations are deterministic and the states of its callbacks can be saved. A
+snapshot has two parts:
 
     arrays      variables of the optimizer and of the model, including the seeds of its
                 layers; Keras' global seed; arrays from the states below
@@ -46,7 +47,7 @@ Callbacks = Mapping[str, keras.callbacks.Callback]
 # Unique name of a variable → its copies on the replicas, or one copy if the copies are
 # always equal.
 Variables = dict[str, Sequence[Any]]
-# Takes the name of a variable, and returns whether to restore the variable.
+# Returns whether to restore the variable with a given name.
 IsRestored = Callable[[str], bool]
 
 _SEED = "keras' global seed"
@@ -337,10 +338,10 @@ def restore_csv_files(checkpoint: Checkpoint, callbacks: Callbacks) -> None:
 
 
 def expecting_epoch_begin(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
-    """Return the callbacks to which an epoch that is resumed in its middle is new.
+    """Return the callbacks that need `on_epoch_begin` if an epoch is resumed midway.
 
-    They start anew, and may set in `on_epoch_begin` what they use until its end. The
-    class `TensorBoard` sets the time there.
+    Their state is not saved, or not completely for `TensorBoard`. In `on_epoch_begin`
+    they may set values for the rest of the epoch, as `TensorBoard` sets the start time.
     """
     found = []
     for callback in callbacks.values():
@@ -434,7 +435,8 @@ def _kept_attributes(callback: keras.callbacks.Callback) -> tuple[str, ...] | No
 def _state_of(callback: Any) -> Any:
     """Return a callback's state, or None if its state cannot be read.
 
-    The state is the result of `get_state`, or else the attributes of a Keras callback.
+    The state is the result of `get_state`, or else, for a Keras callback, its kept
+    attributes or the state of its CSV file.
     """
     if _offers_state(callback):
         return callback.get_state()

@@ -18,11 +18,15 @@ from pipeline.config.resolve import (
 
 
 def check(spec: RunSpec) -> None:
-    """Raise a ConfigError if the config asks for it where it cannot be used at all.
+    """Reject `hardware.fused_attention=true` if this config or machine rules it out.
 
-    Call it once the devices are set up, before anything is created.
+    Call this when the devices are set up, before anything is created.
+
+    Raises:
+        ConfigError: the value is rejected.
     """
-    # Again: a resumed run has its recorded value since the config was resolved.
+    # Check the config again: in a resumed run, the recorded value may have replaced
+    # `auto` after the config was resolved.
     check_fused_attention(spec)
     if spec.config.hardware.fused_attention is True and not nvidia.all_are_hopper():
         raise _must_be_off("it needs GPUs of NVIDIA's Hopper generation alone")
@@ -35,21 +39,22 @@ def decide(
     batch_spec: Any,
     micro_batch_size: int,
 ) -> tuple[RunSpec, Devices]:
-    """Decide whether attention is fused, for the record.
+    """Decide whether attention is fused, and store the decision in the spec.
 
     Args:
-        spec: with `true`, `false` or `auto` for the key.
+        spec: the spec, with `true`, `false` or `auto` for `hardware.fused_attention`.
         run_devices: the devices of the run.
-        model: built.
+        model: a built model.
         batch_spec: the spec of an effective batch.
-        micro_batch_size: examples of a micro-batch.
+        micro_batch_size: examples per micro-batch.
 
     Returns:
-        The spec with `true` if at least one attention of the model is fused, else with
-        `false`; and the devices, whose description says so.
+        The spec, with `true` if every worker can fuse at least one attention of the
+        model, else with `false`. The devices, whose description says that attention is
+        fused, or if it was required, why it is not.
 
     Raises:
-        ConfigError: the config asks for it, and XLA compiles nothing.
+        ConfigError: fused attention is required, but XLA compiles nothing.
     """
     hardware = spec.config.hardware
     is_required = hardware.fused_attention is True
@@ -58,7 +63,8 @@ def decide(
 
     reasons: list[str] = []
     if nvidia.all_are_hopper() and not hardware.deterministic:
-        # Within a strategy's scope XLA compiles nothing by itself.
+        # Decide in the strategy's scope: under a strategy, `hardware.xla=auto` compiles
+        # nothing.
         with run_devices.strategy.scope():
             is_compiled = _is_compiled(spec, model, batch_spec)
         if is_compiled:

@@ -22,7 +22,7 @@ from pipeline.config import former_names, key_kinds, plain, trust_entries
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
-# Keys that are not recorded with a sweep: they say where one call of the command reads
+# Keys that are not recorded with a sweep: they set where one call of the command reads
 # and writes, or which ports it opens.
 _LOCATIONS = (
     "tracking",
@@ -67,7 +67,7 @@ _OWN_CONFIG = "must be of your own config, not of one from a tracking store"
 def recordable(overrides: Iterable[str]) -> list[str]:
     """Return the overrides that define a sweep, with secrets masked.
 
-    Overrides that only say where the command reads and writes are left out.
+    Overrides of the keys in `_LOCATIONS` are left out.
     """
     return [mask(text) for text in overrides if _key(text) not in _LOCATIONS]
 
@@ -145,7 +145,7 @@ class _RecordedOverride:
     Attributes:
         text: the override as it was recorded.
         parsed: the override as Hydra parses it.
-        alternatives: all values that it may set; several for a swept key.
+        alternatives: all values that it may set, see `_alternatives`.
     """
 
     text: str
@@ -218,7 +218,7 @@ def _is_sweeper_param(key: str) -> bool:
 
 
 def _without_sweeper_prefix(override: _RecordedOverride) -> str:
-    """Return the override `KEY=VALUE` for one of `hydra.sweeper.params.KEY`."""
+    """Return `KEY=VALUE` for an override of `hydra.sweeper.params.KEY`."""
     value: Any = override.value_text
     if not override.parsed.is_sweep_override():
         value = override.parsed.value()  # Hydra unquotes a quoted value

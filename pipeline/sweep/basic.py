@@ -38,7 +38,7 @@ class BasicLauncher(SweepLauncher):
 
 
 class _ThisProcess:
-    """The backend that runs each job when it is started."""
+    """The backend that runs each job in this process, within the job's `start`."""
 
     interval = 0.0
 
@@ -46,10 +46,10 @@ class _ThisProcess:
         return _InProcessJob(task)
 
     def poll(self) -> None:
-        """Do nothing: a job has ended when it has been started."""
+        """Do nothing: a job has ended when its `start` returns."""
 
     def stop(self, running: Sequence[Any], *, kill: bool) -> None:
-        """Do nothing: the exception that stops the batch has ended its job."""
+        """Do nothing: the exception that stops the batch has ended the running job."""
 
 
 @dataclass

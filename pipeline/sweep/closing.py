@@ -28,7 +28,8 @@ def close(
 ) -> int:
     """End the parent run of a sweep, and print how each job ended.
 
-    First wait until the runs of all ended jobs are closed.
+    First wait until the runs of all ended jobs are closed. If an exception ends the
+    wait, end the parent run as KILLED.
 
     Args:
         parent: the parent run of the sweep.
@@ -72,14 +73,14 @@ def close(
 def close_left_open(folder: Path, own: OwnStore) -> None:
     """Close the sweep in `folder` if its process died before closing it.
 
-    A sweep whose process still runs is left alone.
+    A sweep whose process still runs is not changed.
 
     Args:
         folder: the folder of the sweep.
-        own: the user's store, which must hold the sweep.
+        own: the user's store, and other stores that the user allows.
 
     Raises:
-        ConfigError: the sweep is recorded in a store other than the user's.
+        ConfigError: the sweep is recorded in a store that is not among these.
     """
     content = sweep_file.read_unlocked(folder)
     if content is None:
@@ -143,7 +144,7 @@ def _rows(
     for name in job_names:
         failure_reason = failure_reasons.get(name, "")
         if name == endings.ended_sweep:
-            # The error that ends the command gives the reason.
+            # Leave out the reason, which the error that ends the command gives.
             failure_reason = "rejected, which ended the sweep"
         run = children.get(name)
         if run is None:

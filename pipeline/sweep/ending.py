@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pipeline.common import secrets
 
-WORST = math.inf  # the loss that a sweeper gets for a job that returned none
+WORST = math.inf  # the loss that a sweeper gets for a job without a loss
 
 
 class Outcome(enum.Enum):
@@ -72,8 +72,8 @@ class JobEndings:
     Attributes:
         by_name: the endings by the job's name.
         ended_at: when each job ended, in seconds of `time.monotonic`.
-        ended_sweep: name of the job whose invalid config ended the sweep; empty if none
-            did.
+        ended_sweep: name of the job whose invalid config ended the sweep; empty if
+            there is no such job.
     """
 
     by_name: dict[str, Ending] = field(default_factory=dict)

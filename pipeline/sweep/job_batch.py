@@ -46,7 +46,7 @@ class Backend(Protocol):
         """Return the job, not yet started, that runs `task` on `gpus`."""
 
     def poll(self) -> None:
-        """Update what the jobs' `poll` reads, at once for all jobs."""
+        """Update the state that the jobs' `poll` reads, for all jobs at once."""
 
     def stop(self, running: Sequence[Any], *, kill: bool) -> None:
         """Interrupt running jobs of this backend, or `kill` them.
@@ -80,7 +80,7 @@ class JobBatch:
     Attributes:
         backend: where the jobs run.
         slots: the slots, all of which are free at first.
-        endings: the endings of the sweep's jobs. Those of this batch are added.
+        endings: the endings of the sweep's jobs. `run` adds those of the batch's jobs.
         stop_if_first_is_rejected: whether the sweep ends if the first of its jobs to
             end in this process is rejected.
         patience: `tracking.patience`, in seconds.
@@ -101,8 +101,8 @@ class JobBatch:
             tasks: the jobs by name.
 
         Raises:
-            RunError: the first job of the sweep to end was rejected because of its
-                config, and `stop_if_first_is_rejected`.
+            RunError: the first job to end was rejected because of its config, and
+                `stop_if_first_is_rejected` is True.
         """
         waiting = deque(tasks.items())
         try:

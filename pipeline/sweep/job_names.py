@@ -11,7 +11,7 @@ def job_names(
     batch_sizes: Sequence[int],
     first: int = 0,
 ) -> list[str]:
-    """Return a unique name for each job, which says what varies between the jobs.
+    """Return a unique name for each job, made of the values that vary between the jobs.
 
     Args:
         varied_values: the varied values of each job, by config key.

@@ -1,6 +1,6 @@
-"""Hydra launchers that plan a batch of jobs and run those that have not finished.
+"""The base class of this package's Hydra launchers.
 
-`SweepLauncher` is the base class. A batch passes through these steps:
+A launcher plans the jobs of a batch, and runs those that have not finished:
 
     plan ─► slots ─► prepare ─► parent run ─► backend ─► `JobBatch`
 """
@@ -40,7 +40,7 @@ from pipeline.sweep.running_sweep import RunningSweep
 
 # Hydra's sweeper that runs all combinations of the swept values.
 _GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-# Bytes of a file's name and path on Linux.
+# Maximum number of bytes in a file name and in a path on Linux.
 LONGEST_NAME = 255
 LONGEST_PATH = 4095
 
@@ -50,7 +50,7 @@ class SweepPlan:
     """The planned jobs of a batch."""
 
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
-    varied: list[str]  # config keys in which the jobs differ
+    varied: list[str]  # config keys that the sweep varies
     hardware_of_jobs: list[HardwareConfig]  # the `hardware` group of each job
 
 
@@ -103,7 +103,8 @@ class SweepLauncher(Launcher):
 
         Raises:
             ConfigError: there are no jobs, or the config of a job is invalid.
-            RunError: the first job to end was rejected because of its config.
+            RunError: no job of the sweep had a run before, and the first job to end was
+                rejected because of its config.
         """
         if not job_overrides:
             swept = [
@@ -155,6 +156,9 @@ class SweepLauncher(Launcher):
         Args:
             job_overrides: the overrides of each job.
             first: number of the first job.
+
+        Raises:
+            ConfigError: the config of a job is invalid.
         """
         hardware_of_jobs = []
         batch_sizes = []
@@ -233,7 +237,7 @@ class SweepLauncher(Launcher):
         """
 
     def _prepare(self) -> None:
-        """Start what takes long, while this process opens the sweep."""
+        """Start slow preparations, which go on while this process opens the sweep."""
 
     @abstractmethod
     def _backend(
@@ -325,9 +329,10 @@ def _key(override: Override) -> str:
 
 
 def _check_folder(config: DictConfig) -> None:
-    """Reject a folder of a job that has a longer name or path than Linux takes.
+    """Reject a job's folder if its name or path is longer than Linux allows.
 
-    Hydra makes the folder when the job starts.
+    Otherwise the error would come only when the job starts, since Hydra then creates
+    the folder.
     """
     subdir = str(config.hydra.sweep.subdir)
     folder = Path(config.hydra.sweep.dir, subdir).absolute()

@@ -1,7 +1,7 @@
 """Signs of life: whether the processes of a sweep and of its jobs still run.
 
-The process that runs a sweep writes heartbeats to a tag of the parent run. A job shows
-that it is alive by the metrics that it logs.
+The process that runs a sweep writes heartbeats to a tag of the parent run. For a job,
+the start of its run and the metrics that it logs are signs of life.
 """
 
 import re

@@ -42,8 +42,8 @@ class LocalLauncher(SweepLauncher):
     def __init__(self, timeout_min: int, **unknown: Any):
         self.timeout_min = timeout_min
         self._unknown = unknown
-        # Start methods of `multiprocessing`, in order of preference. One that does not
-        # work on this machine is removed, for all batches. Only Linux uses the
+        # Start methods of `multiprocessing`, in order of preference. A method that does
+        # not work on this machine is removed, for all batches. Only Linux uses the
         # forkserver: on other systems, libraries may not work in a forked process.
         self._methods = ["spawn"]
         if sys.platform == "linux":
@@ -177,14 +177,15 @@ class LocalJob:
         self._pipe, self._pipe_of_process = multiprocessing.Pipe()
         self._process: Any = None
         self._ending: Ending | None = None  # as the process has sent it
-        # When the job is interrupted, or killed if it is overdue; by `time.monotonic`.
+        # The time at which the job is interrupted, or killed if it is overdue, by
+        # `time.monotonic`.
         self.deadline = float("inf")
-        self._is_overdue = False  # it has reached its time limit
+        self._is_overdue = False  # whether the job has reached its time limit
         self._was_interrupted = False
 
     @property
     def _pid(self) -> int | None:
-        """Return the ID of the process, or None if it has not started."""
+        """The ID of the process, or None if it has not started."""
         return getattr(self._process, "pid", None)
 
     def start(self) -> None:
@@ -233,7 +234,7 @@ class LocalJob:
                 del self._methods[0]
 
     def poll(self) -> Ending | None:
-        """Return how the job ended, or None while its process runs and uses its GPUs.
+        """Return how the job ended, or None while its process runs.
 
         A job that exceeds its time limit is interrupted, and later killed.
         """
@@ -268,7 +269,7 @@ class LocalJob:
         self._send(signal.SIGKILL)
 
     def _receive(self) -> None:
-        """Read the ending if the job has sent it. Close the pipe if the job has."""
+        """Read the ending if the job has sent it. Close the pipe once the job has."""
         try:
             while not self._pipe.closed and self._pipe.poll():
                 self._ending = self._pipe.recv()
@@ -301,7 +302,7 @@ class LocalJob:
                 os.kill(pid, number)
 
     def _cause(self, status: int) -> str:
-        """Return what ended a process with this exit status."""
+        """Return the cause of the process's end, given its exit status."""
         if self._is_overdue:
             return f"killed at its time limit of {self._timeout_min} min"
         if status < 0:

@@ -38,15 +38,15 @@ _SPIKE_DISTANCE = 3.0
 # take long to read, they are read for at most `_READING_SHARE` of the time.
 RANGES_EVERY = 60.0
 _READING_SHARE = 0.05
-# Characters of the description that are reserved for the verdict of the report.
+# Number of characters in the description that are reserved for the report's verdict.
 _RESERVED_FOR_VERDICT = 2400
-# Color-blind safe (Okabe and Ito 2008), without black and yellow, which are hard to see
-# on one of the UI's two backgrounds.
+# Colors that color-blind readers can tell apart (Okabe and Ito 2008), without black and
+# yellow: each of these is hard to see on one of the UI's two backgrounds.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def announce(parent: ParentRun, closed: threading.Event) -> None:
-    """Save the view that compares the jobs of a new sweep, and print its URL.
+    """Save the view that compares the jobs of a sweep, and print its URL.
 
     Also set the description of the parent run, without results, and start a thread that
     keeps the ranges of the charts up to date until the sweep is closed.
@@ -206,8 +206,7 @@ def robust_range(values: Sequence[float]) -> AxisRange | None:
     sides.
 
     Returns:
-        The range. It is None if fewer than two distinct values remain without the
-        spikes.
+        The range, or None if fewer than two distinct values remain without the spikes.
     """
     import numpy as np
 
@@ -225,7 +224,7 @@ def robust_range(values: Sequence[float]) -> AxisRange | None:
 
 
 def _update_ranges(parent: ParentRun, closed: threading.Event) -> None:
-    """Save the view with the ranges of the jobs' values, again and again.
+    """Save the view at intervals, with ranges from the jobs' values so far.
 
     End once the sweep is closed, as `complete` then saves the view.
     """

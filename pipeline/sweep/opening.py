@@ -39,7 +39,7 @@ _CLAIM_LASTS = 30.0
 def open_sweep(
     config: DictConfig, names: Collection[str], varied: Sequence[str]
 ) -> RunningSweep:
-    """Create the parent run of a multirun, or reopen it with `tracking.sweep`.
+    """Create the parent run of a new sweep, or reopen that of `tracking.sweep`.
 
     Also store the sweep in the session, record the jobs, start a thread that writes
     heartbeats, and lock the sweep's folder.
@@ -47,7 +47,7 @@ def open_sweep(
     Args:
         config: the config of the multirun.
         names: the names of the jobs in the first batch.
-        varied: the config keys in which these jobs differ.
+        varied: the config keys that the sweep varies.
 
     Raises:
         ConfigError: the sweep cannot be reopened, or another process works on it.
@@ -79,7 +79,8 @@ def _create(config: DictConfig, jobs: int, varied: Sequence[str]) -> RunningSwee
     experiment_id = store.experiment(str(config.tracking.experiment))
 
     # Do not resolve the overrides, since resolved values may hold secrets. `recordable`
-    # leaves out the store: `--again` requires it anew, and its URI may hold a password.
+    # leaves out the store, whose URI may hold a password: `--again` gets it from the
+    # user's config.
     recorded: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
     overrides = again.recordable([*recorded["hydra"], *recorded["task"]])
     name = _sweep_name(config)
@@ -128,8 +129,8 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
 
     Raises:
         ConfigError: the command line does not name the sweep or names another
-            experiment, the store has no such sweep, the sweep is still running, or
-            another process reopens it.
+            experiment, the store has no such sweep, the sweep or one of its jobs is
+            still running, or another process reopens the sweep.
     """
     # `pipeline train` sets `confined` if the command line names the sweep.
     if not config.tracking.confined:
@@ -157,7 +158,7 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
     _claim(client, parent.run_id)
     client.update_run(parent.run_id, "RUNNING")
     liveness.write_heartbeat(parent)
-    with suppress(Exception):  # a process that was rejected may have replaced the claim
+    with suppress(Exception):  # a claim that remains is ignored after a while
         client.delete_tag(parent.run_id, _CLAIM)
     return RunningSweep(
         parent,

@@ -16,7 +16,7 @@ class ParentRun(SweepRecord):
     Attributes:
         name: the name of the sweep file, or `multirun`.
         job_names: the names of all planned jobs, in order.
-        varied: config keys in which the jobs differ.
+        varied: config keys that the sweep varies.
         metrics: names of the metrics that the jobs measure besides the loss.
     """
 

@@ -28,14 +28,15 @@ from pipeline.sweep.parent_run import set_tag
 # Significant digits of a sampled number. Four are precise enough for a learning rate,
 # and keep the job's name short.
 DIGITS = 4
-# Draws of one trial before a batch is left smaller: with one set of values left of
-# eight, all of them fail once in 800 cases.
+# Maximum number of draws per trial. If none of them gives new values, the batch stays
+# smaller. If only one of eight sets of values is left and all are equally probable, 50
+# draws miss it in one of 800 cases.
 DRAWS = 50
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A trial of Optuna, and the overrides of its job."""
+    """An Optuna trial, and the overrides of its job."""
 
     trial: Any
     overrides: list[str]
@@ -58,7 +59,7 @@ class SearchSweeper(Sweeper):
     Args:
         trials: total number of jobs.
         at_once: number of jobs per batch. A batch is smaller if the space has fewer
-            values.
+            different sets of values.
         seed: seed of Optuna's sampler.
         params: the search space in the config. Overrides on the command line add keys
             and replace values.
@@ -144,9 +145,9 @@ class SearchSweeper(Sweeper):
 
 
 def _choices(space: Mapping[str, Override]) -> dict[str, list[str]]:
-    """Return the list of alternatives of each swept key that is not an interval.
+    """Return the list of alternatives for each swept key that is not an interval.
 
-    It is computed once, since Optuna requires the same alternatives in every trial.
+    Call this once, since Optuna requires the same alternatives in every trial.
 
     Raises:
         ConfigError: the start of an interval is above its end, or is not positive on a
@@ -181,11 +182,11 @@ def _ask(
     space: Mapping[str, Override],
     choices: Mapping[str, list[str]],
 ) -> list[_Asked]:
-    """Return up to `count` trials of different values, and at least one.
+    """Return a batch of 1 to `count` trials that all have different values.
 
-    Optuna does not know the losses of running trials, and may suggest the values of one
-    again. Such a trial is ended as failed, which Optuna's sampler ignores, and drawn
-    again, up to `DRAWS` times.
+    Without the losses of the trials in the batch, Optuna may suggest their values
+    again. Such a trial is ended as failed, which Optuna's sampler ignores, and another
+    one is drawn, up to `DRAWS` times.
     """
     from optuna.trial import TrialState
 

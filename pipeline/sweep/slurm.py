@@ -43,7 +43,8 @@ _ENDED_STATES = (
     "OUT_OF_MEMORY",
     _UNLISTED,
 )
-# Variables that Slurm and submitit set in a job, and those that find the controller.
+# Prefixes of the variables that Slurm and submitit set in a job. The variables in
+# `_READ_BY_SBATCH` have such a prefix, but `sbatch` needs them to find the controller.
 _SET_IN_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
 _READ_BY_SBATCH = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 # A job without a result counts as ended once this many polls in a row have found that
@@ -86,8 +87,8 @@ class SlurmLauncher(SweepLauncher):
     def _gpus_per_node(self, hardware_of_jobs: Sequence[HardwareConfig]) -> int:
         """Return the number of GPUs per node to request for the jobs of a batch.
 
-        It is 0, for no request, if the user requests GPUs, or if no job requires a GPU
-        and `sinfo` lists none.
+        It is 0, for no request, if all jobs run on the CPU, if the user requests GPUs,
+        or if no job requires a GPU and `sinfo` lists none.
         """
         nodes = self.params.get("nodes") or 1
         gpus_per_node = -(-gpus.per_job(hardware_of_jobs) // nodes)  # rounded up
@@ -104,7 +105,7 @@ class SlurmLauncher(SweepLauncher):
         return False
 
     def _cluster_has_gpus(self) -> bool:
-        """Return whether `sinfo` lists GPUs in the partition."""
+        """Return whether `sinfo` lists GPUs, in the partition if the user sets one."""
         command = ["sinfo", "--noheader", "--format=%G"]
         if self.params.get("partition"):
             command.append(f"--partition={self.params['partition']}")
@@ -169,7 +170,7 @@ class SlurmJob:
         self._task = task
         self._backend = backend
         self._submitted: Any = None  # submitit's job
-        self._polls_since_end = 0  # since Slurm ended the job
+        self._polls_since_end = 0  # polls in a row that found the job ended
 
     def start(self) -> None:
         """Submit the job."""
@@ -220,8 +221,8 @@ class SlurmJob:
     def _ending_without_result(self) -> Ending | None:
         """Return the ending of a job that has no result and will not have one.
 
-        Return None while the job runs, and for the first `_POLLS_FOR_RESULT` - 1 polls
-        that find that Slurm has ended it.
+        Return None while the job runs or its state is unknown, and for the first
+        `_POLLS_FOR_RESULT` - 1 polls that find that Slurm has ended it.
         """
         states = self._backend.states
         state = None

@@ -15,14 +15,14 @@ _MANY_JOBS = 200
 
 
 def check(overrides: Sequence[Override]) -> None:
-    """Check that a grid has at least one job and at most `MOST_JOBS`.
+    """Check that a grid has at most `MOST_JOBS` jobs, and that no range is empty.
 
     Args:
         overrides: the overrides of the sweep. If two overrides have the same key, the
             last one counts.
 
     Raises:
-        ConfigError: a range has no values, or there are too many jobs.
+        ConfigError: a range has no values or the step 0, or there are too many jobs.
     """
     jobs_by_key = {}
     for override in overrides:
@@ -43,7 +43,11 @@ def check(overrides: Sequence[Override]) -> None:
 
 
 def _count(override: Override) -> int:
-    """Return the number of values of a choice or a range; 1 for any other sweep."""
+    """Return the number of values of a choice or a range; 1 for any other sweep.
+
+    Raises:
+        ConfigError: a range has no values or the step 0.
+    """
     swept: Any = override.value()
     key = override.get_key_element().lstrip("+~")
     if isinstance(swept, ChoiceSweep):

@@ -24,8 +24,8 @@ _DERIVED_PARAMS = {
     "accumulation.effective_batch_size": "derived.effective_batch_size",
     "accumulation.micro_batch_size": "derived.micro_batch_size",
 }
-# Charts side by side. Of three, each was 198 pixels wide in a window of 1600 whose
-# right side shows MLflow's assistant, as it does in a new browser; of two, 301.
+# Number of charts side by side. A new browser shows MLflow's assistant beside them: in
+# a window 1600 pixels wide, three charts were 198 pixels wide each, and two 301.
 COLUMNS = 2
 
 
@@ -157,8 +157,8 @@ def _line_chart(
     x_metric = ""
     if axis == "metric":
         # Give `val/` metrics their own x-axis metric. The UI samples a metric and its
-        # x-axis metric separately, then joins them by step, and most evaluations would
-        # have no sampled `train/` row at their step.
+        # x-axis metric separately, then joins them by step. Most evaluations would have
+        # no sampled point of `train/examples_seen` at their step.
         x_metric = metric.split("/")[0] + "/examples_seen"
     options = {
         "xAxisKey": axis,

@@ -7,9 +7,10 @@ which a separate process ships to the store.
 - `provenance` describes the environment and the data.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
-- `store` opens any store, and creates a new one. `foreign_store` finds runs and sweeps
-  in a store that may not be the user's own; it also has the commands that are printed.
-- `sync_run` ships the journal of a trainer that has died.
+- `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
+  sweeps in a store that may not be the user's own, and composes the commands that
+  messages show.
+- `sync_run` ships the journal of a trainer that has ended.
 
 Importing this package sets environment variables of MLflow, and silences loggers.
 """
@@ -30,9 +31,9 @@ __all__ = [
     "user_metrics",
 ]
 
-# MLflow reads some of these variables when it is imported, and the number of retries and
-# the timeout at each request. With them, a request to a lost server fails instead of
-# being retried for minutes, and less is printed.
+# MLflow reads some of these variables when it is imported, and the number of retries
+# and the timeout at each request. With these values, a request to an unreachable server
+# fails instead of being retried for minutes, and less is printed.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -1,4 +1,4 @@
-"""Records what a store must have at the end of a run, and checks that it has it.
+"""Lists the items of a run that a store must have at its end, and checks the store.
 
 A proxy between this machine and a server may confirm a request and lose it.
 """
@@ -31,7 +31,7 @@ _NO_LIST_STATUS = (
 
 
 class InputId(NamedTuple):
-    """The part of an input that differs between the splits of one dataset."""
+    """Identifies an input. The splits of one dataset differ in the digest."""
 
     name: str
     digest: str
@@ -39,7 +39,7 @@ class InputId(NamedTuple):
 
 @dataclass
 class Expected:
-    """What the store must have of one run once all lines that were read are shipped.
+    """The items of a run that the store must have once all lines read are shipped.
 
     Params and rows are added when they are read from the journal, whether they are sent
     or the store has them already. All other items are added when the store has
@@ -67,7 +67,7 @@ class Expected:
         self._rows.setdefault(tuple(metrics), set()).add(step)
 
     def lacking(self, client: MlflowClient, run_id: str) -> str:
-        """Name the first item that the store lacks; "" if it has everything.
+        """Return a description of one item that the store lacks, or "" if none.
 
         Metrics are checked at each step, inputs by name and digest, and all other items
         by name only.
@@ -95,7 +95,7 @@ class Expected:
         return self._lacking_points(client, run_id)
 
     def _lacking_points(self, client: MlflowClient, run_id: str) -> str:
-        """Describe the first metric with missing points; "" if there is none."""
+        """Return a description of the missing points of one metric, or "" if none."""
         steps_by_key: dict[str, set[int]] = {}
         for keys, steps in self._rows.items():
             for key in keys:
@@ -137,7 +137,7 @@ def _input_ids(run: Any) -> set[InputId]:
 
 
 def _can_never_list(error: Exception) -> bool:
-    """Return whether a location rejects the listing of artifacts as such.
+    """Return whether an error shows that a location does not support listing at all.
 
     Any other error, such as one of the network, says nothing about the artifacts.
     """

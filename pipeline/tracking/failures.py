@@ -6,18 +6,18 @@ A failure is of one of three kinds:
 - rejected: the store has rejected the request for its content.
 - other: for example, a password has changed, or a server does not know the request.
 
-What follows from the kind depends on what the request is for:
+The purpose of a request decides after which failures it is repeated:
 
 - Points, params, tags, inputs, files and the end of a run are required. Their requests
   are repeated until the caller's patience is over, whatever the failure is: nothing may
-  be missing unnoticed, and the user may mend the store. There is one exception. A tag,
-  an input or a file that was rejected several times is left out and named in the tag
-  `not_shipped`, so that the run can still be ended. Points and params are never left
-  out.
+  be missing unnoticed, and the user may repair the store. There is one exception. A
+  tag, an input or a file that was rejected several times is left out, and is named in
+  the tag `not_shipped`, so that the run can still be ended. Points and params are never
+  left out.
 - The run itself is created in a few attempts, or in one if it is rejected. Then the
   trainer decides.
-- A model, and the tag in the run that a run was forked from, are optional. Their
-  requests are repeated only after a temporary failure.
+- A model is optional, and so is the tag that names a fork in the run from which it was
+  forked. Their requests are repeated only after a temporary failure.
 """
 
 from http import HTTPStatus
@@ -55,7 +55,7 @@ def is_rejected(error: Exception) -> bool:
 
 
 def status_code(error: Exception) -> int | None:
-    """Return the HTTP status of the response that an exception holds, if any.
+    """Return the HTTP status of the response that an exception holds, or None.
 
     The clients of object stores keep the response in `response`, too: Amazon's as a
     dict, all others as an object.

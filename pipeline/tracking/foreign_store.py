@@ -1,7 +1,8 @@
 """Reads stores that may not be the user's own, for every command that reads a store.
 
 Input: the URI of a store and the user's trust entries. Output: runs whose IDs are in
-MLflow's format and whose artifacts lie in an allowed location.
+MLflow's format. A run that the user names must also have its artifacts in an allowed
+location.
 """
 
 import json
@@ -21,7 +22,7 @@ from pipeline.trust import artifact_locations
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep without a sweep file
 CRITICAL = "critical"  # the name of a sweep that `pipeline critical` runs
-LONGEST_TAG = 5000  # maximum length of a tag's value that all MLflow stores accept
+LONGEST_TAG = 5000  # maximum number of characters of a tag in all MLflow stores
 RUN_ID = re.compile("[0-9a-f]{32}")
 _MOST_RUNS = 50_000  # MLflow's maximum number of results per search
 _MOST_CHOICES = 10  # maximum number of runs that an error lists
@@ -116,6 +117,9 @@ class ForeignStore:
 
         A new experiment is accepted, since its artifacts will lie in the store's own
         location.
+
+        Raises:
+            ConfigError: the experiment is rejected.
         """
         experiment = self.client().get_experiment_by_name(name)
         if experiment is not None:
@@ -123,7 +127,10 @@ class ForeignStore:
             artifact_locations.check(location, self.uri, self.places)
 
     def _search(self, condition: str) -> list[Any]:
-        """Return up to `_MOST_RUNS` active runs that match an MLflow filter string."""
+        """Return the active runs that match an MLflow filter string.
+
+        At most `_MOST_RUNS` runs are returned.
+        """
         # Import the module only here, since it imports MLflow, which takes seconds.
         from pipeline.tracking.store import all_experiments
 
@@ -256,9 +263,10 @@ class OwnStore:
     def followed(self, recorded: str, where: str, *, moves: bool = False) -> str:
         """Return the URI of the store to use for a run or sweep recorded in a file.
 
-        This is the user's store if the file records the same store, or if the run
-        `moves` and the command line names a store. It is the recorded store if this
-        lies in one of `places` and the command line names no store.
+        It is the user's store if the file records the same store, or if the run `moves`
+        and the command line names a store. It is the recorded store if the command line
+        names no store, and the recorded URI has no masked secret and lies in one of
+        `places`.
 
         Args:
             recorded: the URI in the file, in which secrets are masked.

@@ -3,8 +3,8 @@
     training thread ─► journal.jsonl ─► `python -m pipeline.tracking.shipper` ─► MLflow
 
 The trainer only appends lines and never opens the store, so an update never waits for
-MLflow. `pipeline.tracking.uploader` ships the lines in order. Shipping a line twice has
-no effect, since each line has a fixed time stamp and each point a fixed step.
+MLflow. `pipeline.tracking.uploader` ships the lines. Shipping a line twice has no
+effect, since each line has a fixed time stamp and each point a fixed step.
 `pipeline.tracking.journal_lines` lists the lines.
 
 After a crash
@@ -12,17 +12,18 @@ After a crash
 - The trainer dies before it writes the first line: there is no run, neither in the
   store nor on disk.
 - The trainer dies later: the shipper's standard input is closed. The shipper ships all
-  complete lines and closes the run as KILLED, with the last update in the tag
-  `failure`.
-- The shipper dies: the trainer checks this every `REVIVE` seconds when it writes a
-  line, and starts another shipper. The new shipper finds the run by the tag `journal`,
-  compares the store with the journal, and ships the missing lines.
+  complete lines. If the last line does not end the run, the shipper closes the run as
+  KILLED, with the last update in the tag `failure`.
+- The shipper dies: the trainer, which checks the shipper every `REVIVE` seconds when it
+  writes a line, starts another one. The new shipper finds the run by its ID or its tag
+  `journal`, compares the store with the journal, and ships the missing lines.
 - Both die: the lines stay in the journal, and `pipeline sync` ships the missing lines.
 - The store is unreachable: the lines stay in the journal, and the shipper retries every
   few seconds. At the end of training, the trainer waits for the shipper until the store
   has made no progress for `patience` seconds. `pipeline sync` can ship the rest.
-- The journal's disk is full: the lines are buffered in memory, and sent to the shipper
-  at the end of training.
+- The journal's disk is full: the lines are buffered in memory until there is space
+  again. At the end of training, the lines that are still buffered are sent to the
+  shipper.
 - The machine dies: all lines before the last checkpoint are on the disk. Later lines
   may be lost if the operating system had not written them.
 """
@@ -68,7 +69,9 @@ from pipeline.tracking.shipper_protocol import (
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
-SILENCE = 10.0  # seconds without an answer after which a message reports the wait
+# Seconds without an answer after which a message reports the wait; also the minimum
+# interval between two messages about progress.
+SILENCE = 10.0
 RECONNECT = 5.0  # seconds between two attempts to reach the store with `wait`
 GRACE = 2.0  # seconds that a shipper has to end before it is killed
 UNREACHABLE = "must be a store that answers ({})"
@@ -85,7 +88,7 @@ class ShipperProcess:
 
     `pipeline.tracking.shipper_protocol` lists the commands and the answers. The shipper
     runs no user code. It ignores Ctrl-C: the trainer handles the interruption and then
-    tells the shipper the status of the run.
+    ends the run.
 
     Args:
         opening: the first command.
@@ -100,7 +103,7 @@ class ShipperProcess:
         self.send(opening)
 
     def send(self, command: Message) -> None:
-        """Send one command. If the shipper has died, the next answer is an error."""
+        """Send one command. If the shipper has ended, the command is dropped."""
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(command.encoded() + "\n")
             self.process.stdin.flush()
@@ -121,7 +124,7 @@ class ShipperProcess:
             self.process.stdin.close()
 
     def terminate(self) -> None:
-        """Send SIGTERM; kill the process if it does not end within `GRACE` seconds."""
+        """End the process by SIGTERM, and after `GRACE` seconds by SIGKILL."""
         self.close()
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -182,11 +185,14 @@ class Journal:
         self.shipper = self._open()
 
     def ready(self) -> None:
-        """Wait until the store answers, or return at once if the run is offline.
+        """Wait until the store answers, or until the run is offline.
+
+        If the store does not answer, `when_unreachable` decides: the run is refused,
+        this waits for the store without a limit, or the run becomes offline.
 
         Raises:
-            ConfigError: the store cannot be reached, read or written. The caller must
-                then call `abandon`.
+            ConfigError: the run is refused, or the store cannot be used with this
+                config. The caller must then call `abandon`.
         """
         while not self._is_offline:
             answer = self._wait_for_answer()
@@ -213,7 +219,9 @@ class Journal:
             The run's IDs, or None if it is offline.
 
         Raises:
-            ConfigError: the folder has a run already, or another process trains in it.
+            ConfigError: the folder has a run already, or another process trains in it;
+                or see `ready`.
+            OSError: the journal cannot be written.
             RuntimeError: the store did not accept the run.
         """
         tags = {**run.tags, "journal": uuid.uuid4().hex}
@@ -222,7 +230,8 @@ class Journal:
         try:
             self._writer = journal_file.create(path)
             self._writer.write(Start(run).content())
-            self._writer.flush()  # the shipper reads the line from the file
+            # A buffered line would not do: the shipper reads this line from the file.
+            self._writer.flush()
             self._writer.sync()
             durable.sync(path.parent)  # so that the file's name survives a crash
         except BaseException:
@@ -242,6 +251,11 @@ class Journal:
 
         Returns:
             The run's IDs, or None if the run has never been in a store.
+
+        Raises:
+            ConfigError: the run is deleted, or another process still ships it; or see
+                `ready`.
+            RuntimeError: the store did not accept the run.
         """
         self._run_id = past.run_id
         ids = self._attach(past.path, may_exist=True)
@@ -252,10 +266,12 @@ class Journal:
         return ids or past.run
 
     def write(self, line: Line) -> None:
-        """Write one line, see `LineWriter.write`, and check the shipper now and then.
+        """Write one line, see `LineWriter.write`.
 
-        Each metric may be written only once per step. Any thread may call this: the
-        user's own code logs metrics in threads of TensorFlow.
+        If the last check was more than `REVIVE` seconds ago, also check the shipper,
+        and replace it if it has ended. Each metric may be written only once per step.
+        Any thread may call this method: the user's own code logs metrics in threads of
+        TensorFlow.
         """
         with self._lock:
             self._writer.write(line.content())
@@ -269,7 +285,7 @@ class Journal:
             return self._writer.position
 
     def sync(self) -> None:
-        """Wait until the lines in the file are on the disk; safe in any thread."""
+        """Wait until the lines in the file are on the disk. Thread-safe."""
         self._writer.sync()
 
     def ship_now(self) -> None:
@@ -277,12 +293,14 @@ class Journal:
         self.shipper.send(ShipNow())
 
     def close(self, status: str) -> str | None:
-        """End the run, and wait until all lines are shipped or the store fails.
+        """Write the end of the run, and wait until all lines are shipped.
+
+        The wait ends if the store makes no progress for `patience` seconds.
 
         Returns:
             The reason why lines were not shipped, or None if all lines were shipped.
         """
-        # Ignore a write error: `_finish` sends lines that are not on the disk to the
+        # Ignore a write error: `_finish` sends lines that are not in the file to the
         # shipper.
         with contextlib.suppress(OSError), self._lock:
             self._writer.write(End(status).content())
@@ -296,7 +314,7 @@ class Journal:
                 if problem is None:
                     break
                 time.sleep(1)
-        finally:  # an interruption ends the wait, and closes the file
+        finally:  # also after an interruption, which ends the wait
             self.shipper.terminate()
             if not self._writer.close():
                 where = "which are lost" if problem else "which the store alone has"
@@ -306,7 +324,7 @@ class Journal:
     def abandon(self) -> None:
         """Give up before the run exists, and leave the store unchanged.
 
-        The shipper is ended. It may still be importing MLflow, or preparing a new store.
+        The shipper is ended. It may still be importing MLflow or preparing a new store.
         """
         self.shipper.terminate()
 
@@ -352,7 +370,7 @@ class Journal:
         return None
 
     def _ship(self, *, may_exist: bool) -> None:
-        """Tell the shipper which run to ship."""
+        """Send the command to ship this run."""
         self.shipper.send(Ship(str(self._path), may_exist, self._run_id))
 
     def _attach_error(self, failure: Failed) -> Exception:
@@ -373,7 +391,10 @@ class Journal:
         self.shipper = self._open()
 
     def _wait_or_go_offline(self, failure: Failed) -> None:
-        """Start another shipper after a while, or none, as `when_unreachable` says."""
+        """Go offline if `when_unreachable` is `offline`; else start another shipper.
+
+        The other shipper starts after `RECONNECT` seconds. Print what is done, and why.
+        """
         self.shipper.terminate()
         rule = _unreachable_rule(failure)
         if self._when_unreachable == "offline":
@@ -388,14 +409,14 @@ class Journal:
         self.shipper = self._open()
 
     def _wait_for_answer(self, *, renew_patience: bool = True) -> Message:
-        """Wait for the shipper's next answer other than a progress report.
+        """Wait for the shipper's next answer other than `Progress` or `Failing`.
 
-        Print a message if the store is failing or silent, and one per `SILENCE` seconds
-        while it makes progress. Each progress report moves `_deadline`, which is
-        `patience` seconds later.
+        Print a message when the store begins to fail or is silent for `SILENCE`
+        seconds, and at most one per `SILENCE` seconds while it makes progress. Each
+        `Progress` sets `_deadline` to `patience` seconds later.
 
         Args:
-            renew_patience: whether this call also moves the deadline.
+            renew_patience: whether the start of this call sets the deadline, too.
 
         Returns:
             The answer, or `Failed` if the store makes no progress until the deadline.
@@ -426,10 +447,10 @@ class Journal:
         return Failed(problem or silent)
 
     def _revive(self, *, report: bool = False) -> None:
-        """Replace a shipper that died by one that ships what the store lacks.
+        """If the shipper has ended, start another one, which ships the missing lines.
 
         Args:
-            report: whether to print why the shipper died, unless that is known already.
+            report: whether to print why the shipper ended. Each reason is printed once.
         """
         self._checked_at = time.monotonic()
         if self._is_offline or self.shipper.alive():
@@ -445,18 +466,18 @@ class Journal:
         self._ship(may_exist=True)
 
     def _last_error(self) -> str:
-        """Return why a shipper that is not alive has ended."""
-        # The last answer of each shipper is `Failed`.
+        """Return the error with which the shipper has ended, or "" if it is unknown."""
+        # Skip earlier answers: the last answer of a shipper that has ended is `Failed`.
         answer = self.shipper.answer(GRACE)
         while answer is not None and not isinstance(answer, Failed):
             answer = self.shipper.answer(GRACE)
         return "" if answer is None else answer.error
 
     def _read_reports(self) -> None:
-        """Print a message if more points are unshipped than at the last message.
+        """Read the shipper's answers; print a message if too many points are unshipped.
 
-        The limit is `LAG` at first, and twice the reported number afterwards. If the
-        shipper has failed, the error is kept in `_reason`.
+        The limit is `LAG` at first. After a message, it is twice the number in the
+        message. If the shipper has failed, keep the error in `_reason`.
         """
         waiting = []
         while (answer := self.shipper.answer(0)) is not None:
@@ -472,7 +493,9 @@ class Journal:
             self._lag = 2 * min(waiting)
 
     def _finish(self) -> str | None:
-        """Close the shipper's standard input, and wait for the shipper's last answer.
+        """Let the shipper ship the rest and end, and return its last answer.
+
+        First send it the lines that are not in the file.
 
         Returns:
             The reason why lines were not shipped, or None if all lines were shipped.
@@ -497,5 +520,5 @@ class Journal:
 
 
 def _unreachable_rule(failure: Failed) -> str:
-    """Return the rule that a store broke which did not answer."""
+    """Return the rule to name in an error about a store that did not answer."""
     return failure.rule or UNREACHABLE.format(failure.error)

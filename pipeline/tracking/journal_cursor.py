@@ -1,4 +1,4 @@
-"""Reads a journal from its start, and knows the state of the run at each line."""
+"""Reads a journal from its start, and follows the state of the run line by line."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from pipeline.tracking.journal_file import LineReader
 from pipeline.tracking.journal_lines import End, Line, Resume, Row, Start, Tags
 
 # Tag of a run: the number of the segment whose `end` line may be missing in the
-# journal, because the disk was full.
+# journal because the disk was full. Segments are numbered from 0.
 UNWRITTEN = "journal.unwritten"
 
 
@@ -38,7 +38,8 @@ class JournalCursor:
         self.damage = ""
         self._descriptor = descriptor
         self._reader = LineReader(descriptor)
-        # Lines that are missing in the file, and those of them that `lines` yields.
+        # The lines that came from the trainer, and those of them that `lines` has still
+        # to yield because this cursor was made by `from_start`.
         self._unwritten: list[Line] = []
         self._unwritten_again: list[Line] = []
         self._last_step = 0
@@ -51,7 +52,7 @@ class JournalCursor:
         self.start = line
 
     def from_start(self) -> "JournalCursor":
-        """Return a cursor that reads all lines again, also those not in the file."""
+        """Return a cursor that reads all lines again, including the trainer's."""
         cursor = JournalCursor(self._descriptor)
         cursor._unwritten = list(self._unwritten)
         cursor._unwritten_again = list(self._unwritten)
@@ -66,8 +67,8 @@ class JournalCursor:
     def unwritten_lines(self, text: str) -> Iterator[Line]:
         """Yield the rest of the journal, then the lines in `text`.
 
-        An end among these lines follows a tag, so that a later process knows that the
-        journal lacks it.
+        Before an `end` line, yield the tag `UNWRITTEN`: a later process then sees that
+        the journal may lack this line.
         """
         for line in self._followed(self._reader.continued(text)):
             if isinstance(line, End):
@@ -95,7 +96,8 @@ class JournalCursor:
         """Return the last lines for a trainer that died without writing them.
 
         If the disk was full, only the store may have the end of the run. Then the run's
-        status and end time are kept; otherwise the run is ended as KILLED.
+        status and end time are kept. Otherwise the run is ended as KILLED, with the
+        reason in the tag `failure`.
 
         Args:
             run: the run as it was read from the store.

@@ -5,16 +5,18 @@ Each line of the file is a JSON object that begins with a checksum:
     {"crc":"9a0b1c2d","time":1700000000000,"step":7,"metrics":{…}}
 
 `crc` is a running CRC-32 in hexadecimal. It covers the rest of this line, including the
-newline, and the same part of all earlier lines. So every changed byte and every lost
-line is detected, and the lines before it stay valid. `time` is in milliseconds since
-1970. `pipeline.tracking.journal_lines` lists the other keys of a line.
+newline, and the same part of all earlier lines. So a reader detects every changed byte,
+and every line that is missing before another line. The lines before the damage stay
+valid. `time` is in milliseconds since 1970. `pipeline.tracking.journal_lines` lists the
+other keys of a line.
 
 State of the file after a failure:
 
 - The writer died while it wrote a line: the line has no newline. Readers ignore the
-  line, and a resumed run overwrites it. If it was the first line, there is no run, and
+  line, and a resumed run removes it. If it was the first line, there is no run, and
   another run may be started in the folder.
-- The writer died after `LineWriter.write`: the line is complete for all readers.
+- The writer died after `LineWriter.write`: the line is complete for all readers, unless
+  the disk is full.
 - The machine died: lines after the last `LineWriter.sync` may be missing. Each
   checkpoint is written after a sync, and holds its `Position` in the journal.
 - The disk is full: the writer buffers the lines in memory. They are lost if the writer
@@ -56,8 +58,8 @@ from pipeline.tracking.journal_lines import (
 
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
-# The record of the data. It is the last file that describes a run: its first line in the
-# journal marks that the description is complete. It may be logged again later.
+# The record of the data. It is the last file that describes a run: its first line in
+# the journal marks that the description is complete. It may be logged again later.
 DATASET_RECORD = "dataset.json"
 MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
 
@@ -187,7 +189,7 @@ class LineReader:
         self._lines_read += 1
         try:
             return journal_lines.parsed(json.loads(text))
-        # The checksum is correct, but the content was not written by this package.
+        # Reject content that this package cannot have written, despite its checksum.
         except (ValueError, RecursionError) as error:
             raise FormError(f"line {self._lines_read}: {error}") from error
 
@@ -206,8 +208,8 @@ class LineWriter:
     space again.
 
     A signal such as Ctrl-C may interrupt any method at any point. A line is then kept
-    or not, but never damaged or doubled: `write` keeps it in one step, and a line that
-    was interrupted is written once more, in its place.
+    or not, but never damaged or doubled: `write` adds it to the buffer in one step, and
+    a line that was written in part is written again at the same position.
 
     Args:
         descriptor: the file, opened for writing and locked.
@@ -261,23 +263,23 @@ class LineWriter:
         self._drain()
 
     def sync(self) -> None:
-        """Wait until the lines in the file are on the disk; safe in any thread."""
+        """Wait until the lines in the file are on the disk. Thread-safe."""
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
-        """Return the text that the file lacks.
+        """Return the text of the buffered lines, without the part that is in the file.
 
-        It may begin within a line of which the file holds the start.
+        The file may hold the beginning of the first buffered line.
         """
         last, *waiting = self._lines
         in_file = os.fstat(self._descriptor).st_size - last.end.offset
         return b"".join(line.text for line in waiting)[in_file:].decode()
 
     def close(self) -> bool:
-        """Write buffered lines if possible, and close the file, which unlocks it.
+        """Write the buffered lines if possible, and close the file, which unlocks it.
 
         Returns:
-            Whether the file has all lines.
+            Whether all lines were written to the file.
         """
         with contextlib.suppress(OSError):
             self._drain()
@@ -307,8 +309,9 @@ class Past:
     Attributes:
         path: the file.
         start: the content of the first line.
-        run: the run's IDs; None if it was never in a store.
+        run: the run's IDs, or None if the run was never in a store.
         steps: the steps that have a row, by the prefix of its metrics, such as `val`.
+            Rows from the user's own code are not included.
         logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
         tags: the tags that were set after the start of the run.
@@ -350,10 +353,11 @@ class Past:
             run_dir: a directory with a journal of this version.
             key: the argument that names the run in an error.
             running: whether to accept a run that another process trains.
-            seconds: how long to wait for the end of such a run.
+            seconds: how long to wait until such a run ends, if it is not accepted.
 
         Raises:
-            ConfigError: there is no journal of this version, or the run is running.
+            ConfigError: there is no journal of this version, or the run is running and
+                not accepted.
         """
         descriptor = _opened(run_dir, key)
         try:
@@ -367,12 +371,12 @@ class Past:
 
     @property
     def run_id(self) -> str:
-        """The ID of the run; empty if it was never in a store."""
+        """The ID of the run, or "" if the run was never in a store."""
         return "" if self.run is None else self.run.run_id
 
     @property
     def updates(self) -> set[int]:
-        """Return the updates with a row of training metrics."""
+        """The updates with a row of training metrics."""
         return self.steps["train"]
 
     def _read(self, descriptor: int, key: str) -> None:
@@ -458,7 +462,7 @@ class LockedPast(Past):
             raise
 
     def truncated_writer(self) -> LineWriter:
-        """Remove what cannot be read from the file, and return a writer for the rest.
+        """Remove all text after the last readable line; return a writer for the file.
 
         The writer owns the file and the lock: close the writer in place of this object.
         """

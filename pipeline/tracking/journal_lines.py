@@ -35,16 +35,17 @@ Form = dict[Any, Any]  # the form of a line on disk, see `pipeline.common.record
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a journal. A line of an unknown kind is only this.
+    """One line of a journal.
 
-    The fields of a subclass are its keys on disk, in this order. A field that is None
-    is left out.
+    There is a subclass for each kind of line that this version knows. A line of any
+    other kind is read as a `Line`. The fields of a subclass are its keys on disk, in
+    this order. A field that is None is left out.
 
     Attributes:
         time: milliseconds since 1970. A line without it gets the current time when it
             is written.
-        KEY: the key that tells this kind of line from others.
-        FORM: what a line of this kind must contain.
+        KEY: the key by which this kind of line is recognized.
+        FORM: the form that a line of this kind must have.
     """
 
     time: int | None = field(default=None, kw_only=True)
@@ -58,13 +59,13 @@ class Line:
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return the line with a content that has the form of this class."""
+        """Return the line for a JSON object that has the form of this class."""
         return cls(**_known(cls, content))
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """The description of a run. A journal of an older version may lack some of it.
+    """The description of a run. A journal of an older version may lack some fields.
 
     Attributes:
         format: the version of the line format.
@@ -72,7 +73,8 @@ class RunStart:
         experiment: the name of the run's experiment.
         name: the name of the run.
         params: the params of the run.
-        tags: the tags with which the run is created. The tag `journal` identifies it.
+        tags: the tags with which the run is created. The tag `journal` identifies the
+            run.
         system_metrics: whether to sample system metrics.
         gpus: the GPUs of the run, as indices into the visible GPUs. None means all GPUs
             of the machine.
@@ -116,7 +118,7 @@ class Start(Line):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return the line with a content that has the form of this class."""
+        """Return the line for a JSON object that has the form of this class."""
         start = RunStart(**_known(RunStart, content["start"]))
         return cls(start, time=content.get("time"))
 
@@ -144,7 +146,7 @@ class Created(Line):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return the line with a content that has the form of this class."""
+        """Return the line for a JSON object that has the form of this class."""
         return cls(RunIds(**_known(RunIds, content["run"])), time=content.get("time"))
 
 
@@ -181,7 +183,7 @@ class Row(Line):
     Attributes:
         step: the number of completed updates.
         metrics: the values by name.
-        logged: True if the user's own code has logged them.
+        logged: True if the user's own code has logged the metrics.
     """
 
     step: int
@@ -198,7 +200,7 @@ class Row(Line):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """Return the line with a content that has the form of this class."""
+        """Return the line for a JSON object that has the form of this class."""
         for value in content["metrics"].values():
             if not isinstance(value, int | float):
                 raise FormError("metrics must be numbers")

@@ -34,8 +34,9 @@ from pipeline.tracking import logged_model
 model, example = pickle.load(sys.stdin.buffer)
 np.savez("predicted.npz", *logged_model.predicted(model, example))
 """
-# Tolerance of the comparison, relative to the largest output: 1e-3 or 16 unit roundoffs
-# of the lowest precision, whichever is larger. A GPU may choose different algorithms.
+# A difference may be this fraction of the output plus this fraction of the largest
+# output: 1e-3 or 16 unit roundoffs of the lowest precision, whichever is larger. A GPU
+# may choose different algorithms.
 TOLERANCE = 1e-3
 ROUNDINGS = 16
 REQUIREMENTS = ("keras", "tensorflow", "mlflow", "numpy")
@@ -47,9 +48,9 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
     This changes the process for good: the model loses its optimizer, MLflow's warnings
     about models are silenced, and Keras draws no progress bars.
 
-    The result of `mlflow.pyfunc.load_model` makes the same predictions as the model. A
-    model that Keras cannot serialize, such as a subclass without `get_config`, is saved
-    as a SavedModel, which can only predict.
+    The result of `mlflow.pyfunc.load_model` makes the same predictions as the model, up
+    to `TOLERANCE`. A model that Keras cannot serialize, such as a subclass without
+    `get_config`, is saved as a SavedModel, which can only predict.
 
     Args:
         folder: the folder to create. It appears at once, with all files.
@@ -117,7 +118,7 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
 def _check_equal(
     model: keras.Model, reloaded: Sequence[Any], predictions: Sequence[Any]
 ) -> None:
-    """Raise a ValueError if the outputs differ by more than rounding."""
+    """Raise a ValueError if the outputs differ by more than the tolerance."""
     dtypes = [layer.compute_dtype for layer in (model, *layers_of(model))]
     tolerance = max(TOLERANCE, ROUNDINGS * nvidia.unit_roundoff(dtypes))
     for loaded, trained in zip(reloaded, predictions, strict=True):
@@ -159,7 +160,11 @@ def _saved_model(model: keras.Model, example: Any) -> tf.Module:
 
 
 def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature:
-    """Return the signature of the model, with -1 for each unspecified dimension."""
+    """Return the signature of the model.
+
+    In a model with a single symbolic input, the input's shape has -1 for each dimension
+    of unknown size. This holds for a single output, too.
+    """
     signature = infer_signature(example, outputs)
     _open_sizes(signature.inputs, getattr(model, "inputs", None))
     _open_sizes(signature.outputs, getattr(model, "outputs", None))
@@ -170,6 +175,7 @@ def _open_sizes(schema: Any, tensors: Any) -> None:
     """In a schema of one tensor, replace the shape by that of the symbolic tensor.
 
     A schema of several tensors is left unchanged, since the tensors' names may differ.
+    So is a schema without a symbolic tensor.
     """
     symbolic = tf.nest.flatten(tensors or [])
     if len(symbolic) != 1 or len(schema.inputs) != 1:
@@ -203,7 +209,8 @@ def code_to_save(model: keras.Model, targets: Iterable[str]) -> list[str]:
 
     These are modules and packages below the working directory, without `site-packages`.
     Code from elsewhere, such as a folder in PYTHONPATH, is not included: it may be any
-    library. `tracking.code` can name it. `provenance.hashes_of_own_code` covers it.
+    library. The user can name such code in `tracking.code`.
+    `provenance.hashes_of_own_code` covers it.
 
     Args:
         model: the model, whose layers may be of the user's own classes.

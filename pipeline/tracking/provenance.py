@@ -28,8 +28,9 @@ from pipeline.dataset.checksums import DataFiles
 if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
 
-LARGEST_DIFF = 1_000_000  # maximum characters in the diff of a modified working tree
-# The keys of `environment` that describe the machine.
+LARGEST_DIFF = 1_000_000  # maximum number of characters of a recorded diff
+# The keys of `environment` for the interpreter, the machine and the lock file, whose
+# values `differences` compares.
 MACHINE = (
     "python",
     "platform",
@@ -71,9 +72,9 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
 
     The hash covers the keys of the kinds in `key_kinds.WHAT_RUNS`, and keys that the
     schema lacks. It does not cover keys that only decide where the run takes place or
-    what it logs. The hashes in old records stay valid if a covered key is removed from
-    the schema. If a key becomes covered, or is no longer covered, `HASH_VERSION` must
-    change.
+    how it is logged. The hashes in old records stay valid if a covered key is removed
+    from the schema. If a key becomes covered, or is no longer covered, `HASH_VERSION`
+    must change.
 
     Args:
         resolved: the recorded config: plain, resolved and without secrets.
@@ -157,6 +158,8 @@ def segment(after: int, spec: resolve.RunSpec) -> dict[str, Any]:
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line for each difference between two environments.
 
+    A working tree that was or is not clean counts as a difference.
+
     Args:
         recorded: the environment that a run recorded.
         now: the environment of this process, see `environment`.
@@ -213,7 +216,8 @@ def _different_values(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> li
 def git() -> dict[str, Any]:
     """Return the commit of the user's repository, and whether its tree is clean.
 
-    The result is empty if the working directory is not in a repository.
+    The result is empty if the working directory is not in a repository with a commit,
+    or if git is not installed.
     """
     commit = _git("rev-parse", "HEAD")
     if commit is None:
@@ -222,12 +226,13 @@ def git() -> dict[str, Any]:
 
 
 def hashes_of_own_code() -> dict[str, str]:
-    """Return the SHA-256 of each imported file that is the user's own.
+    """Return the SHA-256 of each imported Python file that is the user's own.
 
-    These are all files that are not installed and not of this package, wherever they
-    lie. `logged_model.code_to_save` is limited to the working directory.
+    These are the files that are neither installed nor part of this package, in any
+    folder of `sys.path`. `__main__` is not included. In contrast,
+    `logged_model.code_to_save` is limited to the working directory.
 
-    The keys are the files' paths relative to the folder in `sys.path`.
+    The keys are the files' paths relative to their folder in `sys.path`.
     """
     hashes = {}
     for name, module in list(sys.modules.items()):
@@ -293,9 +298,9 @@ def dataset(
     Args:
         data: the dataset.
         checksum: `full`, or `none` to compute no checksums.
-        files: caches the checksums of the files.
+        files: the files and the checksums that are already known.
         of_files: whether to compute the checksums of all files now. If not, only the
-            cached checksums are recorded.
+            known checksums are recorded.
     """
     is_wanted = checksum == "full"
     files = files or DataFiles(data.files)
@@ -326,13 +331,16 @@ def check_dataset(
 ) -> None:
     """Reject data that differ from the data of a recorded run.
 
+    If `now` was recorded without checksums, only the name, the version and the numbers
+    of examples are compared.
+
     Args:
         recorded: the record of the run's data, see `dataset`.
         now: the record of the current data.
         run_id: the ID of the run, for the error.
 
     Raises:
-        ConfigError: the data differ; the message names the file or the split.
+        ConfigError: the data differ; the message names the difference.
     """
     now = json.loads(secrets.mask(json.dumps(now)))  # the recorded data are masked, too
     for key in ("name", "version"):
@@ -443,7 +451,7 @@ def _gpus() -> list[tuple[str, str]]:
 def _package_hash() -> str:
     """Return the SHA-256 of this package's code and configs.
 
-    It identifies an installed package, which has no repository and so no commit.
+    The hash identifies an installed package, which has no repository and so no commit.
     """
     package = Path(__file__).resolve().parents[1]
     patterns = {

@@ -37,6 +37,8 @@ def find_or_create(
 
     Raises:
         RunDirError: the run is deleted.
+        ConfigError: the experiment is deleted.
+        MlflowException: the run was rejected, or `CREATE_TRIES` attempts have failed.
     """
     journal = line.start.tags["journal"]
     if may_exist:

@@ -43,11 +43,13 @@ with imports.without_collections():
     from pipeline.tracking.system_metrics import SystemSampler
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
-INTERVAL = 5.0  # seconds between two requests, and between two system samples
+# Seconds between two looks at the journal once all written lines are shipped. Each look
+# also takes a sample of the system metrics.
+INTERVAL = 5.0
 
 
 def main() -> None:
-    """Read commands from standard input, and serve them until it is closed."""
+    """Serve the commands on standard input until it is closed."""
     # Ignore Ctrl-C: the trainer handles it and closes the standard input of this
     # process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,7 +61,7 @@ def main() -> None:
     if opening is None:
         return
     confined: Any = nullcontext()
-    # Without places, the store is the user's own, and artifacts may lie anywhere.
+    # If `places` is None, the store is the user's own, and artifacts may lie anywhere.
     if opening.places is not None:
         confined = artifact_locations.confined(opening.uri, opening.places)
     with confined:
@@ -110,7 +112,7 @@ def _ship(store: Store, command: Ship, patience: float) -> Message:
 
     Args:
         store: the store.
-        command: names the journal.
+        command: the command, which names the journal.
         patience: seconds without progress after which the last error is raised.
     """
     uploader = Uploader(
@@ -136,11 +138,11 @@ def _ship(store: Store, command: Ship, patience: float) -> Message:
 def _follow(uploader: Uploader, sampler: SystemSampler | None) -> None:
     """Ship the written lines at intervals, until the trainer closes standard input.
 
-    A request that fails is repeated after `INTERVAL` seconds.
+    A request that fails is repeated after `INTERVAL` seconds, or at the next command.
 
     Args:
         uploader: ships the journal.
-        sampler: samples the system metrics; None for a run that does not log them.
+        sampler: samples the system metrics, or None if the run does not log them.
     """
     has_more = False
     is_failing = False

@@ -3,13 +3,14 @@
 The trainer sends commands in this order:
 
 - `Open`, answered by `Opened`.
-- `Ship`, answered by `Attached`.
-- `ShipNow` and `AddLines`, any number of times and without an answer. In between, and
-  until it has shipped everything, the shipper reports each request to the store with
-  `Progress` or `Failing`.
+- `Ship`, answered by `Attached`. There may be `Progress` before it.
+- `ShipNow` and `AddLines`, any number of times and without an answer. Meanwhile, and
+  until everything is shipped, the shipper reports the requests to the store with
+  `Progress` and `Failing`.
 
-The end of the commands ends the run. The last answer is then `Shipped`. At any time,
-the last answer may be `Failed` instead.
+Then the trainer closes the pipe. The shipper ships the rest, and its last answer is
+`Shipped`. A shipper that cannot continue answers `Failed` instead, at any time, and
+ends.
 """
 
 import json
@@ -37,7 +38,8 @@ class Open(Message):
         experiment: the name of the run's experiment.
         patience: seconds without progress after which the shipper gives up, once the
             trainer has ended.
-        places: where artifacts may lie, in addition to the store; None for anywhere.
+        places: where artifacts may lie, in addition to the store's own location. None
+            if they may lie anywhere.
     """
 
     uri: str
@@ -68,7 +70,7 @@ class ShipNow(Message):
 
 @dataclass(frozen=True)
 class AddLines(Message):
-    """Ship these lines, too: they are missing in the file, as its disk is full."""
+    """Ship these lines, too. The file lacks them because its disk is full."""
 
     text: str
 
@@ -88,7 +90,7 @@ class Attached(Message):
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """A request has succeeded; `left` points are not shipped yet, approximately."""
+    """A request has succeeded. About `left` points are not shipped yet."""
 
     left: int
 
@@ -99,8 +101,8 @@ class Failing(Message):
 
     Attributes:
         error: the error in one line.
-        left: the approximate number of points that are not shipped yet; 0 once the
-            trainer has ended.
+        left: the approximate number of points that are not shipped yet. It is always 0
+            once the trainer has ended.
     """
 
     error: str
@@ -109,11 +111,12 @@ class Failing(Message):
 
 @dataclass(frozen=True)
 class Shipped(Message):
-    """The store has everything.
+    """All lines are shipped, except those that the store has rejected.
 
     Attributes:
         points: the number of points that were sent.
-        not_logged: why the model was not logged; empty if it was, or if there is none.
+        not_logged: why the model was not logged; empty if it was logged, or if there is
+            no model.
     """
 
     points: int
@@ -121,9 +124,9 @@ class Shipped(Message):
 
 
 class Fault(StrEnum):
-    """What a shipper that has failed could not do, which decides how to go on."""
+    """The kind of a shipper's failure, which decides how the trainer continues."""
 
-    DIED = "died"  # it ended without an answer: another one may be started
+    DIED = "died"  # the shipper ended without an answer; another one may be started
     STORE = (
         "store"  # a request failed, or the store is unreachable: it may answer later
     )
@@ -137,8 +140,9 @@ class Failed(Message):
 
     Attributes:
         error: the error in one line.
-        fault: what could not be done.
-        key: the key of a `ConfigError`; empty for any other error.
+        fault: the kind of the failure.
+        key: the key of a `ConfigError` if the fault is `CONFIG` or `RUN_DIR`; else
+            empty.
         rule: the rule of a `ConfigError`; empty for any other error.
     """
 

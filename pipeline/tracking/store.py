@@ -39,9 +39,9 @@ TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
 class Store:
-    """A store that answers; a SQLite store is created when its first run starts.
+    """A store that answers. The first call of `client` creates a new SQLite store.
 
-    For a server, this process no longer follows HTTP redirects of MLflow's requests,
+    For an HTTP server, MLflow's requests no longer follow redirects in this process,
     unless the environment variable MLFLOW_ALLOW_HTTP_REDIRECTS is set already.
 
     Attributes:
@@ -76,7 +76,7 @@ class Store:
         return self.database is not None and not self.database.exists()
 
     def file_id(self) -> tuple[int, int] | None:
-        """Return the device and the inode of a SQLite file, or None without a file."""
+        """Return the device and inode of the SQLite file, or None if none exists."""
         if self.database is None or self.is_new():
             return None
         status = self.database.stat()
@@ -97,7 +97,7 @@ class Store:
                 self._new_database = new.read_bytes()
 
     def client(self) -> MlflowClient:
-        """Return MLflow's client of the store; first create a new SQLite store."""
+        """Return MLflow's client of the store. A new SQLite store is created first."""
         if self.database is not None and self.is_new():
             self.database.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.database}.lock"):
@@ -140,7 +140,10 @@ class Store:
         """Return the ID of an experiment; create it if it does not exist.
 
         Secrets in the name are masked. The artifacts of a new experiment are stored
-        beside the file of a SQLite store, or where the server decides.
+        beside the file of a SQLite store, or else in the default location of the store.
+
+        Raises:
+            ConfigError: the experiment is deleted.
         """
         client = self.client()
         known = self.check(name)
@@ -233,7 +236,10 @@ class Store:
 def all_experiments(
     client: MlflowClient, view_type: int = ViewType.ACTIVE_ONLY
 ) -> list[Experiment]:
-    """Return all experiments of a store, over all pages of MLflow's search."""
+    """Return the experiments of a store, over all pages of MLflow's search.
+
+    Deleted experiments are included if `view_type` includes them.
+    """
     experiments: list[Experiment] = []
     token = None
     while True:
@@ -293,7 +299,7 @@ def _check_folder(database: Path) -> Path:
 def _check_space(folder: Path) -> None:
     """Reject a folder on a disk that has no space for a new store.
 
-    Otherwise its first write would fail, when the run has a folder already.
+    Otherwise the store's first write would fail, when the run has a folder already.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -1,4 +1,4 @@
-"""Ships all lines of a journal except rows of metrics: tags, files, models, the end."""
+"""Ships the lines of a journal other than rows of metrics, such as tags and files."""
 
 import errno
 import re
@@ -33,7 +33,7 @@ MOST_FORKS = 140  # maximum number of run IDs in a tag
 
 # Tags of a run.
 FORKS = "forks"  # the IDs of runs that began with a checkpoint of this run
-NOT_SHIPPED_TAG = "not_shipped"  # a line that the store rejected, or an unreadable file
+NOT_SHIPPED_TAG = "not_shipped"  # names a rejected line or an unreadable file
 
 
 class IncompleteError(OSError):
@@ -52,7 +52,7 @@ class StoredRun:
         tell: called about every second while a model is uploaded.
 
     Attributes:
-        expected: what the store must have of the run when it ends.
+        expected: the items that the store must have when the run ends.
         not_logged: why the model could not be logged; empty if it was logged, or if
             there is no model.
     """
@@ -104,7 +104,7 @@ class StoredRun:
                 self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Set the tag `NOT_SHIPPED_TAG` to a description of what the store lacks."""
+        """Set the tag `NOT_SHIPPED_TAG` to a description of a missing item."""
         self.client.set_tag(self.run_id, NOT_SHIPPED_TAG, problem[:LONGEST_TAG])
 
     def _ship_input(self, line: Input) -> None:
@@ -133,7 +133,8 @@ class StoredRun:
                 newest = [*forks, self.run_id][-MOST_FORKS:]
                 self.client.set_tag(source, FORKS, ", ".join(newest))
         except MlflowException as error:
-            if failures.is_temporary(error):  # otherwise the source was deleted
+            # Ignore any other failure: the source may have been deleted.
+            if failures.is_temporary(error):
                 raise
 
     def _ship_artifact(self, name: str) -> None:
@@ -164,8 +165,8 @@ class StoredRun:
     def _ship_model(self, name: str) -> None:
         """Log the model called `name`.
 
-        If the model cannot be logged, the reason is set as a tag, so that the run can
-        still be ended.
+        A temporary failure is raised, so that the request is repeated. After any other
+        failure, the reason is set as a tag, so that the run can still be ended.
         """
         try:
             # Check the name, since the journal may come from somebody else.
@@ -189,7 +190,8 @@ class StoredRun:
         try:
             self.client.delete_tag(self.run_id, "failure")
         except MlflowException as error:
-            if failures.is_temporary(error):  # otherwise the run has no such tag
+            # Ignore any other failure: the run may have no such tag.
+            if failures.is_temporary(error):
                 raise
         self.expected.tags.discard("failure")
         self.expected.removed_tags.add("failure")
@@ -198,8 +200,8 @@ class StoredRun:
     def _end_run(self, line: End) -> None:
         """Close the run, and check that other processes see the new status.
 
-        If the store is a server, first check that it has everything that it confirmed.
-        A database needs no such check.
+        If the store is an HTTP server, first check that it has the `expected` items. A
+        database needs no such check.
         """
         if self.store.is_served:
             lacking = self.expected.lacking(self.client, self.run_id)

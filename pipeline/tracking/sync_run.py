@@ -16,16 +16,17 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         own: the store that the user's config names.
         patience: seconds without progress after which the store counts as unreachable.
         named: whether the user named the run. If not, a run that is complete in the
-            store is skipped, and a run that is still running is skipped with a message.
+            store is skipped. A run that is still running, or whose journal cannot be
+            read, is skipped with a message.
 
     Returns:
-        The exit status.
+        The exit status: 0, or `NOT_SHIPPED` if the store lacks a part of the run.
 
     Raises:
         ConfigError: the user named the run, and it cannot be shipped to this store.
     """
     try:
-        # Wait a second: another sync may be reading the journal.
+        # Wait up to a second: another sync may have locked the journal to read it.
         past = Past.read(Path(folder), "RUN_DIR", seconds=1.0)
     except ConfigError as error:
         if named:

@@ -11,7 +11,7 @@ from pipeline.common.errors import first_line, say
 
 
 class SystemSampler:
-    """Samples the system metrics of a run. An error costs samples, never the run.
+    """Samples the system metrics of a run. After an error, the run only lacks samples.
 
     Args:
         uri: the URI of the store.
@@ -36,7 +36,8 @@ class SystemSampler:
                 self._read = system_sampler(self._uri, self._run_id, self._gpus)
             return self._read()
         except Exception as error:  # for example, the driver of a GPU has failed
-            self._read = None  # the monitors may hold half a sample: make new ones
+            # Create new monitors for the next sample: these may hold half a sample.
+            self._read = None
             if not self._has_failed:
                 self._has_failed = True
                 say(f"system metrics cannot be sampled: {first_line(error)}")

@@ -1,4 +1,4 @@
-"""Writes what a run logs to MLflow: its metrics, params, tags, inputs and files.
+"""Logs a run to MLflow: its metrics, params, tags, inputs and files.
 
 Everything is written to the run's journal, see `pipeline.tracking.journal`.
 """
@@ -51,9 +51,10 @@ if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
     from pipeline.training.evaluator import Best
 
-LONGEST_NAME = 200  # maximum characters of a run's name; MLflow's limit is 250
-LONGEST_DATASET_NAME = 500  # maximum characters of a dataset's name in MLflow
-LONGEST_VALUE = 40  # maximum characters of an override's value in a run's name
+# Maximum numbers of characters.
+LONGEST_NAME = 200  # in a run's name; MLflow's limit is 250
+LONGEST_DATASET_NAME = 500  # in a dataset's name in MLflow
+LONGEST_VALUE = 40  # in an override's value within a run's name
 
 
 class Tracker:
@@ -68,7 +69,7 @@ class Tracker:
 
     Attributes:
         begun: whether the run was started or resumed.
-        run_id: the run's ID in MLflow, or "" if the run is offline.
+        run_id: the run's ID in MLflow, or "" before that and if no store has the run.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class Tracker:
         # The steps of rows that were written before the run was resumed, by the prefix
         # of their metrics.
         self._written: Mapping[str, Container[int]] = {}
-        # The steps of the user's own metrics: before the run was resumed, and since.
+        # The steps of the user's own metrics, by name: those that were logged before
+        # the run was resumed, and those that this process has logged.
         self._logged_before: Mapping[str, Container[int]] = {}
         self._logged: dict[str, set[int]] = {}
         self._computes_checksums = False
@@ -105,8 +107,8 @@ class Tracker:
         """Create the run, and log its params, tags, inputs and first artifacts.
 
         Args:
-            after: the number of updates completed before this run, by the run from
-                which it was forked.
+            after: the number of updates completed before this run; 0 unless the run was
+                forked from another run.
             spec: the spec of the run.
             data: the data of the run.
             dataset: the record of the data, see `provenance.dataset`.
@@ -157,8 +159,8 @@ class Tracker:
         if not past.described:
             self._describe(spec, data, dataset)
         elif dataset["files"]:
-            # Log the record again: the run may have ended before the checksums were
-            # computed.
+            # Log the record again: the run may have ended before it logged the
+            # checksums.
             self._artifact(DATASET_RECORD, _json(dataset))
 
         segments = [past.start.segment, *past.resumed, segment]
@@ -166,7 +168,7 @@ class Tracker:
         self.tag({"segments": str(len(segments))})
 
     def forked_from(self, run_id: str) -> None:
-        """Record this run as a fork in the run with the ID `run_id`."""
+        """Record in the run with the ID `run_id` that this run was forked from it."""
         self.journal.write(Fork(run_id))
 
     def tag(self, tags: Mapping[str, str]) -> None:
@@ -174,7 +176,7 @@ class Tracker:
         self.journal.write(Tags(tags))
 
     def file(self, name: str) -> None:
-        """Log a file that lies in the run directory already."""
+        """Log a file that is already in the run directory."""
         self.journal.write(Artifact(name))
 
     def update(
@@ -190,8 +192,8 @@ class Tracker:
             update: the number of completed updates.
             results: the metrics to log as `train/…`, in addition to the counters.
             performance: the metrics to log as `perf/…`.
-            at: the time at which the update was dispatched to the device, in seconds
-                since 1970.
+            at: the time of the row, in seconds since 1970. It is taken when the update
+                has been dispatched, which may be before the device has computed it.
         """
         plan = self.plan
         micro_steps = plan.micro_steps(update)
@@ -242,6 +244,9 @@ class Tracker:
     def user_metric(self, update: int, name: str, value: float) -> bool:
         """Write a metric from the user's own code, under the name `train/…`.
 
+        A value for a step that was logged before the run was resumed is not written
+        again.
+
         Returns:
             Whether this is the first value of the metric for this update in this
             process. Any later value is ignored.
@@ -256,12 +261,12 @@ class Tracker:
         return True
 
     def summary(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the tags of a run that has trained, and the row of its best evaluation.
+        """Tag the run with the end of its training, and log the best evaluation.
 
         Args:
             updates: the number of completed updates.
             stopped_by: the name of the callback that ended training, or None.
-            best: the best evaluation, or None if it is not tracked.
+            best: the best evaluation, or None to write no row.
         """
         tags = {"updates": str(updates)}
         if stopped_by is not None:
@@ -284,8 +289,8 @@ class Tracker:
         name = uuid.uuid4().hex
         folder = self.run_dir / MODEL.format(name)
         logged_model.save(folder, model, example, code)
-        # Sync before writing the line: the shipper takes a missing folder for a model
-        # that was shipped.
+        # Sync before writing the line: if the folder is missing, the shipper assumes
+        # that the model was shipped.
         durable.sync_tree(folder)
         durable.sync(self.run_dir)
         self.journal.write(Model(name))
@@ -299,7 +304,7 @@ class Tracker:
 
         Args:
             status: the status of the run.
-            failure: the text of the tag `failure`, or None for no tag.
+            failure: the text of the tag `failure`, or None to set no tag.
 
         Returns:
             The reason why lines were not shipped, or None if all lines were shipped.
@@ -324,7 +329,11 @@ class Tracker:
         return params
 
     def _tags(self, spec: RunSpec, recorded: dict[str, Any]) -> dict[str, str]:
-        """Return the user's tags, and tags for the origin, the sweep and the stages."""
+        """Return all tags with which the run is created.
+
+        These are the user's tags and description, and tags for the origin, the config's
+        hash, the sweep and the stages.
+        """
         tracking = spec.config.tracking
         tags = dict(tracking.tags)
         if tracking.description is not None:
@@ -388,8 +397,8 @@ class Tracker:
     ) -> None:
         """Write the checksums to the run directory. Later, `end` logs the file.
 
-        If the run is killed before `end`, a resumed run finds the checksums in the
-        file.
+        If the run is killed before `end`, a resumed run still compares its data with
+        the checksums in the file.
         """
         text = _json({**dataset, "files": checksums})
         durable.write_text(self.run_dir / DATASET_RECORD, mask(text))
@@ -406,7 +415,7 @@ class Tracker:
 
 
 def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:
-    """Return the tag of a float32 run that computes in TF32, or an empty dict."""
+    """Return the tag of a float32 run that computes in TF32 on a GPU, else no tags."""
     in_float32 = spec.config.hardware.precision == Precision.float32
     if gpus and in_float32 and nvidia.computes_in_tf32():
         return {rounding.IN_TF32: "true"}

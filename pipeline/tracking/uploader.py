@@ -1,23 +1,24 @@
 """Ships one journal to its run in a store.
 
-Every line arrives at least once, and every point of a metric exactly once, even if
-processes die meanwhile:
+Every line that the store does not reject arrives at least once, and every point of a
+metric exactly once, even if processes die meanwhile:
 
 - The run has a tag `journal`, whose value is chosen before the run is created. So any
   process that continues the upload finds the run, even if the answer to the request
   that created the run was lost.
 - A process that opens the run reads which points the store has, and adds only the
   missing points.
-- `failures` says which failed requests are repeated.
+- Failed requests are repeated according to the rules in `failures`.
 - A failed request may still have taken effect. Its content is kept and sent again until
   a request succeeds. MLflow stores a repeated point once; a repeated tag, input or file
   replaces the earlier one.
 - Points are sent before the other lines that were read with them, and the end of the
   run is sent last. So a run that has its final status is complete.
-- A proxy before a server may confirm a request and lose it. So before the end of the
-  run, what the server must have is read again: each step of each metric in the journal,
-  params, tags, inputs, and the artifacts in the root folder. If anything is missing,
-  all lines are shipped again. Models, system metrics and profiles are not read again.
+- A proxy in front of a server may confirm a request and lose it. So before the end of
+  the run, the items that the server must have are read back: each step of each metric
+  in the journal, params, tags, inputs, and the artifacts in the root folder. If any is
+  missing, all lines are shipped again. Models, system metrics and profiles are not read
+  back.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ class StoreGoneError(OSError):
 
 
 class Uploader:
-    """Ships the lines of one journal, in order, to its run.
+    """Ships the lines of one journal to its run.
 
     Args:
         store: the store that holds the run, or in which the run is created.
@@ -76,7 +77,7 @@ class Uploader:
 
     Raises:
         RunDirError: the run is deleted, or is being shipped by another process.
-        ConfigError: the run has artifacts that lie where they must not.
+        ConfigError: the run's artifacts lie outside the allowed locations.
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class Uploader:
         # Points, and lines without points, that were read but not confirmed.
         self._points: list[Metric] = []
         self._lines: list[Line] = []
-        # Metric → the steps of the points that the store had when all lines were
-        # shipped from the start.
+        # Metric → the steps of the points that the store had before this process began
+        # to ship the lines, or began again, see `_start_over`.
         self._steps_in_store: dict[str, set[int]] = {}
         self._starts_over = False
         self._starts = 0
@@ -115,7 +116,7 @@ class Uploader:
             self.start = self._cursor.start.start
             self.client = store.client()
             self._file_id = store.file_id()
-            # The run as the store had it when all lines were shipped from the start.
+            # The run as it was read from the store at the same time.
             self._mlflow_run = find_or_create(
                 store,
                 self._cursor.start,
@@ -142,7 +143,7 @@ class Uploader:
 
     @property
     def status(self) -> str | None:
-        """The run's final status by the lines read so far; None if it has not ended."""
+        """The run's final status in the lines read so far, or None if it has no end."""
         return self._cursor.status
 
     @property
@@ -244,8 +245,8 @@ class Uploader:
         """Check the artifact location, and log missing params.
 
         Args:
-            is_new: whether this process has created the run, which then ends as FAILED
-                if this fails.
+            is_new: whether this process has created the run. If so, an error ends the
+                run as FAILED.
         """
         try:
             places = artifact_locations.confined_to
@@ -261,7 +262,11 @@ class Uploader:
             raise
 
     def _complete_params(self, run: Any) -> None:
-        """Log the params that `run`, the run as it was read, lacks."""
+        """Log the params that the store lacks.
+
+        Args:
+            run: the run as it was read from the store.
+        """
         params = []
         for name, value in self.start.params.items():
             if name not in run.data.params:
@@ -271,7 +276,7 @@ class Uploader:
             self.client.log_batch(self.run_id, params=batch)
 
     def _first_expected(self) -> Expected:
-        """Return what the store must have before any line after the first is read."""
+        """Return the items to expect in the store when only the first line is read."""
         return Expected(params=set(self.start.params))
 
     def _read_steps_in_store(self, run: Any) -> dict[str, set[int]]:
@@ -315,9 +320,11 @@ class Uploader:
     def _ship_patiently(
         self, patience: float, report: Callable[[Exception], object]
     ) -> None:
-        """Ship the lines that were read, and retry until `patience` seconds pass.
+        """Ship the lines that were read, and repeat failed requests.
 
-        Progress restarts the time limit.
+        After `patience` seconds without progress, raise the last error. Lines that are
+        shipped again because the store lost an item do not count as progress. Raise a
+        `StoreGoneError` at once.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -340,7 +347,7 @@ class Uploader:
                 time.sleep(RETRY)
 
     def _ship_points(self) -> None:
-        """Send the points of one request."""
+        """Send as many points as one request may hold; fewer after a failure."""
         batch = self._points[: self._points_per_request]
         self._points_per_request = POINTS_AFTER_FAILURE
         self.client.log_batch(self.run_id, metrics=batch)

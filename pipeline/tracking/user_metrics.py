@@ -36,9 +36,9 @@ class UserMetrics:
         self.update = 0
         self.taken: frozenset[str] = frozenset()
         self._tracker = tracker
-        self._reported: set[str] = set()  # lines that were printed
-        # Host code of layers runs in threads of TensorFlow. The lock covers the check
-        # for an earlier value; the journal has one of its own for each line.
+        self._reported: set[str] = set()  # keys of the messages that were printed
+        # Host code of layers runs in threads of TensorFlow. This lock covers the check
+        # for an earlier value. The journal has its own lock for writing a line.
         self._lock = threading.Lock()
 
     @contextmanager
@@ -67,7 +67,7 @@ class UserMetrics:
         """Log a value for the current update.
 
         Only the first value per update is logged, since a metric has one point per
-        update. Later values are reported in a message.
+        update. A later value is dropped, with a message the first time.
 
         Raises:
             ValueError: the run itself logs a metric of this name.
@@ -86,7 +86,7 @@ class UserMetrics:
             )
 
     def add_logs(self, callback: str, added: dict[str, Any]) -> None:
-        """Log what a callback has added to the logs of its `on_epoch_end`.
+        """Log the values that a callback has added to the logs of its `on_epoch_end`.
 
         A value that cannot be logged is reported in a message. Metrics that the run
         itself logs are skipped, such as the learning rate, which some of Keras'
@@ -106,7 +106,7 @@ class UserMetrics:
                 self._report_once(f"{line}: {error}", key=line)
 
     def report_other_run(self, callback: str, *, ended: bool = False) -> None:
-        """Report once that MLflow's own functions were used to log to another run.
+        """If MLflow's own functions log to another run, report this once.
 
         Args:
             callback: the name of the callback that ran last, or "" if it is unknown.
@@ -179,14 +179,14 @@ def _name_error(name: object) -> str:
 
 
 def _run_of_mlflow(ended: bool) -> str:
-    """Return the ID of the run to which MLflow's own functions log, or "" if none.
+    """Return the ID of the run to which MLflow's own functions log, or "".
 
     Args:
         ended: whether to return the last such run, even if it has ended.
     """
     mlflow = sys.modules.get("mlflow")
     name = "last_active_run" if ended else "active_run"
-    # The function is missing while another thread imports MLflow.
+    # The function is missing if MLflow is not imported yet, or is just being imported.
     function = getattr(mlflow, name, None)
     if function is None:
         return ""

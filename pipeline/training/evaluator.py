@@ -16,7 +16,7 @@ from pipeline.config.plan import Plan
 from pipeline.dataset import non_finite
 from pipeline.training.oom_retry import assign_all, halve
 
-# Called between two batches of an evaluation; can raise an exception to end it.
+# Called between two batches of an evaluation. It ends the evaluation by an exception.
 Check = Callable[[], None]
 # Evaluates a split; returns the loss and the metrics by name.
 Evaluate = Callable[[Check], dict[str, float]]
@@ -180,7 +180,8 @@ class SplitEvaluator:
     def _evaluate(self, check: Check) -> dict[str, float] | None:
         """Return the results over the split.
 
-        If a batch does not fit into memory, halve the micro-batches and return None.
+        If a batch does not fit into memory, raise the error, or with `retry`, halve the
+        micro-batches and return None.
         """
         metrics = self.evaluation.measured
         for metric in metrics.values():
@@ -214,9 +215,12 @@ class SplitEvaluator:
 def averaged_variables(
     optimizer: keras.optimizers.Optimizer, model: keras.Model
 ) -> list[keras.Variable]:
-    """Return the weights that the optimizer averages; empty without `use_ema`."""
+    """Return the model's trainable variables if the optimizer averages any of them.
+
+    Without `use_ema`, the list is empty.
+    """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    # A `MultiOptimizer` has one optimizer for each part of the weights.
+    # Check each optimizer of a `MultiOptimizer`, which splits the weights among them.
     for part in getattr(inner, "optimizers", [inner]):
         if part.use_ema:
             return list(model.trainable_variables)
@@ -246,7 +250,8 @@ def averaged_weights_for_callbacks(
 ) -> Iterator[None]:
     """Do as `averaged_weights`, but let callbacks change the weights in the block.
 
-    A variable that they have changed keeps its new value, and a message says so.
+    A variable that a callback has changed keeps its new value after the block, and a
+    message says so.
     """
     variables = averaged_variables(optimizer, model)
     raw_values = _copies(variables)

@@ -67,13 +67,14 @@ class Trainer:
             of updates and the ends of epochs.
         evaluations: the evaluations of the validation and the test split.
         callbacks: the callbacks, by name. They see each update as one batch.
-        checkpoints: writes the checkpoints that are due, each after the rows of all
-            updates before it.
-        oom_retry: repeats an update that does not fit into memory in smaller
-            micro-batches. If it is None, such an update ends the run.
-        stop: called after each update and between two batches of an evaluation. If it
-            returns an exception, `fit` logs the rows that `log_every` selects, writes a
-            checkpoint if one is due, and raises the exception.
+        checkpoints: writes the checkpoints. Before each one, the results of all earlier
+            updates are fetched, and their rows are logged as `log_every` selects.
+        oom_retry: if an update does not fit into memory, repeats it in smaller
+            micro-batches. If None, such an update ends the run.
+        stop: called after each update, and between two batches of an evaluation unless
+            the callbacks have been called since the update. If it returns an exception,
+            `fit` logs the rows that `log_every` selects, writes a checkpoint if one is
+            due, and raises the exception.
         profiler: traces some of the updates.
         agree: waits for all workers; returns whether each of them passed True.
         count_tokens: counts the tokens in an effective batch. None if the examples are
@@ -134,6 +135,7 @@ class Trainer:
 
         Args:
             start: the checkpoint, of this or of another run, from which to continue.
+                None to begin with the current weights.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite.
@@ -164,7 +166,7 @@ class Trainer:
                 if self.ended:
                     self.recorder.finish()
                 self.checkpoint(always=self.ended)
-            self.profiler.stop()  # A callback may have ended the run.
+            self.profiler.stop()  # A callback may have ended the run during a trace.
             del iterator  # Free the batches that were read ahead.
             self.finish()
             self.test()
@@ -183,7 +185,7 @@ class Trainer:
         """Restore a checkpoint.
 
         Args:
-            start: the checkpoint.
+            start: the checkpoint of this run, or the fork with that of another run.
             iterator: the iterator that `update_once` reads.
         """
         with self.recorder.paused():
@@ -218,9 +220,9 @@ class Trainer:
             self._begin_epoch_again()
 
     def _begin_epoch_again(self) -> None:
-        """Call `on_epoch_begin` of callbacks that start anew in the middle of an epoch.
+        """Call the `on_epoch_begin` of callbacks that need it, see `snapshot`.
 
-        The update after which the checkpoint was written is of that epoch.
+        Their epoch is that of the last update before the checkpoint.
         """
         epoch, _ = self.recorder.plan.place(self.done - 1)
         for callback in snapshot.expecting_epoch_begin(self.callbacks):
@@ -229,8 +231,8 @@ class Trainer:
     def update_once(self, iterator: Any) -> tf.Tensor:
         """Apply the next effective batch; return its results for `Recorder.add`.
 
-        With `oom_retry`, a batch that does not fit into memory is repeated in smaller
-        micro-batches. `iterator` yields effective batches.
+        With `oom_retry`, an update that does not fit into memory is repeated with
+        smaller micro-batches. `iterator` yields effective batches.
         """
         self.user_metrics.update = self.done + 1
         epoch, index = self.recorder.plan.place(self.done)
@@ -272,7 +274,7 @@ class Trainer:
             raise Interrupted(reason)
 
     def after_update(self) -> None:
-        """Evaluate the validation split, and call `on_epoch_end`, as far as due.
+        """Evaluate the validation split if due, and call `on_epoch_end` if due.
 
         The callbacks' `on_epoch_end` is due at the end of an epoch and of the run.
         """
@@ -286,8 +288,8 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Return the results over the validation split.
 
-        If the results are the best so far, also write a checkpoint. The evaluation can
-        be interrupted only while it is `pending`.
+        If the best evaluation is tracked and these results are the best so far, also
+        write a checkpoint. `stop` can end the evaluation only while `pending` is True.
         """
         evaluate = self.evaluations.validation
         assert evaluate is not None
@@ -332,7 +334,7 @@ class Trainer:
         """Evaluate the test split, if there is one.
 
         Use the weights of the best evaluation if its checkpoint is kept, and otherwise
-        those with which `finish` and the callbacks have left the model.
+        the weights of the model after `finish`.
         """
         if self.evaluations.test is None:
             return
@@ -356,8 +358,8 @@ class Trainer:
     def _step(self, batch: Any) -> tf.Tensor:
         """Apply one effective batch; return its packed results.
 
-        When the step is traced, the names of the results become known: the user's own
-        metrics may not have them.
+        Tracing this function also sets the names of the results, which the user's own
+        metrics must not have.
         """
         results = UpdateResults(self.updater(batch))
         if self.count_tokens is not None:
@@ -378,10 +380,10 @@ class Trainer:
         return self.ended or self.recorder.plan.ends_epoch(self.done)
 
     def _validate_and_end_epoch(self) -> dict[str, float]:
-        """Evaluate and call `on_epoch_end`, as far as due; return the evaluation.
+        """Evaluate if due, and call `on_epoch_end` if due; return the results.
 
         If a callback ends the run in `on_epoch_end`, the evaluation may be due only
-        then. The callbacks do not get its results.
+        then. The callbacks then do not get its results.
         """
         results: dict[str, float] = {}
         if self._validation_is_due():
@@ -402,9 +404,8 @@ class Trainer:
     def _end_epoch(self, validation: Mapping[str, float]) -> None:
         """Call the callbacks' `on_epoch_end` with means over the epoch.
 
-        With `use_ema`, they see the weights of the validation and of the trained model:
-        the averages. So `ModelCheckpoint` saves these, and `EarlyStopping` restores
-        them.
+        With `use_ema`, the callbacks see the averaged weights, as the validation does.
+        So `ModelCheckpoint` saves these, and `EarlyStopping` restores them.
         """
         logs = self.recorder.epoch_means()
         for name, value in validation.items():
@@ -417,7 +418,10 @@ class Trainer:
     def _log_additions(
         self, callback: str, epoch: int, logs: Mapping[str, Any]
     ) -> None:
-        """Log what a callback has added to the logs of `on_epoch_end`."""
+        """Log the values that a callback has added to the logs of `on_epoch_end`.
+
+        Also report if the logs lack the metric that the callback monitors.
+        """
         self._monitored.check(callback, self.callbacks[callback], epoch, logs)
         added = {}
         for name, value in logs.items():
@@ -428,10 +432,11 @@ class Trainer:
 
     @contextmanager
     def _checkpoint_on_interruption(self) -> Iterator[None]:
-        """Write a checkpoint if the block is interrupted or another worker is lost.
+        """Write a checkpoint if `stop` ends the block, or another worker is lost.
 
-        A failed update is rolled back first. If this is impossible, no checkpoint is
-        written.
+        If `stop` ends it, write the checkpoint only while `pending` is True. If a
+        worker is lost during an update, roll the update back first; if that is
+        impossible, write no checkpoint.
         """
         try:
             yield
@@ -515,7 +520,8 @@ class _Watch(keras.callbacks.Callback):
 
     def _look(self, *_: Any, **__: Any) -> None:
         if not self.model.stop_training:
-            # A callback may have reset the flag before the loop read it.
+            # Forget the name: a callback may have reset the flag before the loop read
+            # it.
             self._trainer.stopped_by = None
         elif self._trainer.stopped_by is None:
             self._trainer.stopped_by = self._name

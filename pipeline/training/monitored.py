@@ -1,4 +1,4 @@
-"""Says that a callback monitors a metric that an epoch does not have."""
+"""Reports callbacks that monitor a metric that is missing at the end of an epoch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,11 @@ from pipeline.training.evaluator import Evaluations
 
 
 class MonitoredMetrics:
-    """Prints a line, once per callback, if the metric it monitors is missing.
+    """Prints a line, once per callback, if the metric that it monitors is missing.
 
-    Keras warns of it without a name. `EarlyStopping` then never stops, and
-    `ModelCheckpoint(save_best_only=True)` saves as if the epoch were the best one.
+    Keras' own warning does not name the callback. Without the metric, `EarlyStopping`
+    never stops, and `ModelCheckpoint(save_best_only=True)` saves as if the epoch were
+    the best one.
     """
 
     def __init__(self, evaluations: Evaluations) -> None:
@@ -27,13 +28,13 @@ class MonitoredMetrics:
         epoch: int,
         logs: Mapping[str, Any],
     ) -> None:
-        """Print the line if it is due.
+        """Print the line if the callback monitors a metric that `logs` lacks.
 
         Args:
             name: the name of the callback in the config.
             callback: the callback.
             epoch: the epoch that ends, counted from 0.
-            logs: the logs of `on_epoch_end`, with what callbacks have added to them.
+            logs: the logs of `on_epoch_end`, with the values that callbacks have added.
         """
         monitor = getattr(callback, "monitor", None)
         if not isinstance(monitor, str) or monitor in logs or name in self._named:

@@ -17,7 +17,7 @@ Step = Callable[[Any], tf.Tensor]
 
 
 class OomRetry:
-    """Runs updates; can repeat one that does not fit into memory, or undo any failed one.
+    """Runs updates; can undo a failed update, or repeat it in smaller micro-batches.
 
     Args:
         update: the update to run.
@@ -51,14 +51,16 @@ class OomRetry:
             lambda: assign_all(self._copies, changed), autograph=False
         )
 
-        # Counters that a failed update may have advanced; they change with each update.
+        # The values of the update's counters before the last run: a failed update may
+        # have advanced the counters.
         self._counts: list[tf.Tensor] = []
         self._applying_before = int(update.applying)
         self._runs = 0
         self._completed_runs = 0
 
         # The queue holds the number of a run and its batch. If a run fails and the
-        # queue holds another number, the run failed while it read its batch.
+        # queue is empty or holds another number, the run failed while reading its
+        # batch.
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):
             self._run_number = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -110,7 +112,7 @@ class OomRetry:
         Raises:
             tf.errors.ResourceExhaustedError: the batch could not be read.
             OutOfMemoryError: not even one example fits, the update may have been
-                applied in part, or there are several workers.
+                applied in part, or updates are not to be repeated.
         """
         self._check_not_applied(error, number)
         if not self._retry:
@@ -148,7 +150,7 @@ class OomRetry:
         return True
 
     def _put_back(self) -> None:
-        """Undo what a failed update has changed."""
+        """Undo the changes of a failed update."""
         assign_all(self._changed, self._copies)
         assign_all(self._update.counters, self._counts)
 

@@ -32,11 +32,13 @@ class Profiler(AbstractContextManager["Profiler"]):
     start: int = 0
     updates: int = 0
     log: Callable[[str], object] = print
-    _first_traced: int = 0  # Number of an update; 0 while there is no trace.
+    _first_traced: int = 0  # Number of the first update in the trace; 0 without one.
 
     @contextmanager
     def update(self, number: int, recorder: Recorder) -> Iterator[None]:
-        """Run update `number` within the block, and trace it if it is to be traced.
+        """Run update `number` within the block, and trace it if it is in the range.
+
+        The range is `updates` updates from `start` on.
 
         The trace ends with the last update to trace, or with the last one of the plan.
         The update times exclude the time that it takes to start and stop a trace.

@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 from pipeline.common.errors import QUIET, say
 
-SECONDS = 5.0  # minimum interval between two plain lines
+# Minimum interval between two plain lines for updates, and between two for evaluations.
+# The last line is printed in any case.
+SECONDS = 5.0
 
 
 class Progress:
@@ -66,7 +68,7 @@ class Progress:
             self._show_line(update, row, rate)
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
-        """Show the results over a split, `val` or `test`. `test` closes the display."""
+        """Show the results over the split `val` or `test`. The bar ends with `test`."""
         if self._silent:
             return
         values = [f"{split}/{name} {value:.4f}" for name, value in results.items()]

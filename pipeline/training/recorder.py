@@ -21,7 +21,7 @@ from pipeline.training.progress import Progress
 # An update triggers a fetch if the last fetch was at least this many seconds ago.
 FETCH_SECONDS = 1.0
 FETCH_UPDATES = 200  # maximum number of updates between two fetches
-# Results of single updates, of which only averages over updates are logged.
+# Results of which only averages over updates are logged.
 NOISE_ESTIMATES = ("gradient_variance", "gradient_square")
 
 
@@ -42,7 +42,7 @@ class UpdateResults(NamedTuple):
     """The results of an update, as scalar tensors or, once fetched, as numbers.
 
     Attributes:
-        metrics: the loss, the metrics, and what else an update measures, by name.
+        metrics: the loss, the metrics and the other measurements of an update, by name.
         tokens: the number of tokens in the effective batch, or NaN if not counted.
         shapes_compiled: identifies the shapes that XLA compiled, see
             `accumulation.internals.shapes_compiled`; 0 without XLA.
@@ -58,8 +58,8 @@ class ResultLayout:
     """Packs the results of an update into one vector, so that one copy fetches them.
 
     Attributes:
-        names: the names of the metrics, in the order of the vector. `pack` sets them;
-            the metrics are followed by the other fields of `UpdateResults`.
+        names: the names of the metrics, which `pack` sets. The vector holds the metrics
+            in this order, then the other fields of `UpdateResults`.
     """
 
     names: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ class _EpochMeans:
         return means
 
     def set_state(self, sums: dict[str, float], examples: dict[str, int] | int) -> None:
-        """Restore the fields. Older checkpoints have one number of examples for all."""
+        """Restore the fields. Older checkpoints have one number for `examples`."""
         if isinstance(examples, int):
             examples = dict.fromkeys(sums, examples)
         self.sums = dict(sums)
@@ -193,8 +193,8 @@ class Recorder:
     _unlogged: _Row | None = None  # the last row, until it is logged
     _epoch: _EpochMeans = field(default_factory=_EpochMeans)
     _unfetched: list[_UnfetchedUpdate] = field(default_factory=list)
-    # The time of updates counts from here, on the clock of `time.perf_counter`: from the
-    # last fetch, moved forward by the pauses since then.
+    # The time from which the time of updates is counted, by `time.perf_counter`: that
+    # of the last fetch, moved forward by the pauses since then.
     _clock_start: float = field(default_factory=time.perf_counter)
 
     def add(self, update: int, results: tf.Tensor, traces: int) -> None:
@@ -222,8 +222,9 @@ class Recorder:
         """Fetch all kept results from the device, and log their rows.
 
         Raises:
-            NonFiniteError: the loss or the gradient of an update is not finite. The row
-                of that update has been logged.
+            NonFiniteError: on the chief, the loss or the gradient of an update is not
+                finite, and the optimizer has not skipped the update. The row of the
+                update has been logged.
         """
         if not self._unfetched:
             return
@@ -242,7 +243,8 @@ class Recorder:
             self._add_to_epoch(entry.update, self.last)
             non_finite = _non_finite(self.last)
             if self.skips:
-                # The optimizer skips an update for its gradient; the run goes on.
+                # The optimizer has skipped an update with a non-finite gradient: the
+                # run continues.
                 if non_finite == ["gradient_norm"]:
                     self._skipped += 1
                     non_finite = []
@@ -265,7 +267,7 @@ class Recorder:
         self.progress.show(group[-1].update, self.last, examples_per_second)
 
     def finish(self) -> None:
-        """Fetch the remaining results. Log the last row in spite of `log_every`."""
+        """Fetch the remaining results. Log the last row, whatever `log_every` is."""
         self.fetch()
         self._log_last()
 
