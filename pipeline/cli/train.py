@@ -232,7 +232,7 @@ def run_one(
 
     places = trust_entries.allowed_places(config.trust.allow)
     locations: Any = nullcontext()
-    if config.tracking.confined and not resume:
+    if config.tracking.confined:
         locations = artifact_locations.confined(config.tracking.uri, places)
     with locations:
         _, loss = run.run(config, overrides, run_dir, resume=resume)

@@ -238,8 +238,8 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
         )
         raise ConfigError(f"{key}._target_", rule, kind)
     # Without a value, ModelCheckpoint saves as if it were the best one.
-    saves_best = getattr(callback, "save_best_only", False)
-    if saves_best and getattr(callback, "save_freq", "epoch") != "epoch":
+    is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    if is_checkpoint and callback.save_best_only and callback.save_freq != "epoch":
         if callback.monitor.startswith("val_"):
             rule = f"must be epoch: a single update has no {callback.monitor}"
             raise ConfigError(f"{key}.save_freq", rule, callback.save_freq)

@@ -36,6 +36,9 @@ from pipeline.config.session import Session, entered, session
 # and Hydra's grammar does not allow it.
 _HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")
 # The options of Hydra that `composed` accepts, as they do not run or print anything.
+# A search path may name a large folder, of which Hydra reads these alone, unless a group
+# is nested deeper.
+_CONFIGS_OF_GROUPS = ("*.yaml", "*/*.yaml", "*/*/*.yaml")
 _READING = ("overrides", "config_name", "config_path", "config_dir", "run")
 
 
@@ -138,7 +141,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             check_config_dir(options.config_dir)
     if not options.shell_completion:
         for folder in _searched_folders(options):
-            _check_sizes(folder)
+            _check_sizes(folder, _CONFIGS_OF_GROUPS)
     return CommandLine(options, flags, folders)
 
 
@@ -221,10 +224,16 @@ class RunFolders(Callback):
     on_multirun_start = on_run_start
 
 
-def _check_sizes(folder: str) -> None:
-    """Reject a folder that has a config of too many values below it."""
-    for file in sorted(Path(folder).rglob("*.yaml")):
-        yaml_size.check_size(file)
+def _check_sizes(folder: str, patterns: Sequence[str] = ("**/*.yaml",)) -> None:
+    """Reject a folder that has a config of too many values.
+
+    Args:
+        folder: the folder.
+        patterns: glob patterns of the configs.
+    """
+    for pattern in patterns:
+        for file in sorted(Path(folder).glob(pattern)):
+            yaml_size.check_size(file)
 
 
 def _searched_folders(options: argparse.Namespace) -> list[str]:

@@ -16,6 +16,8 @@ from pipeline.tracking import failures
 
 # MLflow's error codes, and HTTP status codes, of a location of artifacts that accepts
 # files but cannot list them.
+# Number of answers with an error after which the artifacts are not verified.
+MOST_FAILED_LISTS = 5
 _NO_LIST_CODES = (
     "PERMISSION_DENIED",
     "NOT_IMPLEMENTED",
@@ -61,6 +63,7 @@ class Expected:
     # The names of the metrics in a row → the steps of the rows with these metrics. A
     # run has few such combinations and many steps.
     _rows: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
+    _failed_lists: int = 0
 
     def add_row(self, step: int, metrics: Iterable[str]) -> None:
         """Expect the points of one row."""
@@ -109,7 +112,8 @@ class Expected:
     def _listed_artifacts(self, client: MlflowClient, run_id: str) -> set[str]:
         """Return the artifacts in the root folder.
 
-        If the location of the artifacts can never be listed, the expected artifacts are
+        If the location of the artifacts can never be listed, or if the server has
+        answered `MOST_FAILED_LISTS` requests with an error, the expected artifacts are
         returned.
 
         Raises:
@@ -118,7 +122,10 @@ class Expected:
         try:
             return {file.path for file in client.list_artifacts(run_id)}
         except Exception as error:
-            if _can_never_list(error):
+            # A server may answer with an internal error because it must not list.
+            if failures.is_answer(error):
+                self._failed_lists += 1
+            if _can_never_list(error) or self._failed_lists > MOST_FAILED_LISTS:
                 return set(self.artifacts)
             problem = f"the artifacts cannot be listed: {first_line(error)}"
             raise OSError(problem) from error

@@ -54,6 +54,11 @@ def is_rejected(error: Exception) -> bool:
     return isinstance(error, MlflowException) and error.error_code in _REJECTED
 
 
+def is_answer(error: Exception) -> bool:
+    """Return whether the store has answered a request, if only with an error."""
+    return isinstance(error, MlflowException) or status_code(error) is not None
+
+
 def status_code(error: Exception) -> int | None:
     """Return the HTTP status of the response that an exception holds, or None.
 

@@ -134,11 +134,14 @@ class ShipperProcess:
 
     def _listen(self) -> None:
         """Put the shipper's answers into the queue, and an error at their end."""
-        # Ignore the ValueError for an incomplete line from a shipper that was killed.
-        with contextlib.suppress(ValueError), self.process.stdout as answers:
-            for line in answers:
-                self._answers.put(shipper_protocol.decoded(line))
-        self._answers.put(Failed("the shipper ended without an answer", Fault.DIED))
+        try:
+            # Ignore the ValueError for an incomplete line from a shipper that was
+            # killed, and for a line that a library has printed.
+            with contextlib.suppress(ValueError), self.process.stdout as answers:
+                for line in answers:
+                    self._answers.put(shipper_protocol.decoded(line))
+        finally:
+            self._answers.put(Failed("the shipper ended without an answer", Fault.DIED))
 
 
 class Journal:

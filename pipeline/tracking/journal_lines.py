@@ -224,6 +224,7 @@ class Artifact(Line):
     artifact: str
 
     KEY = "artifact"
+    FORM: ClassVar[Form] = {"artifact": str}
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,7 @@ class Model(Line):
     model: str
 
     KEY = "model"
+    FORM: ClassVar[Form] = {"model": str}
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,14 @@ _CLASSES: tuple[type, ...] = (
 
 
 def decoded(line: str) -> Any:
-    """Return the message in one line; raise a ValueError for an incomplete line."""
-    fields = json.loads(line)
-    name = fields.pop("message")
-    kind = next(kind for kind in _CLASSES if kind.__name__ == name)
-    return kind(**fields)
+    """Return the message in one line.
+
+    Raises:
+        ValueError: the line is incomplete, or is not a message.
+    """
+    content = json.loads(line)
+    for kind in _CLASSES:
+        if isinstance(content, dict) and content.get("message") == kind.__name__:
+            del content["message"]
+            return kind(**content)
+    raise ValueError(f"not a message: {line}")

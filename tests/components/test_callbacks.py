@@ -71,3 +71,15 @@ def test_the_best_by_the_validation_is_not_known_after_an_update():
     assert build(**KEEP).save_best_only
     assert build(**KEEP, monitor="loss", save_freq=5).save_freq == 5
     assert build(**KEEP | {"save_best_only": False}, save_freq=5).save_freq == 5
+
+
+class BestSaver(keras.callbacks.Callback):
+    """A callback of a user's own, with names that Keras' has too."""
+
+    save_best_only = True
+    save_freq = 5
+
+
+def test_a_callback_of_your_own_need_not_monitor_anything():
+    target = f"{__name__}.{BestSaver.__name__}"
+    assert type(build(_target_=target)).__name__ == "BestSaver"

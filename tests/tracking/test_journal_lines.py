@@ -56,6 +56,8 @@ LINES = {
     "an input without its digest": {"dataset": {"name": "d"}, "context": "training"},
     "a list of metrics": {"metrics": None, "step": 1},
     "a fork of nothing": {"fork_of": None},
+    "an artifact of nothing": {"artifact": None},
+    "a model of nothing": {"model": None},
 }
 # Each kind of line, and its text in journals of this format, which stays as it is.
 DATASET = {"name": "d", "digest": "1", "source_type": "code", "source": "{}"}

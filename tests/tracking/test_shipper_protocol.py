@@ -45,9 +45,11 @@ def test_a_message_is_one_line_and_is_read_as_it_was(message):
     assert shipper_protocol.decoded(line) == message
 
 
-@pytest.mark.parametrize("line", ["", '{"message": "Ship', "[]"])
-def test_half_a_message_is_an_error(line):
-    with pytest.raises((ValueError, TypeError)):
+@pytest.mark.parametrize(
+    "line", ["", '{"message": "Ship', "[]", "3", "{}", '{"message": "Else"}']
+)
+def test_what_is_no_message_is_an_error(line):
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated|not a message"):
         shipper_protocol.decoded(line)
 
 

@@ -22,6 +22,7 @@ from mlflow.protos.databricks_pb2 import (
 )
 
 from pipeline.tracking import journal_file, run_creation, uploader
+from pipeline.tracking.expected import MOST_FAILED_LISTS
 from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.journal_lines import Fork
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
@@ -252,6 +253,22 @@ def test_a_location_that_never_lists_its_files_does_not_keep_a_run_open(
     monkeypatch.setattr(store, "list_artifacts", failing)
     ship(store, path)
     assert store.run["status"] == "FINISHED"
+
+
+def test_a_server_that_fails_whenever_it_lists_does_not_keep_a_run_open(
+    path, monkeypatch
+):
+    store = MemoryStore()
+    failures = []
+
+    def failing(run_id):
+        failures.append(run_id)
+        raise MlflowException("too many 500 error responses")
+
+    monkeypatch.setattr(store, "list_artifacts", failing)
+    ship(store, path)
+    assert store.run["status"] == "FINISHED"
+    assert len(failures) == MOST_FAILED_LISTS + 1
 
 
 def test_what_stays_lost_is_no_success(path):

@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 from pipeline.common.errors import ConfigError
 from pipeline.tracking.foreign_store import ForeignStore
 from tests import synthetic
-from tests.running import one_process
+from tests.running import TINY, one_process, pipeline
 from tests.synthetic import PlantedSweep
 from tests.tracking.test_provenance import base
 
@@ -440,3 +440,16 @@ def test_a_run_that_is_confined_leaves_nothing_elsewhere(hostile):
     answer = hostile[1]["confined"]
     assert answer["status"] == 1
     assert ELSEWHERE in answer["err"]
+
+
+@pytest.mark.slow
+def test_a_confined_run_that_is_resumed_leaves_nothing_elsewhere(tmp_path):
+    """Its store may have moved the place of its artifacts meanwhile."""
+    confined = ("tracking.confined=true", "hydra.run.dir=run")
+    pipeline("train", *TINY, *confined, cwd=tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    with sqlite3.connect(tmp_path / "mlruns/mlflow.db") as database:
+        database.execute("UPDATE runs SET artifact_uri = ?", (elsewhere.as_uri(),))
+    resumed = pipeline("resume", "run", "training.epochs=2", cwd=tmp_path, status=1)
+    assert ELSEWHERE in resumed.stderr
+    assert not elsewhere.exists()
