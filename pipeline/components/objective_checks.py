@@ -413,6 +413,8 @@ def _check_labels(
     if loss.ignore_class is not None:
         labels = labels[labels != loss.ignore_class]
         classes = None
+        if not len(labels):  # The loss ignores all labels of this batch.
+            return
     largest = int(tf.reduce_max(labels)) if classes is None else classes - 1
     for label in (largest, int(tf.reduce_min(labels))):
         if not 0 <= label < width:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import keras
 import pytest
+import tensorflow as tf
 from omegaconf import OmegaConf
 
 from pipeline.accumulation.internals import couples_examples
-from pipeline.components import objective
+from pipeline.components import objective, objective_checks
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,12 @@ def test_a_function_of_several_examples_at_once_is_known_as_one(name, couples):
     }
     objectives = objective.build(OmegaConf.create(config))
     assert couples_examples(objectives.training.loss) is couples
+
+
+def test_a_first_batch_of_which_the_loss_ignores_all_labels_is_legal():
+    """As a mask of a segmentation may be: nothing in it has a class."""
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=255)
+    ignored = tf.fill((2, 4, 4), 255)
+    objective_checks._check_labels(loss, ignored, 3, 3)
+    with pytest.raises(ValueError, match="label 9 is outside of the 3 outputs"):
+        objective_checks._check_labels(loss, tf.fill((2, 4, 4), 9), 3, 3)
