@@ -105,7 +105,7 @@ def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
 
     Args:
         arguments: the arguments of `keras.ops.dot_product_attention`, by name.
-        examples: the micro-batch size, see `attention_fused`.
+        examples: the micro-batch size; see `attention_fused`.
     """
     for name in ("mask", "bias", "attn_logits_soft_cap"):
         if arguments.get(name) is not None:

@@ -68,7 +68,7 @@ class Objective:
 
     @property
     def over_batch(self) -> bool:
-        """Whether the losses are over the effective batch."""
+        """Whether the losses are computed over the whole effective batch."""
         return self.loss_over == "effective_batch"
 
     @classmethod
@@ -87,7 +87,7 @@ class Objective:
     def of_micro_batch(self) -> Objective:
         """Return the objective for a single micro-batch.
 
-        If the losses are over the effective batch, the result has no loss, so that only
+        If `over_batch` is true, the result has no loss, so that only
         the losses that the model adds are minimized.
         """
         if self.over_batch:

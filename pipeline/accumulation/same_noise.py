@@ -103,7 +103,8 @@ def drawn(
 
     Args:
         noisy: the layers; see `noisy_layers`.
-        keys: one seed per layer for this update, see `keys_of`, or the key of the seed.
+        keys: one seed per layer for this update (see `keys_of`), or the key of
+            the seed.
         position: position of the micro-batch's first example in the effective batch.
         examples: number of examples in the micro-batch.
         jit_compile: whether XLA compiles the calls.

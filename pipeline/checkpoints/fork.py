@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # only for annotations: importing these modules takes seconds
     from pipeline.training.recorder import Recorder
 
 _KEY = "start.run"  # config key, for errors
-# Tags: the other run, and the update of its checkpoint with which this run began.
+# Tags of a forked run: the run that it was forked from (its ID, or its directory if it
+# has no ID), and the update of the checkpoint.
 RUN_TAG = "start.run"
 UPDATE_TAG = "start.update"
 

@@ -47,7 +47,7 @@ class Batching:
 
     @property
     def share(self) -> int:
-        """Return the maximum number of examples per effective batch on one replica.
+        """The maximum number of examples per effective batch on one replica.
 
         A micro-batch cannot be larger.
         """
