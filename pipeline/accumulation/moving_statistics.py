@@ -9,9 +9,9 @@ between the μₖ. With wₖ values in micro-batch k, the effective batch has
 
 Both are computed from the steps that each micro-batch alone would have made,
 dₖ = (1 − m)(μₖ − old) for the moving mean, where m is the layer's momentum. The
-variance of the μₖ is (Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)²) / (1 − m)². The
-moving variance changes by 1 − m times this variance. The sums are in float64: before
-the statistics have converged, all dₖ are nearly equal, and float32 would lose their
+variance of the μₖ is (Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)²) / (1 − m)². The moving
+variance changes by 1 − m times this variance. The sums are in float64: before the
+statistics have converged, all dₖ are nearly equal, and float32 would lose their
 differences.
 """
 
@@ -46,10 +46,7 @@ StatisticsSteps = tuple[tuple[StatisticsStep, ...], ...]
 
 
 def normalizing_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
-    """Return the layers whose moving statistics can be updated once per update.
-
-    Such an update is from the mean and the variance of the effective batch.
-    """
+    """Return the layers whose statistics can be updated once per effective batch."""
     return [layer for layer in layers_of(model) if _is_normalizing(layer)]
 
 
@@ -127,7 +124,7 @@ def _call(
         inputs: tf.Tensor, training: Any = None, mask: tf.Tensor | None = None
     ) -> tf.Tensor:
         keras_call = keras.layers.BatchNormalization.call
-        # In a layer's own loop, let Keras move the statistics: the steps could not be
+        # In a layer's own loop, let Keras update the statistics: the steps could not be
         # returned from the loop.
         if not training or not layer.trainable or graph() is not traced_graph:
             return keras_call(layer, inputs, training=training, mask=mask)

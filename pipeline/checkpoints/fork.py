@@ -188,7 +188,7 @@ def named(
 
     Args:
         text: `RUN` or `RUN@UPDATE`.
-        key: the argument that an error names.
+        key: the config key or argument that an error names.
         excluding: a run directory to skip.
         updates_done: the number of updates in the checkpoint; it overrides `UPDATE`. If
             neither is given, the newest intact checkpoint is returned, other than that

@@ -33,8 +33,8 @@ class Plan:
         batching: how an effective batch of the first stage is currently cut.
         examples: number of examples per epoch.
         updates: number of updates in the run.
-        before: earlier cuts, each as a pair of the last update with the cut and the cut
-            itself.
+        before: earlier cuts, each as a pair: the last update with this cut, and the
+            cut.
         stages: the stages of the batch-size schedule; empty if there is no schedule.
     """
 
@@ -56,7 +56,7 @@ class Plan:
     def tags(self) -> dict[str, str]:
         """The tags of a run whose micro-batches were halved.
 
-        One has the cuts in words, the other as JSON; `recorded_cuts` reads either.
+        One tag has the cuts in words, the other as JSON; `recorded_cuts` reads both.
         """
         phrases = []
         cuts: list[tuple[int, int | None]] = []

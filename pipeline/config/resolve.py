@@ -93,7 +93,7 @@ class RunSpec:
 
     @property
     def largest(self) -> Batching:
-        """How the largest effective batch of the run is cut."""
+        """The cut of the largest effective batch of the run."""
         first = self.batching.effective_batch_size
         size = stages.largest(self.resolved["accumulation"], first)
         if size == first:

@@ -204,8 +204,8 @@ def _final_loss(sweep: SweepResult, job: JobResult, metric: str) -> float:
 def _drift(recipe: str, batches: list[BatchLosses]) -> Drift:
     """Compute the drift: the slope of log2 of the best rate against log2 of the batch.
 
-    The slope is that of the least-squares line. There is none if the lowest loss of a
-    batch is at its smallest or largest rate.
+    The slope is that of the least-squares line. The result has no slope if the lowest
+    loss of a batch is at its smallest or largest rate.
     """
     best = _best_rates(batches)
     if any(losses.edge for losses in batches):

@@ -37,7 +37,7 @@ class Difference:
 
     @property
     def holds(self) -> bool:
-        """Whether rounding explains the difference, which is False for NaN."""
+        """Whether rounding explains the difference; False if it is NaN."""
         return bool(self.error <= self.bound)
 
     @property
