@@ -90,7 +90,7 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
         loss: a loss as in `compile`: a Keras loss, its name, a function of labels and
             outputs, or a dict or list with one of these per output. Its reduction must
             not be `none`, and its value for one example must not depend on other
-            examples. None is for a model that learns from `add_loss` alone. An
+            examples. Pass None for a model that learns from `add_loss` alone. An
             `Objective` includes loss weights and metrics. Without a model: a function
             of x, y and the sample weights of a micro-batch, as far as `batch` has them.
             It returns the mean loss over the examples, or a tuple of a mean and the
@@ -279,7 +279,7 @@ class _MicroStep:
         keys: keys made from the seeds in the context, once for all micro-batches.
         wide: dense layers whose input gradients are computed by
             `transposed_gradients`.
-        normalizing: layers whose moving statistics do not move in a micro-step.
+        normalizing: layers whose moving statistics a micro-step does not update.
     """
 
     kernel: Kernel

@@ -35,7 +35,7 @@ MOST_SETS = 4
 
 
 class AccumulatingOptimizer(keras.optimizers.Optimizer):
-    """Applies the weighted mean of `factor` gradients by another optimizer.
+    """Applies the weighted mean of `factor` gradients with another optimizer.
 
     Each call of `apply` adds its gradients to sums, and every `factor`-th call also
     takes a step. The other calls change no weight. Schedules, weight averaging, weight

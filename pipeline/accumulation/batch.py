@@ -1,4 +1,4 @@
-"""The parts, slices, totals and shares of a batch, and sums over replicas."""
+"""Splits a batch into its tensors, slices and shares, and sums values over replicas."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@
 Without XLA, a step runs several operations per variable, and a GPU waits while the host
 launches them. XLA compiles them to about one operation per variable, and updates
 weights and moments in place. XLA rejects a variable on a device other than the
-program's. On a GPU, these are the step counts and the learning rate, which the host
-holds. So the program gets their values, and the counts are advanced outside of it.
+program's. With a GPU, the step counts and the learning rate are such variables, as they
+stay on the host. The program therefore gets their values, and the counts are advanced
+outside of the program.
 """
 
 from __future__ import annotations

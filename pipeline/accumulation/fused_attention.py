@@ -98,14 +98,14 @@ def why_attention_is_not_fused(
 
 
 def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
-    """Return why an attention is left to Keras; empty if cuDNN computes it.
+    """Return the reason why Keras computes an attention, or "" if cuDNN does.
 
     A layer that is called with `use_causal_mask=True` passes `is_causal` and no mask,
     unless there is another mask.
 
     Args:
         arguments: the arguments of `keras.ops.dot_product_attention`, by name.
-        examples: the micro-batch size, see `attention_fused`.
+        examples: the micro-batch size; see `attention_fused`.
     """
     for name in ("mask", "bias", "attn_logits_soft_cap"):
         if arguments.get(name) is not None:
@@ -126,7 +126,7 @@ def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
 
 
 def _why_not_by_cudnn(tensors: list[tf.Tensor], examples: int) -> str:
-    """Return why query, key and value are left to Keras; empty if cuDNN takes them."""
+    """Return the reason why cuDNN does not support the tensors, or "" if it does."""
     query, *_ = tensors
     dtype = query.dtype.name
     if dtype not in xla_internals.ELEMENT_TYPES:

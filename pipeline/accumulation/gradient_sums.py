@@ -22,10 +22,10 @@ Gradients = tuple[Any, ...]
 
 
 class GradientNoiseSums(NamedTuple):
-    """The sums over micro-batches that `noise_scale.estimates` needs, scalars.
+    """The scalar sums over micro-batches that `noise_scale.estimates` needs.
 
     ωₖ is the weight of micro-batch k, gₖ its gradient, and nₖ its effective number of
-    examples: see `noise_scale`.
+    examples; see `noise_scale`.
     """
 
     squares: tf.Tensor  # Σₖ ωₖ|gₖ|²

@@ -289,9 +289,9 @@ def constant_counts(
 def applying_sums(
     optimizer: keras.optimizers.Optimizer,
 ) -> AbstractContextManager[None]:
-    """Make `apply` use gradients that are already summed over replicas as they are.
+    """Within the block, prevent `apply` from summing gradients over replicas.
 
-    This applies inside the `with` block.
+    The gradients must already be summed.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
 

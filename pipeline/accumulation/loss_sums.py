@@ -367,10 +367,11 @@ def _weighting(
 def _sum_reduction(
     weighted_values: tf.Tensor, micro_batch_examples: tf.Tensor
 ) -> WeightedSum:
-    """Return the sum of a loss with the reduction `sum`, which does not divide.
+    """Return the sum of a loss with the reduction `sum`.
 
-    The weight is 0, as `divide` does not divide by 0. Added up over the micro-batches,
-    it remains 0, while a weight of 1 would become the number of micro-batches.
+    Its weight is 0, so that `divide` returns the sum undivided. Added up over the
+    micro-batches, the weight remains 0, while a weight of 1 would become the number of
+    micro-batches.
     """
     zero = tf.zeros((), weighted_values.dtype)
     return WeightedSum(

@@ -147,7 +147,7 @@ class _Cut:
         return tf.nest.map_structure(leaf_of_slice, self._parts)
 
     def stop(self, start: tf.Tensor) -> tf.Tensor:
-        """Return where the micro-batch that begins at `start` ends."""
+        """Return the end of the micro-batch that begins at `start`; it is exclusive."""
         if self._ends is None:
             return tf.minimum(start + self._micro_batch_size, self.examples)
         with tf.device("CPU:0"):

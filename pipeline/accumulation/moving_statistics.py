@@ -1,17 +1,18 @@
-"""The moving statistics of BatchNormalization, moved once per update.
+"""The moving statistics of BatchNormalization, updated once per effective batch.
 
-They move by the mean and the variance of the effective batch. Each micro-batch k is
-normalized with its own mean μₖ and variance σₖ². If each of the K micro-batches moved
-the moving statistics, they would move K times as fast and miss the variance between the
-μₖ. With wₖ values in micro-batch k, the effective batch has
+They are updated with the mean and the variance of the effective batch. Each micro-batch
+k is normalized with its own mean μₖ and variance σₖ². If each of the K micro-batches
+updated the moving statistics, these would change K times as fast and miss the variance
+between the μₖ. With wₖ values in micro-batch k, the effective batch has
 
     μ = Σ wₖμₖ / Σ wₖ        σ² = Σ wₖσₖ² / Σ wₖ + Σ wₖ(μₖ − μ)² / Σ wₖ
 
 Both are computed from the steps that each micro-batch alone would have made,
 dₖ = (1 − m)(μₖ − old) for the moving mean, where m is the layer's momentum. The
-variance of the μₖ is (Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)²) / (1 − m)², and it moves the
-moving variance by 1 − m times itself. The sums are in float64: before the statistics
-have converged, all dₖ are nearly equal, and float32 would lose their differences.
+variance of the μₖ is (Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)²) / (1 − m)². The moving
+variance changes by 1 − m times this variance. The sums are in float64: before the
+statistics have converged, all dₖ are nearly equal, and float32 would lose their
+differences.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ StatisticsSteps = tuple[tuple[StatisticsStep, ...], ...]
 
 
 def normalizing_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
-    """Return the layers whose moving statistics can move by the effective batch."""
+    """Return the layers whose statistics can be updated once per effective batch."""
     return [layer for layer in layers_of(model) if _is_normalizing(layer)]
 
 
@@ -73,7 +74,7 @@ def statistics_held(
 
 
 def assign_moving_statistics(model: keras.Model, steps: StatisticsSteps) -> None:
-    """Move the moving statistics once, by the sums of steps over an effective batch.
+    """Update the moving statistics once, from the sums of steps over a batch.
 
     Call this in the cross-replica context.
     """
@@ -100,7 +101,7 @@ def _assign_statistics(
             mean_square = step.weighted_square_of_mean_step / weight
             variance_of_steps = mean_square - tf.square(mean_step)
             # The variance of the means is `variance_of_steps` / rate². The moving
-            # variance moves by rate times that.
+            # variance changes by `rate` times this variance.
             step_by_means = tf.maximum(variance_of_steps, 0) / rate
         else:
             step_by_means = tf.zeros_like(mean_step)
@@ -123,7 +124,7 @@ def _call(
         inputs: tf.Tensor, training: Any = None, mask: tf.Tensor | None = None
     ) -> tf.Tensor:
         keras_call = keras.layers.BatchNormalization.call
-        # In a layer's own loop, let Keras move the statistics: the steps could not be
+        # In a layer's own loop, let Keras update the statistics: the steps could not be
         # returned from the loop.
         if not training or not layer.trainable or graph() is not traced_graph:
             return keras_call(layer, inputs, training=training, mask=mask)

@@ -68,7 +68,7 @@ class Objective:
 
     @property
     def over_batch(self) -> bool:
-        """Whether the losses are over the effective batch."""
+        """Whether the losses are computed over the whole effective batch."""
         return self.loss_over == "effective_batch"
 
     @classmethod
@@ -77,7 +77,7 @@ class Objective:
     ) -> Objective:
         """Return `loss` if it is an objective, else an objective with this loss only.
 
-        If `loss_over` is not None, it replaces the attribute of the objective.
+        If `loss_over` is not None, it replaces the objective's attribute `loss_over`.
         """
         objective = loss if isinstance(loss, Objective) else cls(loss)
         if loss_over is None:
@@ -87,7 +87,7 @@ class Objective:
     def of_micro_batch(self) -> Objective:
         """Return the objective for a single micro-batch.
 
-        If the losses are over the effective batch, the result has no loss, so that only
+        If `over_batch` is true, the result has no loss, so that only
         the losses that the model adds are minimized.
         """
         if self.over_batch:
@@ -97,7 +97,10 @@ class Objective:
     def terms(
         self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None
     ) -> list[Term]:
-        """Return the parts of the loss in the order of the outputs, as `compile` does.
+        """Return the terms of the loss, in the order of the outputs.
+
+        The losses, labels and weights take the same forms as in Keras' `compile` and
+        `fit`.
 
         Args:
             y: labels; those of outputs without a loss are ignored.

@@ -184,7 +184,8 @@ def output_gradients(
     """Return the losses over the batch, and the output gradients of their sum.
 
     There is one gradient per tensor of `differentiable(batch.outputs)`, in this order.
-    `scale_loss` is included. The gradient is None if no loss depends on the tensor.
+    If `scale_loss` is given, the gradients are those of the scaled loss. A gradient is
+    None if no loss depends on the tensor.
     """
     sources = differentiable(batch.outputs)
     with tf.GradientTape() as tape:

@@ -103,7 +103,8 @@ def drawn(
 
     Args:
         noisy: the layers; see `noisy_layers`.
-        keys: one seed per layer for this update, see `keys_of`, or the key of the seed.
+        keys: one seed per layer for this update (see `keys_of`), or the key of
+            the seed.
         position: position of the micro-batch's first example in the effective batch.
         examples: number of examples in the micro-batch.
         jit_compile: whether XLA compiles the calls.
@@ -291,7 +292,10 @@ def _sizes(x: tf.Tensor, shape: Sequence[int | None]) -> list[Any]:
 
 
 def _noise_shape(layer: keras.Layer, x: tf.Tensor) -> Sequence[int | None]:
-    """Return the shape of a dropout layer's noise; None stands for the size in `x`."""
+    """Return the shape of a dropout layer's noise.
+
+    None means that the axis has the same size as in `x`.
+    """
     rank = x.shape.rank
     if isinstance(layer, _SPATIAL):
         # All elements of a channel share the noise.

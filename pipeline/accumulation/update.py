@@ -39,7 +39,8 @@ from .objective import Losses, Objective
 from .same_noise import keys_of, noisy_layers
 from .xla import check_jit_compile, compiled_by_xla
 
-# Values of `xla_scope`: XLA compiles the passes alone, or the optimizer's step as well.
+# Values of `xla_scope`. `step`: XLA compiles the forward and backward passes. `apply`:
+# it also compiles the optimizer's step.
 SCOPES = ("step", "apply")
 
 
@@ -80,7 +81,7 @@ class Update:
             this is done only with Keras' Adam and AdamW, without `amsgrad`. The
             attribute `apply_compiled` holds the decision.
         fused_attention: whether compiled passes compute attention with cuDNN where this
-            is possible, see `attention_fused`. This needs an NVIDIA GPU of the Hopper
+            is possible; see `attention_fused`. This needs an NVIDIA GPU of the Hopper
             generation, and is not deterministic.
         reductions_ready: a variable that counts the reductions for which this process
             had its summands ready. It is needed only with several processes.

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-# The floating-point types that cuDNN supports, and XLA's names for them.
+# The floating-point types that cuDNN's fused attention supports here, with XLA's names
+# for them.
 ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 # The axes of a product of two tensors: the contracted axis of the left and of the right

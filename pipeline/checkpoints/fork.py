@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # only for annotations: importing these modules takes seconds
     from pipeline.training.recorder import Recorder
 
 _KEY = "start.run"  # config key, for errors
-# Tags: the other run, and the update of its checkpoint with which this run began.
+# Tags of a forked run: the run that it was forked from (its ID, or its directory if it
+# has no ID), and the update of the checkpoint.
 RUN_TAG = "start.run"
 UPDATE_TAG = "start.update"
 
@@ -187,7 +188,7 @@ def named(
 
     Args:
         text: `RUN` or `RUN@UPDATE`.
-        key: the argument that an error names.
+        key: the config key or argument that an error names.
         excluding: a run directory to skip.
         updates_done: the number of updates in the checkpoint; it overrides `UPDATE`. If
             neither is given, the newest intact checkpoint is returned, other than that

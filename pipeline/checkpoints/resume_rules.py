@@ -84,7 +84,7 @@ class Continuation:
         If the run ended before its dataset was recorded, nothing is checked.
 
         Args:
-            dataset: the record of the current dataset, see `provenance.dataset`.
+            dataset: the record of the current dataset; see `provenance.dataset`.
 
         Raises:
             ConfigError: the dataset differs from the run's record of its dataset, or

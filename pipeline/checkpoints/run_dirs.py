@@ -33,7 +33,7 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
 
     Args:
         start: a run directory, or the start of the ID of its run in MLflow.
-        key: the argument that an error names.
+        key: the config key or argument that an error names.
         excluding: a run directory to skip. Its journal is not opened, since closing the
             journal would release this process's lock.
 

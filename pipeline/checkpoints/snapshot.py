@@ -81,7 +81,7 @@ class Snapshot:
 
     Attributes:
         arrays: the arrays, by name.
-        values: the JSON values, see `_VALUES` in `pipeline.checkpoints.files`.
+        values: the JSON values; see `_VALUES` in `pipeline.checkpoints.files`.
     """
 
     arrays: dict[str, np.ndarray]
@@ -127,7 +127,7 @@ def read_arrays(folder: Path, specs: Sequence[Any]) -> dict[str, np.ndarray]:
 
     Args:
         folder: the folder in which `Snapshot.write_arrays` wrote the arrays.
-        specs: name, shape and dtype of each array, see `Snapshot.specs`.
+        specs: name, shape and dtype of each array; see `Snapshot.specs`.
     """
     variables = []
     with tf.device("CPU:0"):

@@ -199,8 +199,8 @@ def _recorded_overrides(
         ConfigError: no sweep or several sweeps match, the sweep has another name, or
             its record is not trusted.
     """
-    # Compose only with the overrides for the store and the data, as swept values would
-    # give several configs.
+    # Compose only with the overrides for the store, the trust settings and the data:
+    # swept values would give several configs.
     keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")
     place = [text for text in rest if text.startswith(keys_of_place)]
     config = compose.composed([*file, *place])

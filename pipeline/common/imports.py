@@ -29,7 +29,7 @@ _PATIENCE = 30.0  # seconds to wait for the output of a program
 def without_chatter() -> Iterator[None]:
     """Within the block, suppress the notices that TensorFlow's libraries print.
 
-    Other lines on standard error are printed when the block ends, see `say`. If
+    Other lines on standard error are printed when the block ends; see `say`. If
     TensorFlow is first imported in the block, its objects are excluded from garbage
     collection, as each collection would take 0.2 s longer.
     """

@@ -49,7 +49,8 @@ from pipeline.dataset.stream import Stream, digest
 from pipeline.tracking import provenance
 from pipeline.training.evaluator import Best
 
-# Receives the record of the data, see `provenance.dataset`; raises to reject it.
+# Receives the record of the data (see `provenance.dataset`), and raises an error to
+# reject the data.
 CheckDataset = Callable[[dict[str, Any]], None]
 
 
@@ -151,7 +152,7 @@ class Parts:
 
     @cached_property  # Trace only once: each trace may draw another seed.
     def forward(self) -> internals.Forward:
-        """Return the noise and the assigned variables of a forward pass in training."""
+        """The side effects of a forward pass in training; see `Forward`."""
         return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def assigned_by_forward(self) -> list[tf.Variable]:

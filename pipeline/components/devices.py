@@ -44,7 +44,8 @@ class Devices:
         """Return whether `number` is the same on all workers. All of them must call it.
 
         Args:
-            number: an integer of up to 24 bits; larger ones would overflow the sums.
+            number: an integer of up to 24 bits; larger ones could overflow the
+                sums of squares.
         """
         # N·Σv² = (Σv)² holds only if all N values v are equal.
         replicas = self.strategy.num_replicas_in_sync
@@ -52,7 +53,7 @@ class Devices:
 
     @cached_property
     def _sum(self) -> Callable[[int], int]:
-        """Return a function that sums an integer over all replicas.
+        """A function that sums an integer over all replicas.
 
         The replicas of a worker all contribute the worker's integer.
         """

@@ -67,8 +67,9 @@ def checkpoints(
 ) -> Checkpoints:
     """Return the checkpoints in a run directory.
 
-    `training.checkpoint_every` decides when a checkpoint is written. Without a journal,
-    none is written. Only the chief has a journal.
+    `training.checkpoint_every` sets how often a checkpoint is written; the checkpoint
+    of the best evaluation is written in addition. Without a journal, no checkpoint is
+    written. Only the chief has a journal.
     """
     writes = journal is not None
     every = parts.spec.config.training.checkpoint_every if writes else None

@@ -195,7 +195,7 @@ def _scaled(
     Args:
         schedule: a Keras schedule, or a number.
         spec: the spec of the run.
-        factor: the factor of the learning rate, see `scaling.rate_factor`.
+        factor: the factor of the learning rate; see `scaling.rate_factor`.
         updates: number of updates in the run.
         reference: factor by which the length of a warm-up is multiplied.
 

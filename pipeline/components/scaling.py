@@ -174,7 +174,7 @@ class Scaled(DerivedSchedule):
 
 
 def _surge(batch: float) -> float:
-    """Return 2 / f(B) for the f of the rule `surge`, see `rate_factor`.
+    """Return 2 / f(B), where f is that of the rule `surge` (see `rate_factor`).
 
     `batch` is B/B_n, the batch size in units of `scaling.peak_batch_size`.
     """
@@ -199,7 +199,7 @@ def _decays_weights(optimizer: Any) -> bool:
 def _timescale(
     optimizer: Any, scaling: ScalingConfig, kappa: float
 ) -> dict[str, float]:
-    """Return the arguments that the rule `timescale` changes, see `rescale`.
+    """Return the arguments that the rule `timescale` changes; see `rescale`.
 
     Raises:
         ConfigError: the optimizer has no weight decay.
@@ -212,7 +212,7 @@ def _timescale(
 
 
 def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
-    """Return the arguments that the rule `sde` changes, see `rescale`.
+    """Return the arguments that the rule `sde` changes; see `rescale`.
 
     Raises:
         ConfigError: RMSprop has momentum or is centered, or κ is too large for a β.

@@ -63,12 +63,12 @@ class Cluster:
 
     @property
     def index_on_machine(self) -> int:
-        """Return the number of workers with a lower index on this machine."""
+        """The number of workers with a lower index on this machine."""
         return self._hosts[: self.index].count(self._hosts[self.index])
 
     @property
     def on_machine(self) -> int:
-        """Return the number of workers on this machine."""
+        """The number of workers on this machine."""
         return self._hosts.count(self._hosts[self.index])
 
     @property

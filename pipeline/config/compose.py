@@ -35,10 +35,10 @@ from pipeline.config.session import Session, entered, session
 # Matches an override up to the `~` in `KEY=~/…`. The shell does not expand this `~`,
 # and Hydra's grammar does not allow it.
 _HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")
-# The options of Hydra that `composed` accepts, as they do not run or print anything.
-# A search path may name a large folder, of which Hydra reads these alone, unless a group
-# is nested deeper.
+# Patterns for the configs whose size is checked in a folder of the search path. The
+# folder may be large; Hydra reads only these files, unless a group is nested deeper.
 _CONFIGS_OF_GROUPS = ("*.yaml", "*/*.yaml", "*/*/*.yaml")
+# The options of Hydra that `composed` accepts, as they do not run or print anything.
 _READING = ("overrides", "config_name", "config_path", "config_dir", "run")
 
 
@@ -271,7 +271,7 @@ def _expand_home(config: DictConfig) -> None:
 
 
 def _as_override(message: str) -> str | None:
-    """Return the override for an option that Hydra lacks, such as `--epochs=5`, or None.
+    """Return the override for an option such as `--epochs=5`, or None.
 
     Args:
         message: the message of Hydra's parser.

@@ -33,8 +33,8 @@ class Plan:
         batching: how an effective batch of the first stage is currently cut.
         examples: number of examples per epoch.
         updates: number of updates in the run.
-        before: earlier cuts, each as a pair of the last update with the cut and the cut
-            itself.
+        before: earlier cuts, each as a pair: the last update with this cut, and the
+            cut.
         stages: the stages of the batch-size schedule; empty if there is no schedule.
     """
 
@@ -54,9 +54,9 @@ class Plan:
 
     @property
     def tags(self) -> dict[str, str]:
-        """Return the tags of a run whose micro-batches were halved.
+        """The tags of a run whose micro-batches were halved.
 
-        One has the cuts in words, the other as JSON; `recorded_cuts` reads either.
+        One tag has the cuts in words, the other as JSON; `recorded_cuts` reads both.
         """
         phrases = []
         cuts: list[tuple[int, int | None]] = []
@@ -84,14 +84,14 @@ class Plan:
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
-        """Return the stages. Without a schedule, one stage covers the whole run."""
+        """The stages. Without a schedule, one stage covers the whole run."""
         if self.stages:
             return self.stages
         return (Stage(self.batching.effective_batch_size, self.examples),)
 
     @property
     def changes(self) -> list[tuple[int, int]]:
-        """Return pairs of a number of updates and the effective batch size after them.
+        """Pairs of a number of updates and the effective batch size after them.
 
         The first pair is 0 and the initial size. Each further pair is a change of the
         size. Without a schedule, the list is empty.
@@ -106,12 +106,12 @@ class Plan:
 
     @property
     def updates_per_epoch(self) -> int:
-        """Return the number of updates per epoch in the first stage."""
+        """The number of updates per epoch in the first stage."""
         return self.all_stages[0].in_epoch
 
     @property
     def epochs(self) -> int:
-        """Return the number of epochs in the run, including an incomplete last one."""
+        """The number of epochs in the run, including an incomplete last one."""
         epoch, _ = self.place(self.updates - 1)
         return epoch + 1
 
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def micro_batch_size(self) -> int:
-        """Return the largest number of examples in a micro-batch."""
+        """The largest number of examples in a micro-batch."""
         return self.batching.micro_batch_size
 
     def digest(self, update: int) -> int | None:
@@ -212,7 +212,10 @@ class Plan:
         return steps
 
     def _micro_steps(self, update: int, cut: Batching) -> int:
-        """Return the micro-steps per replica in `update` updates, all cut by `cut`."""
+        """Return the number of micro-steps per replica in the first `update` updates.
+
+        The result is as if `cut` applied to all of these updates.
+        """
 
         def steps_of_batch(examples: int) -> int:
             return ceil_div(ceil_div(examples, cut.replicas), cut.micro_batch_size)

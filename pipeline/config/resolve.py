@@ -74,7 +74,7 @@ class RunSpec:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Return the resolved config for the record, without secrets.
+        """The resolved config for the record, without secrets.
 
         Secrets are masked, and the path of the secret file is null.
         """
@@ -83,17 +83,17 @@ class RunSpec:
 
     @property
     def links(self) -> dict[str, str]:
-        """Return the links between config keys; see `plain.links`."""
+        """The links between config keys; see `plain.links`."""
         return plain.links(self._composed)
 
     @property
     def searches(self) -> bool:
-        """Return whether the micro-batch size must still be searched for."""
+        """Whether the micro-batch size must still be searched for."""
         return self.config.accumulation.micro_batch_size in sizes.SEARCHED
 
     @property
     def largest(self) -> Batching:
-        """Return how the largest effective batch of the run is cut."""
+        """The cut of the largest effective batch of the run."""
         first = self.batching.effective_batch_size
         size = stages.largest(self.resolved["accumulation"], first)
         if size == first:
@@ -102,12 +102,12 @@ class RunSpec:
 
     @property
     def same_noise(self) -> bool:
-        """Return whether layers that support it draw the same noise for every cut."""
+        """Whether layers that support it draw the same noise for every cut."""
         return self.config.accumulation.same_noise is not False
 
     @property
     def workers_on_machine(self) -> int:
-        """Return the number of the run's workers on this machine."""
+        """The number of the run's workers on this machine."""
         return 1 if self.workers is None else self.workers.on_machine
 
     def at_largest(self) -> RunSpec:

@@ -47,7 +47,7 @@ class Batching:
 
     @property
     def share(self) -> int:
-        """Return the maximum number of examples per effective batch on one replica.
+        """The maximum number of examples per effective batch on one replica.
 
         A micro-batch cannot be larger.
         """
@@ -271,7 +271,7 @@ def batching(
     batched: bool = False,
     most: int = 0,
 ) -> Batching:
-    """Return how the first effective batch of a run is cut.
+    """Return the cut of the first effective batch of a run.
 
     If the micro-batch size must still be searched for, the largest possible size is
     assumed, which is the share of one replica.

@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
     @property
     def in_epoch(self) -> int:
-        """Return the number of updates per epoch in this stage."""
+        """The number of updates per epoch in this stage."""
         return -(-(self.examples - self.first) // self.size)
 
     def place(self, done: int) -> tuple[int, int, int]:

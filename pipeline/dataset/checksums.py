@@ -146,11 +146,12 @@ class DataFiles:
     def _first_changed(self, paths: Sequence[Path]) -> Path | None:
         """Return the first file that has changed since this object was created.
 
-        A file has changed if its size or date differs. If its checksum is known, the
-        checksum must differ too.
+        A file has changed if its size or modification time differs and, if its checksum
+        is known, that differs, too. Files that cannot be accessed are skipped. Return
+        None if no file has changed.
         """
         for path in paths:
-            # Ignore a deleted file.
+            # Skip a file that cannot be accessed, such as a deleted one.
             with suppress(OSError):
                 before = self._states.get(path)
                 if before is None or _file_state(path).looks_like(before):

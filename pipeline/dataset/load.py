@@ -196,7 +196,7 @@ def from_tfds(  # noqa: PLR0913  keys of the config
     """Load a TFDS dataset by its name or its builder.
 
     Args:
-        name: name of the dataset in TFDS, see `tfds.builder`.
+        name: name of the dataset in TFDS; see `tfds.builder`.
         data_dir: folder of TFDS datasets, or None for the default of TFDS.
         download: whether to download and prepare the dataset if it is missing.
         train_split, validation_split, test_split: names of the splits in TFDS, or
@@ -321,7 +321,7 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
 
 
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:
-    """Check a split; return it as a dataset of tuples, see `_as_parts`.
+    """Check a split; return it as a dataset of tuples; see `_as_parts`.
 
     Raises:
         ConfigError: the split is not a dataset of single examples, or its number of

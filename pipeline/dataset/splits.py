@@ -81,7 +81,7 @@ class Data:
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
-        """Return the splits that are not None, by their names."""
+        """The splits that are not None, by their names."""
         splits = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in splits.items() if split is not None}
 
@@ -100,7 +100,7 @@ class Data:
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:
-        """Return the shape of the input of one example, or None if it is a nest."""
+        """The shape of the input of one example, or None if it is a nest."""
         spec = self.train.element_spec[0]
         if not isinstance(spec, tf.TypeSpec):
             return None
@@ -108,5 +108,5 @@ class Data:
 
     @property
     def examples(self) -> int:
-        """Return the number of examples in the training split."""
+        """The number of examples in the training split."""
         return int(self.train.cardinality())

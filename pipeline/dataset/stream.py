@@ -95,7 +95,7 @@ class Loader:
         Raises:
             DataError: a batch cannot be read. The error gives its number and, if the
                 source has `file_paths`, the first file that is not an image.
-            ConfigError: a batch has a wrong form, see `_checked`.
+            ConfigError: a batch has a wrong form; see `_checked`.
         """
         for number in itertools.count():
             try:

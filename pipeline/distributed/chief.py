@@ -86,7 +86,7 @@ class Chief(AbstractContextManager["Chief"]):
             spec: the spec of the run.
             run_dir: the directory of the run; the workers' logs are in its folder
                 `workers`.
-            task: dotted name of the function that the workers call, see `worker.run`.
+            task: dotted name of the function that the workers call; see `worker.run`.
         """
         if self._server is None or not self._server.cluster.started:
             return

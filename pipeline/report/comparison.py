@@ -139,22 +139,22 @@ class SweepResult:
 
     @property
     def branches(self) -> bool:
-        """Return whether the jobs are the branches of `pipeline critical`."""
+        """Whether the jobs are the branches of `pipeline critical`."""
         if self.name != CRITICAL:
             return False
         return any("start.update" in job.tags for job in self.jobs)
 
     @property
     def groups(self) -> dict[str, list[JobResult]]:
-        """Return the jobs by group. The jobs of a group differ only in the seed."""
+        """The jobs by group. The jobs of a group differ only in the seed."""
         return by_group(self.jobs)
 
     @cached_property
     def axes(self) -> list[str]:
-        """Return the swept keys over which results are plotted.
+        """The swept keys over which results are plotted.
 
         These are `factor` and `batch` if they vary, then all other varied keys except
-        the seed and those in `SIZES`. If no such key varies, return only `group`.
+        the seed and those in `SIZES`. If no such key varies, this is only `group`.
         """
         keys = {"factor": None, "batch": None}
         for job in self.jobs:
@@ -166,7 +166,7 @@ class SweepResult:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Return the names of the losses, then those of the user's metrics.
+        """The names of the losses, then those of the user's metrics.
 
         The user's metrics are the validation metrics, or the training metrics if there
         are no validation metrics.
@@ -192,7 +192,7 @@ class SweepResult:
 
     @property
     def quality(self) -> str | None:
-        """Return the metric that ranks the jobs, or None if there are no metrics.
+        """The metric that ranks the jobs, or None if there are no metrics.
 
         It is the first metric that is not a loss, or the last loss if all are losses.
         """
@@ -217,7 +217,7 @@ class SweepResult:
 
     @cached_property
     def ends(self) -> dict[str, Spread]:
-        """Return the spread of the final values of `quality`, by group.
+        """The spread of the final values of `quality`, by group.
 
         A group is left out if none of its finished jobs has a finite final value.
         """
@@ -232,7 +232,7 @@ class SweepResult:
 
     @cached_property
     def end_values(self) -> dict[str, Values]:
-        """Return the final value of `quality` for each seed, by group.
+        """The final value of `quality` for each seed, by group.
 
         A group is left out if none of its finished jobs has a finite final value.
         """
@@ -279,7 +279,7 @@ class SweepResult:
 
     @cached_property
     def window(self) -> int:
-        """Return the number of examples over which training metrics are averaged.
+        """The number of examples over which training metrics are averaged.
 
         It is the share `WINDOW` of the examples in the shortest comparable run, but at
         least the largest batch of the sweep.
@@ -332,12 +332,13 @@ class SweepResult:
 
     @cached_property
     def target(self) -> TargetLoss | None:
-        """Return the target loss: the lowest loss that all finished jobs reach.
+        """The target loss: the lowest loss that all finished jobs reach.
 
         If no job has finished, the running jobs are used. If the loss that all jobs
         reach is less than `PROGRESS` of the way down, for example because a job
-        diverged, the target is the lowest loss that half of them reach. Return None for
-        the branches of `pipeline critical`, or if no loss was logged or has fallen.
+        diverged, the target is the lowest loss that half of them reach. The target is
+        None for the branches of `pipeline critical`, or if no loss was logged or has
+        fallen.
         """
         # Branches have no target: their examples are counted from the start of the run
         # from which they branch off.
@@ -348,7 +349,7 @@ class SweepResult:
 
     @cached_property
     def judged_loss(self) -> str | None:
-        """Return the loss metric by which jobs are compared during training.
+        """The loss metric by which jobs are compared during training.
 
         It is the validation loss if at least one judged job logged it, and all jobs
         that logged it have at least `EVALUATIONS` points. Otherwise, it is the training

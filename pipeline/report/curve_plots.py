@@ -21,8 +21,8 @@ from pipeline.report.statistics import Array
 
 POINTS = 600  # maximum points per curve; a longer curve is plotted as means
 FEW_POINTS = 30  # A curve with fewer points has markers.
-# The axis of a cost or of the noise scale is logarithmic if the largest value is more
-# than this many times the smallest one.
+# An axis is logarithmic if lower values of the metric are better, or it is the noise
+# scale, and the largest value is more than this many times the smallest one.
 FALLS = 20.0
 
 # The axes of `AXES` against which a metric is plotted, with the captions of the plots.
@@ -108,7 +108,7 @@ def _group_traces(
     """Return the curve of a group.
 
     If several jobs have the metric, return a faint curve for each of them, then the
-    mean curve of those that are comparable, see `comparable_jobs`.
+    mean curve of those that are comparable; see `comparable_jobs`.
     """
     traces = []
     for job in jobs_with(jobs, metric):
@@ -174,8 +174,8 @@ def _mean_curve(jobs: Sequence[JobResult], metric: str, along: str) -> _Points:
 def _has_log_axis(sweep: SweepResult, metric: str, traces: list[Trace]) -> bool:
     """Return whether the values call for a logarithmic axis.
 
-    They do if the metric is a cost or the noise scale, and all values are positive and
-    vary by more than a factor of `FALLS`.
+    They do if lower values of the metric are better, or it is the noise scale, and all
+    values are positive and vary by more than a factor of `FALLS`.
     """
     if metric == LEARNING_RATE:
         return False

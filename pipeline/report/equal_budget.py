@@ -22,7 +22,7 @@ from pipeline.report.statistics import joined, number
 BUDGETS = {"seconds": "time", "examples": "examples"}
 
 # The maximum number of additional seeds per group that a report recommends. If a
-# verdict would need more, the state is `same`.
+# verdict would need more, `BudgetContrast.state` is `same`.
 MOST_ADDED_SEEDS = 10
 
 
@@ -80,7 +80,7 @@ class BudgetContrast:
 
     @property
     def better(self) -> Setting:
-        """Return the recommended setting; valid only if the contrast is decided."""
+        """The recommended setting; valid only if the contrast is decided."""
         if self.state == "pays":
             return self.other
         return self.base
@@ -228,7 +228,7 @@ def _more_seeds(
     """Predict the number of additional seeds per group that a verdict needs.
 
     The prediction assumes that means and deviations do not change. It counts the later
-    verdict as one more look at the data, see `chance_of_look`.
+    verdict as one more look at the data; see `chance_of_look`.
 
     Returns:
         The number of seeds, or 0 if more than `MOST_ADDED_SEEDS` are needed. If the

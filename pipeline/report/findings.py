@@ -139,7 +139,7 @@ class TrajectoryPair:
 
     @property
     def first(self) -> float:
-        """Return the difference at the first update that both jobs logged."""
+        """The difference at the first update that both jobs logged."""
         return float(self.curve.values[0])
 
 
@@ -249,18 +249,18 @@ class PairDifferences:
 
     @property
     def first(self) -> float:
-        """Return the maximum of `TrajectoryPair.first` over all pairs."""
+        """The maximum of `TrajectoryPair.first` over all pairs."""
         return max(pair.first for pair in self.pairs)
 
     @property
     def largest_at(self) -> int:
-        """Return the update at which the worst pair differs most."""
+        """The update at which the worst pair differs most."""
         curve = self.worst.curve
         return int(curve.steps[curve.values.argmax()])
 
     @property
     def first_update_above(self) -> dict[str, int | None]:
-        """Return, for each of `LEVELS`, the first update at which a pair exceeds it.
+        """The first update at which a pair exceeds each of `LEVELS`.
 
         The update is None if no pair does.
         """
@@ -276,12 +276,12 @@ class PairDifferences:
 
     @property
     def parted(self) -> list[TrajectoryPair]:
-        """Return the pairs whose differences are not all explained by rounding."""
+        """The pairs whose differences are not all explained by rounding."""
         return [pair for pair in self.pairs if not _is_rounding(pair)]
 
     @property
     def more_than_rounding(self) -> list[TrajectoryPair]:
-        """Return the parted pairs whose difference must have another cause.
+        """The parted pairs whose difference must have another cause.
 
         These already exceed the rounding bound at update 1, before training can have
         amplified anything. Pairs not logged at update 1 are left out.

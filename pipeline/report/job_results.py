@@ -65,15 +65,15 @@ class JobResult:
 
     @property
     def seed(self) -> str | None:
-        """Return the seed in the job's name, or else the recorded seed.
+        """The seed in the job's name, or else the recorded seed.
 
-        Return None if there is neither.
+        It is None if there is neither.
         """
         return dict(self.settings).get("seed") or self.params.get("seed")
 
     @property
     def group(self) -> str:
-        """Return the name without the seed, or `all jobs` if nothing is left.
+        """The name without the seed, or `all jobs` if nothing is left.
 
         The jobs of a group differ only in the seed.
         """
@@ -81,7 +81,7 @@ class JobResult:
 
     @property
     def family(self) -> str:
-        """Return the name without seed and batch sizes.
+        """The name without seed and batch sizes.
 
         The jobs of a family differ only in seed and batch sizes, so they show the
         effect of the accumulation factor and of the batch.
@@ -90,7 +90,7 @@ class JobResult:
 
     @property
     def recipe(self) -> str:
-        """Return the name without seed, batch sizes and learning rate.
+        """The name without seed, batch sizes and learning rate.
 
         The jobs of a recipe may differ in the learning rate, since the best rate may
         depend on the batch.
@@ -104,7 +104,7 @@ class JobResult:
 
     @cached_property
     def settings(self) -> list[tuple[str, str]]:
-        """Return the keys and values in the name, such as `("rate", "0.1")`."""
+        """The keys and values in the name, such as `("rate", "0.1")`."""
         # Drop the ending `#2` that distinguishes jobs with equal settings, so that they
         # count as repetitions.
         name = re.sub(r" #\d+$", "", self.name)
@@ -148,11 +148,11 @@ class JobResult:
 
     @cached_property
     def seconds(self) -> Curve | None:
-        """Return the cumulative time spent in updates.
+        """The cumulative time spent in updates.
 
         The time excludes evaluation, checkpoints and start-up. The first update, which
-        includes tracing, counts with the median time of the later updates. Return None
-        if no update times were logged.
+        includes tracing, counts with the median time of the later updates. The
+        result is None if no update times were logged.
         """
         curve = self.curves.get(UPDATE_SECONDS)
         if curve is None:
@@ -185,12 +185,12 @@ class JobResult:
 
     @property
     def horizon(self) -> float:
-        """Return the number of examples seen at the end, or NaN if not logged."""
+        """The number of examples seen at the end, or NaN if not logged."""
         return self.last(EXAMPLES_SEEN)
 
     @property
     def peak_rate(self) -> float:
-        """Return the largest logged learning rate, or NaN if none was logged."""
+        """The largest logged learning rate, or NaN if none was logged."""
         curve = self.curves.get(LEARNING_RATE)
         if curve is None:
             return math.nan

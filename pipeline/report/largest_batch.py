@@ -51,24 +51,24 @@ class BatchCosts:
 
     @property
     def prefix(self) -> str:
-        """Return the beginning of a sentence about the family, which may be empty."""
+        """The beginning of a sentence about the family, which may be empty."""
         if not self.family:
             return ""
         return f"{self.family}: "
 
     @property
     def updates(self) -> dict[int, float]:
-        """Return the number of updates to the target, by batch."""
+        """The number of updates to the target, by batch."""
         return {batch: cost.mean / batch for batch, cost in self.examples.items()}
 
     @property
     def cheapest(self) -> int:
-        """Return the batch that needed the fewest examples to reach the target."""
+        """The batch that needed the fewest examples to reach the target."""
         return min(self.examples, key=lambda batch: self.examples[batch].mean)
 
     @property
     def ratios(self) -> dict[int, float]:
-        """Return the examples to the target relative to `cheapest`, by batch."""
+        """The examples to the target relative to `cheapest`, by batch."""
         fewest = self.examples[self.cheapest].mean
         return {batch: cost.mean / fewest for batch, cost in self.examples.items()}
 
@@ -177,7 +177,7 @@ def interval_of_largest(costs: BatchCosts) -> tuple[int, int]:
     A batch B pays if, for every other batch b, the ratio of the examples of B to those
     of b is at most a limit. The limit is `PAYS`, or B / b if that is less and b < B:
     then B needs no more updates than b. The interval of each ratio is that of the
-    difference between logarithms, see `seed_differences.difference`.
+    difference between logarithms; see `seed_differences.difference`.
 
     - The upper end is the largest batch that has no ratio significantly above its
       limit. The chance of error is divided among the ratios (Bonferroni; Dunn 1961).

@@ -24,7 +24,7 @@ def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) ->
 
     Nothing is written while the sweep is running. A written verdict over at least two
     seeds counts as a look at the data: it lowers the chance of error that later
-    verdicts with more seeds may have, see `seed_differences.chance_of_look`.
+    verdicts with more seeds may have; see `seed_differences.chance_of_look`.
     """
     verdicts = []
     for finding in findings:
@@ -44,8 +44,9 @@ def with_verdicts(note: str, verdicts: Sequence[SweepFinding]) -> str:
     """Return the description `note` with `verdicts` in place of earlier verdicts.
 
     The headlines are put before the link to the comparison, since MLflow's UI collapses
-    a description to three lines. The full sentences follow as a quotation. If the
-    description does not begin with the link, only the quotation is put first.
+    a description to three lines. The sentences follow as a quotation. Long texts are
+    shortened. If the description does not begin with the link, only the quotation is
+    put first.
     """
     lines = []
     for line in _HEADLINE.sub("", note).split("\n"):

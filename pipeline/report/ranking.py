@@ -90,12 +90,12 @@ class Ranking:
 
     @property
     def lead(self) -> Difference:
-        """Return the difference between the means: the second group minus the best."""
+        """The difference between the means: the second group minus the best."""
         return difference(self.best.values, self.second.values)
 
     @property
     def not_told_apart(self) -> list[str]:
-        """Return the groups whose distance from the best group chance may explain.
+        """The groups whose distance from the best group chance may explain.
 
         Groups that can be compared with the best at only one seed are left out.
         """

@@ -32,19 +32,19 @@ class BatchLosses:
 
     @property
     def means(self) -> Array:
-        """Return the mean over seeds, for each rate."""
+        """The mean loss over the seeds, for each rate."""
         return np.array([losses.mean() for losses in self.seeds])
 
     @property
     def lowest(self) -> int:
-        """Return the index of the rate with the lowest mean loss."""
+        """The index of the rate with the lowest mean loss."""
         return int(np.argmin(self.means))
 
     @property
     def edge(self) -> str | None:
-        """Return `smallest` or `largest` if that rate has the lowest mean loss.
+        """`smallest` or `largest` if that rate has the lowest mean loss.
 
-        Return None if another rate has it.
+        It is None if another rate has the lowest mean loss.
         """
         if self.lowest == 0:
             return "smallest"
@@ -54,7 +54,7 @@ class BatchLosses:
 
     @property
     def near_lowest(self) -> list[Array]:
-        """Return the losses at up to three rates around the lowest mean."""
+        """The losses at up to three rates around the lowest mean."""
         first = max(self.lowest - 1, 0)
         return self.seeds[first : first + 3]
 
@@ -80,21 +80,21 @@ class Drift:
 
     @property
     def edges(self) -> dict[int, str]:
-        """Return `smallest` or `largest` by batch, if that rate has the lowest loss."""
+        """`smallest` or `largest` by batch, if that rate has the lowest loss."""
         return {losses.batch: losses.edge for losses in self.batches if losses.edge}
 
     @property
     def value(self) -> float | None:
-        """Return the measured drift, or None if there is none."""
+        """The measured drift, or None if there is none."""
         if self.slopes is None:
             return None
         return float(self.slopes[0])
 
     @property
     def interval(self) -> list[float] | None:
-        """Return the 95% interval of the drift.
+        """The 95% interval of the drift.
 
-        Return None if there is no drift, or if there are no bootstrap samples.
+        It is None if there is no drift, or if there are no bootstrap samples.
         """
         if self.slopes is None or len(self.slopes) == 1:
             return None
@@ -102,7 +102,7 @@ class Drift:
 
     @property
     def rates(self) -> dict[int, float]:
-        """Return the measured best rate by batch."""
+        """The measured best rate by batch."""
         rates = {}
         for losses, log_rates in zip(self.batches, self.best, strict=True):
             rates[losses.batch] = 2 ** log_rates[0]
@@ -110,7 +110,7 @@ class Drift:
 
     @property
     def stays(self) -> bool:
-        """Return whether there is an interval that includes a drift of 0."""
+        """Whether there is an interval that includes a drift of 0."""
         if self.interval is None:
             return False
         low, high = self.interval
@@ -204,8 +204,8 @@ def _final_loss(sweep: SweepResult, job: JobResult, metric: str) -> float:
 def _drift(recipe: str, batches: list[BatchLosses]) -> Drift:
     """Compute the drift: the slope of log2 of the best rate against log2 of the batch.
 
-    The slope is that of the least-squares line. There is none if the lowest loss of a
-    batch is at its smallest or largest rate.
+    The slope is that of the least-squares line. The result has no slope if the lowest
+    loss of a batch is at its smallest or largest rate.
     """
     best = _best_rates(batches)
     if any(losses.edge for losses in batches):

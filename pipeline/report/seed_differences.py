@@ -72,7 +72,7 @@ class Difference:
 
     @property
     def told_apart(self) -> bool:
-        """Return whether 0 is outside the 95% interval of the difference."""
+        """Whether 0 is outside the 95% interval of the difference."""
         return abs(self.value) > self.half_width() and not self.equal
 
 
@@ -97,8 +97,9 @@ def difference(first: Values, second: Values) -> Difference:
     If the groups have two or more seeds in common, only these seeds are used, as in
     Student's paired test (Student 1908): the half-width of the interval is t · s / √n,
     with the standard deviation s of the n differences and n − 1 degrees of freedom.
-    This holds for any variances of the two groups. Otherwise the error is that of
-    Welch's test, see `statistics.welch`, unless both groups have the same single seed.
+    This holds for any variances of the two groups. Otherwise, unless both
+    groups have the same single seed, the error is that of Welch's test (see
+    `statistics.welch`).
 
     The error is None if a group has a single seed, or if the groups have just two seeds
     in common and both differences are equal. It is also None if no results vary over

@@ -72,7 +72,7 @@ def final_plots(sweep: SweepResult) -> list[Plot]:
 
 
 def target_plots(sweep: SweepResult) -> list[Plot]:
-    """Plot the time to the target and, if the batch varies, examples and updates."""
+    """Plot the time to the target; if the batch varies, also examples and updates."""
     target = sweep.target
     if target is None:
         return []

@@ -153,7 +153,7 @@ class Welch:
 
     @property
     def half_width(self) -> float:
-        """Return half the width of the 95% interval of the difference."""
+        """Half the width of the 95% interval of the difference."""
         return student_quantile(self.freedom, 1 - CHANCE / 2) * self.error
 
 
@@ -241,7 +241,7 @@ class Tradeoff:
 
     @property
     def critical_batch(self) -> float:
-        """Return the critical batch E_min / S_min.
+        """The critical batch E_min / S_min.
 
         It needs twice `fewest_examples`, in twice `fewest_updates`.
         """

@@ -86,7 +86,7 @@ class Report:
 
     @property
     def run_id(self) -> str:
-        """Return the ID of the sweep's parent run."""
+        """The ID of the sweep's parent run."""
         return self.sweep.run_id
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ def report(arguments: Sequence[str]) -> int:
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
     """Write the report of a sweep, log it to the parent run, and print its findings.
 
-    Verdicts are also recorded in the parent run, see `parent_verdict.record`. For the
+    Verdicts are also recorded in the parent run; see `parent_verdict.record`. For the
     arguments, see `write`.
     """
     store = ForeignStore.open(uri, allow)

@@ -43,7 +43,7 @@ class Point:
 
     @property
     def relative_difference(self) -> float:
-        """Return |new − old| / max(|old|, |new|).
+        """The relative difference |new − old| / max(|old|, |new|).
 
         It is 0 for two equal values or two NaNs. Otherwise it is infinite if a value is
         missing or is not finite.
@@ -158,7 +158,7 @@ def compare_runs(
     """Compare two runs in MLflow.
 
     Args:
-        client: MLflow's client of the store.
+        client: an MLflow client for the store.
         old: the recorded run.
         new: the rerun.
         validation_examples: the size of the validation split, or None if it is unknown.
@@ -337,7 +337,7 @@ def _count(share: float, examples: float) -> int | None:
 
 
 def _history(client: Any, run: Any) -> History:
-    """Return all points of a run under `train/` and `val/`."""
+    """Return the values by step of each metric of a run under `train/` or `val/`."""
     history = {}
     for metric in sorted(run.data.metrics):
         if metric.startswith(("train/", "val/")):

@@ -315,7 +315,7 @@ def _is_in_tf32(new: Any) -> bool:
 def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     """Rerun all jobs of a sweep, one after the other, each in a process of its own.
 
-    Return the exit status, see `_worst`.
+    Return the exit status; see `_worst`.
 
     Raises:
         ConfigError: no sweep or several sweeps match, or the sweep has no runs.

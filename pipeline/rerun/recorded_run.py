@@ -67,17 +67,17 @@ class RecordedRun:
 
     @property
     def run_dir(self) -> str:
-        """Return the run directory of the recorded run, or "" if it is not known."""
+        """The run directory of the recorded run, or "" if it is not known."""
         return str(self.environment.get("run_dir") or "")
 
     @property
     def data_dir(self) -> str | None:
-        """Return the data directory of the recorded run, or None if it is not known."""
+        """The data directory of the recorded run, or None if it is not known."""
         return _text_or_none(self._group("dataset").get("data_dir"))
 
     @property
     def experiment(self) -> str | None:
-        """Return the experiment of the recorded run, or None if it is not known."""
+        """The experiment of the recorded run, or None if it is not known."""
         return _text_or_none(self._group("tracking").get("experiment"))
 
     def is_in_tf32(self) -> bool:
@@ -123,7 +123,7 @@ class RecordedRun:
         """Reject a record of an unknown schema; print a message for an older schema.
 
         Schemas 0 to 2 need no conversion, since the defaults of new keys keep the
-        earlier behavior. In schema 3, two keys were renamed, see `former_names`.
+        earlier behavior. In schema 3, two keys were renamed; see `former_names`.
         """
         version = self.config.get("schema", 0)
         if type(version) is not int or not 0 <= version <= schema.SCHEMA:

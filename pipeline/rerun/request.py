@@ -42,7 +42,7 @@ class Request:
 
     @property
     def own_config_options(self) -> list[str]:
-        """Return the options of Hydra that select the user's own config."""
+        """The options of Hydra that select the user's own config."""
         options = []
         if self.config_dir:
             options += ["--config-dir", self.config_dir]
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def changes(self) -> list[str]:
-        """Return the overrides that change what the run computes, not where it runs."""
+        """The overrides that change what the run computes, not where it runs."""
         changes = []
         for override in self.overrides:
             key = override.lstrip("+~").partition("=")[0]
@@ -62,14 +62,14 @@ class Request:
 
     @property
     def own_folders(self) -> list[str]:
-        """Return the user's own folders with config groups."""
+        """The user's own folders with config groups."""
         if not self.config_dir:
             return []
         return [str(Path(self.config_dir).absolute())]
 
     @cached_property
     def parsed_overrides(self) -> list[Override]:
-        """Return the overrides as parsed by Hydra.
+        """The overrides as parsed by Hydra.
 
         Raises:
             ConfigError: an override does not follow Hydra's grammar.
@@ -79,7 +79,7 @@ class Request:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Return the values of the overrides by key or config group."""
+        """The values of the overrides by key or config group."""
         values = {}
         for override in self.parsed_overrides:
             values[override.key_or_group] = override.value()
@@ -87,13 +87,13 @@ class Request:
 
     @cached_property
     def groups(self) -> set[str]:
-        """Return the config groups whose option is selected, as in `optimizer=lion`."""
+        """The config groups whose option is selected, as in `optimizer=lion`."""
         groups = hydra_errors.groups(self._folders)
         return {group for group in groups if isinstance(self.values.get(group), str)}
 
     @property
     def deleted(self) -> set[str]:
-        """Return the keys and groups that an override deletes."""
+        """The keys and groups that an override deletes."""
         deleted = [
             override for override in self.parsed_overrides if override.is_delete()
         ]
@@ -101,7 +101,7 @@ class Request:
 
     @cached_property
     def run_dir(self) -> Path:
-        """Return the run directory of the rerun.
+        """The run directory of the rerun.
 
         For a sweep, each job gets its own folder in this directory.
 
@@ -139,7 +139,7 @@ class Request:
 
     @property
     def _folders(self) -> list[str]:
-        """Return the folders with config groups: the package's, then the user's own."""
+        """The folders with config groups: the package's, then the user's own."""
         return [compose.directory(), *self.own_folders]
 
 

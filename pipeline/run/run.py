@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # Importing these takes seconds; do it while the store opens.
     from pipeline.dataset.checksums import DataFiles
     from pipeline.training.recorder import Recorder
 
-# Called with the record of the data, see `provenance.dataset`. It raises an error to
+# Receives the record of the data (see `provenance.dataset`), and raises an error to
 # reject the data.
 CheckDataset = Callable[[dict[str, Any]], None]
 
@@ -109,8 +109,8 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
-        # Ignore errors of the notification: the workers may be unknown, since the
-        # config or the environment is invalid.
+        # Ignore errors while notifying the workers: their addresses may be unknown,
+        # since the config or the environment is invalid.
         with suppress(Exception):
             if chief.tell_workers(composed.hardware, error):
                 raise SystemExit(2) from None
@@ -379,7 +379,10 @@ class _Closing:
 
 @contextmanager
 def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
-    """Close the run when the block ends, also with an error or an interruption."""
+    """Close the run when the block ends.
+
+    This includes a block that ends with an error or is interrupted.
+    """
     closing = _Closing()
     status = "FINISHED"
     failure = None

@@ -145,7 +145,7 @@ class _RecordedOverride:
     Attributes:
         text: the override as it was recorded.
         parsed: the override as Hydra parses it.
-        alternatives: all values that it may set, see `_alternatives`.
+        alternatives: all values that it may set; see `_alternatives`.
     """
 
     text: str

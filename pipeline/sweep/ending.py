@@ -90,7 +90,7 @@ class JobEndings:
         return {name: self.by_name[name].loss for name in names}
 
     def failure_reasons(self) -> dict[str, str]:
-        """Return why jobs returned no loss, by the job's name."""
+        """Return the reason for each job that returned no loss, by job name."""
         reasons = {}
         for name, ending in self.by_name.items():
             if ending.outcome != Outcome.FINISHED:

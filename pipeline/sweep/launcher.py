@@ -246,7 +246,7 @@ class SweepLauncher(Launcher):
         """Return the backend that runs the jobs of one batch.
 
         Args:
-            sweep: the sweep.
+            sweep: the running sweep that the jobs belong to.
             hardware_of_jobs: the `hardware` group of each job.
         """
 

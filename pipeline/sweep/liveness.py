@@ -42,7 +42,7 @@ def reject_if_alive(
     """Reject a sweep that has given a sign of life in the last `SILENCE_LIMIT` s.
 
     Args:
-        client: MLflow's client of the store.
+        client: an MLflow client for the store.
         stored_parent: MLflow's run of the sweep. Its heartbeats count while it is
             RUNNING.
         running_jobs: the runs of jobs whose signs of life count, too; all are RUNNING.

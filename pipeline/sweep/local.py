@@ -3,7 +3,8 @@
     sweep ─► forkserver of `multiprocessing`, which imports `sweep.warm` ─► jobs
 
 On Linux, jobs are forked from a forkserver that has imported TensorFlow, since the
-import takes most of the time of a small job. Elsewhere each job is a new process.
+import takes most of the time of a small job. Elsewhere, each job starts a new
+Python interpreter.
 """
 
 import contextlib

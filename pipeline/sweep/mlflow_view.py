@@ -188,7 +188,7 @@ def set_colors(client: Any, run_ids: Mapping[str, str]) -> None:
     Jobs that differ only in the seed have the same color.
 
     Args:
-        client: MLflow's client of the store.
+        client: an MLflow client for the store.
         run_ids: the runs' IDs by the job's name. The colors are assigned in this order.
     """
     colors: dict[str, str] = {}  # by the job's name without the seed

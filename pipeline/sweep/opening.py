@@ -201,7 +201,7 @@ def close_dead_jobs(
     """Close the RUNNING runs of a dead sweep's jobs, as KILLED.
 
     Args:
-        client: MLflow's client of the store.
+        client: an MLflow client for the store.
         stored_parent: MLflow's run of the sweep, which stays as it is.
         children: the runs of the sweep's jobs, by the job's name.
 

@@ -28,9 +28,9 @@ from pipeline.sweep.parent_run import set_tag
 # Significant digits of a sampled number. Four are precise enough for a learning rate,
 # and keep the job's name short.
 DIGITS = 4
-# Maximum number of draws per trial. If none of them gives new values, the batch stays
-# smaller. If only one of eight sets of values is left and all are equally probable, 50
-# draws miss it in one of 800 cases.
+# Maximum number of draws per trial. If none of them gives new values, the batch has
+# fewer than `at_once` jobs. If only one of eight sets of values is left and all are
+# equally probable, 50 draws miss it about once in 800 times.
 DRAWS = 50
 
 

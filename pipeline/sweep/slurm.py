@@ -43,8 +43,9 @@ _ENDED_STATES = (
     "OUT_OF_MEMORY",
     _UNLISTED,
 )
-# Prefixes of the variables that Slurm and submitit set in a job. The variables in
-# `_READ_BY_SBATCH` have such a prefix, but `sbatch` needs them to find the controller.
+# Prefixes of the environment variables that Slurm and submitit set in a job. The
+# variables in `_READ_BY_SBATCH` have such a prefix, but `sbatch` needs them to reach
+# the controller and to authenticate.
 _SET_IN_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
 _READ_BY_SBATCH = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 # A job without a result counts as ended once this many polls in a row have found that

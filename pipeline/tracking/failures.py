@@ -34,7 +34,7 @@ _REJECTED = (
     "RESOURCE_ALREADY_EXISTS",
     "INVALID_STATE",
 )
-# Status codes below 500 of temporary failures.
+# HTTP status codes below 500 that indicate a temporary failure.
 _TEMPORARY_STATUS = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 

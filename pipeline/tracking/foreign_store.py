@@ -60,7 +60,7 @@ class ForeignStore:
         return cls(uri, tuple(allowed_places(allow)))
 
     def client(self) -> Any:
-        """Return MLflow's client of the store."""
+        """Return an MLflow client for the store."""
         from mlflow.tracking import MlflowClient
 
         return MlflowClient(self.uri)
@@ -220,7 +220,7 @@ class SweepRecord:
     experiment_id: str
 
     def client(self) -> Any:
-        """Return MLflow's client of the store."""
+        """Return an MLflow client for the store."""
         return ForeignStore(self.uri).client()
 
     def children(self) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class Journal:
         """Wait until the store answers, or until the run is offline.
 
         If the store does not answer, `when_unreachable` decides: the run is refused,
-        this waits for the store without a limit, or the run becomes offline.
+        the call waits without a time limit, or the run goes offline.
 
         Raises:
             ConfigError: the run is refused, or the store cannot be used with this
@@ -250,7 +250,7 @@ class Journal:
 
         Args:
             past: the content of the run's journal.
-            segment: the settings that may have changed, see `provenance.segment`.
+            segment: the settings that may have changed; see `provenance.segment`.
 
         Returns:
             The run's IDs, or None if the run has never been in a store.
@@ -269,7 +269,7 @@ class Journal:
         return ids or past.run
 
     def write(self, line: Line) -> None:
-        """Write one line, see `LineWriter.write`.
+        """Write one line; see `LineWriter.write`.
 
         If the last check was more than `REVIVE` seconds ago, also check the shipper,
         and replace it if it has ended. Each metric may be written only once per step.

@@ -18,7 +18,7 @@ class JournalCursor:
     """Reads the lines of a journal in order, each line once.
 
     The disk of the journal may be full. The lines that are missing in the file then
-    come from the trainer, see `unwritten_lines`.
+    come from the trainer; see `unwritten_lines`.
 
     Args:
         descriptor: the journal.

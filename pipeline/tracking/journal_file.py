@@ -226,7 +226,7 @@ class LineWriter:
         """Write one line; add the current time unless the line has a `time`.
 
         Args:
-            content: the line as a JSON object, see `journal_lines.Line.content`.
+            content: the line as a JSON object; see `journal_lines.Line.content`.
 
         Raises:
             OSError: the file cannot be written, or the disk is full and more than

@@ -30,7 +30,7 @@ from pipeline.common.recorded import FormError, check
 FORMAT = 1  # version of the line format, recorded in the first line
 NOT_LOGGED = "model.not_logged"  # tag of a run: why its model is not in the store
 
-Form = dict[Any, Any]  # the form of a line on disk, see `pipeline.common.recorded`
+Form = dict[Any, Any]  # the form of a line on disk; see `pipeline.common.recorded`
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RunStart:
         system_metrics: whether to sample system metrics.
         gpus: the GPUs of the run, as indices into the visible GPUs. None means all GPUs
             of the machine.
-        segment: the settings of the first segment, see `provenance.segment`.
+        segment: the settings of the first segment; see `provenance.segment`.
     """
 
     format: Any = None
@@ -219,7 +219,7 @@ class Tags(Line):
 
 @dataclass(frozen=True)
 class Artifact(Line):
-    """A file to upload. The uploader checks the name, see `StoredRun`."""
+    """A file to upload. The uploader checks the name; see `StoredRun`."""
 
     artifact: str
 
@@ -229,7 +229,7 @@ class Artifact(Line):
 
 @dataclass(frozen=True)
 class Model(Line):
-    """A model to upload. The uploader checks the ID, see `StoredRun`."""
+    """A model to upload. The uploader checks the ID; see `StoredRun`."""
 
     model: str
 
@@ -259,7 +259,7 @@ class End(Line):
 
 @dataclass(frozen=True)
 class Resume(Line):
-    """The start of another segment, with its settings, see `provenance.segment`."""
+    """The start of another segment, with its settings; see `provenance.segment`."""
 
     resume: Mapping[str, Any]
 

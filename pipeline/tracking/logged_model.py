@@ -49,11 +49,12 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
     about models are silenced, and Keras draws no progress bars.
 
     The result of `mlflow.pyfunc.load_model` makes the same predictions as the model, up
-    to `TOLERANCE`. A model that Keras cannot serialize, such as a subclass without
+    to `TOLERANCE`, or `ROUNDINGS` unit roundoffs of the lowest precision if that is
+    larger. A model that Keras cannot serialize, such as a subclass without
     `get_config`, is saved as a SavedModel, which can only predict.
 
     Args:
-        folder: the folder to create. It appears at once, with all files.
+        folder: the folder to create. It appears atomically, with all its files.
         model: the trained model. Its optimizer is removed.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
         code: files and folders to store with the model; they are importable when the
@@ -129,7 +130,7 @@ def _check_equal(
 
 
 def _copy_at_once(path: str, folder: Path) -> None:
-    """Copy a folder so that the copy appears at once, with all files.
+    """Copy a folder so that the copy appears atomically, with all its files.
 
     The original is not renamed, since it may be on another file system.
     """

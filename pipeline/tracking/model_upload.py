@@ -32,7 +32,7 @@ def ship(
     """Log the model in `folder`, and remove the folder.
 
     Args:
-        client: MLflow's client of the store.
+        client: an MLflow client for the store.
         experiment_id: the experiment of the run.
         run_id: the run.
         folder: the saved model. If it does not exist, the model counts as shipped.

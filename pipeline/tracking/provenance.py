@@ -162,7 +162,7 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
     Args:
         recorded: the environment that a run recorded.
-        now: the environment of this process, see `environment`.
+        now: the environment of this process; see `environment`.
     """
     lines = _different_values(recorded, now)
     trees = {"then": recorded.get("git") or {}, "now": now["git"]}
@@ -189,7 +189,7 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 def _different_values(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference in the machine, the commit or the main packages.
 
-    The packages are those that may affect the results, see `NAMED`.
+    The packages are those that may affect the results; see `NAMED`.
     """
     pairs = {}
     for key in MACHINE:
@@ -335,7 +335,7 @@ def check_dataset(
     of examples are compared.
 
     Args:
-        recorded: the record of the run's data, see `dataset`.
+        recorded: the record of the run's data; see `dataset`.
         now: the record of the current data.
         run_id: the ID of the run, for the error.
 

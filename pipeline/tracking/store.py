@@ -97,7 +97,10 @@ class Store:
                 self._new_database = new.read_bytes()
 
     def client(self) -> MlflowClient:
-        """Return MLflow's client of the store. A new SQLite store is created first."""
+        """Return an MLflow client for the store.
+
+        A new SQLite store is created first.
+        """
         if self.database is not None and self.is_new():
             self.database.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.database}.lock"):
@@ -173,7 +176,7 @@ class Store:
         """Return the run whose tag `journal` has a given value, or None.
 
         All experiments are searched, including deleted ones. A new SQLite store is
-        created first, see `client`.
+        created first; see `client`.
 
         Args:
             journal: the value of the tag.

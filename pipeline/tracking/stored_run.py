@@ -45,7 +45,7 @@ class StoredRun:
 
     Args:
         store: the store that holds the run.
-        client: MLflow's client of the store.
+        client: an MLflow client for the store.
         run_id: the ID of the run.
         experiment_id: the ID of the run's experiment.
         folder: the run directory.

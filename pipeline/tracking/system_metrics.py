@@ -16,7 +16,7 @@ class SystemSampler:
     Args:
         uri: the URI of the store.
         run_id: the ID of the run.
-        gpus: the GPUs of the run, see `system_sampler`.
+        gpus: the GPUs of the run; see `system_sampler`.
     """
 
     def __init__(self, uri: str, run_id: str, gpus: Sequence[int] | None):

@@ -1,6 +1,6 @@
 """Logs a run to MLflow: its metrics, params, tags, inputs and files.
 
-Everything is written to the run's journal, see `pipeline.tracking.journal`.
+Everything is written to the run's journal; see `pipeline.tracking.journal`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Tracker:
                 forked from another run.
             spec: the spec of the run.
             data: the data of the run.
-            dataset: the record of the data, see `provenance.dataset`.
+            dataset: the record of the data; see `provenance.dataset`.
             model: the model to train.
             tags: tags in addition to the tracker's own.
             gpus: the GPUs of the run, as indices into the visible GPUs.
@@ -150,7 +150,7 @@ class Tracker:
             after: the number of updates completed before this segment of the run.
             spec: the spec of the run.
             data: the data of the run.
-            dataset: the record of the data, see `provenance.dataset`.
+            dataset: the record of the data; see `provenance.dataset`.
         """
         segment = provenance.segment(after, spec)
         self._written = past.steps

@@ -97,7 +97,7 @@ class Uploader:
         self._points: list[Metric] = []
         self._lines: list[Line] = []
         # Metric → the steps of the points that the store had before this process began
-        # to ship the lines, or began again, see `_start_over`.
+        # to ship the lines, or last started over (see `_start_over`).
         self._steps_in_store: dict[str, set[int]] = {}
         self._starts_over = False
         self._starts = 0
@@ -116,7 +116,8 @@ class Uploader:
             self.start = self._cursor.start.start
             self.client = store.client()
             self._file_id = store.file_id()
-            # The run as it was read from the store at the same time.
+            # The run, as read from the store when this uploader was created or last
+            # started over.
             self._mlflow_run = find_or_create(
                 store,
                 self._cursor.start,
@@ -143,7 +144,7 @@ class Uploader:
 
     @property
     def status(self) -> str | None:
-        """The run's final status in the lines read so far, or None if it has no end."""
+        """The run's final status in the lines read so far, or None if none ends it."""
         return self._cursor.status
 
     @property

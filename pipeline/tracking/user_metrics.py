@@ -37,8 +37,9 @@ class UserMetrics:
         self.taken: frozenset[str] = frozenset()
         self._tracker = tracker
         self._reported: set[str] = set()  # keys of the messages that were printed
-        # Host code of layers runs in threads of TensorFlow. This lock covers the check
-        # for an earlier value. The journal has its own lock for writing a line.
+        # The user's code in `tf.py_function` runs in TensorFlow's threads, so this lock
+        # guards the check whether the update already has a value. The journal has its
+        # own lock for writing a line.
         self._lock = threading.Lock()
 
     @contextmanager

@@ -16,7 +16,7 @@ from pipeline.config.plan import Plan
 from pipeline.dataset import non_finite
 from pipeline.training.oom_retry import assign_all, halve
 
-# Called between two batches of an evaluation. It ends the evaluation by an exception.
+# Called between two batches of an evaluation. To end it, the call raises an exception.
 Check = Callable[[], None]
 # Evaluates a split; returns the loss and the metrics by name.
 Evaluate = Callable[[Check], dict[str, float]]

@@ -220,7 +220,7 @@ class Trainer:
             self._begin_epoch_again()
 
     def _begin_epoch_again(self) -> None:
-        """Call the `on_epoch_begin` of callbacks that need it, see `snapshot`.
+        """Call the `on_epoch_begin` of callbacks that need it; see `snapshot`.
 
         Their epoch is that of the last update before the checkpoint.
         """

@@ -304,7 +304,7 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block, do not count the time as the time of updates.
+        """Exclude the time spent in the block from the time of updates.
 
         All kept results are fetched first, so that the device has computed them. Do not
         nest such blocks.

@@ -324,7 +324,7 @@ def _is_path(text: str) -> bool:
 
 
 def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
-    """Check the name of a target, and its arguments if the target reads files."""
+    """Check a target's name and Hydra keys and, if it reads files, its arguments."""
     target = node["_target_"]
     target_key = _join(key, "_target_")
     if type(target) is not str:

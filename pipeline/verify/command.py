@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """Return the precision and the subject of the comparison."""
+        """The precision and the subject of the comparison."""
         return f"{self.precision}, {self.subject}"
 
 
@@ -71,7 +71,7 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """Return the result in words, as the end of the sentence that is printed."""
+        """The result in words, as the end of the sentence that is printed."""
         if self.fault:
             return f"different; at fault is {self.fault}"
         return "equal within rounding"

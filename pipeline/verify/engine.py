@@ -37,12 +37,12 @@ class Difference:
 
     @property
     def holds(self) -> bool:
-        """Return whether rounding explains the difference, which is False for NaN."""
+        """Whether rounding explains the difference; False if it is NaN."""
         return bool(self.error <= self.bound)
 
     @property
     def label(self) -> str:
-        """Return the label with which the difference is printed."""
+        """The label with which the difference is printed."""
         if self.kind == "loss":
             return self.what
         return f"{self.kind} {self.what}"
@@ -64,7 +64,7 @@ class _Outcome:
     results: dict[str, float]  # loss, metrics, learning rate and gradient norm
     gradients: list[Any]  # None if the loss does not depend on the variable
     weights: list[Any]
-    state: list[Any]  # the values of non-trainable variables, see `_untrained`
+    state: list[Any]  # the values of non-trainable variables; see `_untrained`
     iterations: int
 
 
@@ -83,7 +83,7 @@ class _TracedUpdate:
 class _Rounding:
     """The numbers from which the rounding bounds are computed."""
 
-    gamma: float  # relative bound for a sum, see `compare`
+    gamma: float  # relative bound for a sum; see `compare`
     unit: float  # unit roundoff
     scale: float  # largest term of any gradient; errors of gradients are relative to it
 
@@ -389,7 +389,7 @@ def _results_by_keras(
 
 
 def _metrics_without_mask(computation: Computation, outputs: Any) -> list[str]:
-    """Return the metrics that `fit` does not weight by a mask, see docs/exact.md."""
+    """Return the metrics that `fit` does not weight by a mask; see docs/exact.md."""
     leaves = tf.nest.flatten(outputs)
     if all(internals.mask_of(leaf) is None for leaf in leaves):
         return []

@@ -184,7 +184,7 @@ class _Observer:
         return target
 
     def _added_losses(self, count: int) -> list[_Observation]:
-        """Return what each layer adds to the loss for a part of `count` examples.
+        """Return the losses that each layer adds for a part of `count` examples.
 
         Added scalars that are means are weighted by the share of the part.
         """
