@@ -71,12 +71,10 @@ class ConfigError(Exception):
         self.choices: list[str] | None = None
         if choices is not None:
             self.choices = [str(choice) for choice in choices]
-        self.close = meant
+        self.close = meant  # a choice that is similar outranks it
         if isinstance(received, str):
             accepted = [*(self.choices or ()), *map(str, similar or ())]
-            matches = difflib.get_close_matches(received, accepted, n=1, cutoff=0.66)
-            if matches:
-                self.close = matches[0]
+            self.close = _nearest(received, accepted) or meant
         super().__init__(key, rule)
 
     def __str__(self) -> str:
@@ -92,6 +90,18 @@ class ConfigError(Exception):
         if self.close:
             line += f" Did you mean {self.close!r}?"
         return printable(" ".join(line.split()))
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the most similar of several names, or None if none is similar."""
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if matches:
+        return matches[0]
+    # In a short name, two swapped letters make half of the name differ.
+    for other in names:
+        if sorted(name) == sorted(other):
+            return other
+    return None
 
 
 class DataError(ValueError):
