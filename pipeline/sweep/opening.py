@@ -235,7 +235,13 @@ def _claim(client: Any, run_id: str) -> None:
     liveness.reject_if_alive(client, stored_parent)
 
     claim = f"{int(time.time() * 1000)} {uuid.uuid4().hex}"
-    client.set_tag(run_id, _CLAIM, claim)
+    try:
+        client.set_tag(run_id, _CLAIM, claim)
+    except Exception:
+        # A database rejects a tag that another process writes at the same moment.
+        if _CLAIM in client.get_run(run_id).data.tags:
+            raise ConfigError("SWEEP", rule, run_id) from None
+        raise
     time.sleep(CLAIM_SECONDS)
     if client.get_run(run_id).data.tags.get(_CLAIM) != claim:
         raise ConfigError("SWEEP", rule, run_id)

@@ -627,8 +627,6 @@ def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
         "..",
         "fifo",
         "a\0b",
-        5,
-        ["link"],
     ]
     crafted(tmp_path / "run", uri, artifacts=names)
     (tmp_path / "run" / "good.txt").write_text("good")

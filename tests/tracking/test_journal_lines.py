@@ -57,6 +57,8 @@ LINES = {
     "a list of metrics": {"metrics": None, "step": 1},
     "a fork of nothing": {"fork_of": None},
     "an artifact of nothing": {"artifact": None},
+    "an artifact that is a number": {"artifact": 5},
+    "a list of artifacts": {"artifact": ["link"]},
     "a model of nothing": {"model": None},
 }
 # Each kind of line, and its text in journals of this format, which stays as it is.
