@@ -80,13 +80,26 @@ def undisturbed(path):
     return store
 
 
+def test_all_points_are_in_the_store_before_the_run_ends(path):
+    store = MemoryStore()
+    ship(store, path)
+    assert store.run["status"] == "FINISHED"
+    assert len(store.points) == 2 * UPDATES
+
+
 @pytest.mark.parametrize("is_done", [False, True], ids=["not done", "no answer"])
 def test_a_request_that_fails_loses_nothing(path, undisturbed, is_done):
-    """The uploader keeps what the store has not confirmed, and goes on."""
+    """The uploader keeps what the store has not confirmed, and goes on.
+
+    It repeats one request, and first reads in at most six what the store has. If it
+    lost what it was sending, it would find that at the end, and ship all once more, in
+    fourteen requests.
+    """
     for number in range(1, undisturbed.requests + 1):
         store = MemoryStore(MlflowException("away"), number, is_done)
         ship(store, path)
         assert store.content() == undisturbed.content(), number
+        assert 0 < store.requests - undisturbed.requests < 10, number
 
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["not done", "no answer"])
