@@ -57,7 +57,7 @@ from .micro_batches import run_micro_batches
 from .moving_statistics import normalizing_layers, statistics_held
 from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
-from .same_noise import Key, drawn, noisy_layers
+from .same_noise import Key, noise_by_position, noisy_layers
 from .xla import without_cudnn
 
 
@@ -132,10 +132,10 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     if objective.over_batch:
         rule = "loss_over must be example without an Update"
         raise ValueError(f"{rule}. Received: 'effective_batch'")
-    kernel = Kernel(
+    settings = MicroBatchSettings(
         model, objective, micro_batch_size, variables=variables, scale_loss=scale_loss
     )
-    return accumulate_share(kernel, batch, BatchContext(batch_totals(batch)))
+    return accumulate_share(settings, batch, BatchContext(batch_totals(batch)))
 
 
 def _check_left_out(
@@ -154,7 +154,7 @@ def _check_left_out(
 
 
 @dataclass(frozen=True)
-class Kernel:
+class MicroBatchSettings:
     """The settings for computing the gradient of a micro-batch.
 
     Attributes:
@@ -201,7 +201,7 @@ class BatchContext(NamedTuple):
         totals: the totals of the effective batch.
         measure_gradient_noise: whether to measure the gradient noise, which takes a
             pass over the gradient per micro-batch.
-        dropout_keys: the result of `keys_of(noisy_layers(model, x))`, computed once per
+        noise_seeds: the result of `draw_noise_seeds(noisy_layers(model, x))`, computed once per
             effective batch. The noise for an example then does not depend on the cut.
             If empty, Keras draws the noise for each micro-batch.
         output_gradients: gradients of losses over the effective batch with respect to
@@ -212,13 +212,13 @@ class BatchContext(NamedTuple):
 
     totals: BatchTotals
     measure_gradient_noise: tf.Tensor | bool = False
-    dropout_keys: Sequence[tf.Tensor] = ()
+    noise_seeds: Sequence[tf.Tensor] = ()
     output_gradients: Sequence[tf.Tensor | None] = ()
 
 
 @tf.autograph.experimental.do_not_convert
 def accumulate_share(
-    kernel: Kernel,
+    settings: MicroBatchSettings,
     share: Nest | Batches,
     context: BatchContext,
     position: tf.Tensor | int = 0,
@@ -226,7 +226,7 @@ def accumulate_share(
     """Return the sums over a share of an effective batch.
 
     Args:
-        kernel: the settings for computing the gradient of a micro-batch.
+        settings: the settings for computing the gradient of a micro-batch.
         share: one replica's part of the effective batch, or all of it.
         context: data about the effective batch. The output gradients must be those of
             the share alone.
@@ -235,7 +235,7 @@ def accumulate_share(
     Raises:
         ValueError: see `accumulate_gradients`.
     """
-    step = _MicroStep.for_share(kernel, share, context)
+    step = _MicroStep.for_share(settings, share, context)
 
     def micro_step(
         start: tf.Tensor, x: Nest, y_and_gradients: Nest, sample_weight: Nest
@@ -252,9 +252,9 @@ def accumulate_share(
     return run_micro_batches(
         micro_step,
         parts,
-        kernel.micro_batch_size,
-        kernel.jit_compile,
-        kernel.fused_attention,
+        settings.micro_batch_size,
+        settings.jit_compile,
+        settings.fused_attention,
     )
 
 
@@ -272,7 +272,7 @@ class _MicroStep:
     """The forward and backward pass on each micro-batch of a share.
 
     Attributes:
-        kernel: the settings for computing the gradient.
+        settings: the settings for computing the gradient.
         context: data about the effective batch.
         variables: the variables to differentiate with respect to.
         noisy: layers that draw their noise from `keys`, one key per layer.
@@ -282,7 +282,7 @@ class _MicroStep:
         normalizing: layers whose moving statistics a micro-step does not update.
     """
 
-    kernel: Kernel
+    settings: MicroBatchSettings
     context: BatchContext
     variables: list[tf.Variable]
     noisy: list[keras.Layer]
@@ -292,31 +292,31 @@ class _MicroStep:
 
     @classmethod
     def for_share(
-        cls, kernel: Kernel, share: Nest | Batches, context: BatchContext
+        cls, settings: MicroBatchSettings, share: Nest | Batches, context: BatchContext
     ) -> _MicroStep:
         """Return the micro-step for a share. Without a model, it has no layers.
 
         Raises:
             ValueError: the model cannot be trained in micro-batches.
         """
-        model = kernel.model
+        model = settings.model
         noisy: list[keras.Layer] = []
         wide: list[keras.layers.Dense] = []
         normalizing: list[keras.layers.BatchNormalization] = []
         if model is not None:
             for rule, received in unsupported(model):
                 raise ValueError(f"model {rule}. Received: {received}")
-            if context.dropout_keys:
+            if context.noise_seeds:
                 noisy = noisy_layers(model, inputs_of(share))
-            if not kernel.jit_compile:
-                wide = wide_layers(model, kernel.micro_batch_size)
-            if kernel.hold_statistics:
+            if not settings.jit_compile:
+                wide = wide_layers(model, settings.micro_batch_size)
+            if settings.hold_statistics:
                 normalizing = normalizing_layers(model)
         return cls(
-            kernel=kernel,
+            settings=settings,
             context=context,
-            keys=[Key.from_seed(seed) for seed in context.dropout_keys],
-            variables=kernel.tf_variables(),
+            keys=[Key.from_seed(seed) for seed in context.noise_seeds],
+            variables=settings.tf_variables(),
             noisy=noisy,
             wide=wide,
             normalizing=normalizing,
@@ -328,23 +328,25 @@ class _MicroStep:
         `position` is the position of the micro-batch's first example in the effective
         batch.
         """
-        kernel = self.kernel
-        model = kernel.model
-        jit_compile = kernel.jit_compile
+        settings = self.settings
+        model = settings.model
+        jit_compile = settings.jit_compile
         x, y, sample_weight, output_gradients = micro_batch
         examples = examples_in(x)
         # Use a persistent tape, because each target is differentiated separately.
         with tf.GradientTape(persistent=True) as tape:
             with (
-                drawn(self.noisy, self.keys, position, examples, jit_compile),
+                noise_by_position(
+                    self.noisy, self.keys, position, examples, jit_compile
+                ),
                 transposed_gradients(self.wide),
                 without_cudnn(model, jit_compile),
                 statistics_held(self.normalizing) as statistics_steps,
             ):
-                outputs, losses = _forward(kernel, micro_batch, self.context.totals)
-            targets = _targets(losses.minimized, kernel.scale_loss)
+                outputs, losses = _forward(settings, micro_batch, self.context.totals)
+            targets = _targets(losses.minimized, settings.scale_loss)
         if model is not None:
-            kernel.objective.update_metrics(y, outputs, sample_weight)
+            settings.objective.update_metrics(y, outputs, sample_weight)
 
         gradients_by_outputs = []
         if output_gradients:
@@ -374,16 +376,16 @@ class _MicroStep:
 
 
 def _forward(
-    kernel: Kernel, micro_batch: MicroBatch, totals: BatchTotals
+    settings: MicroBatchSettings, micro_batch: MicroBatch, totals: BatchTotals
 ) -> tuple[dict[str, Nest], MicroBatchLosses]:
     """Return the outputs of the model by name, and the losses of a micro-batch."""
     x, y, sample_weight, _ = micro_batch
     parts = (x, y, sample_weight)
-    model = kernel.model
+    model = settings.model
     if model is None:
-        return {}, function_losses(kernel.objective.loss, parts, totals)
+        return {}, function_losses(settings.objective.loss, parts, totals)
     outputs = by_name(model, model(x, training=True))
-    losses = micro_batch_losses(model, kernel.objective, outputs, parts, totals)
+    losses = micro_batch_losses(model, settings.objective, outputs, parts, totals)
     return outputs, losses
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from .batch import examples_in, slice_specs
 from .keras_internals import global_seed, layers_of
-from .same_noise import drawn, noisy_layers
+from .same_noise import noise_by_position, noisy_layers
 
 # TensorFlow operations that draw random numbers from a state in TensorFlow, such as
 # those of `tf.random.normal` and `tf.random.Generator`.
@@ -59,7 +59,7 @@ def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
     @tf.function(input_signature=[slice_specs(x)], autograph=False)
     def call(x: Any) -> None:
         keys = [tf.zeros([2], tf.int64)] * len(noisy)
-        with drawn(noisy, keys, 0, examples_in(x)):
+        with noise_by_position(noisy, keys, 0, examples_in(x)):
             model(x, training=True)
 
     with keras.StatelessScope() as scope:

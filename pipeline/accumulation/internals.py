@@ -36,7 +36,7 @@ from .keras_internals import (
     mask_of,
     replaced,
 )
-from .loss_sums import added_losses, weighted_sum
+from .loss_sums import losses_from_add_loss, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalizing_layers
 from .objective import (
     Losses,
@@ -48,7 +48,7 @@ from .objective import (
     labels_by_name,
 )
 from .over_effective_batch import not_supported
-from .same_noise import drawn, keys_of, noisy_layers
+from .same_noise import draw_noise_seeds, noise_by_position, noisy_layers
 from .xla import compiled_by_xla, shapes_compiled
 
 __all__ = [
@@ -62,7 +62,6 @@ __all__ = [
     "Objective",
     "Share",
     "Term",
-    "added_losses",
     "assign_moving_statistics",
     "batch_dependent_layers",
     "batch_totals",
@@ -70,15 +69,16 @@ __all__ = [
     "calling",
     "compiled_by_xla",
     "couples_examples",
-    "drawn",
+    "draw_noise_seeds",
     "examples_in",
     "global_seed",
-    "keys_of",
     "labels_by_name",
     "layers_of",
     "load_cuda_libraries",
     "logits_of",
+    "losses_from_add_loss",
     "mask_of",
+    "noise_by_position",
     "noisy_layers",
     "normalizing_layers",
     "not_supported",

@@ -176,7 +176,7 @@ def _added(
     """
     added = tf.zeros((), dtype)
     scalars_are_sums = objective.added_losses == "sum"
-    count_of_layers = len(added_losses(model))
+    count_of_layers = len(losses_from_add_loss(model))
     for index, value in enumerate(model.losses):  # regularization comes last
         is_of_examples = value.shape.rank and value.shape[0] is None
         is_of_layer = index < count_of_layers
@@ -252,7 +252,7 @@ def function_losses(
     return MicroBatchLosses(losses, tf.zeros_like(mean), [part])
 
 
-def added_losses(layer: keras.Layer) -> list[tf.Tensor]:
+def losses_from_add_loss(layer: keras.Layer) -> list[tf.Tensor]:
     """Return the losses that a layer and its nested layers added in their last call.
 
     Weight regularization, which Keras lists last, is left out.

@@ -35,7 +35,7 @@ from .keras_internals import logits_of, mask_of, with_mask_and_logits
 from .loss_sums import LossSum, divide, scaled_sum, weighted_sum
 from .micro_batches import run_micro_batches
 from .objective import Objective, by_name
-from .same_noise import Key, drawn, noisy_layers
+from .same_noise import Key, noise_by_position, noisy_layers
 from .xla import compiled_by_xla, without_cudnn
 
 
@@ -120,21 +120,23 @@ def kept_outputs(
     model: keras.Model,
     batch: Nest | Share,
     micro_batch_size: int,
-    dropout_keys: Sequence[tf.Tensor],
+    noise_seeds: Sequence[tf.Tensor],
     jit_compile: bool | str,
     fused_attention: bool = False,
 ) -> Outputs:
     """Run the first pass on this replica's share of `batch`; return the outputs.
 
-    For `dropout_keys`, see `BatchContext`; for the other arguments, see `Update`.
+    For `noise_seeds`, see `BatchContext`; for the other arguments, see `Update`.
     """
     share, position = share_of(batch)
     compiled = compiled_by_xla(jit_compile, model, share)
-    noisy = noisy_layers(model, share[0]) if dropout_keys else []
-    keys = [Key.from_seed(seed) for seed in dropout_keys]
+    noisy = noisy_layers(model, share[0]) if noise_seeds else []
+    keys = [Key.from_seed(seed) for seed in noise_seeds]
 
     def micro_step(start: tf.Tensor, x: Nest, *_: Nest) -> Outputs:
-        drawing = drawn(noisy, keys, position + start, examples_in(x), compiled)
+        drawing = noise_by_position(
+            noisy, keys, position + start, examples_in(x), compiled
+        )
         # The scope discards all assignments in the pass.
         with keras.StatelessScope(), without_cudnn(model, compiled), drawing:
             return kept(by_name(model, model(x, training=True)))

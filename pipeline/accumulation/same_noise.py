@@ -81,7 +81,7 @@ def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
     return [layer for layer in layers_of(model) if _formula(layer) is not None]
 
 
-def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
+def draw_noise_seeds(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
     """Draw a seed from each noisy layer's seed generator, as a call of the layer does.
 
     Call this once per update.
@@ -90,7 +90,7 @@ def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
         return [layer.seed_generator.next() for layer in noisy]
 
 
-def drawn(
+def noise_by_position(
     noisy: Sequence[keras.Layer],
     keys: Sequence[tf.Tensor | Key],
     position: Any,
@@ -103,7 +103,7 @@ def drawn(
 
     Args:
         noisy: the layers; see `noisy_layers`.
-        keys: one seed per layer for this update (see `keys_of`), or the key of
+        keys: one seed per layer for this update (see `draw_noise_seeds`), or the key of
             the seed.
         position: position of the micro-batch's first example in the effective batch.
         examples: number of examples in the micro-batch.

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from . import noise_scale
 from . import over_effective_batch as over
-from .accumulate import BatchContext, Kernel, accumulate_share
+from .accumulate import BatchContext, MicroBatchSettings, accumulate_share
 from .adam import fused_adam
 from .batch import (
     Batches,
@@ -36,7 +36,7 @@ from .keras_internals import applying_sums, constant_counts, step_counters
 from .loss_sums import LossSum
 from .moving_statistics import assign_moving_statistics
 from .objective import Losses, Objective
-from .same_noise import keys_of, noisy_layers
+from .same_noise import draw_noise_seeds, noisy_layers
 from .xla import check_jit_compile, compiled_by_xla
 
 # Values of `xla_scope`. `step`: XLA compiles the forward and backward passes. `apply`:
@@ -229,18 +229,18 @@ class Update:
 
         # Draw the seeds outside of the replicas, where all copies of a seed get the
         # same value: the copies may have diverged.
-        dropout_keys: list[tf.Tensor] = []
+        noise_seeds: list[tf.Tensor] = []
         if self.same_noise:
             with tf.control_dependencies(tensors_of(batch)):
-                dropout_keys = keys_of(noisy_layers(self.model, x))
+                noise_seeds = draw_noise_seeds(noisy_layers(self.model, x))
         totals = global_batch_totals(
             self.strategy, batch, self.objective.loss, self.reductions_ready
         )
-        context = BatchContext(totals, measure_gradient_noise, dropout_keys)
+        context = BatchContext(totals, measure_gradient_noise, noise_seeds)
         if not self.objective.over_batch:
             return self._sums_over_replicas(batch, context)
 
-        losses, output_gradients = self._losses_over_batch(batch, dropout_keys)
+        losses, output_gradients = self._losses_over_batch(batch, noise_seeds)
         context = context._replace(output_gradients=output_gradients)
         return self._sums_over_replicas(batch, context).with_losses(losses)
 
@@ -354,7 +354,7 @@ class Update:
                 raise ValueError(f"{rule}. Received: {received}")
 
     def _losses_over_batch(
-        self, batch: Nest | Share, dropout_keys: Sequence[tf.Tensor]
+        self, batch: Nest | Share, noise_seeds: Sequence[tf.Tensor]
     ) -> tuple[dict[str, LossSum], list[tf.Tensor | None]]:
         """Return the losses over the effective batch, and their output gradients.
 
@@ -366,7 +366,7 @@ class Update:
                 self.model,
                 batch,
                 self.micro_batch_size,
-                dropout_keys,
+                noise_seeds,
                 self.jit_compile,
                 self.fused_attention,
             )
@@ -397,7 +397,7 @@ class Update:
             self.compiled = False
         else:
             self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
-        kernel = Kernel(
+        settings = MicroBatchSettings(
             self.model,
             self.objective,
             self.micro_batch_size,
@@ -406,7 +406,7 @@ class Update:
             jit_compile=self.compiled,
             fused_attention=self.fused_attention,
         )
-        sums = accumulate_share(kernel, share, context, position)
+        sums = accumulate_share(settings, share, context, position)
 
         # Make embedding gradients dense in two cases. With a loss scale, Keras cannot
         # divide `tf.IndexedSlices`. Several processes would add the rows of an index in

@@ -44,7 +44,7 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
         ConfigError: the losses of a layer follow the other rule.
     """
     count = int(internals.examples_in(x))
-    if not internals.added_losses(model) or count < 2:
+    if not internals.losses_from_add_loss(model) or count < 2:
         return []
     cut = count - count // 3 - 1  # 7 examples are cut into 4 and 3
     try:
@@ -85,7 +85,7 @@ def amounts(model: keras.Model, count: int) -> dict[str, Amounts]:
     seen: set[int] = set()
     # In reverse order, nested layers come before the layers that contain them.
     for layer in (*reversed(internals.layers_of(model)), model):
-        losses = internals.added_losses(layer)
+        losses = internals.losses_from_add_loss(layer)
         own_losses = [loss for loss in losses if id(loss) not in seen]
         seen.update(map(id, own_losses))
 

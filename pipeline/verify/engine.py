@@ -231,10 +231,10 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
         noisy = []
         if update.same_noise:
             noisy = internals.noisy_layers(model, x)
-        keys = internals.keys_of(noisy)
+        seeds = internals.draw_noise_seeds(noisy)
 
         with tf.GradientTape() as tape:
-            with internals.drawn(noisy, keys, 0, internals.examples_in(x)):
+            with internals.noise_by_position(noisy, seeds, 0, internals.examples_in(x)):
                 results = _results_by_keras(update, x, *others, training=True)
             scaled = update.optimizer.scale_loss(results["loss"])
         values = [variable.value for variable in variables]

@@ -22,9 +22,9 @@ from pipeline.accumulation import (
 )
 from pipeline.accumulation.internals import (
     Objective,
-    drawn,
+    draw_noise_seeds,
     examples_in,
-    keys_of,
+    noise_by_position,
     noisy_layers,
     slice_specs,
 )
@@ -203,7 +203,9 @@ def by_keras(kind, sizes=SIZES):
     noisy = noisy_layers(model, batch_of(1, kind)[0])
 
     def step(*batch):
-        with drawn(noisy, keys_of(noisy), 0, examples_in(batch[0])):
+        with noise_by_position(
+            noisy, draw_noise_seeds(noisy), 0, examples_in(batch[0])
+        ):
             return model.train_step(batch)["loss"]
 
     traced = tf.function(step, input_signature=specs(kind), autograph=False)

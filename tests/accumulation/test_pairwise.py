@@ -19,7 +19,11 @@ import tensorflow as tf
 
 from pipeline import accumulation
 from pipeline.accumulation import internals
-from pipeline.accumulation.accumulate import BatchContext, Kernel, accumulate_share
+from pipeline.accumulation.accumulate import (
+    BatchContext,
+    MicroBatchSettings,
+    accumulate_share,
+)
 from tests.accumulation import reference
 from tests.accumulation.pairwise import (
     MICRO,
@@ -97,7 +101,9 @@ def by_keras(row: Row, size: int | None = None) -> tuple[Trained, Trained]:
             for start in range(0, int(count), size):
                 parts.append(internals.slice_of(batch, start, start + size))
 
-        drawing = internals.drawn(noisy, internals.keys_of(noisy), 0, count)
+        drawing = internals.noise_by_position(
+            noisy, internals.draw_noise_seeds(noisy), 0, count
+        )
         with drawing, tf.GradientTape() as tape:
             value = tf.add_n([loss_of(model, part) for part in parts]) / len(parts)
             scaled = optimizer.scale_loss(value)
@@ -128,7 +134,7 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
     scale_loss = None
     if row.optimizer == "loss scale":
         scale_loss = optimizer.scale_loss
-    kernel = Kernel(
+    settings = MicroBatchSettings(
         model,
         internals.Objective(**objective_of(row)),
         MICRO,
@@ -138,13 +144,13 @@ def by_a_loop(row: Row, strategy: tf.distribute.Strategy) -> Trained:
 
     def step(batch: tuple) -> tf.Tensor:
         replicas = strategy.num_replicas_in_sync
-        keys = internals.keys_of(internals.noisy_layers(model, batch[0]))
-        context = BatchContext(internals.batch_totals(batch), dropout_keys=keys)
+        keys = internals.draw_noise_seeds(internals.noisy_layers(model, batch[0]))
+        context = BatchContext(internals.batch_totals(batch), noise_seeds=keys)
         share = -(-internals.examples_in(batch) // replicas)
 
         def sums_from(position: Any) -> accumulation.GradientSums:
             part = internals.slice_of(batch, position, position + share)
-            return accumulate_share(kernel, part, context, position)
+            return accumulate_share(settings, part, context, position)
 
         sums = sums_from(0)
         if replicas == 2:

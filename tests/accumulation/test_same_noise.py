@@ -11,7 +11,11 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update
-from pipeline.accumulation.internals import drawn, keys_of, noisy_layers
+from pipeline.accumulation.internals import (
+    draw_noise_seeds,
+    noise_by_position,
+    noisy_layers,
+)
 from pipeline.accumulation.same_noise import Key
 from tests.accumulation.replicas import strategy_on
 from tests.parameters import mostly_slow
@@ -153,7 +157,7 @@ def outputs(layer, x, starts, key=(1, 2)):
     def call(part, place):
         noisy = noisy_layers(keras.Sequential([layer]), part)
         keys = [tf.constant(key, tf.int64)]
-        with drawn(noisy, keys, place, tf.shape(part)[0]):
+        with noise_by_position(noisy, keys, place, tf.shape(part)[0]):
             return layer(part, training=True)
 
     function = tf.function(call, reduce_retracing=True, autograph=False)
@@ -246,8 +250,8 @@ def test_examples_layers_and_updates_have_noise_of_their_own():
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dropout(0.5), layers.Dropout(0.5)]
     )
-    first_update = np.array(keys_of(noisy_layers(model, x)))
-    second_update = np.array(keys_of(noisy_layers(model, x)))
+    first_update = np.array(draw_noise_seeds(noisy_layers(model, x)))
+    second_update = np.array(draw_noise_seeds(noisy_layers(model, x)))
     assert not np.array_equal(first_update[0], first_update[1])
     assert not np.array_equal(first_update, second_update)
 

@@ -10,7 +10,11 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation.accumulate import BatchContext, Kernel, accumulate_share
+from pipeline.accumulation.accumulate import (
+    BatchContext,
+    MicroBatchSettings,
+    accumulate_share,
+)
 from pipeline.accumulation.internals import Objective, batch_totals
 from tests.accumulation import reference
 
@@ -62,10 +66,12 @@ class Computed(NamedTuple):
 def accumulated(model, data, micro_batch_size=ROWS, jit_compile=False):
     """Return what the sums over micro-batches give."""
     objective = Objective(mean_squared_error())
-    kernel = Kernel(model, objective, micro_batch_size, jit_compile=jit_compile)
+    settings = MicroBatchSettings(
+        model, objective, micro_batch_size, jit_compile=jit_compile
+    )
 
     def step(*data):
-        sums = accumulate_share(kernel, data, BatchContext(batch_totals(data)))
+        sums = accumulate_share(settings, data, BatchContext(batch_totals(data)))
         return sums.mean_loss(), sums.gradients()
 
     return computed(step, data)
