@@ -119,11 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         lines.append(f"  {verb:9}{description}")
     lines.append("")
     lines.append(
-        "Everything after the verb is Hydra's grammar: "
-        "pipeline train --help lists the config groups."
+        "Overrides, such as training.epochs=20, are in Hydra's grammar: "
+        "pipeline train --help lists the first ones."
     )
     parser = argparse.ArgumentParser(
         prog="pipeline",
+        usage="pipeline [-h] [--version] [--quiet] VERB [overrides]",
         description="Exact gradient accumulation: Hydra configs, Keras training, "
         "every update in MLflow.",
         epilog="\n".join(lines),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from pipeline.cli import train_help
 from pipeline.common import nvidia, secrets
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.config import compose, former_names, session, trust_entries
@@ -27,6 +29,8 @@ if TYPE_CHECKING:  # importing it takes a second
 # A function that takes the run ID of a sweep, and returns the arguments of the command
 # that runs the missing jobs.
 CommandAgain = Callable[[str], list[str]]
+_HELP = {"--help", "-h"}
+_MULTIRUN = {"--multirun", "-m"}
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -34,6 +38,10 @@ def train(arguments: Sequence[str]) -> int:
 
     Return the exit status: for a sweep, 0 only if all jobs have finished.
     """
+    if not _HELP.isdisjoint(arguments):
+        others = [text for text in arguments if text not in _HELP | _MULTIRUN]
+        say(*train_help.text(others).splitlines(), to=sys.stdout, always=True)
+        return 0
 
     def command_again(run_id: str) -> list[str]:
         return ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"]

@@ -135,10 +135,31 @@ class NotShippedError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a `ConfigError` for a wrong command line."""
+    """The argument parser of a verb.
+
+    It raises a `ConfigError` for a wrong command line. Its usage line ends with
+    `[overrides]`: every verb also takes overrides, which this parser does not read.
+    """
+
+    def format_help(self) -> str:
+        """Return the help text."""
+        usage = self.format_usage().removeprefix("usage: ").removesuffix("\n")
+        if "[overrides" not in usage:
+            usage += " [overrides]"
+        self.usage = usage.replace("%", "%%")
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        rule = f"must be as {self.prog} --help says ({message})"
+        """Raise a `ConfigError` with a message of argparse."""
+        see = f"see {self.prog} --help"
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            raise ConfigError(missing, f"must be given: {see}")
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            rule = f"must be those of {self.prog}: {see}"
+            raise ConfigError("arguments", rule, unknown)
+        rule = f"of {self.prog} cannot be read ({message}): {see}"
         raise ConfigError("arguments", rule)
 
 
@@ -169,6 +190,13 @@ def say_id(run_id: str) -> None:
     """With `--quiet`, print a run's ID to standard output; otherwise print nothing."""
     if QUIET in os.environ and run_id:
         say(run_id, to=sys.stdout, always=True)
+
+
+def count(n: int, noun: str) -> str:
+    """Return `n` followed by the noun, which is plural unless `n` is 1."""
+    if n == 1:
+        return f"{n} {noun}"
+    return f"{n} {noun}s"
 
 
 def printable(text: str) -> str:

@@ -9,6 +9,7 @@ __all__ = [
     "compose",
     "former_names",
     "hydra_errors",
+    "key_guide",
     "key_kinds",
     "metric_names",
     "objective_nodes",

@@ -4,8 +4,8 @@ import argparse
 import logging
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 
 import hydra
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import yaml_size
@@ -69,6 +70,22 @@ def directory(name: str = "conf") -> str:
     return str(package.parent / name)
 
 
+@dataclass(frozen=True)
+class Composition:
+    """A composed config and the config groups that it was composed from.
+
+    Attributes:
+        config: the config.
+        chosen: the chosen config of each group, by the name of the group; None if no
+            config of the group is chosen.
+        choices: the names of the configs in each group, those of the user included.
+    """
+
+    config: DictConfig
+    chosen: dict[str, str | None]
+    choices: dict[str, list[str]]
+
+
 def composed(arguments: Sequence[str]) -> DictConfig:
     """Compose the config for `arguments` and return it.
 
@@ -78,6 +95,34 @@ def composed(arguments: Sequence[str]) -> DictConfig:
         ConfigError: the config is wrong, or an option of Hydra is given that does more
             than select configs.
     """
+    with _initialized(arguments) as options:
+        config = hydra.compose(options.config_name or "config", options.overrides)
+        prepare(config)
+        return config
+
+
+def composition(arguments: Sequence[str]) -> Composition:
+    """Compose the config for `arguments`, and return it with its groups.
+
+    Raises:
+        ConfigError: as for `composed`.
+    """
+    with _initialized(arguments) as options:
+        config = hydra.compose(
+            options.config_name or "config",
+            options.overrides,
+            return_hydra_config=True,
+        )
+        chosen: Any = OmegaConf.to_container(config.hydra.runtime.choices)
+        with open_dict(config):
+            del config["hydra"]
+        prepare(config)
+        return Composition(config, chosen, _choices())
+
+
+@contextmanager
+def _initialized(arguments: Sequence[str]) -> Iterator[argparse.Namespace]:
+    """Initialize Hydra's Compose API, and yield the options in `arguments`."""
     schema.register()
     command_line = read_command_line(arguments)
     options = command_line.options
@@ -100,9 +145,17 @@ def composed(arguments: Sequence[str]) -> DictConfig:
             options.config_path or directory(), version_base="1.3"
         ),
     ):
-        config = hydra.compose(options.config_name or "config", options.overrides)
-        prepare(config)
-        return config
+        yield options
+
+
+def _choices() -> dict[str, list[str]]:
+    """Return the names of the configs in each group, as Hydra finds them now."""
+    loader = GlobalHydra.instance().config_loader()
+    choices = {}
+    for group in loader.list_groups(""):
+        if not group.startswith("hydra"):
+            choices[group] = sorted(loader.get_group_options(group))
+    return choices
 
 
 def prepare(config: DictConfig) -> None:
@@ -296,7 +349,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     def reject(message: str) -> NoReturn:
         raise ConfigError(
             "arguments",
-            f"must be what Hydra takes ({message})",
+            f"cannot be read by Hydra ({message})",
             " ".join(arguments),
             meant=_as_override(message) or "",
         )

@@ -3,8 +3,8 @@
 Hydra composes a config with these classes, and `RunSpec.config` consists of their
 instances. The default of a field reproduces the behavior before the key existed, for
 old records that lack the key. The defaults for new runs are in `conf/`, and may differ.
-The comment above a field is its description in the config reference, which
-docs/reference.py writes.
+The comment above a field is its description in help texts and in the config reference;
+`key_guide` reads the comments, and has the group of each key.
 """
 
 from collections.abc import Iterator
@@ -179,7 +179,7 @@ class AccumulationConfig(_SetOnce):
     # micro-batches per update on each replica
     factor: int | None = field(default=None, metadata=about(Kind.CUT))
     # (int | auto | auto_fastest | null) examples per forward and backward pass on one
-    # replica
+    # replica; null: derived from the other two sizes; auto: the largest that fits
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
     # (true | false | auto) whether noise is the same for every cut; auto: in layers
     # that support it
@@ -287,7 +287,8 @@ class HardwareConfig(_SetOnce):
     secret_file: str | None = field(
         default=None, metadata=about(Kind.MACHINE, of_one_call=True)
     )
-    # mixed precision keeps the variables in float32
+    # (float32 | float64 | mixed_bfloat16 | mixed_float16) format of the numbers; mixed:
+    # 16 bits in the layers, with the variables in float32
     precision: Precision = field(
         default=Precision.float32, metadata=about(Kind.NUMERICS, fixed=True)
     )
@@ -398,13 +399,17 @@ _OPTIMIZER_KEYS = {"learning_rate": facts(Kind.TRAINING, sets_rate=True)}
 
 @dataclass
 class Config(_SetOnce):
+    # (node) the data; `dataset=CHOICE` selects a config of the group
     dataset: Any = field(
         default=MISSING, metadata=about(Kind.TRAINING, exceptions=_DATASET_KEYS)
     )
+    # (node) the Keras model; `model=CHOICE` selects a config of the group
     model: Any = field(default=MISSING, metadata=about(Kind.TRAINING))
+    # (node) the Keras optimizer; `optimizer=CHOICE` selects a config of the group
     optimizer: Any = field(
         default=MISSING, metadata=about(Kind.TRAINING, exceptions=_OPTIMIZER_KEYS)
     )
+    # (node) the learning rate by update; `schedule=CHOICE` selects a config of the group
     schedule: Any = field(
         default=MISSING, metadata=about(Kind.TRAINING, sets_rate=True)
     )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.common import rounding
+from pipeline.common.errors import count
 from pipeline.common.rounding import IN_TF32, TF32
 from pipeline.config import key_kinds
 from pipeline.config.schema import Kind
@@ -25,7 +26,7 @@ from pipeline.report.job_results import (
     grouped,
     jobs_with,
 )
-from pipeline.report.statistics import count, joined, number
+from pipeline.report.statistics import joined, number
 
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 PRECISION = "hardware.precision"

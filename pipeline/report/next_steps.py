@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
+from pipeline.common.errors import count
 from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import NO_RUN, finished_jobs
 from pipeline.report.seed_differences import FEWEST_SEEDS, difference
-from pipeline.report.statistics import count, number
+from pipeline.report.statistics import number
 from pipeline.report.verdict import command_for_seeds
 from pipeline.tracking.foreign_store import again_command
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common.errors import count
 from pipeline.report import statistics
 from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import JobResult, jobs_with
 from pipeline.report.largest_batch import BatchCosts
-from pipeline.report.statistics import count, number
+from pipeline.report.statistics import number
 
 NOISE = "train/gradient_noise_scale"
 UNMEASURED = (

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.common.errors import count
 from pipeline.report import statistics
 from pipeline.report.comparison import SweepResult, TargetLoss
 from pipeline.report.findings import SweepFinding, shared_device_caveat
@@ -18,7 +19,6 @@ from pipeline.report.statistics import (
     EQUAL,
     Scale,
     Spread,
-    count,
     joined,
     number,
     spread,

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common.errors import count
 from pipeline.report.comparison import VALIDATION_LOSS, SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import LOSS, JobResult, grouped
-from pipeline.report.statistics import Array, count, joined
+from pipeline.report.statistics import Array, joined
 
 
 @dataclass(frozen=True)

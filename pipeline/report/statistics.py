@@ -71,13 +71,6 @@ def _unit(value: float, scale: Scale) -> Unit:
     raise ValueError(f"no unit of the scale is for {value}")
 
 
-def count(n: int, noun: str) -> str:
-    """Return `n` followed by the noun, which is plural unless `n` is 1."""
-    if n == 1:
-        return f"{n} {noun}"
-    return f"{n} {noun}s"
-
-
 def joined(names: list[str], most: int = 6) -> str:
     """Join the first `most` names with commas, and add how many names remain."""
     text = ", ".join(names[:most])

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from pipeline.common.errors import count
 from pipeline.report.comparison import SweepResult
 from pipeline.report.equal_budget import (
     BUDGETS,
@@ -26,7 +27,7 @@ from pipeline.report.job_results import (
     grouped,
     pooled,
 )
-from pipeline.report.statistics import count, joined, number
+from pipeline.report.statistics import joined, number
 from pipeline.tracking.foreign_store import again_command
 
 # The states of a verdict with their headlines. If the states at the two budgets differ,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from pipeline.common.errors import ConfigError, Parser, printable, say
+from pipeline.common.errors import ConfigError, Parser, count, printable, say
 from pipeline.config import compose
 from pipeline.report import (
     comparison,
@@ -41,7 +41,6 @@ from pipeline.report.job_results import (
     by_family,
     jobs_with,
 )
-from pipeline.report.statistics import count
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import artifact_locations
 

@@ -175,9 +175,12 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
     parser.add_argument(
         "--config-dir",
         "-cd",
+        metavar="DIR",
         help="a folder with config groups of your own, which may set trust.allow",
     )
-    parser.add_argument("--config-name", "-cn", help="name of your own config")
+    parser.add_argument(
+        "--config-name", "-cn", metavar="NAME", help="name of your own config"
+    )
     # Without a default, argparse would call them required where RUN_ID is missing.
     parser.add_argument(
         "overrides", nargs="*", default=[], help="overrides in Hydra's grammar"
