@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoints import files
 from pipeline.checkpoints.files import BEST, Checkpoint, LoopState
 from pipeline.checkpoints.run_dirs import find, recorded_config
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, count
 from pipeline.config import key_kinds
 from pipeline.config.plain import leaves
 from pipeline.config.plan import Plan
@@ -88,9 +88,8 @@ class Fork:
         from pipeline.checkpoints import snapshot
 
         if self.updates_done >= plan.updates:
-            rule = (
-                f"must have a horizon beyond the {self.updates_done} updates of {_KEY}"
-            )
+            done = count(self.updates_done, "update")
+            rule = f"must have a horizon beyond the {done} of {_KEY}"
             raise ConfigError("training", rule, plan.updates)
         snapshot.check_variables_fit(
             self.checkpoint.meta.arrays, updater, self._is_restored

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pipeline.checkpoints import files
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.run_dirs import COPY, recorded_config
-from pipeline.common.errors import ConfigError, as_config_error, say
+from pipeline.common.errors import ConfigError, as_config_error, count, say
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.common.sqlite_uri import absolute
@@ -124,7 +124,8 @@ class Continuation:
         if self.updates_done > plan.updates or (
             self.updates_done == plan.updates and has_finished
         ):
-            rule = f"must have a horizon beyond the {self.updates_done} updates done"
+            done = count(self.updates_done, "update")
+            rule = f"must have a horizon beyond the {done} done"
             raise ConfigError("training", rule, plan.updates)
         snapshot.check_variables_fit(meta.arrays, updater)
         if meta.loop.batch_digest != plan.digest(self.updates_done):
@@ -253,8 +254,8 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
         rule = "must have a checkpoint: see training.checkpoint_every"
         return ConfigError(key, rule, str(run_dir))
     rule = (
-        f"must have an intact checkpoint after at most {most} updates, of which "
-        f"{JOURNAL_NAME} has the rows"
+        f"must have an intact checkpoint after at most {count(most, 'update')}, of "
+        f"which {JOURNAL_NAME} has the rows"
     )
     if past.damage:
         rule += f" ({past.damage})"

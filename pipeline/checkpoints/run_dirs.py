@@ -50,7 +50,7 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
     if len(matching) != 1:
         rule = (
             "must be one run directory, or the start of the ID of one run whose "
-            "directory lies below this one"
+            f"directory lies below {Path.cwd()}"
         )
         if len(start) < SHORTEST_ID:
             rule += f" (at least {SHORTEST_ID} characters)"

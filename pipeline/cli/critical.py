@@ -18,7 +18,7 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.run_dirs import recorded_config
 from pipeline.cli.resume import complete, overridden_keys
 from pipeline.cli.train import train_composed
-from pipeline.common.errors import ConfigError, Parser, say
+from pipeline.common.errors import ConfigError, Parser, count, say
 from pipeline.config import compose, key_kinds
 from pipeline.config.overrides import hydra_quoted
 from pipeline.launch import recorded_job
@@ -103,7 +103,8 @@ def critical(arguments: Sequence[str]) -> int:
             sweep_id = _interrupted_sweep(options, file, overrides, branch_overrides)
             branch_overrides.append(f"tracking.sweep={sweep_id}")
         say(
-            f"branches after update {start.updates_done}: {examples} examples each, "
+            f"branches after update {start.updates_done}: "
+            f"{count(examples, 'example')} each, "
             f"at effective batches {sizes}"
         )
         line = ["-m", *file, *branch_overrides, *overrides]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from pipeline.common import imports, rounding
-from pipeline.common.errors import ConfigError, say
+from pipeline.common.errors import ConfigError, count, say
 
 # Environment variable with the GPUs that this process or its parent has locked.
 LOCKED = "PIPELINE_GPUS"
@@ -132,8 +132,8 @@ class _MissingGpu(NamedTuple):
 
 
 def _missing_gpu() -> _MissingGpu:
-    count = gpus_of_driver()
-    if count == 0:
+    gpus = gpus_of_driver()
+    if gpus == 0:
         rule = "must be a device of this machine, which has no GPU"
         return _MissingGpu("no GPU answers", rule, is_fault=False)
 
@@ -144,7 +144,8 @@ def _missing_gpu() -> _MissingGpu:
         listed, missing_libraries = gpus_of_tensorflow()
         if listed:
             reason = (
-                f"TensorFlow lists {listed} GPUs in a new process and none in this one"
+                f"TensorFlow lists {count(listed, 'GPU')} in a new process and none in "
+                "this one"
             )
             is_fault = True
         elif importlib.util.find_spec("nvidia") is None:
@@ -154,11 +155,11 @@ def _missing_gpu() -> _MissingGpu:
             )
         else:
             missing = ", ".join(missing_libraries) or "their driver"
-            reason = (
-                f"TensorFlow uses none of {count} GPUs, and could not open {missing}"
-            )
+            reason = f"TensorFlow uses none of {count(gpus, 'GPU')}, and could not open {missing}"
             is_fault = True
-    return _MissingGpu(reason, f"must be cpu ({reason})", is_fault)
+    return _MissingGpu(
+        reason, f"asks for a GPU, but this run can use none ({reason})", is_fault
+    )
 
 
 def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> None:

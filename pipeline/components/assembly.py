@@ -455,7 +455,7 @@ def _best(
         return None
     key = "training.keep_best.metric"
     if data.validation is None:
-        rule = "must be null: the dataset has no validation split"
+        rule = "is of the validation split, but the dataset has none: set it to null"
         raise ConfigError(key, rule, keep.metric)
 
     losses_by_output = internals.spread(goal.loss, outputs, "loss", to_all=True)

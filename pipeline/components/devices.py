@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from pipeline.accumulation.internals import load_cuda_libraries
 from pipeline.common import imports, memory_budget, nvidia
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, count
 from pipeline.config.cluster import KEY, Cluster
 from pipeline.config.schema import Device, HardwareConfig
 from pipeline.config.sizes import REPLICAS
@@ -91,9 +91,8 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
             raise nvidia.no_gpu_error()
         why_no_gpu = nvidia.why_no_gpu()
         if why_no_gpu and config.gpu is not None:
-            raise ConfigError(
-                "hardware.gpu", f"must be null ({why_no_gpu})", config.gpu
-            )
+            rule = f"selects GPUs, but this run can use none ({why_no_gpu})"
+            raise ConfigError("hardware.gpu", rule, config.gpu)
 
     used_gpus = []
     if uses_gpu(config):
@@ -117,12 +116,12 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
         return Devices(strategy, on_gpu, description, gpus=indices)
     with tf.device("CPU:0"):
         reductions_ready = tf.Variable(0, dtype=tf.int64, trainable=False)
-    count = len(workers.addresses)
+    processes = len(workers.addresses)
     return Devices(
         strategy,
         on_gpu,
-        f"{count} workers, each with {description}",
-        count,
+        f"{processes} workers, each with {description}",
+        processes,
         reductions_ready,
         indices,
     )
@@ -188,7 +187,8 @@ def _named_gpus(gpus: list[Any], names: int | list[int] | None) -> list[Any]:
         return gpus
     indices = [names] if isinstance(names, int) else names
     if max(indices) >= len(gpus):
-        rule = f"must be of the {len(gpus)} GPUs of this machine, counted from 0"
+        listed = count(len(gpus), "GPU")
+        rule = f"must be of the {listed} of this machine, counted from 0"
         raise ConfigError("hardware.gpu", rule, names)
     return [gpus[index] for index in indices]
 
@@ -201,23 +201,24 @@ def _gpus_of_process(
     Raises:
         ConfigError: there are too few GPUs for the replicas or the workers.
     """
-    count = len(gpus)
-    if replicas > count:
-        rule = f"must be at most the {count} GPUs of this machine"
+    available = len(gpus)
+    listed = count(available, "GPU")
+    if replicas > available:
+        rule = f"must be at most the {listed} of this machine"
         raise ConfigError(REPLICAS, rule, replicas)
     if workers is None:
         return gpus[:replicas]
     processes = len(workers.addresses)
-    if workers.started and processes * replicas > count:
+    if workers.started and processes * replicas > available:
         rule = (
-            f"must be at most {count // replicas}: "
-            f"each has {replicas} of the {count} GPUs of this machine"
+            f"must be at most {available // replicas}: "
+            f"each has {replicas} of the {listed} of this machine"
         )
         raise ConfigError(KEY, rule, processes)
     # Take this worker's slice if it exists: the GPUs may be shared by all workers on
     # the machine. Otherwise, assume that the visible GPUs are this process's own.
     first = workers.index_on_machine * replicas
-    if count < first + replicas:
+    if available < first + replicas:
         return gpus[:replicas]
     return gpus[first : first + replicas]
 

@@ -152,7 +152,11 @@ def _check_loss(
 def _sum_of_losses(goal: internals.Objective, example: _Example) -> tf.Tensor:
     """Check the loss of each output; return their sum, scalar of float64."""
     if example.y is None:
-        raise ConfigError("training.loss", "must be null: the dataset has no labels")
+        rule = (
+            "needs labels, but the dataset has none: set it to null if the model adds "
+            "its own loss"
+        )
+        raise ConfigError("training.loss", rule)
     losses = [loss for loss in tf.nest.flatten(goal.loss) if loss is not None]
     names = ", ".join(loss.name for loss in losses)
     with as_config_error("training.loss", example.rule, names):

@@ -59,12 +59,12 @@ def check(scaling: ScalingConfig) -> None:
         message = "must be a number of examples for scaling.rule=surge"
         raise ConfigError("scaling.peak_batch_size", message, peak)
     if rule != "surge" and peak is not None:
-        message = f"must be null for scaling.rule={rule}: only surge reads it"
+        message = f"is read by scaling.rule=surge only, not by {rule}: set it to null"
         raise ConfigError("scaling.peak_batch_size", message, peak)
     if scaling.rate is not None and rule not in ("half_life", "timescale"):
         message = (
-            f"must be null for scaling.rule={rule}: "
-            "only half_life and timescale leave the rate to choose"
+            "is read by scaling.rule=half_life and timescale only, "
+            f"not by {rule}: set it to null"
         )
         raise ConfigError("scaling.rate", message, scaling.rate)
 

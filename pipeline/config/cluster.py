@@ -91,7 +91,7 @@ def workers_of_run(
             environment describes the workers wrongly.
     """
     if workers is not None and workers < 1:
-        rule = "must be at least 1, or null for what TF_CONFIG or Slurm says"
+        rule = "must be at least 1, or null to read TF_CONFIG or the Slurm step"
         raise ConfigError(KEY, rule, workers)
     if workers == 1:
         return None
@@ -104,16 +104,17 @@ def workers_of_run(
         named = _slurm_workers(environment)
 
     if named is not None:
-        count = len(named.addresses)
-        if workers not in (None, count):
+        processes = len(named.addresses)
+        if workers not in (None, processes):
             where = "TF_CONFIG" if tf_config else "the step of this Slurm job"
-            raise ConfigError(KEY, f"must be null, or the {count} of {where}", workers)
-        return named if count > 1 else None
+            rule = f"must agree with {where}, which has {processes}: set it to null"
+            raise ConfigError(KEY, rule, workers)
+        return named if processes > 1 else None
 
     if workers is None:
         rule = (
-            "must be a number where neither TF_CONFIG nor a step of a Slurm job (srun) "
-            "says which workers there are"
+            "must be a number if neither TF_CONFIG nor a step of a Slurm job (srun) "
+            "names the workers"
         )
         raise ConfigError(KEY, rule, None)
     if workers > _MOST_HERE:

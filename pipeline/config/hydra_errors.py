@@ -312,7 +312,7 @@ def _text_error(
         if group_error is not None:
             return group_error
 
-    rule = f"must be what Hydra takes ({first_line(error)})"
+    rule = f"cannot be read by Hydra ({first_line(error)})"
     file = _file(error, folders)
     if file is None:
         return ConfigError("arguments", rule, " ".join(overrides))

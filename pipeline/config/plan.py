@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, count
 from pipeline.config.sizes import Batching, Horizon, ceil_div
 from pipeline.config.stages import SCHEDULE, ScheduledStage, Slice, Stage
 
@@ -243,13 +243,14 @@ class Plan:
                 cuts += f", {size} (factor {factor}) after update {after}"
                 changes = True
 
-        per_epoch = f"{self.updates_per_epoch} updates per epoch"
+        per_epoch = f"{count(self.updates_per_epoch, 'update')} per epoch"
         tail = self.examples % self.batching.effective_batch_size
         if tail:
             per_epoch += f" (last one {tail})"
         if changes:
             per_epoch += " at first"
-        return f"{cuts}; {self.examples} examples → {per_epoch}, {self.updates} in all"
+        examples = count(self.examples, "example")
+        return f"{cuts}; {examples} → {per_epoch}, {self.updates} in all"
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
@@ -470,13 +471,13 @@ class StreamPlan(Plan):
                 "are an update"
             )
 
-        per_epoch = "an unknown number of"
+        per_epoch = "an unknown number of updates"
         if self.per_epoch is not None:
-            per_epoch = str(self.per_epoch)
+            per_epoch = count(self.per_epoch, "update")
         length = f"{self.updates} in all"
-        if self.updates == ENDLESS:
-            length = f"{self.whole_epochs} epochs"
-        return f"{batches}; {per_epoch} updates per epoch, {length}"
+        if self.updates == ENDLESS and self.whole_epochs is not None:
+            length = count(self.whole_epochs, "epoch")
+        return f"{batches}; {per_epoch} per epoch, {length}"
 
 
 def stream_plan(
@@ -502,8 +503,8 @@ def stream_plan(
     """
     if horizon.unit == "examples":
         rule = (
-            "must be null: batches that the data cut have no known number of examples; "
-            "set training.updates"
+            "cannot be the horizon with dataset.batched=true, as the number of "
+            "examples is not known: set training.updates"
         )
         raise ConfigError("training.examples", rule, horizon.length)
 
@@ -512,7 +513,7 @@ def stream_plan(
         whole_epochs = horizon.length
     if whole_epochs is not None and per_epoch == ENDLESS:
         rule = (
-            "must be null where the training split repeats without an end; "
+            "cannot be the horizon, as the training split repeats without an end: "
             "set training.updates"
         )
         raise ConfigError("training.epochs", rule, whole_epochs)

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, count
 from pipeline.common.secrets import HIDDEN, mask
 from pipeline.config import (
     cluster,
@@ -345,12 +345,14 @@ def _check_gpus(spec: RunSpec) -> None:
     if gpu is None:
         return
     if hardware.device == Device.cpu:
-        raise ConfigError("hardware.gpu", "must be null with hardware.device=cpu", gpu)
+        rule = "selects GPUs, but hardware.device=cpu uses none"
+        raise ConfigError("hardware.gpu", rule, gpu)
 
     replicas = hardware.replicas * spec.workers_on_machine
     gpus = gpu if isinstance(gpu, list) else [gpu]
     if len(gpus) != replicas:
-        rule = f"must name one GPU for each of the {replicas} replicas here"
+        here = count(replicas, "replica")
+        rule = f"must name one GPU for each replica on this machine, {here}"
         raise ConfigError("hardware.gpu", rule, gpu)
 
 

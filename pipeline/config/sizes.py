@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, count
 from pipeline.config.stages import EFFECTIVE as EFFECTIVE
 
 FACTOR = "accumulation.factor"
@@ -64,9 +64,7 @@ class Batching:
         return resized.with_micro_batch_size(self.micro_batch_size)
 
     def __str__(self) -> str:
-        replicas = "1 replica"
-        if self.replicas > 1:
-            replicas = f"{self.replicas} replicas"
+        replicas = count(self.replicas, "replica")
         text = (
             f"effective batch {self.effective_batch_size} = "
             f"{self.micro_batch_size} × {self.factor} × {replicas}"
@@ -134,7 +132,7 @@ def derive(
             raise ConfigError(FACTOR, rule, factor, _nearest_factors(share, factor))
         rule = (
             f"must agree with effective batch {effective} and micro-batch {micro} "
-            f"on {replicas} replica(s)"
+            f"on {count(replicas, 'replica')}"
         )
         raise ConfigError(FACTOR, rule, factor, [needed])
     return Batching(effective, micro, needed, replicas)
@@ -248,8 +246,8 @@ def of_batches(
         raise ConfigError(REPLICAS, rule, replicas)
     if micro in SEARCHED:
         rule = (
-            f"must be null or a number with {BATCHED}=true: "
-            "the largest batch is not known before"
+            f"cannot be searched with {BATCHED}=true, as the largest batch is not "
+            "known before: set a number, or null"
         )
         raise ConfigError(MICRO, rule, micro)
     if factor is None or factor < 1:
@@ -295,8 +293,8 @@ def batching(
     if micro in SEARCHED:
         if factor is not None and (FACTOR in named or effective is not None):
             rule = (
-                f"must be null with {MICRO}={micro}, "
-                "else the effective batch would depend on the machine"
+                f"cannot be set with {MICRO}={micro}, as the effective batch would "
+                f"depend on the machine: set {EFFECTIVE}, and this one to null"
             )
             raise ConfigError(FACTOR, rule, factor)
         if effective is None:

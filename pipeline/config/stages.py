@@ -150,7 +150,8 @@ def implied_values(
     if config["dataset"].get("batched"):
         with_batches = "with dataset.batched=true"
         if schedule is not None:
-            raise ConfigError(SCHEDULE, f"must be null {with_batches}", schedule)
+            rule = f"cannot be set {with_batches}, as the data make the batches"
+            raise ConfigError(SCHEDULE, rule, schedule)
         clock = config["schedule"].get("clock")
         if clock == "examples":
             raise ConfigError(CLOCK, f"must be updates {with_batches}", clock)

@@ -65,8 +65,8 @@ def _labels_spec(data: Data) -> tf.TensorSpec:
         if None not in (parts[1].shape or ()):
             return parts[1]
     rule = (
-        "must be null where an example is not (x, y) with labels of one output, "
-        "and of one length"
+        "needs examples (x, y), with y the labels of one output, all of one length; "
+        "other examples take sample weights"
     )
     raise ConfigError(KEY, rule, [type(part).__name__ for part in parts])
 
@@ -87,9 +87,9 @@ def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
         return False
     if classes is None and not any("categorical" in name for name in names):
         rule = (
-            f"must be null where labels {tuple(shape)} may be one-hot or a class per "
-            "element: let the dataset give its `classes`, or take a loss whose name "
-            "begins with Sparse or Categorical"
+            f"cannot be applied to labels of shape {tuple(shape)}, which may be one-hot "
+            "or a class per element: let the dataset give its `classes`, or take a loss "
+            "whose name begins with Sparse or Categorical"
         )
         raise ConfigError(KEY, rule)
     return classes in (None, shape[-1])

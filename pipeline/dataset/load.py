@@ -304,8 +304,8 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
     for key in ("augment", "pad"):
         if node.get(key) is not None:
             rule = (
-                "must be null with dataset.batched=true: the loader does that, "
-                "and weighs what it pads with 0"
+                "cannot be set with dataset.batched=true: the loader has to do it, "
+                "with a weight of 0 for padding"
             )
             raise ConfigError(f"dataset.{key}", rule, OmegaConf.to_container(node[key]))
     for name, split in data.splits.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common import rounding
+from pipeline.common.errors import count
 from pipeline.common.rounding import TF32
 from pipeline.config import metric_names
 from pipeline.config.key_kinds import DERIVED_CUT
@@ -115,7 +116,7 @@ def compare(
     ]
     points = _points(old, new, compared, until)
 
-    scope = f"{len(points)} points of {len(compared)} metrics"
+    scope = f"{count(len(points), 'point')} of {count(len(compared), 'metric')}"
     left_out = sorted({*old, *new} - {*compared})
     if left_out:
         scope += f" (without {', '.join(left_out)})"

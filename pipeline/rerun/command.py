@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.checkpoints import fork
 from pipeline.common import imports, nvidia, secrets
-from pipeline.common.errors import ConfigError, first_line, say
+from pipeline.common.errors import ConfigError, count, first_line, say
 from pipeline.config import (
     compose,
     former_names,
@@ -348,7 +348,7 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     verdict = "can be run again" if request.dry else "agree"
     say(
         f"rerun of sweep {parent.run_id}: "
-        f"{statuses.count(0)} of {len(statuses)} runs {verdict}"
+        f"{statuses.count(0)} of {count(len(statuses), 'run')} {verdict}"
     )
     return _worst(statuses)
 

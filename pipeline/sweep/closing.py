@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.common.errors import say
+from pipeline.common.errors import count, say
 from pipeline.sweep import sweep_file
 from pipeline.sweep.ending import JobEndings
 from pipeline.sweep.parent_run import set_tag
@@ -59,7 +59,7 @@ def close(
         say(f"  {row.name:{width}}  {row.status:8}  {row.reason}".rstrip())
         if row.status == "FINISHED":
             finished += 1
-    say(f"sweep {parent.run_id}: {finished} of {len(rows)} jobs finished")
+    say(f"sweep {parent.run_id}: {finished} of {count(len(rows), 'job')} finished")
 
     all_finished = finished == len(rows)
     if not status:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from pipeline.common import nvidia
-from pipeline.common.errors import ConfigError, say
+from pipeline.common.errors import ConfigError, count, say
 from pipeline.config import cluster, schema
 
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio")
@@ -29,8 +29,8 @@ def slots(
     for hardware in hardware_of_jobs:
         if hardware.gpu is not None:
             rule = (
-                "must be null in a sweep, which gives each job its GPUs: "
-                "CUDA_VISIBLE_DEVICES says which it has"
+                "cannot be set in a sweep, which gives each job its GPUs: "
+                "CUDA_VISIBLE_DEVICES selects those of the sweep"
             )
             raise ConfigError("hardware.gpu", rule, hardware.gpu)
 
@@ -39,7 +39,7 @@ def slots(
     if not gpus:
         return [[] for _ in range(at_once or 1)]
     if size > len(gpus):
-        rule = f"must be at most the {len(gpus)} GPUs of this machine"
+        rule = f"must be at most the {count(len(gpus), 'GPU')} of this machine"
         raise ConfigError("hardware.gpus_per_job", rule, size)
 
     groups = []

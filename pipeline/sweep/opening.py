@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.common.errors import ConfigError, say, say_id
+from pipeline.common.errors import ConfigError, count, say, say_id
 from pipeline.config import session, trust_entries
 from pipeline.sweep import again, files, liveness, sweep_file
 from pipeline.sweep.closing import close_as_killed
@@ -107,7 +107,7 @@ def _create(config: DictConfig, jobs: int, varied: Sequence[str]) -> RunningSwee
     run_id = run.info.run_id
     entries = [Param(key, param_text(value)) for key, value in params.items()]
     client.log_batch(run_id, params=entries)
-    say(f"sweep {run_id} ({name}): {params['jobs']} jobs")
+    say(f"sweep {run_id} ({name}): {count(params['jobs'], 'job')}")
 
     parent = ParentRun(
         config.tracking.uri,

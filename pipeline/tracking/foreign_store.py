@@ -56,7 +56,8 @@ class ForeignStore:
 
         check_allowed(allow)
         if Store(uri).is_new():
-            raise ConfigError("tracking.uri", "must be a store that exists", uri)
+            rule = f"must be a store that exists: {mask(absolute(uri))} does not"
+            raise ConfigError("tracking.uri", rule, uri)
         return cls(uri, tuple(allowed_places(allow)))
 
     def client(self) -> Any:
@@ -81,8 +82,7 @@ class ForeignStore:
             try:
                 runs = [self.client().get_run(start)]
             except MlflowException as error:
-                rule = "must be a run of the store"
-                raise ConfigError("RUN_ID", rule, start) from error
+                raise ConfigError("RUN_ID", self._unknown("run"), start) from error
         elif re.fullmatch("[0-9a-f]{4,32}", start):
             runs = self._search(f"attributes.run_id LIKE '{start}%'")
         else:
@@ -138,6 +138,13 @@ class ForeignStore:
         ids = [experiment.experiment_id for experiment in all_experiments(client)]
         return list(client.search_runs(ids, condition, max_results=_MOST_RUNS))
 
+    def _unknown(self, kind: str) -> str:
+        """Return the rule for a run or sweep that the store does not have."""
+        return (
+            f"must name one {kind} of the store {mask(absolute(self.uri))}: "
+            "tracking.uri selects another store"
+        )
+
     def _only(
         self,
         key: str,
@@ -160,13 +167,13 @@ class ForeignStore:
                 format, or its artifacts lie outside the allowed locations.
         """
         if len(matches) != 1:
-            rule = f"must name one {kind} of the store"
+            rule = self._unknown(kind)
             if matches:
                 rule = f"must name one {kind}, not {len(matches)}"
             choices = []
             for run in (matches or known)[:_MOST_CHOICES]:
                 choices.append(f"{run.info.run_id} ({run.info.run_name})")
-            raise ConfigError(key, rule, start, choices)
+            raise ConfigError(key, rule, start, choices or None)
 
         run = matches[0]
         if not RUN_ID.fullmatch(run.info.run_id):  # the ID is used in commands

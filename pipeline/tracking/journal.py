@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import durable, imports, secrets, sqlite_uri
-from pipeline.common.errors import ConfigError, say
+from pipeline.common.errors import ConfigError, count, say
 from pipeline.tracking import foreign_store, journal_file, shipper_protocol
 from pipeline.tracking.journal_file import LockedPast, Position
 from pipeline.tracking.journal_lines import (
@@ -443,7 +443,7 @@ class Journal:
                 problem = ""
                 self._deadline = time.monotonic() + self.patience
                 if time.monotonic() > told_at + SILENCE:
-                    say(f"still shipping: about {answer.left:,} points left")
+                    say(f"still shipping: about {count(answer.left, 'point')} left")
                     told_at = time.monotonic()
             else:
                 return answer

@@ -78,10 +78,10 @@ def _ship(
     )
     with closing(uploader):
         uploader.finish(patience)
-    summary = (
-        f"{uploader.sent} points were missing; "
-        f"run {uploader.run_id} is {uploader.status}"
-    )
+    missing = f"{uploader.sent} points were missing"
+    if uploader.sent == 1:
+        missing = "1 point was missing"
+    summary = f"{missing}; run {uploader.run_id} is {uploader.status}"
     if uploader.not_logged:
         summary += f"; the model was not logged: {uploader.not_logged}"
     return summary

@@ -55,7 +55,7 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
             raise cause from None
         path = _failed_path(error, key)
         inner = OmegaConf.select(node, path) if path else node
-        rule = f"must be what {inner.get('_target_')} takes ({described(cause)})"
+        rule = f"is rejected by {inner.get('_target_')} ({described(cause)})"
         failed_key = f"{key}.{path}".rstrip(".")
         raise ConfigError(failed_key, rule, _arguments(inner)) from error
 

@@ -173,7 +173,8 @@ def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
         return
     if not _is_expected(target, named, module):
         namespace = target.rpartition(".")[0]
-        raise ConfigError(key, f"must be what {namespace} is for", target)
+        rule = f"must be of the kind that belongs in {namespace}"
+        raise ConfigError(key, rule, target)
 
 
 def _is_expected(target: str, named: Any, module: str) -> bool:

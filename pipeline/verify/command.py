@@ -18,6 +18,7 @@ from pipeline.common.errors import (
     ConfigError,
     Parser,
     as_config_error,
+    count,
     described,
     exits_as_failures,
     say,
@@ -229,7 +230,7 @@ def _compare(
     from pipeline.verify import engine, layers
 
     precision = parts.spec.config.hardware.precision.name
-    subjects = [f"{engine.examples(batch)} examples" for batch in batches]
+    subjects = [count(engine.examples(batch), "example") for batch in batches]
     other_weights = len(batches) > 1
     if other_weights:
         subjects.append(f"{subjects[-1]}, other weights")
@@ -368,8 +369,8 @@ def _print(certificate: Certificate, every: bool) -> None:
     rows = _rows(certificate.comparisons, every)
     say(
         f"{parts.devices.description}; {cut}",
-        f"an update by {cut.factor} micro-batches of {cut.micro_batch_size} "
-        f"and one of the whole batch are {certificate.verdict}",
+        f"an update by {count(cut.factor, 'micro-batch')} of "
+        f"{cut.micro_batch_size} and one of the whole batch are {certificate.verdict}",
         *_table(rows),
         *_remarks(certificate.comparisons),
         to=sys.stdout,

@@ -199,7 +199,7 @@ def test_what_no_run_can_begin_with_is_rejected(folder):
 
     one_run = (
         "start.run must be one run directory, or the start of the ID of one run whose "
-        "directory lies below this one. Received: "
+        f"directory lies below {folder}. Received: "
     )
     must_fit = "the checkpoint must fit the model, whose "
     horizon = "training must have a horizon beyond the "

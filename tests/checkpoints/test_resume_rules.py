@@ -308,7 +308,7 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
 
     rule_by_run = {
         "nowhere": "RUN must be one run directory, or the start of the ID of one run "
-        "whose directory lies below this one. Received: 'nowhere'.",
+        f"whose directory lies below {folder}. Received: 'nowhere'.",
         "run seed=1": "seed must be that of the run, 0. Received: 1.",
         "run model.hidden=[8]": "model.hidden must be that of the run, [128, 128]. "
         "Received: [8].",
@@ -324,8 +324,7 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         "its own directory.",
         # 14 updates, or 7 where that was not written yet.
         "run training.updates=5": "training must have a horizon beyond the ",
-        "": "arguments must be as pipeline resume --help says (the following arguments "
-        "are required: RUN).",
+        "": "RUN must be given: see pipeline resume --help.",
         "none training.updates=50": "RUN must have a checkpoint: see "
         "training.checkpoint_every.",
         "torn": "RUN must have an intact checkpoint after at most 2 updates, of which "

@@ -116,7 +116,7 @@ def test_a_gpu_is_not_asked_for_where_there_is_none(monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
     with pytest.raises(
         ConfigError,
-        match=r"hardware\.gpu must be null \(no GPU answers\)\. Received: 0",
+        match=r"hardware\.gpu selects GPUs, .* none \(no GPU answers\)\. Received: 0",
     ):
         devices.setup(HardwareConfig(gpu=0), seed=0)
 

@@ -127,7 +127,7 @@ def test_a_process_that_lost_the_gpu_does_not_go_on_on_the_cpu(driver, monkeypat
     """Such as a process that tries a micro-batch size for a run on the GPU."""
     monkeypatch.setattr(nvidia, "gpus_of_tensorflow", lambda: (2, []))
     why = "TensorFlow lists 2 GPUs in a new process and none in this one"
-    with pytest.raises(ConfigError, match=rf"must be cpu \({why}"):
+    with pytest.raises(ConfigError, match=rf"can use none \({why}"):
         nvidia.why_no_gpu()
 
 
@@ -148,6 +148,6 @@ def test_what_is_not_installed_or_hidden_is_said(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert nvidia.why_no_gpu() == "CUDA_VISIBLE_DEVICES hides the GPUs"
     with pytest.raises(
-        ConfigError, match=r"must be cpu \(CUDA_VISIBLE_DEVICES hides the GPUs\)"
+        ConfigError, match=r"can use none \(CUDA_VISIBLE_DEVICES hides the GPUs\)"
     ):
         raise nvidia.no_gpu_error()

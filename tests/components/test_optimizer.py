@@ -245,7 +245,7 @@ def test_a_share_is_at_least_one_update(share, updates):
         ),
         (
             ["+optimizer.beta_3=1"],
-            "optimizer must be what keras.optimizers.AdamW takes "
+            "optimizer is rejected by keras.optimizers.AdamW "
             "(ValueError: Argument(s) not recognized",
         ),
         (

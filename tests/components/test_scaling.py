@@ -161,12 +161,12 @@ def test_a_warm_up_counts_updates_of_the_reference_batch():
         (
             512,
             ["scaling.peak_batch_size=9"],
-            "scaling.peak_batch_size must be null for scaling.rule=none: only surge",
+            "scaling.peak_batch_size is read by scaling.rule=surge only, not by none",
         ),
         (
             512,
             ["scaling=sqrt", "scaling.rate=sqrt"],
-            "scaling.rate must be null for scaling.rule=sqrt: only half_life and",
+            "scaling.rate is read by scaling.rule=half_life and timescale only, not by",
         ),
         (512, ["scaling.rate=half"], "scaling.rate must be sqrt or null"),
     ],

@@ -105,8 +105,8 @@ def test_workers_of_this_machine_choose_their_ports_later():
         (
             0,
             {},
-            "hardware.workers must be at least 1, or null for what TF_CONFIG or Slurm "
-            "says. Received: 0.",
+            "hardware.workers must be at least 1, or null to read TF_CONFIG or the "
+            "Slurm step. Received: 0.",
         ),
         (
             1000000,
@@ -116,13 +116,14 @@ def test_workers_of_this_machine_choose_their_ports_later():
         (
             None,
             {},
-            "hardware.workers must be a number where neither TF_CONFIG nor a step of a "
-            "Slurm job (srun) says",
+            "hardware.workers must be a number if neither TF_CONFIG nor a step of a "
+            "Slurm job (srun) names",
         ),
         (
             3,
             tf_config(TWO),
-            "hardware.workers must be null, or the 2 of TF_CONFIG. Received: 3.",
+            "hardware.workers must agree with TF_CONFIG, which has 2: set it to null. "
+            "Received: 3.",
         ),
         (None, {"TF_CONFIG": "nonsense"}, "TF_CONFIG must be JSON such as {"),
         (None, {"TF_CONFIG": "[1]"}, "TF_CONFIG must be JSON such as {"),

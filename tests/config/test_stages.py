@@ -335,7 +335,7 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             [RAMP, "dataset.batched=true"],
-            "accumulation.batch_schedule must be null with dataset.batched=true",
+            "accumulation.batch_schedule cannot be set with dataset.batched=true",
         ),
         (
             ["schedule.clock=examples", "dataset.batched=true"],

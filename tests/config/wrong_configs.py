@@ -223,8 +223,9 @@ CONFIG = {
         "Choices: effective, micro."
     ),
     "train accumulation.micro_batch_size=auto accumulation.factor=4": (
-        "accumulation.factor must be null with accumulation.micro_batch_size=auto, "
-        "else the effective batch would depend on the machine. Received: 4."
+        "accumulation.factor cannot be set with accumulation.micro_batch_size=auto, as "
+        "the effective batch would depend on the machine: set "
+        "accumulation.effective_batch_size, and this one to null. Received: 4."
     ),
     (
         "train accumulation.micro_batch_size=auto_fastest "
@@ -263,18 +264,19 @@ CONFIG = {
         "ones, or null. Received: []."
     ),
     "train hardware.gpu=[0,1]": (
-        "hardware.gpu must name one GPU for each of the 1 replicas here. Received: [0, "
-        "1]."
+        "hardware.gpu must name one GPU for each replica on this machine, 1 replica. "
+        "Received: [0, 1]."
     ),
     "train hardware.gpu=0 hardware.replicas=2": (
-        "hardware.gpu must name one GPU for each of the 2 replicas here. Received: 0."
+        "hardware.gpu must name one GPU for each replica on this machine, 2 replicas. "
+        "Received: 0."
     ),
     "train hardware.gpu=0 hardware.device=cpu": (
-        "hardware.gpu must be null with hardware.device=cpu. Received: 0."
+        "hardware.gpu selects GPUs, but hardware.device=cpu uses none. Received: 0."
     ),
     "train -m hardware.gpu=0,1": (
-        "hardware.gpu must be null in a sweep, which gives each job its GPUs: "
-        "CUDA_VISIBLE_DEVICES says which it has. Received: 0."
+        "hardware.gpu cannot be set in a sweep, which gives each job its GPUs: "
+        "CUDA_VISIBLE_DEVICES selects those of the sweep. Received: 0."
     ),
     "train hardware.memory=0": (
         "hardware.memory must be a size such as 8GiB, or null. Received: 0."
@@ -343,10 +345,10 @@ CONFIG = {
     ),
     "train tracking.log_every=0": "tracking.log_every must be at least 1. Received: 0.",
     f"train seed={'9' * 5000}": (
-        "arguments must be what Hydra takes (…4300 digits…). Received: 'seed=99…9…."
+        "arguments cannot be read by Hydra (…4300 digits…). Received: 'seed=99…9…."
     ),
     f"train -m seed={'9' * 5000},1": (
-        "arguments must be what Hydra takes (…4300 digits…). Received: 'seed=99…9…."
+        "arguments cannot be read by Hydra (…4300 digits…). Received: 'seed=99…9…."
     ),
     "train seed=-1": "seed must be from 0 to 4294967295. Received: -1.",
     "train optimizer.learning_rate=0": (
@@ -399,12 +401,12 @@ CONFIG = {
     ),
     "train hardware.replicas=0": "hardware.replicas must be at least 1. Received: 0.",
     "train hardware.workers=0": (
-        "hardware.workers must be at least 1, or null for what TF_CONFIG or Slurm "
-        "says. …"
+        "hardware.workers must be at least 1, or null to read TF_CONFIG or the "
+        "Slurm step. …"
     ),
     "train hardware=multi_worker": (
-        "hardware.workers must be a number where neither TF_CONFIG nor a step of a "
-        "Slurm job (srun) says which workers there are. Received: null."
+        "hardware.workers must be a number if neither TF_CONFIG nor a step of a "
+        "Slurm job (srun) names the workers. Received: null."
     ),
     "train hardware.workers=200": (
         "accumulation.effective_batch_size must be at least the number of replicas, "
@@ -417,7 +419,7 @@ CONFIG = {
     # what a run begins with, and what is kept of it
     "train start.run=nowhere": (
         "start.run must be one run directory, or the start of the ID of one run whose "
-        "directory lies below this one. Received: 'nowhere'."
+        "directory lies below …. Received: 'nowhere'."
     ),
     "train start.run=1e10": (
         "start.run must be one run directory, or … Received: '1e10'."
@@ -535,7 +537,7 @@ CONFIG = {
     ),
     "train seed": "seed must be given as KEY=VALUE. Received: 'seed'.",
     "train =3": (
-        "arguments must be what Hydra takes (Config group override must be …). "
+        "arguments cannot be read by Hydra (Config group override must be …). "
         "Received: '=3'."
     ),
     "train 'dataset.train_split=train[:90%]'": (
@@ -544,8 +546,8 @@ CONFIG = {
         "'dataset.train_split=train[:90%]'."
     ),
     "sweep seeds --again": (
-        "arguments must be as pipeline sweep --help says (argument --again: expected "
-        "one argument)."
+        "arguments of pipeline sweep cannot be read (argument --again: expected one "
+        "argument): see pipeline sweep --help."
     ),
     "sweep seeds --config-dir nope": (
         "--config-dir must be a folder that exists. Received: 'nope'."
@@ -559,18 +561,18 @@ CONFIG = {
     ),
     "train +seed=1": "seed must be named without + to be changed. Received: '+seed=1'.",
     "train --fast": (
-        "arguments must be what Hydra takes (unrecognized arguments: --fast). "
+        "arguments cannot be read by Hydra (unrecognized arguments: --fast). "
         "Received: '--fast'."
     ),
     "train --cfg everything": (
-        "arguments must be what Hydra takes (argument --cfg/-c: invalid choice: "
+        "arguments cannot be read by Hydra (argument --cfg/-c: invalid choice: "
         "'everything' (choose from …)). Received: '--cfg everything'."
     ),
     "train -m seed=1,2 --cfg job": (
-        "arguments must be what Hydra takes (Only one of …). Received: 'seed=1,2'."
+        "arguments cannot be read by Hydra (Only one of …). Received: 'seed=1,2'."
     ),
     "train --resolve": (
-        "arguments must be what Hydra takes (The --resolve flag can only be used …). "
+        "arguments cannot be read by Hydra (The --resolve flag can only be used …). "
         "Received: ''."
     ),
     "train --config-dir nowhere": (
@@ -603,7 +605,7 @@ CONFIG = {
     ),
     # a user's own config files
     "train --config-dir mine model=latin": (
-        "…/mine/model/latin.yaml must be what Hydra takes ('utf-8' codec can't decode "
+        "…/mine/model/latin.yaml cannot be read by Hydra ('utf-8' codec can't decode "
         "byte 0xe9 …)."
     ),
     "train --config-dir mine model=broken": (
@@ -611,7 +613,7 @@ CONFIG = {
         "Received: 'hidden: 3'."
     ),
     "train --config-dir mine model=scalar": (
-        "…/mine/model/scalar.yaml must be what Hydra takes (…)."
+        "…/mine/model/scalar.yaml cannot be read by Hydra (…)."
     ),
     "train --config-dir mine model=empty": (
         "model._target_ must be the dotted name of what builds it. Received: null."

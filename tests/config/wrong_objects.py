@@ -87,7 +87,7 @@ PREPARED = {
         "'classes'?"
     ),
     f"train {MLP} model.dropout=1": (
-        "model must be what pipeline.components.model.mlp takes (ValueError: dropout "
+        "model is rejected by pipeline.components.model.mlp (ValueError: dropout "
         "must be from 0 to below 1. Received: 1.0). Received: …"
     ),
     "train model._target_=mine.one_argument": (
@@ -102,7 +102,7 @@ PREPARED = {
         "model._target_ must give a keras.Model. Received: 'int'."
     ),
     f"train {MLP} +optimizer.nope=4": (
-        "optimizer must be what keras.optimizers.AdamW takes (ValueError: Argument(s) "
+        "optimizer is rejected by keras.optimizers.AdamW (ValueError: Argument(s) "
         "not recognized: {'nope': 4}). Received: {…, nope: 4}."
     ),
     f"train {MLP} +optimizer.gradient_accumulation_steps=4": (
@@ -137,8 +137,8 @@ PREPARED = {
         "one of a, b. Received: c). Received: …"
     ),
     f"train {TWO} 'training.class_weight={{0: 1}}'": (
-        "training.class_weight must be null where an example is not (x, y) with labels "
-        "of one output, and of one length. Received: …"
+        "training.class_weight needs examples (x, y), with y the labels of one output, "
+        "all of one length; other examples take sample weights. Received: …"
     ),
     f"train {MLP} dataset._target_=mine.batched +model.classes=3": (
         "dataset._target_ must give single examples in its train split, not batches: "
@@ -155,7 +155,8 @@ PREPARED = {
         "function itself is meant, training.loss._partial_ is true."
     ),
     f"train {MLP} dataset._target_=mine.unlabelled +model.classes=3": (
-        "training.loss must be null: the dataset has no labels."
+        "training.loss needs labels, but the dataset has none: set it to null if the "
+        "model adds its own loss."
     ),
     f"train {MLP} training.loss=null": (
         "training.loss must be given for a model that adds no loss by itself. "
@@ -222,15 +223,15 @@ PREPARED_TOO = {
         "Received: 'pipeline.dataset.topics'."
     ),
     "train experiment=text model.width=66": (
-        "model must be what pipeline.components.model.decoder takes (ValueError: width "
+        "model is rejected by pipeline.components.model.decoder (ValueError: width "
         "must be a multiple of heads, 4. Received: 66). Received: …"
     ),
     "train model=tabular": (
-        "model must be what pipeline.components.model.tabular takes (ValueError: "
+        "model is rejected by pipeline.components.model.tabular (ValueError: "
         "input_shape must be (measurements,). Received: (8, 8, 1)). Received: …"
     ),
     "train model=resnet50 model.name=save": (
-        "model must be what pipeline.components.model.application takes (ValueError: "
+        "model is rejected by pipeline.components.model.application (ValueError: "
         "name must be a model of keras.applications. Received: save). Received: …"
     ),
     "train model._target_=not_there.model": (
@@ -246,21 +247,21 @@ PREPARED_TOO = {
         "'math.pi'."
     ),
     f"train {MLP} model.dropout=2": (
-        "model must be what pipeline.components.model.mlp takes (ValueError: …). "
+        "model is rejected by pipeline.components.model.mlp (ValueError: …). "
         "Received: {hidden: [128, 128], dropout: 2, l2: 0.0}."
     ),
     f"train {MLP} model.hidden=[true]": (
-        "model must be what pipeline.components.model.mlp takes (ValueError: hidden: "
+        "model is rejected by pipeline.components.model.mlp (ValueError: hidden: "
         "each size must be a whole number of at least 1. Received: [True]). Received: …"
     ),
     "train model.kernel_size=0": (
-        "model must be what pipeline.components.model.cnn takes (ValueError: "
+        "model is rejected by pipeline.components.model.cnn (ValueError: "
         "kernel_size: each size must be a whole number of at least 1. Received: [0]). "
         "Received: …"
     ),
     f"train {MLP} model.l2=-1": (
-        "model must be what pipeline.components.model.mlp takes (ValueError: l2 must "
-        "be a number of at least 0. Received: -1). Received: …"
+        "model is rejected by pipeline.components.model.mlp (ValueError: l2 must "
+        "be a number of at least 0. Received: -1.0). Received: …"
     ),
     "train dataset=tfds dataset.name=null +dataset.builder=mine.Vector": (
         "dataset.builder must be a tfds.core.DatasetBuilder. Received: 'mine.Vector'."
@@ -296,7 +297,7 @@ PREPARED_TOO = {
         "Received: 121."
     ),
     f"train {MLP} schedule.decay_steps=long": (
-        "schedule must be what keras.optimizers.schedules.CosineDecay takes (…). "
+        "schedule is rejected by keras.optimizers.schedules.CosineDecay (…). "
         "Received: {…decay_steps: 'long'…}."
     ),
     f"train {MLP} training.loss._target_=keras.losses.MeanSquaredError {NO_LOGITS}": (

@@ -221,7 +221,7 @@ def test_counters_of_batches_of_any_size():
     assert [plan.place(done) for done in range(5)] == places
     assert [update for update in updates if plan.ends_epoch(update)] == [3, 6]
     assert [update for update in updates if plan.ended(update)] == [6]
-    with pytest.raises(ConfigError, match=r"training\.examples must be null"):
+    with pytest.raises(ConfigError, match=r"training\.examples cannot be the horizon"):
         stream_plan(cut, Horizon("examples", 9), stream.windows, None, True)
 
 
@@ -234,8 +234,8 @@ def test_a_loader_without_an_end_has_no_epochs():
         return stream_plan(cut, horizon, stream.windows, stream.per_epoch, False)
 
     line = (
-        r"training\.epochs must be null where the training split repeats without an "
-        r"end; set training\.updates"
+        r"training\.epochs cannot be the horizon, as the training split repeats without "
+        r"an end: set training\.updates"
     )
     with pytest.raises(ConfigError, match=line):
         plan(Horizon("epochs", 2))
@@ -297,7 +297,7 @@ def test_a_broken_image_of_a_folder_is_named_with_its_batch(tmp_path):
             (),
             False,
             1,
-            "micro_batch_size must be null or a number",
+            "micro_batch_size cannot be searched",
         ),
         ({"factor": None}, (), False, 1, "factor must be at least 1"),
         ({"factor": 0}, (), False, 1, r"factor must be at least 1 .* Received: 0\."),

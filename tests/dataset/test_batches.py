@@ -700,7 +700,7 @@ def test_a_class_weighs_its_elements(labels, classes, loss, expected):
 def test_labels_that_may_be_one_hot_or_not_are_not_weighed():
     data = Data(tf.data.Dataset.from_tensor_slices((np.zeros(4), MAPS)), None)
     training = TrainingConfig(class_weight=WEIGHTS, loss={"_target_": "mine.focal"})
-    line = r"class_weight must be null where labels \(5, 3\) may be one-hot or a class"
+    line = r"class_weight cannot be applied to labels of shape \(5, 3\), which may be one-hot"
     with pytest.raises(ConfigError, match=line):
         weigher(training, data)
 

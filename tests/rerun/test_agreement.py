@@ -122,7 +122,7 @@ def test_a_metric_that_only_the_new_run_has_is_left_out_and_named():
     old = history(train_loss={1: 1.0})
     new = history(train_loss={1: 1.0}, val_new={1: 1.0})
     outcome = agreement.compare(old, new, "float32")
-    assert outcome.text == "bit-equal: 1 points of 1 metrics (without val/new)"
+    assert outcome.text == "bit-equal: 1 point of 1 metric (without val/new)"
 
 
 def test_an_interrupted_run_is_compared_as_far_as_it_came():

@@ -289,8 +289,8 @@ def test_a_try_on_the_cpu_is_refused_where_tensorflow_lists_a_gpu_elsewhere(proj
         *RUN, cwd=project, status=2, XDG_CACHE_HOME=str(project / "cache"), **shown
     ).stderr
     line = (
-        "pipeline: hardware.device must be cpu (TensorFlow lists 1 GPUs in a new "
-        "process and none in this one). Received: 'gpu'."
+        "pipeline: hardware.device asks for a GPU, but this run can use none "
+        "(TensorFlow lists 1 GPU in a new process and none in this one). Received: 'gpu'."
     )
     assert rejected.splitlines()[-1].startswith(line)
     assert "micro-batch of" not in rejected

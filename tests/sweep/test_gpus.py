@@ -46,7 +46,7 @@ def test_each_job_has_gpus_of_its_own_or_shares_them_as_asked(
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch):
-    error = r"gpus_per_job must be at most the 1 GPUs of this machine. Received: 2"
+    error = r"gpus_per_job must be at most the 1 GPU of this machine. Received: 2"
     with pytest.raises(ConfigError, match=error):
         slots(monkeypatch, "4", {"gpus_per_job": 2})
 
@@ -66,7 +66,7 @@ def test_a_job_gets_the_gpus_that_tensorflow_lists(monkeypatch, capsys):
 
 
 def test_a_sweep_rejects_the_key_that_names_the_gpu_of_a_run(monkeypatch):
-    rule = r"must be null in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1"
+    rule = r"cannot be set in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1"
     with pytest.raises(ConfigError, match=rf"hardware\.gpu {rule}"):
         slots(monkeypatch, "0,1", {"gpu": 1})
 

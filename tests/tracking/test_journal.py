@@ -309,8 +309,8 @@ def test_a_wrong_sync_changes_nothing(tmp_path):
         "(it is of a version before this one). Received: 'old'.",
         "sync runs/lr=0.1": "RUN_DIR must have a journal of format 1 "
         "(it is of a version before this one).",
-        "sync --nonsense": "arguments must be as pipeline sync --help says "
-        "(unrecognized arguments: --nonsense).",
+        "sync --nonsense": "arguments must be those of pipeline sync: "
+        "see pipeline sync --help. Received: '--nonsense'.",
         "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of "
         "the journal in here, sqlite:",
     }

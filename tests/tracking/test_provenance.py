@@ -877,7 +877,7 @@ def test_nothing_was_created_for_what_was_refused(refused):
     [
         (
             "no such run",
-            "RUN_ID must be a run of the store. Received: '0123456789abcdef0123456789abcdef'.",
+            "RUN_ID must name one run of the store sqlite:///",
         ),
         ("no record", "RUN_ID must be a run that recorded its config (config.yaml)"),
         ("no store", "tracking.uri must be a store that exists"),
@@ -889,12 +889,12 @@ def test_nothing_was_created_for_what_was_refused(refused):
         ("no sweep", "SWEEP must name one sweep of the store"),
         (
             "no arguments",
-            "arguments must be as pipeline rerun --help says "
-            "(the following arguments are required: RUN_ID",
+            "RUN_ID must be given: see pipeline rerun --help.",
         ),
         (
             "an option",
-            "arguments must be as pipeline rerun --help says (unrecognized arguments: -m",
+            "arguments must be those of pipeline rerun: see pipeline rerun --help. "
+            "Received: '-m",
         ),
         ("no such key", "nonsense must be a key of the config"),
         ("not a value", "hardware.replicas must be at least 1"),
