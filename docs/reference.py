@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
-from inspect import getsource
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 from sphinx.application import Sphinx
 
-from pipeline.config import key_kinds
-from pipeline.config.schema import Config, group_in
+from pipeline.config import compose, key_guide, key_kinds
+from pipeline.config.plain import value_at
+from pipeline.config.schema import ShownConfig, keys_in
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+# The groups of the config that are nodes: their keys are the arguments of a target.
+_NODES = ("dataset", "model", "optimizer", "schedule")
 
 
 @dataclass(frozen=True)
@@ -56,27 +57,68 @@ def _fill(app: Sphinx, page: str, content: list[str]) -> None:
 
 
 def config_keys() -> str:
-    """Return a table for each typed group of the schema, and one for the other keys."""
-    # At the top level are nodes too, such as `model`, whose keys are their target's.
-    top_level = [row for row in _rows(Config, "", _defaults("")) if row.kind == "int"]
-    tables = [f"### top level\n\n{_table(top_level)}"]
-    for name, kind in get_type_hints(Config).items():
-        if is_dataclass(kind):
-            rows = _rows(kind, f"{name}.", _defaults(name))
-            tables.append(f"### {name}\n\n{_table(rows)}")
+    """Return a table for each group of keys in `key_guide`."""
+    hints = {key.name: key.hint for key in keys_in(ShownConfig)}
+    composition = compose.composition([])
+    values: Any = OmegaConf.to_container(composition.config, enum_to_str=True)
+    tables = []
+    for group in key_guide.KEY_GROUPS:
+        rows = []
+        for key in group.keys:
+            description = key_guide.described(key, CONF)
+            default = composition.chosen.get(key) or _shown(value_at(values, key))
+            kind = description.kind or _type(hints.get(key, float))
+            rows.append(Row(key, kind, default, description.text))
+        tables.append(f"### {group.title}\n\n{group.reader}\n\n{_table(rows)}")
     return "\n\n".join(tables)
+
+
+def kept_keys() -> str:
+    """Return the list of the keys that a resumed run must keep."""
+    kept = ["accumulation.effective_batch_size"]
+    for key in key_kinds.keys_where(lambda key_facts: key_facts.fixed):
+        group = key.partition(".")[0]
+        if group not in _NODES:
+            kept.append(key)
+    names = [f"`{group}.*`" for group in _NODES] + [f"`{key}`" for key in sorted(kept)]
+    return f"{', '.join(names)}."
 
 
 def dataset_keys() -> str:
     """Return a table of the keys of conf/dataset/tfds.yaml with their comments."""
-    text = (CONF / "dataset" / "tfds.yaml").read_text(encoding="utf-8")
     rows = []
-    for line in text.splitlines():
-        match = re.fullmatch(r"(\w+): (.*?)(?: +# (.*))?", line)
-        if match:
-            key, default, comment = match.groups()
-            rows.append(Row(f"dataset.{key}", "", default, comment or ""))
+    for key in key_guide.choice_keys(CONF / "dataset" / "tfds.yaml"):
+        rows.append(Row(f"dataset.{key.name}", "", key.value, key.comment))
     return _table(rows)
+
+
+def argument_keys() -> str:
+    """Return a table of the arguments in the choices of model, optimizer, schedule."""
+    tables = []
+    for group in ("model", "optimizer", "schedule"):
+        lines = [f"### {group}\n", "| key | default | description |"]
+        lines.append("| --- | --- | --- |")
+        for name, choices_by_default in _defaults_in(CONF / group).items():
+            key = f"{group}.{name}"
+            defaults = []
+            for default, choices in choices_by_default.items():
+                defaults.append(f"`{default}` in {', '.join(choices)}")
+            text = _escaped(key_guide.described(key, CONF).text)
+            lines.append(f"| `{key}` | {'; '.join(defaults)} | {text} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def _defaults_in(folder: Path) -> dict[str, dict[str, list[str]]]:
+    """Return the choices with each default, by the name of the key and the default."""
+    defaults_by_name: dict[str, dict[str, list[str]]] = {}
+    for file in sorted(folder.glob("*.yaml")):
+        for key in key_guide.choice_keys(file):
+            choices_by_default = defaults_by_name.setdefault(key.name, {})
+            # A value without text on the line of its key is a list below it.
+            choices = choices_by_default.setdefault(key.value or "[…]", [])
+            choices.append(file.stem)
+    return defaults_by_name
 
 
 def config_groups() -> str:
@@ -116,97 +158,12 @@ def modules() -> str:
 
 FENCES: dict[str, Callable[[], str]] = {
     "config-keys": config_keys,
+    "kept-keys": kept_keys,
     "dataset-keys": dataset_keys,
+    "argument-keys": argument_keys,
     "config-groups": config_groups,
     "modules": modules,
 }
-
-
-def undescribed() -> list[str]:
-    """Return the keys in the config reference without a description.
-
-    A test requires that there are none.
-    """
-    return re.findall(r"^\| `(\S+)` .*\|  \|$", config_keys(), re.MULTILINE)
-
-
-def _rows(kind: Any, prefix: str, defaults: dict[str, Any]) -> Iterator[Row]:
-    """Yield a row for each field of a dataclass, those of nested ones included.
-
-    At the top level, where there is no prefix, nested dataclasses are left out: each is
-    a group with a table of its own.
-    """
-    comments = _comments(kind)
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        hint = hints[field.name]
-        key = f"{prefix}{field.name}"
-        nested = group_in(hint)
-        if nested is None:
-            if not key_kinds.facts_of(key).set_by_a_sweep:
-                default = defaults.get(field.name, _default(field))
-                yield _row(key, hint, default, comments.get(field.name, ""))
-        elif prefix:
-            yield from _rows(nested, f"{key}.", defaults.get(field.name) or {})
-
-
-def _row(key: str, hint: Any, default: Any, comment: str) -> Row:
-    """Return the row of a key. Its comment may begin with its type, in brackets."""
-    kind = _type(hint)
-    match = re.match(r"\((.+?)\) ", comment)
-    if match:
-        kind = match[1]
-        comment = comment[match.end() :]
-    return Row(key, kind, _shown(default), comment)
-
-
-def _comments(kind: type) -> dict[str, str]:
-    """Return the comment of each field, from its own line or from those above it."""
-    comments: dict[str, str] = {}
-    above: list[str] = []
-    sources = [getsource(base) for base in kind.__mro__ if is_dataclass(base)]
-    for line in "\n".join(sources).splitlines():
-        if match := re.match(r"    (\w+): [^#]*(?:# (.*))?$", line):
-            comments[match[1]] = match[2] or " ".join(above)
-        if line.strip().startswith("#"):
-            above.append(line.strip().removeprefix("# "))
-        else:
-            above = []
-    return comments
-
-
-def _defaults(group: str) -> dict[str, Any]:
-    """Return what the default choice of a group sets; without a group, the top level.
-
-    The schema's defaults give way to it.
-    """
-    config = _loaded(CONF / "config.yaml")
-    if not group:
-        return config
-    chosen: dict[str, str] = {}
-    for entry in config["defaults"]:
-        if isinstance(entry, dict):
-            chosen |= entry
-
-    folders = [group]
-    if group == "training":
-        folders.append("objective")  # which is packaged into `training`
-    values = dict(config.get(group) or {})
-    for folder in folders:
-        if folder in chosen:
-            values |= _loaded(CONF / folder / f"{chosen[folder]}.yaml")
-    return values
-
-
-def _loaded(file: Path) -> dict[str, Any]:
-    values: Any = OmegaConf.to_container(OmegaConf.load(file))
-    return values
-
-
-def _default(field: Field) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _type(hint: Any) -> str:
@@ -235,10 +192,6 @@ def _shown(default: Any) -> str:
         return "null"
     if isinstance(default, bool):
         return str(default).lower()
-    if isinstance(default, Enum):
-        return default.name
-    if default == REQUIRED:
-        return ""
     return str(default)
 
 

@@ -415,10 +415,26 @@ def test_the_list_of_modules_is_that_of_the_package():
     assert listed == {path.relative_to(root).as_posix() for path in files}
 
 
+def described() -> str:
+    """Return all tables of keys in the config reference."""
+    tables = [reference.config_keys(), reference.dataset_keys()]
+    return "\n".join([*tables, reference.argument_keys()])
+
+
+def test_a_resumed_run_keeps_what_the_reference_lists():
+    kept = reference.kept_keys()
+    assert "`dataset.*`, `model.*`" in kept
+    assert "`accumulation.effective_batch_size`" in kept
+    assert "`hardware.precision`" in kept
+    assert "hardware.replicas" not in kept
+
+
 def test_the_config_reference_describes_every_key():
-    keys = re.findall(r"^\| `(\S+)` \|", reference.config_keys(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\S+)` \| .*\| (.*) \|$", described(), re.MULTILINE)
+    keys = dict(rows)
     assert {"seed", "training.keep_best.mode", "trust.allow"} <= set(keys)
-    assert reference.undescribed() == []
+    assert {"dataset.pad", "model.hidden", "optimizer.rho"} <= set(keys)
+    assert [key for key, description in rows if not description.strip()] == []
     choices = re.findall(
         r"^\| `(\w+)=(\w+)` \| \S", reference.config_groups(), re.MULTILINE
     )
