@@ -5,7 +5,7 @@ Every update is tracked in MLflow.
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def log(name: str, value: float) -> None:
