@@ -181,6 +181,8 @@ def test_the_image_is_set_up_by_the_commands_of_make(tmp_path):
 
 def test_the_version_is_the_same_everywhere():
     version = pyproject("project")["version"]
+    assert f'\n__version__ = "{version}"\n' in read("pipeline/__init__.py")
+    assert f"\n## [{version}] - " in read("CHANGELOG.md")
     assert f"version: {version}\n" in read("CITATION.cff")
     assert f"accumulation_pipeline-{version}-" in read("docs/gpu.md")
     pythons = []

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from docs import reference
-from pipeline import __version__, accumulation
+from pipeline import accumulation
 from pipeline.__main__ import VERBS, main
 from pipeline.config.compose import composed, directory
 from pipeline.config.resolve import resolve
@@ -179,16 +178,6 @@ def texts_of_the_program() -> list[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     return texts
-
-
-def test_the_version_is_the_same_everywhere():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["version"] == __version__
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {__version__}\n" in citation
-    assert f"accumulation_pipeline-{__version__}-py3" in PAGES["docs/gpu.md"]
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"\n## [{__version__}] - " in changes
 
 
 def test_the_table_of_commands_has_every_verb():
