@@ -184,7 +184,8 @@ class AccumulationConfig(_SetOnce):
     # (true | false | auto) whether noise is the same for every cut; auto: in layers
     # that support it
     same_noise: Any = field(default=False, metadata=about(Kind.TRAINING, fixed=False))
-    # (stages | null) other effective batches later in the run; see docs/accumulation.md
+    # (stages | null) other effective batches later in the run; see
+    # docs/batch_schedules.md
     batch_schedule: Any = field(default=None, metadata=about(Kind.TRAINING))
     # whether BatchNormalization's statistics move once per update or per micro-batch
     moving_statistics: Statistics = field(
