@@ -69,7 +69,10 @@ def _values(config: DictConfig) -> dict[str, Any]:
 def _has(values: dict[str, Any], key: str) -> bool:
     """Return whether a config has a key: not every optimizer has a learning rate."""
     group, _, name = key.rpartition(".")
-    return not group or name in value_at(values, group)
+    parent: Any = values
+    if group:
+        parent = value_at(values, group)
+    return isinstance(parent, dict) and name in parent
 
 
 def _written(value: Any) -> str:

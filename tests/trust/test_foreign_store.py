@@ -61,6 +61,24 @@ def test_a_run_is_found_by_the_start_of_its_id(tmp_path):
             found.run(start)
 
 
+def test_an_unknown_run_is_rejected_with_the_store_and_its_folder(
+    tmp_path, monkeypatch
+):
+    synthetic.store(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    found = ForeignStore.open("sqlite:///mlruns/mlflow.db")
+    where = f"the store sqlite:///{tmp_path}/mlruns/mlflow.db: tracking.uri selects"
+    for start in ("abcd", "0123456789abcdef" * 2):
+        with pytest.raises(ConfigError) as unknown:
+            found.run(start)
+        line = str(unknown.value)
+        assert line.startswith(f"RUN_ID must name one run of {where} another store.")
+        assert f"Received: '{start}'" in line
+    with pytest.raises(ConfigError) as no_store:
+        ForeignStore.open("sqlite:///none.db")
+    assert f"sqlite:///{tmp_path}/none.db does not." in str(no_store.value)
+
+
 class Hostile(BaseHTTPRequestHandler):
     """A tracking server whose runs have their artifacts on the host that `evil` names.
 
