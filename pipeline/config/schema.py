@@ -152,8 +152,8 @@ class ScalingConfig(_SetOnce):
     # (sqrt | null) for `half_life` and `timescale`: sqrt also scales the rate by √κ;
     # null keeps it
     rate: Any = field(default=None, metadata=about(Kind.TRAINING, sets_rate=True))
-    # for `surge`: the effective batch size with the largest learning rate, which is not
-    # the gradient noise scale
+    # for `surge`: the effective batch size at which the learning rate is largest; this
+    # size is not the gradient noise scale
     peak_batch_size: int | None = field(
         default=None, metadata=about(Kind.TRAINING, sets_rate=True)
     )

@@ -430,9 +430,10 @@ def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
 def _is_batched(dataset: tf.data.Dataset) -> bool:
     """Return whether the elements of a dataset look like batches.
 
-    They do if no part has a first axis of fixed size, but the first part has the same
-    size, above 1, in each of the first `_SAMPLE` elements. The last of these elements
-    may be smaller.
+    They do if each part is a dense tensor whose first axis has no fixed size, and the
+    first axis of the first part has the same size, above 1, in the first `_SAMPLE`
+    elements. The last of these elements may be smaller. At least two elements are
+    needed.
     """
     for leaf in _leaves(dataset):
         if not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:

@@ -73,7 +73,7 @@ def _longest(
 def _numbers_of_longest(
     split: tf.data.Dataset, part_specs: list[tf.TypeSpec], padded: bool
 ) -> list[int]:
-    """Return the numbers of the examples that have the maximum of some length.
+    """Return the indices of the longest examples: for each length, the first maximum.
 
     For a `padded` split, the lengths are the number of elements and the size of each
     axis, for each part of varying size. Otherwise, the only length is the total number

@@ -108,7 +108,10 @@ def fixed(spec: Any) -> bool:
 
 
 def bytes_of_spec(spec: Any) -> int:
-    """Return the size in bytes of an example with this spec, which is `fixed`."""
+    """Return the size of an example in bytes.
+
+    `spec` is its spec, which must consist of dense tensors of fixed shape.
+    """
     return sum(
         leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(spec)
     )

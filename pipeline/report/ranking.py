@@ -122,8 +122,9 @@ class Ranking:
             return figures
 
         figures["worst"] = self.groups[-1].name
+        # `difference` and `told_apart` stay None if the error of the lead is unknown,
+        # for example with one seed.
         figures["difference"] = None
-        # These are None if the error of the lead is unknown, for example with one seed.
         figures["told_apart"] = None
         figures["not_told_apart"] = self.not_told_apart
         lead = self.lead

@@ -284,7 +284,10 @@ def _is_tfds_name(node: _Node) -> bool:
 
 
 def _check_scalar(value: Any, key: str, gate: Gate) -> None:
-    """Reject a value that is not a scalar, and text that `_check_text` rejects."""
+    """Reject a value that is not a scalar, and text that `_check_text` rejects.
+
+    Under `start`, reject all text but the ID of a run.
+    """
     if value is None or type(value) is bool:
         return
     if type(value) not in (str, int, float):
