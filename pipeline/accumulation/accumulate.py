@@ -101,7 +101,7 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
         micro_batch_size: examples per forward and backward pass; the last slice may be
             smaller.
         variables: the variables to differentiate with respect to; by default, the
-            trainable variables of the model.
+            trainable variables of the model. Without a model, they are required.
         loss_weights: a number per output, by name or in order.
         metrics: metrics to update with every micro-batch; see `Objective`.
         weighted_metrics: weighted metrics to update likewise; see `Objective`.
@@ -115,8 +115,9 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
             labels, the micro-batch size is not positive, an input is sparse, a part of
-            the model cannot be computed in micro-batches, or loss weights or metrics
-            are given without a model or beside an `Objective`.
+            the model cannot be computed in micro-batches, no variables are given
+            without a model, loss weights or metrics are given without a model or beside
+            an `Objective`, or the `Objective` has losses over the effective batch.
     """
     if model is None:
         if variables is None or not callable(loss):

@@ -109,7 +109,7 @@ def current_key(key: str) -> str:
 
 
 def current_override(text: str) -> str:
-    """Return an override in Hydra's grammar with the current name of its key."""
+    """Return an override of Hydra, with the former name of its key replaced."""
     return _OVERRIDE.sub(lambda match: match[1] + KEYS[match[2]], text)
 
 

@@ -21,7 +21,7 @@ SILENCE = 5.0  # seconds of searching before a message is printed
 
 @contextmanager
 def located(data: Data, files: DataFiles) -> Iterator[None]:
-    """Turn an error raised while `data` are read into a `DataError`.
+    """Raise a `DataError` in place of an error that occurs while reading `data`.
 
     The `DataError` names the example, or gives TensorFlow's reason if the example is
     not found. If a file in `files` has changed, the error names that file instead.

@@ -112,9 +112,10 @@ class Loader:
             yield self._checked(batch)
 
     def _warn_if_changed(self, count: int) -> None:
-        """Print a line, once, if an epoch has another number of batches than at first.
+        """Print a line, once, if the number of batches is not that of the first epoch.
 
-        A training split may leave the number open.
+        If the number of batches of the training split was unknown at the start, it is
+        not compared.
         """
         if self._count_at_first is None and self._split != "train":
             self._count_at_first = count

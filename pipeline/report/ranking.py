@@ -326,7 +326,7 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
 
 
 def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
-    """Return the sentence on the target and its choice, without the final period."""
+    """Return a sentence on the target and how it was chosen, without its period."""
     reach = "reached by half of the jobs, as others did not get near"
     if target.all_reach:
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"
