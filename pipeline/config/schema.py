@@ -35,7 +35,7 @@ Resume = Enum("Resume", ["auto"])
 Mode = Enum("Mode", ["min", "max"])
 Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
-XlaScope = Enum("XlaScope", ["step", "apply"])
+XlaScope = Enum("XlaScope", ["step", "apply", "update"])
 Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
 LossOver = Enum("LossOver", ["example", "effective_batch"])
@@ -309,7 +309,7 @@ class HardwareConfig(_SetOnce):
     # (auto | true | false) compile with XLA; auto: on one GPU, as Keras' `fit` does
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # what XLA compiles: `step`, each micro-step alone; `apply`, on one device the
-    # optimizer's step, too
+    # optimizer's step, too; `update`, a whole update of a small batch as one program
     xla_scope: XlaScope = field(default=XlaScope.step, metadata=about(Kind.NUMERICS))
     # (auto | true | false) compute attention by one kernel of cuDNN in what XLA
     # compiles, on GPUs of NVIDIA's Hopper generation; auto: wherever it can be
