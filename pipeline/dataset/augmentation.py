@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
-from pipeline.dataset.source import Source
+from pipeline.dataset.source import Source, compatible
 
 # Takes an input and a seed of shape (2,), and returns the new input.
 Augment = Callable[[Any, tf.Tensor], Any]
@@ -85,18 +85,6 @@ def check_keeps_inputs(spec: Any, augmented_spec: Any) -> None:
         spec: the spec of the inputs in a batch without augmentation.
         augmented_spec: the spec of the inputs in a batch with augmentation.
     """
-    if not _compatible(spec, augmented_spec):
+    if not compatible(spec, augmented_spec):
         rule = f"must keep the shape and dtype of an input, {spec}"
         raise ConfigError("dataset.augment", rule, str(augmented_spec))
-
-
-def _compatible(spec: Any, other_spec: Any) -> bool:
-    try:
-        leaves_agree = tf.nest.map_structure(
-            lambda leaf, other_leaf: leaf.is_compatible_with(other_leaf),
-            spec,
-            other_spec,
-        )
-    except (TypeError, ValueError):  # the nests have different structures
-        return False
-    return all(tf.nest.flatten(leaves_agree))

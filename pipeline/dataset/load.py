@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, as_config_error, first_line
-from pipeline.dataset import stream, tfds_files
+from pipeline.dataset import elements, stream, tfds_files
 from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
 
@@ -90,7 +91,11 @@ def _quiet_downloads() -> Iterator[None]:
     level = absl.level
     absl.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(None):
+        # A target may write to standard output, such as Keras' functions for folders.
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+        ):
             yield
     finally:
         absl.setLevel(level)
@@ -111,7 +116,7 @@ def _as_data(node: DictConfig, built: Any) -> Data:
         "must give (train, validation[, test]) as tf.data.Datasets, "
         "or a pipeline.dataset.Data"
     )
-    raise ConfigError(stream.KEY, rule, type(built).__name__)
+    raise ConfigError(elements.TARGET, rule, type(built).__name__)
 
 
 def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
@@ -124,7 +129,7 @@ def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
                 f"must give its {name} split {with_or_without} labels, "
                 "as its training split"
             )
-            raise ConfigError(stream.KEY, rule, str(split.element_spec))
+            raise ConfigError(elements.TARGET, rule, str(split.element_spec))
 
 
 def digits(
@@ -315,7 +320,7 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
                 f"must give its {name} split as a tf.data.Dataset, "
                 "a keras.utils.PyDataset or a generator function"
             )
-            raise ConfigError(stream.KEY, rule, type(split).__name__)
+            raise ConfigError(elements.TARGET, rule, type(split).__name__)
     with as_config_error("dataset", "must give batches", node._target_):
         return {name: stream.Loader(split, name) for name, split in data.splits.items()}
 
@@ -329,7 +334,7 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
     """
     if not isinstance(dataset, tf.data.Dataset):
         rule = f"must give its {split} split as a tf.data.Dataset"
-        raise ConfigError(stream.KEY, rule, type(dataset).__name__)
+        raise ConfigError(elements.TARGET, rule, type(dataset).__name__)
     spec = dataset.element_spec
     count = int(dataset.cardinality())
     if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
@@ -337,17 +342,17 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
             "must give (x, y), (x, y, sample_weight) or x alone as an example of its "
             f"{split} split"
         )
-        raise ConfigError(stream.KEY, rule, spec)
+        raise ConfigError(elements.TARGET, rule, spec)
     if count == 0:
         rule = f"must give at least one example in its {split} split"
-        raise ConfigError(stream.KEY, rule, count)
+        raise ConfigError(elements.TARGET, rule, count)
     if count < 0:
         rule = (
             f"must give a {split} split of a known number of examples "
             "(see tf.data.experimental.assert_cardinality), "
             "or batches with dataset.batched=true"
         )
-        raise ConfigError(stream.KEY, rule, count)
+        raise ConfigError(elements.TARGET, rule, count)
     if not all(map(_is_image_of_unknown_size, _leaves(dataset))):
         _reject_batches(dataset, split)
     return _as_parts(dataset)
@@ -376,7 +381,7 @@ def check_single_examples(data: Data, model: keras.Model) -> None:
                 f"must give single examples in its {name} split, not batches: the "
                 f"inputs have the shape of a batch of {model.name}"
             )
-            raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in leaves])
+            raise ConfigError(elements.TARGET, rule, [str(leaf) for leaf in leaves])
 
 
 def _is_image_of_unknown_size(leaf: Any) -> bool:
@@ -424,7 +429,7 @@ def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
         f"must give single examples in its {split} split, not batches: leave `batch` "
         "out; if they are single ones, give their shape with tf.ensure_shape"
     )
-    raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in _leaves(dataset)])
+    raise ConfigError(elements.TARGET, rule, [str(leaf) for leaf in _leaves(dataset)])
 
 
 def _is_batched(dataset: tf.data.Dataset) -> bool:
