@@ -12,6 +12,28 @@ from pipeline.common.errors import ConfigError
 TARGET = "dataset._target_"  # the key that names the user's function
 
 
+def as_parts(dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
+    """Return the dataset with tuples as elements; see `parts_of_element`."""
+    spec = dataset.element_spec
+    # Raise an error here, not while the function below is traced.
+    parts_of_element(as_tuple(spec), split)
+    if isinstance(spec, tuple) and not any(map(_is_none, tf.nest.flatten(spec))):
+        return dataset
+
+    @tf.autograph.experimental.do_not_convert
+    def in_parts(*element: Any) -> tuple:
+        return parts_of_element(element, split)
+
+    return dataset.map(in_parts)
+
+
+def as_tuple(element: Any) -> tuple:
+    """Return an element, or its spec, as a tuple: x alone becomes `(x,)`."""
+    if isinstance(element, tuple):
+        return element
+    return (element,)
+
+
 def parts_of_element(parts: tuple, split: str) -> tuple:
     """Return the parts of an element without those that are None.
 
@@ -34,11 +56,6 @@ def parts_of_element(parts: tuple, split: str) -> tuple:
     if _is_none(sample_weight):
         return x, _without_none(y)
     return x, _without_none(y), sample_weight
-
-
-def has_none(spec: Any) -> bool:
-    """Return whether some part of an element is None, according to its spec."""
-    return any(map(_is_none, tf.nest.flatten(spec)))
 
 
 def _is_none(part: Any) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, as_config_error, first_line
 from pipeline.dataset import elements, stream, tfds_files
+from pipeline.dataset.bad_example import located
+from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
 
@@ -44,22 +46,19 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         ConfigError: the target is invalid, or its data are missing or malformed.
     """
     data = _as_data(node, _build(node, prepare))
-    if data.shuffled is not None:
-        shuffled = data.shuffled
-        data = replace(data, shuffled=lambda seed: _as_parts(shuffled(seed)))
-
-    loaders: dict[str, stream.Loader] = {}
     if node.get("batched"):
         loaders = _loaders(node, data)
         splits = {name: loader.examples() for name, loader in loaders.items()}
+        data = replace(data, **splits, loaders=loaders)
     else:
-        splits = {name: _checked(split, name) for name, split in data.splits.items()}
-    # Fix the size of images of unknown size, unless padding does so. Do not fix it if
-    # examples are also made from stored records, which would not have the fixed size.
-    if not loaders and node.get("pad") is None and not data.shards:
-        splits = {name: _with_image_sizes(split) for name, split in splits.items()}
-    _check_labels(splits)
-    return replace(data, **splits, loaders=loaders)
+        # The first examples may be read to find out their form.
+        with (
+            as_config_error("dataset", "must give examples", node._target_),
+            located(data, DataFiles(data.files)),
+        ):
+            data = _normalized(data, fix_sizes=node.get("pad") is None)
+    _check_labels(data.splits)
+    return data
 
 
 def _build(node: DictConfig, prepare: bool) -> Any:
@@ -105,18 +104,22 @@ def _as_data(node: DictConfig, built: Any) -> Data:
     """Return the result of a target, a `Data` or a tuple of splits, as a `Data`.
 
     Raises:
-        ConfigError: the result is neither of these.
+        ConfigError: the result is neither of these, or has no training split.
     """
     if isinstance(built, tuple) and len(built) in (2, 3):
         parts = dict(zip(("train", "validation", "test"), built, strict=False))
-        return Data(**parts, name=str(node.get("_target_")))
-    if isinstance(built, Data):
-        return built
-    rule = (
-        "must give (train, validation[, test]) as tf.data.Datasets, "
-        "or a pipeline.dataset.Data"
-    )
-    raise ConfigError(elements.TARGET, rule, type(built).__name__)
+        data = Data(**parts, name=str(node.get("_target_")))
+    elif isinstance(built, Data):
+        data = built
+    else:
+        rule = (
+            "must give (train, validation[, test]) as tf.data.Datasets, "
+            "or a pipeline.dataset.Data"
+        )
+        raise ConfigError(elements.TARGET, rule, type(built).__name__)
+    if data.train is None:
+        raise ConfigError(elements.TARGET, "must give a training split", None)
+    return data
 
 
 def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
@@ -325,8 +328,61 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
         return {name: stream.Loader(split, name) for name, split in data.splits.items()}
 
 
-def _checked(dataset: Any, split: str) -> tf.data.Dataset:
-    """Check a split; return it as a dataset of tuples; see `_as_parts`.
+def _normalized(data: Data, fix_sizes: bool) -> Data:
+    """Return the data with the examples of each split in one form.
+
+    Args:
+        data: the dataset.
+        fix_sizes: whether to fix the size of images of unknown size, which padding
+            would do otherwise.
+
+    Raises:
+        ConfigError: a split is malformed; see `_check_split`.
+    """
+    for name in data.splits:
+        data = _normalized_split(data, name, fix_sizes)
+    return data
+
+
+def _normalized_split(data: Data, name: str, fix_sizes: bool) -> Data:
+    """Return the data with the examples of one split in one form.
+
+    All ways in which they are made give this form: in the order of the split, with
+    shuffled files, and from stored records.
+    """
+    split = data.splits[name]
+    _check_split(split, name)
+    image_shapes: dict[int, tuple[int, ...]] = {}
+    if fix_sizes:
+        image_shapes = _image_shapes(elements.as_parts(split, name))
+
+    def normalized(examples: tf.data.Dataset) -> tf.data.Dataset:
+        parts = elements.as_parts(examples, name)
+        if not image_shapes:
+            return parts
+        return parts.map(lambda *example: _with_shapes(example, image_shapes))
+
+    changes: dict[str, Any] = {name: normalized(split)}
+    stored = data.made_of(name)
+    if stored is not None and changes[name] is not split:
+        # Convert with AutoGraph, as `map` does: the function may branch on tensors.
+        converted = tf.function(stored.make)
+
+        @tf.autograph.experimental.do_not_convert
+        def make(record: tf.Tensor) -> tuple:
+            example = elements.as_tuple(converted(record))
+            return _with_shapes(elements.parts_of_element(example, name), image_shapes)
+
+        normalized_stored = replace(stored, split=changes[name], make=make)
+        changes["stored"] = {**data.stored, name: normalized_stored}
+    if name == "train" and data.shuffled is not None:
+        shuffled = data.shuffled
+        changes["shuffled"] = lambda seed: normalized(shuffled(seed))
+    return replace(data, **changes)
+
+
+def _check_split(dataset: Any, split: str) -> None:
+    """Check that a split is a dataset of single examples.
 
     Raises:
         ConfigError: the split is not a dataset of single examples, or its number of
@@ -355,7 +411,6 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
         raise ConfigError(elements.TARGET, rule, count)
     if not all(map(_is_image_of_unknown_size, _leaves(dataset))):
         _reject_batches(dataset, split)
-    return _as_parts(dataset)
 
 
 def check_single_examples(data: Data, model: keras.Model) -> None:
@@ -391,16 +446,16 @@ def _is_image_of_unknown_size(leaf: Any) -> bool:
     return leaf.shape.rank >= 3 and leaf.shape[:2].as_list() == [None, None]
 
 
-def _with_image_sizes(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Set the unknown size of images if the first `_SAMPLE` images have the same size.
+def _image_shapes(dataset: tf.data.Dataset) -> dict[int, tuple[int, ...]]:
+    """Return the shapes of images of unknown size, by their place in an example.
 
-    Reading a later image of another size then raises an error. If the first images
-    differ in size, their size remains unknown, and they are batched as ragged tensors.
+    The shape is that of the first `_SAMPLE` images. If these differ in size, they have
+    no entry: they are batched as ragged tensors.
     """
     leaves = _leaves(dataset)
     unknown = [i for i, leaf in enumerate(leaves) if _is_image_of_unknown_size(leaf)]
     if not unknown:
-        return dataset
+        return {}
     shapes: dict[int, set[tuple[int, ...]]] = {i: set() for i in unknown}
     for element in dataset.take(_SAMPLE):
         values = tf.nest.flatten(element)
@@ -410,15 +465,20 @@ def _with_image_sizes(dataset: tf.data.Dataset) -> tf.data.Dataset:
     for i, sampled in shapes.items():
         if len(sampled) == 1:
             shared[i] = sampled.pop()
+    return shared
 
-    @tf.autograph.experimental.do_not_convert
-    def sized(*example: Any) -> tuple:
-        values = tf.nest.flatten(example)
-        for i, shape in shared.items():
-            values[i] = tf.ensure_shape(values[i], shape)
-        return tf.nest.pack_sequence_as(example, values)
 
-    return dataset.map(sized)
+@tf.autograph.experimental.do_not_convert
+def _with_shapes(example: tuple, shapes: Mapping[int, tuple[int, ...]]) -> tuple:
+    """Return an example whose parts have these shapes, by their place in the example.
+
+    Evaluating a part of another shape raises an error.
+    """
+    values = tf.nest.flatten(example)
+    for i, shape in shapes.items():
+        values[i] = tf.ensure_shape(values[i], shape)
+    packed: tuple = tf.nest.pack_sequence_as(example, values)
+    return packed
 
 
 def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
@@ -457,27 +517,3 @@ def _is_batched(dataset: tf.data.Dataset) -> bool:
 
 def _leaves(dataset: tf.data.Dataset) -> list[Any]:
     return tf.nest.flatten(dataset.element_spec)
-
-
-def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset with tuples as elements, in which no label is None."""
-    has_none = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in _leaves(dataset))
-    if isinstance(dataset.element_spec, tuple) and not has_none:
-        return dataset
-    return dataset.map(_parts)
-
-
-@tf.autograph.experimental.do_not_convert
-def _parts(x: Any, y: Any = None, *sample_weight: Any) -> tuple:
-    if y is None:
-        return (x,)
-    return x, _without_none(y), *sample_weight
-
-
-def _without_none(nest: Any) -> Any:
-    if isinstance(nest, dict):
-        kept = {key: value for key, value in nest.items() if value is not None}
-        return {key: _without_none(value) for key, value in kept.items()}
-    if isinstance(nest, tuple):
-        return tuple(_without_none(value) for value in nest if value is not None)
-    return nest

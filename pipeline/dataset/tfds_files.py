@@ -37,9 +37,12 @@ def read(
         label_key: name of the feature that states the number of classes.
 
     Raises:
-        ConfigError: the dataset is missing and cannot or may not be prepared, or a
-            split does not exist.
+        ConfigError: the dataset is missing and cannot or may not be prepared, a split
+            does not exist, or there is no training split.
     """
+    if splits[0] is None:
+        rule = f"must be a split of {builder.name}: a run needs one"
+        raise ConfigError("dataset.train_split", rule, None)
     _prepare(builder, download)
     names = {}
     for part, name in zip(("train", "validation", "test"), splits, strict=True):
