@@ -319,7 +319,11 @@ def _concatenated(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
 
 
 def digest(nest: Any, previous: int = 0) -> int:
-    """Return a CRC-32 of the content of tensors, starting from the CRC `previous`."""
+    """Return a CRC-32 of the content of tensors, starting from the CRC `previous`.
+
+    Shapes and dtypes are left out: checkpoints have this number, and those of earlier
+    versions stay valid.
+    """
     checksum = previous
     for leaf in tf.nest.flatten(nest, expand_composites=True):
         array = np.asarray(leaf)
