@@ -385,13 +385,19 @@ def _check_split(dataset: Any, split: str) -> None:
     """Check that a split is a dataset of single examples.
 
     Raises:
-        ConfigError: the split is not a dataset of single examples, or its number of
-            examples is unknown or 0.
+        ConfigError: the split is not a dataset of single examples, has sparse tensors,
+            or its number of examples is unknown or 0.
     """
     if not isinstance(dataset, tf.data.Dataset):
         rule = f"must give its {split} split as a tf.data.Dataset"
         raise ConfigError(elements.TARGET, rule, type(dataset).__name__)
     spec = dataset.element_spec
+    if any(isinstance(leaf, tf.SparseTensorSpec) for leaf in _leaves(dataset)):
+        rule = (
+            f"must give dense or ragged tensors in its {split} split: "
+            "see tf.sparse.to_dense"
+        )
+        raise ConfigError(elements.TARGET, rule, str(spec))
     count = int(dataset.cardinality())
     if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
         rule = (

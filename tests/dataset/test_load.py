@@ -122,6 +122,11 @@ def weights_without_labels():
     return inputs.map(lambda x: (x, None, 2.0)), None
 
 
+def sparse_inputs():
+    rows = tf.sparse.from_dense(np.eye(4))
+    return tf.data.Dataset.from_tensor_slices((rows, np.zeros(4))), None
+
+
 def validation_alone():
     return None, tf.data.Dataset.from_tensor_slices((np.zeros(4), np.zeros(4)))
 
@@ -130,6 +135,7 @@ def validation_alone():
     ("function", "rule"),
     [
         ("weights_without_labels", "must not give sample weights without labels in"),
+        ("sparse_inputs", r"must give dense or ragged .*: see tf\.sparse\.to_dense"),
         ("validation_alone", "must give a training split. Received: null"),
     ],
 )
