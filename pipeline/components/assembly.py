@@ -32,7 +32,7 @@ from pipeline.config import sizes, stages
 from pipeline.config.plan import Plan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
-from pipeline.dataset import cache, load
+from pipeline.dataset import cache, load, single_examples
 from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import (
     Reader,
@@ -397,7 +397,7 @@ def _build_network(
     data = source.data
     with run_devices.strategy.scope():
         network = model.build(spec.node("model"), data)
-        load.check_single_examples(data, network)
+        single_examples.check_single_examples(data, network)
         goal = objective.build(spec.node("training"))
         stages_known = None if data.loaders else plan
         built_optimizer, scaling = optimizer.build(spec, plan.updates, stages_known)

@@ -18,6 +18,7 @@ __all__ = [
     "load",
     "longest_batch",
     "non_finite",
+    "single_examples",
     "source",
     "splits",
     "stream",
