@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import keras
@@ -55,6 +56,16 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
             data = _normalized(data, fix_sizes=node.get("pad") is None)
     _check_labels(data.splits)
     return data
+
+
+def __getattr__(name: str) -> Any:
+    """Return a dataset that was once defined here: a config may name it by this module.
+
+    Importing it here only when it is used saves the import of TFDS, which takes seconds.
+    """
+    if name not in ("digits", "topics"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"pipeline.dataset.builtin.{name}"), name)
 
 
 def _build(node: DictConfig, prepare: bool) -> Any:
@@ -131,58 +142,6 @@ def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
             raise ConfigError(elements.TARGET, rule, str(split.element_spec))
 
 
-def digits(
-    data_dir: str | None = None, download: bool = True, test_split: str | None = None
-) -> Data:
-    """Load scikit-learn's handwritten digits, with inputs from 0 to 1.
-
-    The split `train` has 1437 images; `validation` and `test` have 180 each.
-
-    Args:
-        data_dir: folder of TFDS datasets, or None for the default of TFDS.
-        download: whether to prepare the dataset if it is missing.
-        test_split: name of the test split in TFDS, or None to load none.
-    """
-    from pipeline.dataset.builtin.digits import Digits
-
-    return tfds_files.read(
-        Digits(data_dir=data_dir),
-        download,
-        ("train", "validation", test_split),
-        _inputs_and_labels("image", "label", 1 / 16, None),
-    )
-
-
-def topics(
-    data_dir: str | None = None, download: bool = True, test_split: str | None = None
-) -> Data:
-    """Load Python's help topics as byte sequences, for next-byte prediction.
-
-    x and y are int32 vectors of equal length, at most 127. y is x shifted by one byte,
-    so that each byte is predicted from the bytes before it. A byte b is represented by
-    b + 1, since 0 is padding.
-
-    Args:
-        data_dir: folder of TFDS datasets, or None for the default of TFDS.
-        download: whether to prepare the dataset if it is missing.
-        test_split: name of the test split in TFDS, or None to load none.
-    """
-    from pipeline.dataset.builtin.topics import Topics
-
-    @tf.autograph.experimental.do_not_convert
-    def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
-        tokens = tf.cast(features["bytes"], tf.int32) + 1
-        return tokens[:-1], tokens[1:]
-
-    data = tfds_files.read(
-        Topics(data_dir=data_dir),
-        download,
-        ("train", "validation", test_split),
-        preprocess,
-    )
-    return replace(data, classes=257)
-
-
 def from_tfds(  # noqa: PLR0913  keys of the config
     name: str | None = None,
     data_dir: str | None = None,
@@ -228,7 +187,7 @@ def from_tfds(  # noqa: PLR0913  keys of the config
 
     if preprocess is None:
         _check_features(tfds_builder, input_key, label_key, resize)
-        preprocess = _inputs_and_labels(input_key, label_key, scale, resize)
+        preprocess = tfds_files.inputs_and_labels(input_key, label_key, scale, resize)
     download = download and (gate.in_force is None or gate.in_force.downloads)
     return tfds_files.read(
         tfds_builder,
@@ -281,21 +240,6 @@ def _check_features(
     if resize is None and len(shape) == 3 and None in shape:
         rule = f"must be [height, width]: the images of {builder.name} differ in size"
         raise ConfigError("dataset.resize", rule)
-
-
-def _inputs_and_labels(
-    input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None
-) -> Callable:
-    """Return a function from an example's features to (x, y)."""
-
-    @tf.autograph.experimental.do_not_convert
-    def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
-        x = tf.cast(features[input_key], tf.float32) * scale
-        if resize is not None:
-            x = tf.image.resize(x, resize)
-        return x, features[label_key]
-
-    return preprocess
 
 
 def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:

@@ -69,6 +69,21 @@ def read(
     )
 
 
+def inputs_and_labels(
+    input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None
+) -> Callable:
+    """Return a function from an example's features to (x, y)."""
+
+    @tf.autograph.experimental.do_not_convert
+    def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
+        x = tf.cast(features[input_key], tf.float32) * scale
+        if resize is not None:
+            x = tf.image.resize(x, resize)
+        return x, features[label_key]
+
+    return preprocess
+
+
 def _prepare(builder: Any, download: bool) -> None:
     """Prepare the dataset if it is missing.
 

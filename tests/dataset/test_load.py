@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
@@ -152,3 +153,10 @@ def test_a_dataset_of_tfds_has_a_training_split(tmp_path):
             data_dir=str(tmp_path),
             train_split=None,
         )
+
+
+@pytest.mark.parametrize("name", ["digits", "topics"])
+def test_a_config_may_name_a_dataset_by_the_module_where_it_once_was(name):
+    now = get_object(f"pipeline.dataset.{name}")
+    assert now is get_object(f"pipeline.dataset.load.{name}")
+    assert now is get_object(f"pipeline.dataset.builtin.{name}.{name}")
