@@ -23,7 +23,7 @@ _OUR_ERROR = re.compile(r"^([a-z]+\.)*(DataError|ConfigError): ")
 
 
 @contextmanager
-def located(data: Data, files: DataFiles) -> Iterator[None]:
+def errors_located(data: Data, files: DataFiles) -> Iterator[None]:
     """Raise a `DataError` in place of an error that occurs while reading `data`.
 
     The `DataError` names the example, or gives TensorFlow's reason if the example is

@@ -44,15 +44,13 @@ from pipeline.trust import instantiate
 # time: decoding one takes no longer than the overhead of a tf.data step.
 SMALL = 2**16
 
-Reader = ShareReader  # the name by which `components` imports it
-
 
 def effective_batches(
     node: DictConfig,
     data: Data,
     slices: Sequence[Slice],
     seed: int,
-    weigh: Weigh = None,
+    weigh: Weigh | None = None,
     reader: ShareReader | None = None,
 ) -> tf.data.Dataset:
     """Return the effective batches of the training split, epoch after epoch.
@@ -163,7 +161,7 @@ def in_order(
 
 
 def stream_batches(
-    stream: Stream, first_update: int, weigh: Weigh = None
+    stream: Stream, first_update: int, weigh: Weigh | None = None
 ) -> tf.data.Dataset:
     """Return the effective batches of a stream after the first `first_update` ones.
 

@@ -121,7 +121,7 @@ class DataFiles:
                 "not all of it was on the same data"
             )
 
-    def known(self) -> None:
+    def compute_now(self) -> None:
         """Compute the checksums now, in the calling thread."""
         self.checksums = self._computed()
 

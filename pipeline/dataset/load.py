@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, as_config_error, first_line
 from pipeline.dataset import elements, single_examples, stream, tfds_files
-from pipeline.dataset.bad_example import located
+from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
@@ -51,7 +51,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         # The first examples may be read to find out their form.
         with (
             as_config_error("dataset", "must give examples", node._target_),
-            located(data, DataFiles(data.files)),
+            errors_located(data, DataFiles(data.files)),
         ):
             data = _normalized(data, fix_sizes=node.get("pad") is None)
     _check_labels(data.splits)

@@ -19,7 +19,7 @@ from pipeline.config import sizes
 from pipeline.config.plan import UNCUT, stream_plan
 from pipeline.config.sizes import Horizon
 from pipeline.dataset import search_time
-from pipeline.dataset.bad_example import located
+from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.batches import evaluation_batches, stream_batches
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
@@ -259,7 +259,7 @@ def test_what_a_loader_raises_in_the_middle_is_shown():
     step(batches)
     place = f"batch {2 * FACTOR} of the train split, counted from 0"
     line = f"^the data cannot be read: {place}: RuntimeError: page 7 is missing$"
-    with pytest.raises(DataError, match=line), located(data, DataFiles()):
+    with pytest.raises(DataError, match=line), errors_located(data, DataFiles()):
         step(batches)
 
 
@@ -354,13 +354,13 @@ def test_a_later_batch_of_another_form_is_named(second, form):
     step = tf.function(lambda batches: next(batches).sizes)
     batches = iter(stream_batches(Stream(train, 2), 0))
     raises = pytest.raises(DataError, match=f"{line}train split")
-    with raises as caught, located(data, DataFiles()):
+    with raises as caught, errors_located(data, DataFiles()):
         step(batches)
     assert form in str(caught.value)
 
     evaluated = evaluation_batches(data, "validation", 4, None, None, False)
     raises = pytest.raises(DataError, match=f"{line}validation split")
-    with raises, located(data, DataFiles()):
+    with raises, errors_located(data, DataFiles()):
         list(evaluated)
 
 
