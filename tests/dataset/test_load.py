@@ -15,6 +15,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.stages import Slice
 from pipeline.dataset.batches import effective_batches
 from pipeline.dataset.load import from_tfds, load
+from pipeline.dataset.source import ShareReader
 from pipeline.dataset.splits import Data, Stored
 
 
@@ -103,6 +104,14 @@ def test_examples_have_one_form_in_whatever_way_they_are_made(make, way):
     assert numbers_in_order[False] == list(range(COUNT))
     assert numbers_in_order[True] != list(range(COUNT))
     assert sorted(numbers_in_order[True]) == list(range(COUNT))
+
+    # Each of two workers makes its half of a batch.
+    reader = ShareReader(1, 1, 2)
+    shares = effective_batches(node, data, [Slice(6, 1)], 0, reader=reader)
+    halves = [share.batch[0] for share in shares.as_numpy_iterator()]
+    assert [len(half) for half in halves] == [3, 3]
+    numbers = numbers_in_order[True]
+    assert np.concatenate(halves)[:, 0, 0, 0].tolist() == numbers[3:6] + numbers[9:]
 
 
 def broken_images():
