@@ -105,7 +105,10 @@ def fit(
         The last validation loss, or the last training loss without a validation split.
     """
     tracker = recorder.tracker
-    with bad_example.located(parts.data, parts.files), _non_finite_data_named(parts):
+    with (
+        bad_example.errors_located(parts.data, parts.files),
+        _non_finite_data_named(parts),
+    ):
         assigned = parts.assigned_by_forward()
         callbacks: Mapping[str, keras.callbacks.Callback] = parts.objective.callbacks
         profiler = Profiler()
