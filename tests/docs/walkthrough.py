@@ -63,7 +63,7 @@ class Walkthrough:
         return self.steps
 
     def _save(self, text: str) -> None:
-        # Hydra reads `# @package …` only in the first line, above the path.
+        # Hydra reads `# @package …` only above all other comments, such as the path.
         path = re.search(r"^# (\S+\.(?:py|yaml))$", text, re.MULTILINE)
         assert path is not None, text
         file = self.folder / path[1]
