@@ -277,9 +277,9 @@ class HardwareConfig(_SetOnce):
     replicas: int = field(default=1, metadata=about(Kind.CUT))
     # processes that train this run; null reads `TF_CONFIG` or the Slurm step
     workers: int | None = field(default=1, metadata=about(Kind.CUT))
-    # whether several workers may open TensorFlow's ports, without a password, to other
-    # machines
-    open_ports: bool = field(
+    # (true | false) whether several workers may open TensorFlow's ports, without a
+    # password, to other machines
+    open_ports: Any = field(
         default=False, metadata=about(Kind.MACHINE, of_one_call=True)
     )
     # file with the secret of the workers, of mode 0600, on each of them;
@@ -367,9 +367,9 @@ class TrackingConfig(ShownTrackingConfig):
     job: str | None = field(
         default=None, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
     )
-    # set by `--again`: artifacts must lie with the store, or where `trust.allow`
-    # permits
-    confined: bool = field(
+    # (true | false) set by `--again`: artifacts must lie with the store, or where
+    # `trust.allow` permits
+    confined: Any = field(
         default=False, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
     )
 
