@@ -223,14 +223,27 @@ def _key_error(
     if isinstance(error, errors.InterpolationResolutionError):
         rule = f"must have a value ({_cause(error)})"
     rule = _LINKS.get(type(error), rule)
-    value = error.value
-    if isinstance(error.parent_node, DictConfig):
-        # Show the value as it was written, with its interpolation.
-        written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
-        for name in str(error.key).split("."):
-            written = written[name]
+    return ConfigError(key, f"{rule}{origin}", _written_value(error))
+
+
+def _written_value(error: errors.OmegaConfBaseException) -> Any:
+    """Return the value that raised `error` as it was written, with its interpolation.
+
+    If the value is not found, it is the value that the error has.
+    """
+    if not isinstance(error.parent_node, DictConfig | ListConfig):
+        return error.value
+    written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
+    # The key is a name, a number or a Boolean in the parent, or a dotted path from it.
+    for path in ([error.key], str(error.key).split(".")):
         value = written
-    return ConfigError(key, f"{rule}{origin}", value)
+        try:
+            for name in path:
+                value = value[name]
+        except (KeyError, IndexError, TypeError):
+            continue
+        return value
+    return error.value
 
 
 def _unknown_key_error(

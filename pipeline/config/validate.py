@@ -67,6 +67,8 @@ def check_form(config: DictConfig) -> None:
             raise ConfigError(key, "must be given")
     # Register the secrets of the URI first, as a later error could show the URI.
     secrets.remember(config.tracking.uri)
+    # Resolve all links here: this names the key of a wrong one, even in a list.
+    plain(config)
     _check_targets(config)
 
 

@@ -31,3 +31,28 @@ def test_a_flag_with_a_security_meaning_is_true_or_false_only(key, value):
 
 def test_no_flag_is_left_to_omegaconf_which_accepts_any_number():
     assert [key.name for key in schema.keys_in(schema.Config) if key.hint is bool] == []
+
+
+# --- links ---
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("training.class_weight={0: '${nope}'}", "training.class_weight.0"),
+        ("+dataset.classes={0: {1: '${nope}'}}", "dataset.classes.0.1"),
+        ("+model.units={1.5: '${nope}'}", "model.units.1.5"),
+        ("+model.units={true: '${nope}'}", "model.units.True"),
+        ("+tracking.tags={team.name: '${nope}'}", "tracking.tags.team.name"),
+        ("+model.units=[1,'${nope}']", "model.units[1]"),
+        ("hardware.gpu=[0,'${nope}']", "hardware.gpu[1]"),
+        (
+            "training.metrics.accuracy._target_=${nope}",
+            "training.metrics.accuracy._target_",
+        ),
+    ],
+)
+def test_a_wrong_link_is_shown_with_its_key_wherever_it_stands(override, key):
+    assert rejection(override) == (
+        f"{key} must refer to a key that exists. Received: '${{nope}}'."
+    )
