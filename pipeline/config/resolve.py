@@ -34,6 +34,7 @@ from pipeline.config import (
 )
 from pipeline.config.cluster import Cluster
 from pipeline.config.hydra_errors import as_config_error
+from pipeline.config.overrides import keys_set
 from pipeline.config.schema import Config, Device, LossOver, Rule
 from pipeline.config.sizes import Batching, Horizon
 
@@ -232,7 +233,7 @@ def resolve(
         composed.accumulation.micro_batch_size = int(micro_batch_size)
     validate.check_values(composed)
 
-    named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    named = keys_set(overrides)
     workers = cluster.workers_of_run(composed.hardware.workers, environment)
     composed.hardware.workers = 1 if workers is None else len(workers.addresses)
     horizon = sizes.horizon_of(composed.training, named)

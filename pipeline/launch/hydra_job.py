@@ -26,6 +26,7 @@ from pipeline.common.errors import (
 )
 from pipeline.common.secrets import mask
 from pipeline.config import compose, hydra_errors, key_kinds, schema
+from pipeline.config.overrides import keys_set
 from pipeline.config.session import Session, entered
 
 # A function that takes the config, the overrides on the command line and the run
@@ -174,8 +175,7 @@ def _hides_sweep_keys(options: Any) -> bool:
     """
     if not (options.help or options.cfg or options.info):
         return False
-    named = {text.lstrip("+~").partition("=")[0] for text in options.overrides}
-    return named.isdisjoint(_SET_BY_A_SWEEP)
+    return keys_set(options.overrides).isdisjoint(_SET_BY_A_SWEEP)
 
 
 def _by_environment(overrides: Sequence[Override]) -> list[str]:
