@@ -237,22 +237,29 @@ def _check_sizes(folder: str, patterns: Sequence[str] = ("**/*.yaml",)) -> None:
 
 
 def _searched_folders(options: argparse.Namespace) -> list[str]:
-    """Return the folders that `hydra.searchpath` adds to Hydra's search path.
+    """Return the folders that the command line adds to Hydra's search path.
 
-    Hydra takes it from the command line and from the config that `--config-name` names.
-    A value that Hydra rejects is passed over.
+    These are that of `--config-path`, and those of `hydra.searchpath`, which Hydra
+    takes from the command line and from the primary config. A value that Hydra rejects
+    is passed over.
     """
     values: list[Any] = []
     for text in options.overrides:
         if text.startswith("hydra.searchpath="):
             with suppress(HydraException):
                 values.append(OverridesParser.create().parse_override(text).value())
-    if options.config_dir and options.config_name:
-        file = Path(options.config_dir, options.config_name).with_suffix(".yaml")
+    name = (options.config_name or "config").removesuffix(".yaml")
+    for folder in (options.config_path, options.config_dir):
+        if not folder:
+            continue
+        # Do not use `with_suffix`, as a name may contain a dot.
+        file = Path(folder, f"{name}.yaml")
         with suppress(OSError, yaml.YAMLError, OmegaConfBaseException, ValueError):
             values.append(OmegaConf.select(OmegaConf.load(file), "hydra.searchpath"))
 
     folders = []
+    if options.config_path:
+        folders.append(options.config_path)
     for value in values:
         if isinstance(value, list | ListConfig):
             folders += [str(entry).removeprefix("file://") for entry in value]
