@@ -30,11 +30,16 @@ from pipeline.config import (
     text_keys,
 )
 from pipeline.config.hydra_internals import get_args_parser
+from pipeline.config.overrides import hydra_quoted
 from pipeline.config.session import Session, entered, session
 
-# Matches an override up to the `~` in `KEY=~/…`. The shell does not expand this `~`,
-# and Hydra's grammar does not allow it.
-_HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")
+# Matches a value such as `~/…` in an override. The shell does not expand this `~`, and
+# Hydra's grammar does not allow it.
+_HOME = re.compile("(sqlite:///)?~(/.*)", re.DOTALL)
+# Matches the commas between the values of a sweep, but not those in `${…}`.
+_BETWEEN_VALUES = re.compile(r",(?![^{]*\})")
+# Matches a path that needs no quotes in Hydra's grammar.
+_PLAIN_PATH = re.compile(r"[\w./@-]+", re.ASCII)
 # Patterns for the configs whose size is checked in a folder of the search path. The
 # folder may be large; Hydra reads only these files, unless a group is nested deeper.
 _CONFIGS_OF_GROUPS = ("*.yaml", "*/*.yaml", "*/*/*.yaml")
@@ -153,8 +158,7 @@ def as_text(overrides: Sequence[str]) -> list[str]:
     """
     texts = []
     for text in overrides:
-        text = _HOME.sub(rf"\1{Path.home()}", text)
-        text = former_names.current_override(text)
+        text = former_names.current_override(_with_home(text))
         texts.append(text_keys.kept(text))
     return texts
 
@@ -210,7 +214,8 @@ class RunFolders(Callback):
                 with read_write(config):
                     OmegaConf.update(config, key, str(folder))
                     # The jobs of a sweep compose their configs from these overrides.
-                    config.hydra.overrides.hydra.append(f"{key}='{folder}'")
+                    override = f"{key}={hydra_quoted(folder)}"
+                    config.hydra.overrides.hydra.append(override)
             # Also expand `~` in the store's URI now, as a launcher opens the store
             # before a job calls `prepare`.
             _expand_home(config)
@@ -264,6 +269,21 @@ def _searched_folders(options: argparse.Namespace) -> list[str]:
         if isinstance(value, list | ListConfig):
             folders += [str(entry).removeprefix("file://") for entry in value]
     return folders
+
+
+def _with_home(override: str) -> str:
+    """Return an override in which a leading `~/` in each value is expanded."""
+    key, equals, text = override.partition("=")
+    values = []
+    for value in _BETWEEN_VALUES.split(text):
+        match = _HOME.fullmatch(value.strip())
+        if match is not None:
+            home = str(Path.home())
+            value = f"{match[1] or ''}{home}{match[2]}"
+            if not _PLAIN_PATH.fullmatch(home):
+                value = hydra_quoted(value)
+        values.append(value)
+    return f"{key}{equals}{','.join(values)}"
 
 
 def _expand_home(config: DictConfig) -> None:
