@@ -227,10 +227,7 @@ def resolve(
     # Merge with the strict schema: Hydra composed the config with a schema in which a
     # key for text accepts any value.
     composed = _typed(OmegaConf.to_container(composed))
-    micro_batch_size = composed.accumulation.micro_batch_size
-    if isinstance(micro_batch_size, str) and micro_batch_size.isdecimal():
-        # A value that comes from an environment variable is a string.
-        composed.accumulation.micro_batch_size = int(micro_batch_size)
+    _update(composed, validate.values_in_text(composed))
     validate.check_values(composed)
 
     named = keys_set(overrides)

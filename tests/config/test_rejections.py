@@ -56,3 +56,45 @@ def test_a_wrong_link_is_shown_with_its_key_wherever_it_stands(override, key):
     assert rejection(override) == (
         f"{key} must refer to a key that exists. Received: '${{nope}}'."
     )
+
+
+# --- counts, addresses, and the arguments of Keras' optimizers ---
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hardware.profile={start: 99999999999, updates: 5}",
+        "hardware.profile={start: 1, updates: 99999999999}",
+        "dataset.pad={multiple: 99999999999, value: 0}",
+        "hardware.gpu=[0,99999999999]",
+    ],
+)
+def test_a_count_is_limited_also_in_a_mapping_or_list(override):
+    assert "must be at most 2147483647. Received: 99999999999." in rejection(override)
+
+
+@pytest.mark.parametrize(
+    ("uri", "rule"),
+    [
+        ("SQLITE:///a.db", "must name a file: sqlite:///PATH"),
+        ("Sqlite:///", "must name a file: sqlite:///PATH"),
+        ("http", "must be as http://HOST:PORT"),
+        ("https:", "must be as https://HOST:PORT"),
+        ("http://", "must be as http://HOST:PORT"),
+        ("http:/host:5000", "must be as http://HOST:PORT"),
+        ("http://host:port", "must be as http://HOST:PORT"),
+        ("http://host:99999", "must be as http://HOST:PORT"),
+        ("postgresql", "must be as postgresql://HOST:PORT"),
+    ],
+)
+def test_an_address_of_a_store_is_whole(uri, rule):
+    line = f"tracking.uri {rule}. Received: '{uri}'."
+    assert rejection(f"tracking.uri={uri}") == line
+
+
+def test_keras_optimizers_are_checked_by_both_of_their_names():
+    target = "optimizer._target_=tensorflow.keras.optimizers.Adam"
+    assert rejection(target, "+optimizer.clipnorm=-1").startswith(
+        "optimizer.clipnorm must be a positive number, or null. Received: -1."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config import compose
+from pipeline.config import compose, plain
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.sizes import Horizon
 
@@ -27,3 +27,42 @@ def test_a_size_in_a_mapping_outranks_the_defaults(micro):
     spec = resolved(f"accumulation={{micro_batch_size: {micro}}}")
     assert spec.batching == resolved(f"accumulation.micro_batch_size={micro}").batching
     assert spec.config.accumulation.factor is None
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("training.evaluate_every", "20", 20),
+        ("training.checkpoint_every", "20", 20),
+        ("accumulation.micro_batch_size", "16", 16),
+        ("hardware.gpu", "0", 0),
+        ("scaling.warmup", "5", 5),
+        ("hardware.tf32", "false", False),
+        ("hardware.open_ports", "true", True),
+        ("accumulation.same_noise", "auto", "auto"),
+        ("tracking.run_name", "007", "007"),
+    ],
+)
+def test_a_value_of_the_environment_is_a_count_or_a_flag(key, text, value, monkeypatch):
+    monkeypatch.setenv("VALUE", text)
+    spec = resolved(f"{key}=${{oc.env:VALUE}}")
+    assert plain.value_at(spec.resolved, key) == value
+    assert type(plain.value_at(spec.resolved, key)) is type(value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "HTTP://host:5000",
+        "http://[::1]:5000",
+        "https://me:pw@host/path",
+        "postgresql:///runs",
+        "mysql+pymysql://me@host/runs",
+    ],
+)
+def test_a_store_of_a_known_scheme_is_accepted(uri):
+    spec = resolved(f"tracking.uri='{uri}'")
+    assert spec.config.tracking.uri == uri
