@@ -15,20 +15,33 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.config import former_names, suggestions
+from pipeline.config import former_names, schema, suggestions
 from pipeline.config.objective_nodes import NAMED
+from pipeline.config.overrides import keys_set, values_at
 
 # Rules for keys whose value is a mapping. Users may write a list, since Keras accepts
 # lists of metrics and callbacks in `compile` and `fit`.
 _NAMED = {
     f"training.{name}": NAMED for name in ("metrics", "weighted_metrics", "callbacks")
 }
+# Keys that may be null or a group of keys.
+_NULLABLE_GROUPS = {
+    key.name.rpartition(".")[0]
+    for key in schema.keys_in(schema.Config)
+    if key.name.count(".") > 1
+}
+# Beginnings of the keys whose value may be of any type, and of those below them.
+_BELOW_ANY_TYPE = tuple(
+    f"{key.name}." for key in schema.keys_in(schema.Config) if key.hint is Any
+)
+_LISTED_LOSS = "a mapping, as what it is merged with; a file of `objective` replaces it"
 _KINDS = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
     str: "text",
     dict: "a mapping",
+    list: "a list",
 }
 
 # Errors of Hydra that can be recognized only by their text: a pattern, whose named
@@ -186,7 +199,7 @@ def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
         if not file.is_file():
             continue
         loaded = OmegaConf.load(file)
-        for key, rule in _NAMED.items():
+        for key, rule in {**_NAMED, "training.loss": _LISTED_LOSS}.items():
             for place in (key, key.removeprefix("training.")):
                 node = OmegaConf.select(loaded, place)
                 if isinstance(node, ListConfig):
@@ -278,16 +291,24 @@ def _merge_error(
     overrides: Sequence[str],
 ) -> ConfigError:
     """Return the error for a value that should be a mapping or a list."""
-    # OmegaConf's error does not contain the value, so look for it in the overrides.
-    if key in _NAMED:
-        for override in overrides:
-            name, _, value = override.lstrip("+").partition("=")
-            if name == key:
-                return ConfigError(key, f"must be {_NAMED[key]}", value)
-    wanted = "a mapping"
+    wanted: type = dict
+    other = "list"
     if error.object_type is list:
-        wanted = "a list"
-    return ConfigError(key, f"must be {wanted}{origin}")
+        wanted = list
+        other = "mapping"
+    rule = f"must be {_NAMED.get(key, _KINDS[wanted])}"
+    if key not in _NAMED and f"{key}.".startswith(_BELOW_ANY_TYPE):
+        rule += f", as what it is merged with; a {other} needs {key}=null before it"
+
+    # OmegaConf's error does not contain the value, so look for it in the overrides.
+    for value in values_at(overrides, key):
+        if not isinstance(value, wanted):
+            return ConfigError(key, rule, value)
+        if isinstance(value, dict) and value and not origin:
+            # The wrong value is one of those in the mapping, and the error has no key.
+            rule = "must have mappings and lists where what it is merged with has them"
+            return ConfigError(key, rule, value)
+    return ConfigError(key, f"{rule}{origin}")
 
 
 def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
@@ -320,10 +341,14 @@ def _text_error(
         match = re.match(pattern, text)
         if match is not None:
             return _pattern_error(match, rule, error, overrides)
-    if "group override must be" in text:
+    if "group override must be" in text or isinstance(error, TypeError):
         group_error = _group_error(overrides, folders)
         if group_error is not None:
             return group_error
+    if "Unexpected type for root" in text:
+        below_null = _below_null_error(overrides)
+        if below_null is not None:
+            return below_null
 
     rule = f"must be what Hydra takes ({first_line(error)})"
     file = _file(error, folders)
@@ -342,11 +367,22 @@ def _pattern_error(
     if not received:
         received = key
         for override in overrides:
-            if override.lstrip("+~").split("=")[0] == key:
+            if key in keys_set([override]):
                 received = override
                 break
     options = re.findall(r"^\t(.+)$", str(error), re.MULTILINE)
     return ConfigError(key, rule + _origin(error), received, options or None)
+
+
+def _below_null_error(overrides: Sequence[str]) -> ConfigError | None:
+    """Return the error for an override of a key in a group that is null, or None."""
+    for override in overrides:
+        for key in keys_set([override]):
+            group = key.rpartition(".")[0]
+            if group in _NULLABLE_GROUPS:
+                rule = f"must not be null where {override.lstrip('+')} sets a key in it"
+                return ConfigError(group, rule)
+    return None
 
 
 def _group_error(
@@ -359,8 +395,13 @@ def _group_error(
     known = groups(folders)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
+        if key not in known or override.is_delete():
+            continue
         value = override.value()
-        if key in known and not isinstance(value, str | list | dict):
+        names = [value]
+        if isinstance(value, list):
+            names = value
+        if not all(isinstance(name, str | dict) for name in names):
             rule = "must be the name of an option of its group"
             return ConfigError(key, rule, value, known[key])
     return None

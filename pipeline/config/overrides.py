@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,6 +25,30 @@ def keys_set(overrides: Iterable[str]) -> set[str]:
         except (HydraException, ValueError):  # such as an integer of too many digits
             keys.add(text.lstrip("+~").partition("=")[0])
     return keys
+
+
+def values_at(overrides: Iterable[str], key: str) -> Iterator[Any]:
+    """Yield the values that overrides set a key to, by itself or in a mapping.
+
+    Overrides that delete, or that Hydra cannot parse, are left out.
+    """
+    parser = OverridesParser.create()
+    for text in overrides:
+        with suppress(HydraException, ValueError):
+            override = parser.parse_override(text)
+            if override.is_delete():
+                continue
+            for name, value in _values_in(override.key_or_group, override.value()):
+                if name == key:
+                    yield value
+
+
+def _values_in(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of a key, and of all keys in a mapping."""
+    yield key, value
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _values_in(f"{key}.{name}", entry)
 
 
 def _keys_in(key: str, value: Any) -> Iterator[str]:

@@ -98,3 +98,75 @@ def test_keras_optimizers_are_checked_by_both_of_their_names():
     assert rejection(target, "+optimizer.clipnorm=-1").startswith(
         "optimizer.clipnorm must be a positive number, or null. Received: -1."
     )
+
+
+# --- mappings and lists ---
+
+LOSSES = "[{_target_: keras.losses.Huber}]"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            f"training.loss={LOSSES}",
+            "training.loss must be a mapping, as what it is merged with; a list needs "
+            "training.loss=null before it. Received: "
+            "[{_target_: 'keras.losses.Huber'}].",
+        ),
+        (
+            f"training={{loss: {LOSSES}}}",
+            "training must have mappings and lists where what it is merged with has "
+            "them. Received: {loss: [{_target_: 'keras.losses.Huber'}]}.",
+        ),
+        ("training.keep_best=[1]", "training.keep_best must be a mapping. Received: "),
+        ("tracking.tags=[1]", "tracking.tags must be a mapping. Received: [1]."),
+        (
+            "model.hidden={a: 1}",
+            "model.hidden must be a list, as what it is merged with; a mapping needs "
+            "model.hidden=null before it. Received: {a: 1}.",
+        ),
+        ("hardware=[1]", "hardware must be the name of an option of its group."),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_shown_with_its_rule(override, line):
+    assert rejection(override).startswith(line)
+
+
+def test_a_list_of_losses_is_legal_after_null():
+    overrides = ["training.loss=null", f"training.loss={LOSSES}"]
+    spec = resolve(compose.composed(overrides), overrides, {})
+    assert spec.config.training.loss == [{"_target_": "keras.losses.Huber"}]
+
+
+def test_a_list_of_losses_in_a_config_that_is_merged(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"defaults: [config, _self_]\ntraining: {{loss: {LOSSES}}}\n")
+    line = rejection("--config-dir", str(tmp_path), "--config-name", "mine")
+    assert line.startswith("training.loss must be a mapping, as what it is merged with")
+    assert line.endswith("(in mine). Received: [{_target_: 'keras.losses.Huber'}].")
+
+
+# --- the override that is to blame ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("~dataset", "model=5"),
+            "model must be the name of an option of its group. Received: 5.",
+        ),
+        (
+            ("training.keep_best=null", "training.keep_best.metric=val/loss"),
+            "training.keep_best must not be null where "
+            "training.keep_best.metric=val/loss sets a key in it.",
+        ),
+        (
+            ("training={keep_best: null}", "+training.keep_best.mode=min"),
+            "training.keep_best must not be null where training.keep_best.mode=min",
+        ),
+    ],
+)
+def test_the_override_that_is_to_blame_is_named(overrides, line):
+    assert rejection(*overrides).startswith(line)
