@@ -367,7 +367,7 @@ def _pattern_error(
     if not received:
         received = key
         for override in overrides:
-            if key in keys_set([override]):
+            if override.lstrip("+~").partition("=")[0] == key:
                 received = override
                 break
     options = re.findall(r"^\t(.+)$", str(error), re.MULTILINE)
