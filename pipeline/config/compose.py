@@ -22,9 +22,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import yaml_size
 from pipeline.common.errors import ConfigError, say
+from pipeline.common.sqlite_uri import SQLITE
 from pipeline.config import (
     former_names,
     hydra_errors,
+    key_kinds,
+    plain,
     schema,
     suggestions,
     text_keys,
@@ -287,14 +290,24 @@ def _with_home(override: str) -> str:
 
 
 def _expand_home(config: DictConfig) -> None:
-    """Expand `~` in `tracking.uri` and `dataset.data_dir`, in place."""
-    for key, prefix in (("tracking.uri", "sqlite:///"), ("dataset.data_dir", "")):
+    """Expand a leading `~` in the values of all keys that hold paths, in place."""
+    for key in key_kinds.keys_where(lambda facts: facts.path):
         # Skip a key without a value: it is rejected later.
         with suppress(OmegaConfBaseException):
             value = OmegaConf.select(config, key)
-            if isinstance(value, str) and value.startswith(f"{prefix}~"):
-                path = os.path.expanduser(value.removeprefix(prefix))
-                OmegaConf.update(config, key, prefix + path)
+            if isinstance(value, ListConfig):
+                # Do not resolve links, so that the entries keep theirs.
+                value = OmegaConf.to_container(value)
+            expanded = plain.mapped(value, _expanded)
+            if expanded != value:
+                OmegaConf.update(config, key, expanded)
+
+
+def _expanded(path: str) -> str:
+    """Return a path, or the URI of a SQLite store, with a leading `~` expanded."""
+    if path.startswith(f"{SQLITE}~"):
+        return SQLITE + os.path.expanduser(path.removeprefix(SQLITE))
+    return os.path.expanduser(path)
 
 
 def _as_override(message: str) -> str | None:

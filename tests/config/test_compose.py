@@ -37,6 +37,29 @@ def test_another_tilde_is_left_to_hydra(text):
     assert compose.as_text([text]) == [text]
 
 
+def test_a_tilde_in_a_file_is_the_home_directory_at_every_key_of_a_path(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [config, _self_]\n"
+        "hardware: {secret_file: ~/s}\n"
+        "start: {run: ~/r@5}\n"
+        "dataset: {data_dir: ~/d}\n"
+        "trust: {allow: [my.models, ~/t]}\n"
+        "tracking: {uri: sqlite:///~/u, code: [a.py, ~/c, '${seed}~'],\n"
+        "  description: ~/x}\n"
+    )
+    config = compose.composed(["--config-dir", str(tmp_path), "--config-name=mine"])
+    assert config.hardware.secret_file == "/home/me/s"
+    assert config.start.run == "/home/me/r@5"
+    assert config.dataset.data_dir == "/home/me/d"
+    assert config.trust.allow == ["my.models", "/home/me/t"]
+    assert config.tracking.uri == "sqlite:////home/me/u"
+    assert config.tracking.code == ["a.py", "/home/me/c", "0~"]
+    assert config.tracking.description == "~/x"
+
+
 def test_jobs_of_a_sweep_get_its_folder_whatever_the_home_is_called(monkeypatch):
     monkeypatch.setenv("HOME", "/tmp/it's")
     schema.register()
