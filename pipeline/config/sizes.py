@@ -141,8 +141,25 @@ def derive(
 
 
 def _nearest_factors(share: int, factor: int) -> list[int]:
-    """Return up to three valid factors for `share` examples, nearest to `factor`."""
-    possible = sorted({ceil_div(share, size) for size in range(1, share + 1)})
+    """Return up to three valid factors for `share` examples, nearest to `factor`.
+
+    A factor is valid if it is ⌈share / size⌉ for a micro-batch size; `factor` is not.
+    """
+    possible: list[int] = []
+    lower = factor
+    while lower > 1 and len(possible) < 3:
+        # The smallest size that needs fewer micro-batches.
+        size = ceil_div(share, lower - 1)
+        lower = ceil_div(share, size)
+        possible.insert(0, lower)
+
+    # The largest size that needs more micro-batches, and the next smaller ones.
+    size = ceil_div(share, factor) - 1
+    for _ in range(3):
+        if size >= 1:
+            higher = ceil_div(share, size)
+            possible.append(higher)
+            size = ceil_div(share, higher) - 1
     nearest = sorted(possible, key=lambda other: abs(other - factor))
     return sorted(nearest[:3])
 

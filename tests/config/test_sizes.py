@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pipeline.common.errors import ConfigError
@@ -71,6 +73,33 @@ def test_sizes_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ConfigError) as refused:
         sizes.derive(*arguments)
     assert message in str(refused.value)
+
+
+def nearest_of_all(share: int, factor: int) -> list[int]:
+    """The three valid factors that are nearest to `factor`, out of all of them."""
+    valid = {-(-share // size) for size in range(1, share + 1)}
+    nearest = sorted(sorted(valid), key=lambda other: abs(other - factor))
+    return sorted(nearest[:3])
+
+
+@pytest.mark.parametrize("share", [*range(1, 40), 100, 128, 997])
+def test_the_valid_factors_that_are_nearest_are_offered(share):
+    valid = {-(-share // size) for size in range(1, share + 1)}
+    for factor in range(1, share + 50):
+        if factor in valid:
+            continue
+        with pytest.raises(ConfigError) as refused:
+            sizes.derive(share, factor, None)
+        assert refused.value.choices == [
+            str(other) for other in nearest_of_all(share, factor)
+        ]
+
+
+def test_the_valid_factors_of_a_huge_batch_are_found_at_once():
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"Choices: 2500000, 2857143, 3333334\."):
+        sizes.derive(20_000_000, 3_000_000, None)
+    assert time.monotonic() - begin < 1
 
 
 @pytest.mark.parametrize(
