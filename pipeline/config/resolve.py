@@ -181,8 +181,7 @@ class RunSpec:
         Secrets are masked. Keys for which each worker has its own value are left out.
         """
         shared = self.recorded
-        for key in key_kinds.keys_where(lambda facts: facts.each_workers_own):
-            group, _, name = key.partition(".")
+        for group, name in _own_names():
             shared[group] = {**shared[group]}
             shared[group].pop(name, None)
         return str(yaml.safe_dump(shared, sort_keys=False))
@@ -193,12 +192,11 @@ class RunSpec:
         Missing values and masked secrets are taken from this worker's spec.
         """
         shared = _with_secrets(yaml.safe_load(text), self.resolved)
-        own_values = {}
-        for key, value in plain.leaves(self.resolved).items():
-            if _is_own(key):
-                own_values[key] = value
+        # Take values whole, not by their leaves: the name of a tag may have dots.
+        for group, name in _own_names():
+            if name in self.resolved[group]:
+                shared[group][name] = self.resolved[group][name]
         composed = OmegaConf.create(plain.escaped(shared))
-        _update(composed, own_values)
         spec = _spec(_typed(composed), self.workers, self.overrides)
         return replace(spec, original=self.original)
 
@@ -398,6 +396,15 @@ def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
     with open_dict(composed):
         for key, value in values.items():
             OmegaConf.update(composed, key, plain.escaped(value), merge=False)
+
+
+def _own_names() -> list[tuple[str, str]]:
+    """Return the groups and names of the keys that each worker has its own value for."""
+    names = []
+    for key in key_kinds.keys_where(lambda facts: facts.each_workers_own):
+        group, _, name = key.partition(".")
+        names.append((group, name))
+    return names
 
 
 def _is_own(key: str) -> bool:

@@ -66,3 +66,22 @@ def test_a_value_of_the_environment_is_a_count_or_a_flag(key, text, value, monke
 def test_a_store_of_a_known_scheme_is_accepted(uri):
     spec = resolved(f"tracking.uri='{uri}'")
     assert spec.config.tracking.uri == uri
+
+
+# --- the spec of another worker ---
+
+
+def test_a_worker_keeps_its_own_values_and_adopts_the_others():
+    own = (
+        "+tracking.tags={team.name: x, team: y}",
+        "hardware.profile={start: 2, updates: 1}",
+        "dataset.data_dir=/here",
+        "seed=1",
+    )
+    chief = resolved("seed=7", "model=mlp", "+tracking.tags.of=chief")
+    adopted = resolved(*own).adopting(chief.shared_text())
+    assert adopted.config.tracking.tags == {"team.name": "x", "team": "y"}
+    assert adopted.resolved["hardware"]["profile"] == {"start": 2, "updates": 1}
+    assert adopted.resolved["dataset"]["data_dir"] == "/here"
+    assert adopted.config.seed == 7
+    assert adopted.resolved["model"] == chief.resolved["model"]
