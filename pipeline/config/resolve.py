@@ -399,7 +399,7 @@ def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
 
 
 def _own_names() -> list[tuple[str, str]]:
-    """Return the groups and names of the keys that each worker has its own value for."""
+    """Return the group and the name of each key whose value each worker keeps."""
     names = []
     for key in key_kinds.keys_where(lambda facts: facts.each_workers_own):
         group, _, name = key.partition(".")

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from pipeline.common.errors import ConfigError
 from pipeline.config import former_names
 
+# Upper limit of all counts, as TensorFlow counts the examples in a batch with 32 bits.
+LARGEST = 2**31 - 1
 EFFECTIVE = "accumulation.effective_batch_size"
 SCHEDULE = "accumulation.batch_schedule"
 CLOCK = "schedule.clock"
@@ -186,13 +188,20 @@ def _asked_stage(key: str, stage: Any) -> ScheduledStage:
     ((unit, value),) = start.items()
     if unit not in UNITS:
         raise ConfigError(f"{key}.start", "must be in a known unit", unit, UNITS)
-    fraction = unit == "epochs" and isinstance(value, float) and 0 <= value < 2**31
-    if not (_is_count(value) or fraction):
+    start_key = f"{key}.start.{unit}"
+    is_fraction = unit == "epochs" and isinstance(value, float)
+    if not (_is_integer(value) or is_fraction) or not value >= 0:
         rule = "must be a number of at least 0, whole but for epochs"
-        raise ConfigError(f"{key}.start.{unit}", rule, value)
+        raise ConfigError(start_key, rule, value)
+    _check_largest(start_key, value)
+
+    size_key = f"{key}.effective_batch_size"
     size = stage["effective_batch_size"]
-    if not _is_count(size) or size < 1:
-        raise ConfigError(f"{key}.effective_batch_size", "must be at least 1", size)
+    if not _is_integer(size):
+        raise ConfigError(size_key, "must be an integer", size)
+    if size < 1:
+        raise ConfigError(size_key, "must be at least 1", size)
+    _check_largest(size_key, size)
     return ScheduledStage(unit, value, size)
 
 
@@ -205,5 +214,10 @@ def _least_start(previous: ScheduledStage, unit: str) -> int | float:
     return 0
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_largest(key: str, value: int | float) -> None:
+    if value > LARGEST:
+        raise ConfigError(key, f"must be at most {LARGEST}", value)

@@ -27,9 +27,8 @@ from pipeline.config.objective_nodes import (
     metrics_of,
 )
 from pipeline.config.plain import leaves, plain
+from pipeline.config.stages import LARGEST
 
-# Upper limit of all counts, as TensorFlow counts the examples in a batch with 32 bits.
-LARGEST = 2**31 - 1
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 # Maximum number of replicas. On a CPU, each replica is a logical device with one
 # thread, and more threads than cores would only wait for each other.
