@@ -99,18 +99,19 @@ def composed(arguments: Sequence[str]) -> DictConfig:
 
     # Add a handler to the root logger, as otherwise TensorFlow adds its own.
     logging.basicConfig(format="%(message)s")
-    with (
-        entered(Session(config_dir=options.config_dir)),
-        hydra_errors.as_config_error(
-            options.overrides, command_line.folders, (Exception,)
-        ),
-        hydra.initialize_config_dir(
-            options.config_path or directory(), version_base="1.3"
-        ),
-    ):
-        config = hydra.compose(options.config_name or "config", options.overrides)
-        prepare(config)
-        return config
+    origins = (options.overrides, command_line.folders)
+    with entered(Session(config_dir=options.config_dir)):
+        # Hydra raises errors of any type for a wrong config.
+        with (
+            hydra_errors.as_config_error(*origins, (Exception,)),
+            hydra.initialize_config_dir(
+                options.config_path or directory(), version_base="1.3"
+            ),
+        ):
+            config = hydra.compose(options.config_name or "config", options.overrides)
+        with hydra_errors.as_config_error(*origins):
+            prepare(config)
+    return config
 
 
 def prepare(config: DictConfig) -> None:

@@ -9,6 +9,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from pipeline.config import compose, schema
 from pipeline.config.session import Session, entered
 
+# --- errors ---
+
+
+def test_a_fault_of_this_program_is_no_error_of_the_config(monkeypatch):
+    def faulty(config):
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(compose.former_names, "rename", faulty)
+    with pytest.raises(ValueError, match="a fault"):
+        compose.composed([])
+
+
 # --- the home directory ---
 
 
