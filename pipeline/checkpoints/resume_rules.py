@@ -24,7 +24,7 @@ from pipeline.common.sqlite_uri import absolute
 from pipeline.config import key_kinds
 from pipeline.config.overrides import keys_set
 from pipeline.config.plain import leaves, plain
-from pipeline.config.plan import Plan
+from pipeline.config.plan import RunPlan
 from pipeline.config.resolve import FUSED_ATTENTION, RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
@@ -99,7 +99,7 @@ class Continuation:
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
 
-    def check(self, updater: Update, plan: Plan) -> None:
+    def check(self, updater: Update, plan: RunPlan) -> None:
         """Check that the checkpoint fits, and that the run is not complete.
 
         Without a checkpoint, nothing is checked.

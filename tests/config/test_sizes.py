@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
-from pipeline.config.plan import CUTS, HALVED, plan_of, recorded_cuts
+from pipeline.config.plan import CUTS, HALVED, plan_of, recorded_cuts, stream_plan
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,15 @@ def test_an_effective_batch_larger_than_the_split_is_refused():
     line = r"effective_batch_size must be at most the 100 examples .* Received: 128"
     with pytest.raises(ConfigError, match=line):
         plan_of(sizes.derive(128, 4, None), 100, sizes.Horizon("epochs", 1))
+
+
+def test_the_plan_of_a_stream_has_nothing_that_needs_the_number_of_examples():
+    cut = sizes.Batching(32, 32, 1)
+    plan = stream_plan(cut, sizes.Horizon("updates", 9), [], None, cut=True)
+    for name in ("slices", "updates_at", "stage", "stages", "all_stages"):
+        assert not hasattr(plan, name), name
+    assert plan.changes == []
+    assert plan.halved(3, 16).micro_batch_size == 16
 
 
 def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_written():
