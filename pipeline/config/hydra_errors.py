@@ -114,8 +114,7 @@ def as_config_error(
         raise
     except kinds as error:
         rejection = _config_error(error, overrides, folders)
-        received = (rejection.received or "").strip("'")
-        removal = former_names.removal(rejection.key, received)
+        removal = former_names.removal(rejection.key)
         if removal is not None:
             raise removal from error
         raise rejection from error
@@ -183,19 +182,22 @@ def _missing_config_error(error: MissingConfigException) -> ConfigError:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if error.options is not None:
         rule = "must be an option of its group"
+        removal = former_names.removal(group, name)
+        if removal is not None:
+            return removal
         return ConfigError(group, rule, name, error.options)
-    rule = f"must be a config that exists{_origin(error)}"
+    rule = f"must be a config that exists{_in_file(_origin(error))}"
     return ConfigError(group or "--config-name", rule, name)
 
 
 def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
     """Return the error for a list where a mapping is required.
 
-    The list is in the file that `origin`, a result of `_origin`, names. Return None if
-    the file is not found or has no such list.
+    The list is in the config that `origin` names. Return None if its file is not found
+    or has no such list.
     """
     for folder in folders:
-        file = Path(folder) / f"{origin[5:-1]}.yaml"
+        file = Path(folder) / f"{origin}.yaml"
         if not file.is_file():
             continue
         loaded = OmegaConf.load(file)
@@ -204,7 +206,8 @@ def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
                 node = OmegaConf.select(loaded, place)
                 if isinstance(node, ListConfig):
                     received = OmegaConf.to_container(node)
-                    return ConfigError(key, f"must be {rule}{origin}", received)
+                    rule = f"must be {rule}{_in_file(origin)}"
+                    return ConfigError(key, rule, received)
     return None
 
 
@@ -220,7 +223,10 @@ def _key_error(
         return _unknown_key_error(error, key, origin, folders)
     if isinstance(error, errors.ValidationError):
         rule, choices = _type_of(error)
-        rule = f"must be {_NAMED.get(key, rule)}{origin}"
+        rule = f"must be {_NAMED.get(key, rule)}{_in_file(origin)}"
+        removal = former_names.removal(key, error.value)
+        if removal is not None:
+            return removal
         return ConfigError(key, rule, error.value, choices)
     if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(error):
         return _merge_error(error, key, origin, overrides)
@@ -230,13 +236,14 @@ def _key_error(
         # The key may be `off`, `on`, `yes` or `no`, which are Booleans in YAML unless
         # they are quoted.
         parent = key.rpartition(".")[0] or key
-        return ConfigError(parent, f"must have text for its keys{origin}", error.key)
+        rule = f"must have text for its keys{_in_file(origin)}"
+        return ConfigError(parent, rule, error.key)
 
     rule = f"must be valid ({_cause(error)})"
     if isinstance(error, errors.InterpolationResolutionError):
         rule = f"must have a value ({_cause(error)})"
     rule = _LINKS.get(type(error), rule)
-    return ConfigError(key, f"{rule}{origin}", _written_value(error))
+    return ConfigError(key, rule + _in_file(origin), _written_value(error))
 
 
 def _written_value(error: errors.OmegaConfBaseException) -> Any:
@@ -268,18 +275,19 @@ def _unknown_key_error(
     """Return the error for a key that the config does not have."""
     if key in former_names.KEYS:
         now = former_names.KEYS[key]
-        return ConfigError(key, f"must be written as {now}, its name now{origin}")
+        rule = f"must be written as {now}, its name now{_in_file(origin)}"
+        return ConfigError(key, rule)
 
     parent, _, name = key.rpartition(".")
     node = error.parent_node
+    rule = f"must be a key of {parent or 'the config'}{_in_file(origin)}"
     # Suggest `+` only for an untyped node: the nodes of the schema accept no new keys.
     if isinstance(node, DictConfig) and OmegaConf.get_type(node) is dict:
-        origin += f"; a new one is added with +{key}=VALUE"
+        rule += f"; a new one is added with +{key}=VALUE"
     siblings = [str(sibling) for sibling in node]
     if not parent:
         ours = {sibling for sibling in siblings if sibling != "hydra"}
         siblings = sorted({*ours, *groups(folders)})
-    rule = f"must be a key of {parent or 'the config'}{origin}"
     meant = suggestions.key_elsewhere(name) or ""
     return ConfigError(key, rule, name, siblings, meant=meant)
 
@@ -308,7 +316,7 @@ def _merge_error(
             # The wrong value is one of those in the mapping, and the error has no key.
             rule = "must have mappings and lists where what it is merged with has them"
             return ConfigError(key, rule, value)
-    return ConfigError(key, f"{rule}{origin}")
+    return ConfigError(key, rule + _in_file(origin))
 
 
 def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
@@ -371,7 +379,8 @@ def _pattern_error(
                 received = override
                 break
     options = re.findall(r"^\t(.+)$", str(error), re.MULTILINE)
-    return ConfigError(key, rule + _origin(error), received, options or None)
+    rule += _in_file(_origin(error))
+    return ConfigError(key, rule, received, options or None)
 
 
 def _below_null_error(overrides: Sequence[str]) -> ConfigError | None:
@@ -424,14 +433,21 @@ def _file(error: Exception, folders: Sequence[str]) -> str | None:
 
 
 def _origin(error: Exception) -> str:
-    """Return ` (in FILE)` if Hydra names a file, other than the main config.
+    """Return the config that Hydra names as the origin of `error`.
 
-    Otherwise, return an empty string.
+    It is empty if Hydra names none, or the main config.
     """
     match = re.match(r"In '(.+?)'", str(error))
     if match is None or match[1] in ("config", "hydra/config"):
         return ""
-    return f" (in {match[1]})"
+    return match[1]
+
+
+def _in_file(origin: str) -> str:
+    """Return the origin of an error in the form for its rule, if there is one."""
+    if not origin:
+        return ""
+    return f" (in {origin})"
 
 
 def _cause(error: errors.OmegaConfBaseException) -> str:

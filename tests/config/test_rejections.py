@@ -170,3 +170,21 @@ def test_a_list_of_losses_in_a_config_that_is_merged(tmp_path):
 )
 def test_the_override_that_is_to_blame_is_named(overrides, line):
     assert rejection(*overrides).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{rule: adascale}", "scaling.rule=adascale was removed in version 0.2.0: "),
+        (
+            "{rule: \"'adascale'\"}",
+            "scaling.rule must be one of its choices (in scaling",
+        ),
+        ("{rules: 1}", "scaling.rules must be a key of scaling (in scaling/gone). Rec"),
+        ("rate: ${nope}", "scaling.rate must refer to a key that exists. Received: "),
+    ],
+)
+def test_an_error_in_a_file_has_its_value_and_its_file(tmp_path, text, line):
+    (tmp_path / "scaling").mkdir()
+    (tmp_path / "scaling" / "gone.yaml").write_text(text)
+    assert rejection("--config-dir", str(tmp_path), "scaling=gone").startswith(line)
