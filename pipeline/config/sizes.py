@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.stages import EFFECTIVE as EFFECTIVE
 
+# Upper limit of all counts, as TensorFlow counts the examples in a batch with 32 bits.
+LARGEST = 2**31 - 1
+EFFECTIVE = "accumulation.effective_batch_size"
 FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
 REPLICAS = "hardware.replicas"

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import former_names
+from pipeline.config.sizes import EFFECTIVE, LARGEST, ceil_div
 
-# Upper limit of all counts, as TensorFlow counts the examples in a batch with 32 bits.
-LARGEST = 2**31 - 1
-EFFECTIVE = "accumulation.effective_batch_size"
 SCHEDULE = "accumulation.batch_schedule"
 CLOCK = "schedule.clock"
 UNITS = ("updates", "examples", "epochs")
@@ -47,7 +45,7 @@ class Stage(NamedTuple):
     @property
     def in_epoch(self) -> int:
         """The number of updates per epoch in this stage."""
-        return -(-(self.examples - self.first) // self.size)
+        return ceil_div(self.examples - self.first, self.size)
 
     def place(self, done: int) -> tuple[int, int, int]:
         """Return the place where the next update after `done` updates begins.

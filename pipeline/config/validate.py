@@ -27,7 +27,7 @@ from pipeline.config.objective_nodes import (
     metrics_of,
 )
 from pipeline.config.plain import leaves, plain
-from pipeline.config.stages import LARGEST
+from pipeline.config.sizes import LARGEST
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 # Maximum number of replicas. On a CPU, each replica is a logical device with one
