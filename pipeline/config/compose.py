@@ -103,13 +103,13 @@ def composed(arguments: Sequence[str]) -> DictConfig:
     with entered(Session(config_dir=options.config_dir)):
         # Hydra raises errors of any type for a wrong config.
         with (
-            hydra_errors.as_config_error(*origins, (Exception,)),
+            hydra_errors.translated(*origins, (Exception,)),
             hydra.initialize_config_dir(
                 options.config_path or directory(), version_base="1.3"
             ),
         ):
             config = hydra.compose(options.config_name or "config", options.overrides)
-        with hydra_errors.as_config_error(*origins):
+        with hydra_errors.translated(*origins):
             prepare(config)
     return config
 
@@ -162,7 +162,7 @@ def as_text(overrides: Sequence[str]) -> list[str]:
     """
     texts = []
     for text in overrides:
-        text = former_names.current_override(_with_home(text))
+        text = former_names.with_current_key(_with_home(text))
         texts.append(text_keys.kept(text))
     return texts
 

@@ -96,7 +96,7 @@ COMPOSITION = (
 
 
 @contextmanager
-def as_config_error(
+def translated(
     overrides: Sequence[str] = (),
     folders: Sequence[str] = (),
     kinds: tuple[type[Exception], ...] = COMPOSITION,

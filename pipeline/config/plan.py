@@ -289,18 +289,18 @@ class Plan(RunPlan):
 
     def __str__(self) -> str:
         cuts = str(self.batching)
-        changes = False
+        is_resized = False
         for after, size in self.changes[1:]:
             if after < self.updates:
                 factor = self.batching.with_effective_batch_size(size).factor
                 cuts += f", {size} (factor {factor}) after update {after}"
-                changes = True
+                is_resized = True
 
         per_epoch = f"{self.updates_per_epoch} updates per epoch"
         tail = self.examples % self.batching.effective_batch_size
         if tail:
             per_epoch += f" (last one {tail})"
-        if changes:
+        if is_resized:
             per_epoch += " at first"
         return f"{cuts}; {self.examples} examples → {per_epoch}, {self.updates} in all"
 

@@ -25,6 +25,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import HIDDEN, mask
 from pipeline.config import (
     cluster,
+    hydra_errors,
     key_kinds,
     plain,
     sizes,
@@ -33,7 +34,6 @@ from pipeline.config import (
     validate,
 )
 from pipeline.config.cluster import Cluster
-from pipeline.config.hydra_errors import as_config_error
 from pipeline.config.overrides import keys_set
 from pipeline.config.schema import Config, Device, LossOver, Rule
 from pipeline.config.sizes import Batching, Horizon
@@ -201,7 +201,7 @@ class RunSpec:
         return replace(spec, original=self.original)
 
 
-@as_config_error()
+@hydra_errors.translated()
 def resolve(
     composed: DictConfig,
     overrides: Sequence[str] = (),
@@ -377,7 +377,7 @@ def _spec(
         replicas,
         named,
         batched=bool(composed.dataset.get("batched")),
-        most=stages.largest(accumulation, 0),
+        largest=stages.largest(accumulation, 0),
     )
     return RunSpec(
         config=config,

@@ -84,7 +84,7 @@ def derive(
     factor: int | None,
     micro: int | None,
     replicas: int = 1,
-    most: int = 0,
+    largest: int = 0,
 ) -> Batching:
     """Derive the missing size from the other two; three given sizes must agree.
 
@@ -93,7 +93,7 @@ def derive(
         factor: accumulation factor.
         micro: micro-batch size.
         replicas: number of replicas, over all workers.
-        most: largest effective batch size of the run, if it changes later.
+        largest: largest effective batch size of the run, if it changes later.
 
     Raises:
         ConfigError: fewer than two sizes are given, a size is below 1, or the sizes do
@@ -117,7 +117,7 @@ def derive(
 
     if micro is None:
         micro = ceil_div(share, sizes[FACTOR])
-    largest = max(effective, most)
+    largest = max(effective, largest)
     limit = ceil_div(largest, replicas)
     if micro > limit:
         rule = (
@@ -288,7 +288,7 @@ def batching(
     replicas: int,
     named: Container[str] = (),
     batched: bool = False,
-    most: int = 0,
+    largest: int = 0,
 ) -> Batching:
     """Return the cut of the first effective batch of a run.
 
@@ -301,7 +301,7 @@ def batching(
         named: keys that the command line sets.
         batched: whether an element of the dataset is a batch. Until the first batch is
             read, its size is assumed to be the micro-batch size, or 1 if that is None.
-        most: largest effective batch size of the run, if it changes later.
+        largest: largest effective batch size of the run, if it changes later.
 
     Raises:
         ConfigError: the sizes do not fit together.
@@ -320,5 +320,5 @@ def batching(
             raise ConfigError(FACTOR, rule, factor)
         if effective is None:
             raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
-        return derive(effective, 1, None, replicas, most)
-    return derive(effective, factor, micro, replicas, most)
+        return derive(effective, 1, None, replicas, largest)
+    return derive(effective, factor, micro, replicas, largest)

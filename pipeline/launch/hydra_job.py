@@ -60,9 +60,7 @@ def run(
     options = command_line.options
     schema.register(hide_sweep_keys=_hides_sweep_keys(options))
 
-    with hydra_errors.as_config_error(
-        options.overrides, command_line.folders, (Exception,)
-    ):
+    with hydra_errors.translated(options.overrides, command_line.folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
     overrides = options.overrides
     if options.multirun:
@@ -84,9 +82,7 @@ def run(
         with (
             _command_line_of_hydra([*overrides, *command_line.flags]),
             entered(current),
-            hydra_errors.as_config_error(
-                overrides, command_line.folders, errors_of_input
-            ),
+            hydra_errors.translated(overrides, command_line.folders, errors_of_input),
             current.checking_folder(),
         ):
             main(job)()
