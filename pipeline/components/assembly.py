@@ -29,7 +29,7 @@ from pipeline.components import (
 from pipeline.components.devices import Devices
 from pipeline.components.objective import RunObjective
 from pipeline.config import sizes, stages
-from pipeline.config.plan import Plan, plan_of, stream_plan
+from pipeline.config.plan import Plan, RunPlan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
 from pipeline.dataset import cache, load, single_examples
@@ -71,7 +71,7 @@ class Parts:
     devices: Devices
     data: Data
     files: DataFiles  # the files of `data`, with their state before they were read
-    plan: Plan
+    plan: RunPlan
     batches: tf.data.Dataset  # remaining effective batches, or this worker's shares
     model: keras.Model  # compiled with its built optimizer
     objective: RunObjective
@@ -294,7 +294,7 @@ class _Planned:
     """The plan of a run: how its training data are cut into updates."""
 
     spec: RunSpec  # with a user's loader, its batching follows from the first batch
-    plan: Plan
+    plan: RunPlan
     stream: Stream | None  # effective batches of a user's loader, if there is one
 
 
@@ -336,7 +336,7 @@ def _reader(spec: RunSpec) -> ShareReader | None:
 def _batches(
     spec: RunSpec,
     data: Data,
-    plan: Plan,
+    plan: RunPlan,
     first_update: int,
     reader: ShareReader | None = None,
     stream: Stream | None = None,
@@ -344,6 +344,8 @@ def _batches(
     weigh = weigher(spec.config.training, data)
     if stream is not None:
         return stream_batches(stream, first_update, weigh)
+    if not isinstance(plan, Plan):
+        raise ValueError("a user's loader is read by its stream alone")
     return effective_batches(
         spec.dataset, data, plan.slices(first_update), spec.config.seed, weigh, reader
     )
@@ -391,7 +393,7 @@ class _Network:
 
 
 def _build_network(
-    spec: RunSpec, source: _Source, plan: Plan, run_devices: Devices
+    spec: RunSpec, source: _Source, plan: RunPlan, run_devices: Devices
 ) -> _Network:
     """Build the model, the objective and the optimizer; check them on a batch."""
     data = source.data
@@ -399,7 +401,8 @@ def _build_network(
         network = model.build(spec.node("model"), data)
         single_examples.check_single_examples(data, network)
         goal = objective.build(spec.node("training"))
-        stages_known = None if data.loaders else plan
+        # The batches of a user's loader have no stages.
+        stages_known = plan if isinstance(plan, Plan) else None
         built_optimizer, scaling = optimizer.build(spec, plan.updates, stages_known)
         batch = _first_batch(spec, data, source.files, run_devices)
         checked = objective_checks.check(goal, network, data, batch, spec)

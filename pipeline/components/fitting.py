@@ -46,7 +46,7 @@ def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     logs = tracker is not None
     updates = plan.updates % ENDLESS  # 0 if the number of updates is unknown
     # The effective batches of stages differ in size, so measure progress in examples.
-    work = plan.examples_seen if plan.stages else float
+    work = plan.examples_seen if plan.changes else float
     progress = Progress(updates, logs, work)
     share_of_peak = 0.0
     if logs and parts.devices.on_gpu:
