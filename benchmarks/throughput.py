@@ -133,7 +133,8 @@ def by_scope(name: str, tiny: bool) -> Iterator[Figure]:
     """
     setup("float32")
     workload = WORKLOADS[name]
-    batch = workload.examples(16 if tiny else 256)
+    examples_per_update = 16 if tiny else 256
+    batch = workload.examples(examples_per_update)
     calls = {}
     model = keras_models.build(workload)
     calls["without XLA"] = updates(model, batch, 8)
