@@ -164,7 +164,7 @@ def update_and_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
     workload = on_gpu(name, tiny)
     model = keras_models.build(workload)
     x, y = map(tf.constant, workload.examples(workload.effective))
-    contenders = update.contenders(model, x, y, workload.micro, xla=False)
+    contenders = update.contenders(model, x, y, workload.micro, xla=True)
     parts = ("update", "strict", "apply", "apply by XLA")
     calls = {part: contenders[part] for part in parts}
     turn_seconds = 0.05 if tiny else 0.5
