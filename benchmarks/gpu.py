@@ -12,14 +12,19 @@ Expect:    a line of JSON after each piece, then a table that says of each targe
 Parts:
     found            whether TensorFlow finds the GPU, and how long it takes; else its
                      own reason, and the end
+    attention        attention by cuDNN beside Keras': errors, bits and times
+    large            a transformer of 353 million weights in bfloat16 with XLA: share of
+                     the peak, compiling apart
+    update           with XLA: the update ÷ its strict limit, and the apply's share of
+                     the copy bandwidth, without XLA and with it
+    scopes           a small CNN and an MLP: examples/s without XLA, and with each of
+                     `hardware.xla_scope`
+    peers            PyTorch on the same shapes, compiled too, if it is installed
     train            `pipeline train` as it is, in float32 and bfloat16
     equal            float64: weights after 20 updates in micro-batches on the GPU −
                      those of the CPU
     repeatable       two runs under determinism: weights that differ in any bit
-    attention        attention by cuDNN beside Keras': errors, bits and times
-    memory           growth of the peak of memory from factor 2 to 64
-    update           the update ÷ its strict limit, and the apply's share of the copy
-                     bandwidth
+    memory           with XLA: growth of the peak of memory from factor 2 to 64
     tf32             how far TF32 is from float64
     two              two logical devices on one card: equal, how fast, and what the
                      traced graph has where
@@ -27,13 +32,13 @@ Parts:
     layers           dropout with `same_noise`, an LSTM, an embedding
     peak             the matrix-product peak of each precision, and the bandwidth of
                      copies
-    large            a transformer of 353 million weights in bfloat16 with XLA: share of
-                     the peak, compiling apart
-    beside           the update beside `fit(jit_compile="auto")`, and beside PyTorch if
-                     it is installed
+    fit              the update beside `fit(jit_compile="auto")`
     limits           an update that runs out of memory, and `auto_fastest` beside the
                      best micro-batch by hand
     sizes            examples/s by micro-batch, 1 to 256, without and with XLA
+
+The parts up to `peers` take eight minutes. They are what nobody knows yet; `make
+test-gpu` says in five minutes whether the updates are right.
 
 Each piece, and each side of a comparison, is a process of its own with a limit. A piece
 that fails, or that the total time limit leaves out, is a line of the table.
@@ -72,19 +77,21 @@ from pipeline.common import nvidia  # noqa: E402
 
 PARTS = (
     "found",
+    "attention",
+    "large",
+    "update",
+    "scopes",
+    "peers",
     "train",
     "equal",
     "repeatable",
-    "attention",
     "memory",
-    "update",
     "tf32",
     "two",
     "profile",
     "layers",
     "peak",
-    "large",
-    "beside",
+    "fit",
     "limits",
     "sizes",
 )
@@ -193,7 +200,8 @@ def main() -> None:
 def pieces(parts: Sequence[str], tiny: bool, folder: Path = Path()) -> list[Piece]:
     """Return what is to be done, in order; a profile is left in `folder`."""
     selected = []
-    for piece in [*_correctness_pieces(tiny), *_speed_pieces(folder)]:
+    known = [*_first_pieces(), *_correctness_pieces(tiny), *_other_pieces(folder)]
+    for piece in known:
         # In a test a small network is enough.
         too_large = tiny and piece.arguments.get("name") == "resnet50"
         if piece.part in parts and not too_large:
@@ -202,8 +210,8 @@ def pieces(parts: Sequence[str], tiny: bool, folder: Path = Path()) -> list[Piec
 
 
 def _correctness_pieces(tiny: bool) -> list[Piece]:
-    """Return `found` to `memory`."""
-    known = [Piece("found", "", "benchmarks.gpu_device:found", {}, 5)]
+    """Return `train` to `memory`."""
+    known = []
     for precision in ("float32", "bfloat16"):
         arguments = {"precision": precision}
         known.append(
@@ -224,7 +232,6 @@ def _correctness_pieces(tiny: bool) -> list[Piece]:
     }
     for run in ("first", "second"):
         known.append(Piece("repeatable", "", trajectory, deterministic, 17, run))
-    known.append(Piece("attention", "", "benchmarks.gpu_attention:attention", {}, 20))
 
     # Both sides compute as many micro-batches: the operations of each run in another
     # order, and the peak is that of the worst one. At factor 1 there is nothing to sum,
@@ -249,10 +256,11 @@ def _correctness_pieces(tiny: bool) -> list[Piece]:
     return known
 
 
-def _speed_pieces(folder: Path) -> list[Piece]:
-    """Return `update` to `sizes`."""
+def _first_pieces() -> list[Piece]:
+    """Return `found` to `peers`."""
     limit = "benchmarks.throughput:update_and_limit"
-    by_size = "benchmarks.throughput:by_size"
+    by_scope = "benchmarks.throughput:by_scope"
+    pytorch = "benchmarks.gpu_beside:pytorch"
     resnet = {"name": "resnet50", "precision": "float32"}
     transformer = {"name": "transformer10m", "precision": "bfloat16"}
     large = {
@@ -261,20 +269,33 @@ def _speed_pieces(folder: Path) -> list[Piece]:
         "xla": True,
         "micro": 32,
     }
+    return [
+        Piece("found", "", "benchmarks.gpu_device:found", {}, 5),
+        Piece("attention", "", "benchmarks.gpu_attention:attention", {}, 20),
+        Piece("large", "", "benchmarks.throughput:measure", large, 125),
+        Piece("update", "transformer10m bfloat16", limit, transformer, 56),
+        Piece("update", "resnet50 float32", limit, resnet, 76),
+        Piece("scopes", "cnn", by_scope, {"name": "cnn"}, 40),
+        Piece("scopes", "mlp", by_scope, {"name": "mlp"}, 25),
+        Piece("peers", "10m", pytorch, {"name": "transformer10m"}, 30),
+        Piece("peers", "350m", pytorch, {"name": "transformer350m", "micro": 32}, 60),
+    ]
+
+
+def _other_pieces(folder: Path) -> list[Piece]:
+    """Return `tf32` to `sizes`."""
+    by_size = "benchmarks.throughput:by_size"
+    transformer = {"name": "transformer10m", "precision": "bfloat16"}
     profile = {"folder": str(folder.absolute())}
     without_xla = {**transformer, "xla": False}
     with_xla = {**transformer, "xla": True}
     return [
-        Piece("update", "resnet50 float32", limit, resnet, 66),
-        Piece("update", "transformer10m bfloat16", limit, transformer, 46),
         Piece("tf32", "", "benchmarks.gpu_layers:tf32", {}, 12),
         Piece("two", "", "benchmarks.gpu_layers:two", {}, 19),
         Piece("profile", "", "benchmarks.gpu_runs:profile", profile, 23),
         Piece("layers", "", "benchmarks.gpu_layers:layers", {}, 15),
         Piece("peak", "", "benchmarks.peak:measure", {}, 5),
-        Piece("large", "", "benchmarks.throughput:measure", large, 125),
-        Piece("beside", "fit", "benchmarks.gpu_beside:keras_fit", {}, 120),
-        Piece("beside", "PyTorch", "benchmarks.gpu_beside:pytorch", {}, 30),
+        Piece("fit", "", "benchmarks.gpu_beside:keras_fit", {}, 120),
         Piece("limits", "out of memory", "benchmarks.gpu_runs:out_of_memory", {}, 16),
         Piece("limits", "auto", "benchmarks.micro_batches:measure", {}, 200),
         Piece("sizes", "", by_size, without_xla, 40),

@@ -58,7 +58,7 @@ def peak_memory(
     workload = on_gpu(name, tiny)
     micro = min(workload.micro, SMALL_MICRO)
     batch = workload.examples(micro * factor)
-    step = updates(keras_models.build(workload), batch, micro)
+    step = updates(keras_models.build(workload), batch, micro, xla=True)
     for _ in range(update_count):
         step()["loss"].numpy()
     batch_bytes = sum(array.nbytes for array in batch)

@@ -165,7 +165,7 @@ def contenders(
     return {
         "calls": calls,
         "strict": lambda: strict(x, y),
-        "apply": _apply(model, optimizer, example, xla),
+        "apply": _apply(model, optimizer, example, xla=False),
         "apply by XLA": _apply(model, optimizer, example, xla=True),
         "update": update(micro_batch_size),
         "with noise": update(micro_batch_size, noise_every=1),

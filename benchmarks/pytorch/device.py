@@ -1,11 +1,12 @@
 """python -m benchmarks.pytorch.device JSON: examples/s of a transformer in bfloat16.
 
-It prints a line of JSON for each way. The argument has the keys `name`, `tiny` and
-`seconds`.
+It prints a line of JSON for each way. The argument has the keys `name`, `tiny`, `seconds`
+and `micro`, the number of examples in a batch; that of the workload if null.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -23,6 +24,8 @@ ROUNDS = 5
 def main() -> None:
     arguments = json.loads(sys.argv[1])
     workload = on_gpu(arguments["name"], arguments["tiny"])
+    if arguments["micro"] is not None and not arguments["tiny"]:
+        workload = dataclasses.replace(workload, micro=arguments["micro"])
     _print_rates(workload, arguments["seconds"], compiled=False)
     if torch.cuda.is_available():
         _print_rates(workload, arguments["seconds"], compiled=True)

@@ -9,7 +9,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config import compose, key_guide
+from pipeline.config import compose, hydra_errors, key_guide
 from pipeline.config.plain import plain, value_at
 
 _WIDTH = 88
@@ -44,7 +44,7 @@ def text(arguments: Sequence[str]) -> str:
         first_keys += _wrapped(_with_kind(description), 6)
 
     groups = []
-    for group, choices in sorted(composition.choices.items()):
+    for group, choices in sorted(hydra_errors.groups(composition.folders).items()):
         if len(choices) > 1:
             groups += _wrapped(f"{group}: {', '.join(choices)}", 2)
     sections = [

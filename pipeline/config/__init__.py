@@ -9,6 +9,7 @@ __all__ = [
     "compose",
     "former_names",
     "hydra_errors",
+    "hydra_internals",
     "key_guide",
     "key_kinds",
     "metric_names",
@@ -21,6 +22,8 @@ __all__ = [
     "session",
     "sizes",
     "stages",
+    "suggestions",
     "text_keys",
     "trust_entries",
+    "validate",
 ]

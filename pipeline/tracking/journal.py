@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import durable, imports, secrets, sqlite_uri
-from pipeline.common.errors import ConfigError, count, say
+from pipeline.common.errors import ConfigError, say
 from pipeline.tracking import foreign_store, journal_file, shipper_protocol
 from pipeline.tracking.journal_file import LockedPast, Position
 from pipeline.tracking.journal_lines import (
@@ -443,7 +443,10 @@ class Journal:
                 problem = ""
                 self._deadline = time.monotonic() + self.patience
                 if time.monotonic() > told_at + SILENCE:
-                    say(f"still shipping: about {count(answer.left, 'point')} left")
+                    points = "1 point"
+                    if answer.left > 1:
+                        points = f"{answer.left:,} points"
+                    say(f"still shipping: about {points} left")
                     told_at = time.monotonic()
             else:
                 return answer
