@@ -192,11 +192,16 @@ def say_id(run_id: str) -> None:
         say(run_id, to=sys.stdout, always=True)
 
 
-def count(n: int, noun: str) -> str:
-    """Return `n` followed by the noun, which is plural unless `n` is 1."""
+def count(n: int, noun: str, plural: str = "") -> str:
+    """Return `n` followed by the noun, or unless `n` is 1 by its plural.
+
+    By default, the plural is the noun with an s.
+    """
     if n == 1:
         return f"{n} {noun}"
-    return f"{n} {noun}s"
+    if not plural:
+        plural = f"{noun}s"
+    return f"{n} {plural}"
 
 
 def printable(text: str) -> str:

@@ -369,11 +369,12 @@ def _print(certificate: Certificate, every: bool) -> None:
     """
     parts = certificate.parts
     cut = parts.spec.largest
+    parts_of_batch = count(cut.factor, "micro-batch", "micro-batches")
     rows = _rows(certificate.comparisons, every)
     say(
         f"{parts.devices.description}; {cut}",
-        f"an update by {count(cut.factor, 'micro-batch')} of "
-        f"{cut.micro_batch_size} and one of the whole batch are {certificate.verdict}",
+        f"an update by {parts_of_batch} of {cut.micro_batch_size} and one of the "
+        f"whole batch are {certificate.verdict}",
         *_table(rows),
         *_remarks(certificate.comparisons),
         to=sys.stdout,

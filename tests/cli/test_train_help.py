@@ -73,6 +73,7 @@ def test_a_usage_line_ends_with_the_overrides(verb, capsys):
 
 def test_a_count_of_one_has_a_singular():
     assert [count(n, "job") for n in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
+    assert count(2, "batch", "batches") == "2 batches"
 
 
 def test_an_unknown_option_is_named_with_the_verb(capsys):
