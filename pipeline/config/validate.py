@@ -306,7 +306,10 @@ _CHECKS = {
     ),
     "dataset.in_memory": _SWITCH,
     "accumulation.same_noise": _SWITCH,
-    "hardware.xla": _SWITCH,
+    "hardware.xla": Check(
+        "true, false, auto or fastest",
+        lambda value: _is_bool(value) or value in ("auto", "fastest"),
+    ),
     "hardware.fused_attention": _SWITCH,
     "dataset.shuffle_files": _FLAG,
     "dataset.batched": _FLAG,

@@ -27,7 +27,7 @@ from pipeline.common import disk_cache, memory_budget
 from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, longest_batch
-from pipeline.run import batch_size_search, batch_size_trial
+from pipeline.run import batch_size_search, batch_size_trial, measured_once
 from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, environment, one_process, pipeline, start, wait
 
@@ -481,9 +481,9 @@ def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(
     done = pipeline(*line, cwd=project, XDG_CACHE_HOME="/proc/nowhere")
     assert "micro-batch of 4 fits" in done.stderr
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,GPU-7")
-    assert batch_size_search._gpus(["small", "large"]) == ["large", "small", "GPU-7"]
+    assert measured_once._gpus(["small", "large"]) == ["large", "small", "GPU-7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,-1,0")
-    assert batch_size_search._gpus(["small", "large"]) == ["large"]
+    assert measured_once._gpus(["small", "large"]) == ["large"]
 
 
 @pytest.mark.slow
