@@ -24,7 +24,7 @@ from pipeline.common.sqlite_uri import absolute
 from pipeline.config import key_kinds
 from pipeline.config.plain import leaves, plain
 from pipeline.config.plan import Plan
-from pipeline.config.resolve import FUSED_ATTENTION, XLA, RunSpec
+from pipeline.config.resolve import FUSED_ATTENTION, RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
 from pipeline.config.stages import CLOCK
@@ -289,7 +289,7 @@ def _with_recorded_choices(
         spec = spec.changed({FUSED_ATTENTION: is_fused})
     if spec.times_xla:
         # An older record lacks this key: nothing was compiled.
-        spec = spec.changed({XLA: recorded["hardware"].get("xla", False)})
+        spec = spec.with_xla(recorded["hardware"].get("xla", False))
     if spec.searches:
         # Use at most a replica's share of the effective batch: the shares are smaller
         # than before if there are more replicas now.

@@ -163,12 +163,12 @@ class RunSpec:
         spec = self._answered(sizes.MICRO, size, str(size))
         return replace(spec, batching=self.batching.with_micro_batch_size(size))
 
-    def with_xla(self, compiles: bool) -> RunSpec:
-        """Return a spec in which XLA is on or off.
+    def with_xla(self, value: bool | str) -> RunSpec:
+        """Return a spec with a value of `hardware.xla` that was measured or recorded.
 
-        The value also replaces the one in the overrides, such as `fastest`.
+        The value also replaces `fastest` in the overrides.
         """
-        return self._answered(XLA, compiles, str(compiles).lower())
+        return self._answered(XLA, value, str(value).lower())
 
     def _answered(self, key: str, value: Any, text: str) -> RunSpec:
         """Return a spec in which an answer replaces what the config asked for.

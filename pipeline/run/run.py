@@ -193,8 +193,9 @@ def _prepare(
         parts = _gather(spec, run_dir, start, check_dataset, workers)
         choice = None
         if parts.spec.times_xla:
-            # This takes seconds, so first wait until the store accepts the run.
-            journal.ready()
+            if found is None:
+                # This takes seconds, so first wait until the store accepts the run.
+                journal.ready()
             parts, choice = _choose_xla(parts)
         update = parts.update()
         if before is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from itertools import islice
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -12,10 +14,12 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import OmegaConf
 
+from pipeline.checkpoints import resume_rules
 from pipeline.components import assembly
 from pipeline.config import compose
 from pipeline.config.resolve import resolve
 from pipeline.run import xla_choice
+from pipeline.tracking.journal_lines import RunStart
 from pipeline.training import xla_timing
 from pipeline.training.xla_timing import Timing
 from tests.parameters import mostly_slow
@@ -243,53 +247,77 @@ def test_it_runs_out_of_memory_one_way_and_is_not_asked_again():
 FASTEST = "hardware.xla=fastest"
 
 
+@pytest.mark.parametrize("recorded", [True, False, "auto", None])
+def test_a_resumed_run_keeps_the_recorded_answer(recorded):
+    """A record without the key is older: nothing was compiled."""
+    spec = resolve(compose.composed([FASTEST]), [FASTEST])
+    before = deepcopy(dict(spec.recorded))
+    before["hardware"]["xla"] = recorded
+    if recorded is None:
+        del before["hardware"]["xla"]
+    start = RunStart(store=spec.config.tracking.uri, segment={})
+    past = SimpleNamespace(run_id="", start=start)
+    kept = resume_rules._with_recorded_choices(spec, before, past)
+    assert kept.config.hardware.xla == (recorded or False)
+    assert not kept.times_xla
+    assert FASTEST not in kept.overrides
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Return the environment of commands that share a cache, which is empty."""
+    return {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
 @pytest.mark.slow
-def test_it_is_recorded_and_measured_once(tmp_path):
-    """A sweep measures once; a rerun and a resumed run do not measure."""
-    line = ("train", *TINY, *SMALL, "~training.epochs", FASTEST)
-    line = tuple(part for part in line if part != "~training.epochs")
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    sweep = ("-m", "optimizer.learning_rate=0.01,0.001", "hydra.sweep.dir=sweep")
-    pipeline(*line, *sweep, cwd=tmp_path, **cache)
+def test_a_run_records_its_answer_which_a_rerun_and_a_resumed_run_take(tmp_path, cache):
+    line = ("train", "model=mlp", *SMALL, FASTEST, "hydra.run.dir=run")
+    line = (*line, "training.resume=auto")
+    done = pipeline(*line, cwd=tmp_path, **cache)
+    run = Store(tmp_path).run()
+    answer = run.data.params["hardware.xla"]
+    state = {"true": "on", "false": "off"}[answer]
+    first = next(line for line in done.stderr.splitlines() if "; effective" in line)
+    assert f", XLA {state} ({run.data.tags['xla.found']}); effective" in first
+    assert first.count(" ms ") == 2
+    config = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    assert str(config.hardware.xla).lower() == answer
+    assert FASTEST not in (tmp_path / "run" / "overrides.yaml").read_text()
+
+    # The record is enough: the cache of these calls is empty, and stays so.
+    other_cache = {"XDG_CACHE_HOME": str(tmp_path / "other")}
+    rerun = pipeline("rerun", run.info.run_id, cwd=tmp_path, **other_cache)
+    assert "bit-equal" in rerun.stderr
+    longer = "training.updates=6"
+    resumed = pipeline(*line, longer, cwd=tmp_path, **other_cache)
+    assert "goes on after update 4" in resumed.stderr
+    assert "hardware.xla" not in resumed.stderr
+    assert not (tmp_path / "other" / "pipeline" / "xla").exists()
+    wrong = pipeline("rerun", run.info.run_id, FASTEST, cwd=tmp_path, status=2)
+    rule = "hardware.xla must be true, false or auto: a rerun does what the record says"
+    assert rule in wrong.stderr
+
+
+@pytest.mark.slow
+def test_a_sweep_measures_once(tmp_path, cache):
+    line = ("train", "model=mlp", *SMALL, FASTEST, "hydra.sweep.dir=sweep", "-m")
+    rates = "optimizer.learning_rate=0.01,0.001"
+    pipeline(*line, rates, "hardware.parallel_jobs=2", cwd=tmp_path, **cache)
     logs = [(tmp_path / "sweep" / job / "job.log").read_text() for job in "01"]
     assert sum("timing updates" in log for log in logs) == 1
     assert sum("as was found before" in log for log in logs) == 1
     runs = Store(tmp_path).trained()
-    answers = {run.data.params["hardware.xla"] for run in runs}
-    assert len(answers) == 1
-    assert answers <= {"true", "false"}
+    assert len(runs) == 2
+    assert len({run.data.params["hardware.xla"] for run in runs}) == 1
     assert len({run.data.tags["xla.found"] for run in runs}) == 1
-    (answer,) = answers
-
-    # The record holds for itself: nothing is in the cache of these calls.
-    elsewhere = {"XDG_CACHE_HOME": str(tmp_path / "elsewhere")}
-    run_dir = tmp_path / "sweep" / "0"
-    xla = OmegaConf.load(run_dir / "config.yaml").hardware.xla
-    assert str(xla).lower() == answer
-    assert FASTEST not in (run_dir / "overrides.yaml").read_text()
-    rerun = pipeline("rerun", runs[0].info.run_id, cwd=tmp_path, **elsewhere)
-    assert "bit-equal" in rerun.stderr
-    single = ("hydra.run.dir=run", "training.resume=auto")
-    started = pipeline(*line, *single, cwd=tmp_path, **cache)
-    state = "on" if answer == "true" else "off"
-    first = next(line for line in started.stderr.splitlines() if "; effective" in line)
-    assert f", XLA {state} (" in first
-    assert first.count(" ms ") == 2
-    more = "training.updates=6"
-    resumed = pipeline(*line, *single, more, cwd=tmp_path, **elsewhere)
-    assert "goes on after update 4" in resumed.stderr
-    assert "timing" not in rerun.stderr + resumed.stderr
-    assert "was found before" not in rerun.stderr + resumed.stderr
-    assert not (tmp_path / "elsewhere" / "pipeline" / "xla").exists()
 
 
 @pytest.mark.slow
-def test_the_size_is_searched_for_first(tmp_path):
-    line = (*TINY, FASTEST, "accumulation.effective_batch_size=16", "hydra.run.dir=run")
-    auto = "accumulation.micro_batch_size=auto"
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = pipeline("train", *line, auto, cwd=tmp_path, **cache)
-    assert "micro-batch of 16 fits" in done.stderr
+def test_the_micro_batch_size_is_searched_for_first(tmp_path, cache):
+    line = ("train", *TINY, FASTEST, "accumulation.effective_batch_size=16")
+    auto = ("accumulation.micro_batch_size=auto", "hydra.run.dir=run")
+    done = pipeline(*line, *auto, cwd=tmp_path, **cache)
+    assert done.stderr.index("micro-batch of 16 fits") < done.stderr.index("XLA o")
     config = OmegaConf.load(tmp_path / "run" / "config.yaml")
     assert config.accumulation.micro_batch_size == 16
     assert config.hardware.xla in (True, False)
