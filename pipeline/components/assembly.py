@@ -68,7 +68,7 @@ class Parts:
     """The parts of a run, ready for training."""
 
     # `dataset.in_memory` is decided. `hardware.fused_attention` is, too, unless
-    # `hardware.xla` is `fastest`, which `compiled` decides.
+    # `hardware.xla` is `fastest`, which `with_xla` decides.
     spec: RunSpec
     devices: Devices
     data: Data
@@ -110,7 +110,7 @@ class Parts:
             reductions_ready=self.devices.reductions_ready,
         )
 
-    def compiled(self, compiles: bool, line: str = "") -> "Parts":
+    def with_xla(self, compiles: bool, line: str = "") -> "Parts":
         """Return the parts with XLA on or off, in place of `hardware.xla=fastest`.
 
         Args:

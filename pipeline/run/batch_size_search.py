@@ -143,10 +143,7 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
         "resident": _resident_budget(spec),
         "address_space": memory_budget.address_space(),
     }
-    identity = measured_once.identity(largest_spec)
-    identity["asked"] = spec.config.accumulation.micro_batch_size
-    identity["budget"] = budget
-    file = disk_cache.place("micro_batch_size", json.dumps(identity, sort_keys=True))
+    file = _cache_file(largest_spec, budget)
     with measured_once.locked(file, MICRO):
         found = _recalled(file, most=largest_spec.batching.share)
         if found is not None:
@@ -241,6 +238,14 @@ def _resident_budget(spec: RunSpec) -> int | None:
     if memory is None:
         return memory_budget.limit() // spec.workers_on_machine
     return memory_budget.parsed(memory)
+
+
+def _cache_file(spec: RunSpec, budget: dict[str, Any]) -> Path:
+    """Return the file of the cache entry for a search."""
+    identity = measured_once.identity(spec)
+    identity["asked"] = spec.config.accumulation.micro_batch_size
+    identity["budget"] = budget
+    return disk_cache.place("micro_batch_size", json.dumps(identity, sort_keys=True))
 
 
 def _recalled(file: Path, most: int) -> Found | None:

@@ -59,14 +59,14 @@ def decide(parts: Parts) -> tuple[Parts, Choice]:
             choice = timed(parts)
             if choice is None:
                 # Each way fails. The run reports the error of the simpler one.
-                return parts.compiled(False), Choice(False, "no update runs")
+                return parts.with_xla(False), Choice(False, "no update runs")
             disk_cache.remember(file, asdict(choice))
-    return parts.compiled(choice.compiles, f", {choice}"), choice
+    return parts.with_xla(choice.compiles, f", {choice}"), choice
 
 
 def timed(parts: Parts, clock: Clock = time.monotonic) -> Choice | None:
     """Time updates with XLA and without; return None if neither update runs."""
-    updates = [parts.compiled(compiles).update() for compiles in (True, False)]
+    updates = [parts.with_xla(compiles).update() for compiles in (True, False)]
     with_xla, without = xla_timing.time_updates(updates, parts.batches, clock)
     return choice_of(with_xla, without)
 

@@ -623,15 +623,17 @@ def without(key):
 )
 def test_a_bad_entry_of_the_cache_counts_as_none(tmp_path, monkeypatch, entry):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(batch_size_search, "_identity", lambda *_: {})
+    file = disk_cache.place("micro_batch_size", "{}")
+    monkeypatch.setattr(batch_size_search, "_cache_file", lambda *_: file)
     result = batch_size_search.Found(**ENTRY)
     monkeypatch.setattr(batch_size_search, "_search", lambda *_: result)
     spec = SimpleNamespace(
         config=SimpleNamespace(hardware=SimpleNamespace(memory=None)),
         workers_on_machine=1,
+        times_xla=False,
         batching=SimpleNamespace(share=64),
         with_micro_batch=lambda size: size,
     )
     spec.at_largest = lambda: spec
-    disk_cache.remember(disk_cache.place("micro_batch_size", "{}"), entry)
+    disk_cache.remember(file, entry)
     assert batch_size_search.search(spec)[0] == 8

@@ -137,14 +137,14 @@ def test_the_run_is_that_of_the_answer_by_hand(briefly, compiles):
     before = state_of(parts)
     assert xla_choice.timed(parts) is not None
     assert state_of(parts) == before
-    chosen = parts.compiled(compiles)
+    chosen = parts.with_xla(compiles)
     assert chosen.spec.config.hardware.xla is compiles
     rows, state = trained(chosen)
     assert str(rows) == str(by_hand[0])  # as NaN is not equal to NaN
     assert state == by_hand[1]
 
     # The negative control: an update that is not undone changes both.
-    parts = parts_of(*STATE, "hardware.xla=fastest").compiled(compiles)
+    parts = parts_of(*STATE, "hardware.xla=fastest").with_xla(compiles)
     tf.function(parts.update(), autograph=False)(next(iter(parts.batches)))
     assert state_of(parts) != before
     rows, state = trained(parts)
