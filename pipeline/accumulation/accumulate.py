@@ -53,7 +53,7 @@ from .loss_sums import (
     function_losses,
     micro_batch_losses,
 )
-from .micro_batches import run_micro_batches
+from .micro_batches import MicroBatchLoop, run_micro_batches
 from .moving_statistics import normalizing_layers, statistics_held
 from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
@@ -101,7 +101,7 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
         micro_batch_size: examples per forward and backward pass; the last slice may be
             smaller.
         variables: the variables to differentiate with respect to; by default, the
-            trainable variables of the model.
+            trainable variables of the model. Without a model, they are required.
         loss_weights: a number per output, by name or in order.
         metrics: metrics to update with every micro-batch; see `Objective`.
         weighted_metrics: weighted metrics to update likewise; see `Objective`.
@@ -115,8 +115,9 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
             labels, the micro-batch size is not positive, an input is sparse, a part of
-            the model cannot be computed in micro-batches, or loss weights or metrics
-            are given without a model or beside an `Objective`.
+            the model cannot be computed in micro-batches, no variables are given
+            without a model, loss weights or metrics are given without a model or beside
+            an `Objective`, or the `Objective` has losses over the effective batch.
     """
     if model is None:
         if variables is None or not callable(loss):
@@ -223,7 +224,25 @@ def accumulate_share(
     context: BatchContext,
     position: tf.Tensor | int = 0,
 ) -> GradientSums:
-    """Return the sums over a share of an effective batch.
+    """Return the sums over a share of an effective batch; see `loop_over_share`."""
+    step, parts = _step_over_share(settings, share, context, position)
+    return run_micro_batches(
+        step,
+        parts,
+        settings.micro_batch_size,
+        settings.jit_compile,
+        settings.fused_attention,
+    )
+
+
+@tf.autograph.experimental.do_not_convert
+def loop_over_share(
+    settings: MicroBatchSettings,
+    share: Nest | Batches,
+    context: BatchContext,
+    position: tf.Tensor | int = 0,
+) -> MicroBatchLoop:
+    """Return the loop that computes the sums over a share of an effective batch.
 
     Args:
         settings: the settings for computing the gradient of a micro-batch.
@@ -235,6 +254,23 @@ def accumulate_share(
     Raises:
         ValueError: see `accumulate_gradients`.
     """
+    step, parts = _step_over_share(settings, share, context, position)
+    return MicroBatchLoop(
+        step,
+        parts,
+        settings.micro_batch_size,
+        settings.jit_compile,
+        settings.fused_attention,
+    )
+
+
+def _step_over_share(
+    settings: MicroBatchSettings,
+    share: Nest | Batches,
+    context: BatchContext,
+    position: tf.Tensor | int,
+) -> tuple[Callable[..., GradientSums], Nest | Batches]:
+    """Return the step on a micro-batch, and the batch for `run_micro_batches`."""
     step = _MicroStep.for_share(settings, share, context)
 
     def micro_step(
@@ -249,13 +285,7 @@ def accumulate_share(
     parts: Nest = (x, (y, tuple(context.output_gradients)), sample_weight)
     if isinstance(share, Batches):
         parts = share._replace(batch=parts)
-    return run_micro_batches(
-        micro_step,
-        parts,
-        settings.micro_batch_size,
-        settings.jit_compile,
-        settings.fused_attention,
-    )
+    return micro_step, parts
 
 
 class MicroBatch(NamedTuple):

@@ -133,8 +133,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def inner_optimizer(self) -> keras.optimizers.Optimizer:
-        """The optimizer that may average the weights, not a `LossScaleOptimizer`.
+        """The optimizer inside a `LossScaleOptimizer`, or else `inner` itself.
 
+        This optimizer may average the weights:
         `keras.callbacks.SwapEMAWeights` reads this attribute.
         """
         return getattr(self.inner, "inner_optimizer", self.inner)

@@ -29,8 +29,8 @@ from .keras_internals import adam_moments, constant_rate, replaced
 # Methods of Keras whose work the operation does.
 REPLACED = ("update_step", "assign_add", "assign_sub")
 
-# Maximum relative difference in 1 − β for which the operation replaces Keras' step. The
-# difference is 1.3e-5 for β = 0.999, and 1.7e-4 for 0.9999.
+# The operation takes β in float32. It replaces Keras' step only if this changes 1 − β by
+# at most this fraction. The change is 1.3e-5 for β = 0.999, and 1.7e-4 for 0.9999.
 TOLERANCE = 2e-5
 
 # On a CPU, variables with fewer elements keep Keras' step, because threads would take

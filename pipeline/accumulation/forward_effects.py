@@ -35,8 +35,8 @@ class Forward:
             the seeds of layers.
         cut_dependent_noise: names of layers and operations whose noise depends on the
             cut, as they draw new noise for each micro-batch.
-        drawing_by_position: layers that draw for each example by its position in the
-            effective batch.
+        drawing_by_position: layers whose noise for an example depends on its position
+            in the effective batch, and so not on the cut.
     """
 
     assigned: list[keras.Variable]

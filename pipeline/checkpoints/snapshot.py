@@ -88,7 +88,7 @@ class Snapshot:
     values: dict[str, Any]
 
     def specs(self) -> list[Any]:
-        """Return name, shape and dtype of each array, as JSON."""
+        """Return the name, shape and dtype of each array, as lists for JSON."""
         specs = []
         for name, array in self.arrays.items():
             specs.append([name, list(array.shape), array.dtype.name])

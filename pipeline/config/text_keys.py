@@ -19,8 +19,10 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import plain
 from pipeline.config.schema import TEXTS, Config, keys_in
 
-# Matches an override whose value is a scalar, or several scalars for a sweep: a value
-# without quotes, escapes, links, functions, lists and mappings.
+# The type hints of all keys that hold text, by dotted name.
+TYPES = {key.name: key.hint for key in keys_in(Config) if key.hint in TEXTS}
+# Matches an override whose value is a scalar, or several scalars for a sweep. The value
+# has no quotes, escapes, interpolations, functions, lists or mappings.
 _OVERRIDE = re.compile(r"(\+{0,2})([\w./-]+)=([^'\"$\\()\[\]{}]+)")
 # Keys that hold a folder and are not in the schema: Hydra's own, and one of `dataset`.
 _FOLDERS = (
@@ -34,8 +36,8 @@ _FOLDERS = (
 def kept(override: str) -> str:
     """Return an override with quotes around text that Hydra would change.
 
-    Each value of a sweep is quoted separately. A value with quotes, a list, a link or
-    other syntax of Hydra is not changed.
+    Each value of a sweep is quoted separately. A value with quotes, a list, an
+    interpolation or other syntax of Hydra is not changed.
     """
     match = _OVERRIDE.fullmatch(override)
     if match is None or not _is_scalar_text(match[2]):
@@ -143,7 +145,3 @@ def _rule(key: str, value: Any) -> str:
         f"{rule}, in quotes where it looks like something else: {name}: {quoted} "
         f"in YAML and in {{…}}, '{key}={quoted}' on the command line"
     )
-
-
-# The type hints of all keys that hold text, by dotted name.
-TYPES = {key.name: key.hint for key in keys_in(Config) if key.hint in TEXTS}

@@ -107,8 +107,25 @@ def fixed(spec: Any) -> bool:
     )
 
 
+def compatible(spec: Any, other: Any) -> bool:
+    """Return whether tensors, or another spec, have the structure and form of a spec.
+
+    The form is the dtype and the shape; an axis without a fixed size fits any size.
+    """
+    try:
+        leaves_agree = tf.nest.map_structure(
+            lambda leaf, other_leaf: leaf.is_compatible_with(other_leaf), spec, other
+        )
+    except (TypeError, ValueError):  # the nests have different structures
+        return False
+    return all(tf.nest.flatten(leaves_agree))
+
+
 def bytes_of_spec(spec: Any) -> int:
-    """Return the size in bytes of an example with this spec, which is `fixed`."""
+    """Return the size of an example in bytes.
+
+    `spec` is its spec, which must consist of dense tensors of fixed shape.
+    """
     return sum(
         leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(spec)
     )

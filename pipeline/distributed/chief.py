@@ -21,7 +21,7 @@ from pipeline.common.errors import ConfigError, RunError, say
 from pipeline.config import cluster, session
 from pipeline.config.resolve import RunSpec
 from pipeline.distributed import rendezvous, worker
-from pipeline.distributed.straggler import LostWorker
+from pipeline.distributed.heartbeats import LostWorker
 from pipeline.trust import gate
 
 # If a worker is lost before all workers have joined, this process exits after this many

@@ -29,9 +29,7 @@ from pipeline import __version__
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster
 from pipeline.config.resolve import RunSpec, comparable
-from pipeline.distributed.json_socket import JsonSocket, sealed, unsealed
-from pipeline.distributed.listener import Listener, WorkerConnection, reserve_port
-from pipeline.distributed.straggler import (
+from pipeline.distributed.heartbeats import (
     LONGEST,
     SILENCE,
     CountReductions,
@@ -39,6 +37,8 @@ from pipeline.distributed.straggler import (
     LostWorker,
     OnLost,
 )
+from pipeline.distributed.json_socket import JsonSocket, sealed, unsealed
+from pipeline.distributed.listener import Listener, WorkerConnection, reserve_port
 
 # Seconds within which all workers must connect; a cluster may start them one by one.
 PATIENCE = 300.0

@@ -29,8 +29,8 @@ from pipeline.report.statistics import count, joined, number
 
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 PRECISION = "hardware.precision"
-# Params that do not distinguish trajectories: the effective batch is compared by its
-# derived param, and evaluations do not change updates.
+# Params in which jobs of the same trajectory may differ. The effective batch size is
+# compared by the param that is derived from it, and evaluations do not change updates.
 _OF_NO_UPDATE = ("accumulation.effective_batch_size", "training.evaluate_every")
 
 # Tags of a run that list the layers whose output depends on the micro-batch.

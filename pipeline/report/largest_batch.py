@@ -58,17 +58,17 @@ class BatchCosts:
 
     @property
     def updates(self) -> dict[int, float]:
-        """The number of updates to the target, by batch."""
+        """The mean number of updates needed to reach the target, by batch size."""
         return {batch: cost.mean / batch for batch, cost in self.examples.items()}
 
     @property
     def cheapest(self) -> int:
-        """The batch that needed the fewest examples to reach the target."""
+        """The batch size that needed the fewest examples on average."""
         return min(self.examples, key=lambda batch: self.examples[batch].mean)
 
     @property
     def ratios(self) -> dict[int, float]:
-        """The examples to the target relative to `cheapest`, by batch."""
+        """The mean number of examples needed, relative to `cheapest`, by batch size."""
         fewest = self.examples[self.cheapest].mean
         return {batch: cost.mean / fewest for batch, cost in self.examples.items()}
 

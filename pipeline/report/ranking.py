@@ -122,8 +122,9 @@ class Ranking:
             return figures
 
         figures["worst"] = self.groups[-1].name
+        # `difference` and `told_apart` stay None if the error of the lead is unknown,
+        # for example with one seed.
         figures["difference"] = None
-        # These are None if the error of the lead is unknown, for example with one seed.
         figures["told_apart"] = None
         figures["not_told_apart"] = self.not_told_apart
         lead = self.lead
@@ -325,7 +326,7 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
 
 
 def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
-    """Return the sentence on the target and its choice, without the final period."""
+    """Return a sentence on the target and how it was chosen, without its period."""
     reach = "reached by half of the jobs, as others did not get near"
     if target.all_reach:
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"

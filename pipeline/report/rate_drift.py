@@ -305,7 +305,7 @@ def _sentence(drift: Drift) -> str:
 
 
 def _rate_texts(drift: Drift) -> list[str]:
-    """Return the best rate of each batch as text, with its interval if known."""
+    """Return a text per batch size: its best learning rate, with a 95% interval."""
     texts = []
     for (batch, rate), log_rates in zip(drift.rates.items(), drift.best, strict=True):
         text = f"{rate:.2g} at {batch}"

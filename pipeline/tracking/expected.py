@@ -144,9 +144,10 @@ def _input_ids(run: Any) -> set[InputId]:
 
 
 def _can_never_list(error: Exception) -> bool:
-    """Return whether an error shows that a location does not support listing at all.
+    """Return whether an error shows that a location can never be listed.
 
-    Any other error, such as one of the network, says nothing about the artifacts.
+    Listing is then unsupported, forbidden or rejected. Any other error, such as a
+    network error, says nothing about the artifacts.
     """
     if isinstance(error, NotImplementedError | PermissionError):
         return True

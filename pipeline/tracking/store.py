@@ -83,9 +83,10 @@ class Store:
         return status.st_dev, status.st_ino
 
     def prepare(self) -> None:
-        """Create the content of a new SQLite store in memory, which takes seconds.
+        """Create the content of a new SQLite store, and keep it in memory.
 
-        `client` writes the file. For an existing store, this does nothing.
+        This takes seconds. `client` writes the content to the store's file. For an
+        existing store, this does nothing.
         """
         if self.is_new():
             with tempfile.TemporaryDirectory() as folder:

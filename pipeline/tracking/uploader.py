@@ -144,7 +144,7 @@ class Uploader:
 
     @property
     def status(self) -> str | None:
-        """The run's final status in the lines read so far, or None if none ends it."""
+        """The run's final status, or None if no line that was read ends the run."""
         return self._cursor.status
 
     @property

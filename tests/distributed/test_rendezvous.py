@@ -18,10 +18,10 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import Cluster
-from pipeline.distributed import listener, rendezvous, straggler
+from pipeline.distributed import heartbeats, listener, rendezvous
+from pipeline.distributed.heartbeats import LostWorker
 from pipeline.distributed.json_socket import JsonSocket, sealed
 from pipeline.distributed.listener import reserve_port
-from pipeline.distributed.straggler import LostWorker
 
 SECRET = b"known to the workers"
 OWN = {"config": {"seed": 0}, "versions": {"python": "3"}}
@@ -225,7 +225,7 @@ def test_which_worker_is_lost(says, expected, monkeypatch):
     The connection is silent, or closed, with a reason or without.
     """
     monkeypatch.setattr(rendezvous, "SILENCE", 0.3)
-    monkeypatch.setattr(straggler, "INTERVAL", 0.05)
+    monkeypatch.setattr(heartbeats, "INTERVAL", 0.05)
     exited = threading.Event()
     with chief() as (server, gathered):
         worker = client(server)

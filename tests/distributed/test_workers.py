@@ -18,7 +18,7 @@ import pytest
 
 from pipeline.checkpoints.files import saved_updates
 from pipeline.config import metric_names
-from pipeline.distributed import straggler
+from pipeline.distributed import heartbeats
 from tests.parameters import mostly_slow
 from tests.running import Store, pipeline, python, wait
 from tests.shared import place_store
@@ -116,9 +116,9 @@ sys.exit(main(sys.argv[1:]))
 IMPATIENT = """
 import sys
 from pipeline.__main__ import main
-from pipeline.distributed import rendezvous, straggler
+from pipeline.distributed import heartbeats, rendezvous
 
-straggler.TIMEOUT = rendezvous.TIMEOUT = 15.0
+heartbeats.TIMEOUT = rendezvous.TIMEOUT = 15.0
 sys.exit(main(sys.argv[1:]))
 """
 NORMALISED = """
@@ -555,14 +555,14 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
 
 def test_who_lets_the_others_wait(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(straggler.time, "monotonic", lambda: now[0])
-    counts = straggler.ReductionCounts(3)
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    counts = heartbeats.ReductionCounts(3)
     now[0] = 1000.0
     assert counts.straggler() is None  # nobody is waited for
     for worker in (0, 1):
         counts.note(worker, 1)
     counts.note(1, 2)
-    now[0] += 2 * straggler.TIMEOUT
+    now[0] += 2 * heartbeats.TIMEOUT
     # The first update takes two sums, and is waited for longer.
     assert counts.straggler() is None
     for worker in (0, 1, 2):
@@ -572,7 +572,7 @@ def test_who_lets_the_others_wait(monkeypatch):
     for worker in (0, 2):
         counts.note(worker, 3)
     assert counts.straggler() is None
-    now[0] += straggler.TIMEOUT - 1
+    now[0] += heartbeats.TIMEOUT - 1
     counts.note(0, 4)
     assert counts.straggler() is None
     now[0] += 2
@@ -581,7 +581,7 @@ def test_who_lets_the_others_wait(monkeypatch):
     assert counts.straggler() is None
     counts.note(2, 4)
     counts.note(1, 5)
-    now[0] += straggler.TIMEOUT + 1
+    now[0] += heartbeats.TIMEOUT + 1
     assert counts.straggler() == 0
 
 
