@@ -98,10 +98,11 @@ class Spread:
     def text(self, scale: Scale = PLAIN) -> str:
         """Return `mean ± deviation`, both in the unit of the mean.
 
-        Both have as many decimals as two significant digits of the deviation need. If
-        the deviation in this unit is 0, below 1e-7, or 100 or more, or if the magnitude
-        of the mean is a million or more, `number` formats both instead. Return the mean
-        alone if the deviation is None or not finite.
+        Both have as many decimals as two significant digits of the deviation need, so
+        none if the deviation in this unit is 10 or more. If the deviation is 0 or below
+        1e-7, or if the magnitude of one of the two is a million or more, `number`
+        formats both instead. Return the mean alone if the deviation is None or not
+        finite.
         """
         if self.deviation is None or not math.isfinite(self.deviation):
             return number(self.mean, scale)
@@ -109,21 +110,28 @@ class Spread:
         unit = _unit(self.mean, scale)
         mean = self.mean / unit.divisor
         deviation = self.deviation / unit.divisor
-        digits = -1
-        if deviation > 0:
-            digits = 1 - math.floor(math.log10(deviation))
-        if 0 <= digits <= 8 and abs(mean) < 1e6:
+        if deviation >= 1e-7 and max(abs(mean), deviation) < 1e6:
+            digits = max(1 - math.floor(math.log10(deviation)), 0)
             return f"{mean:.{digits}f} ± {deviation:.{digits}f}{unit.name}"
         return f"{number(mean)} ± {number(deviation)}{unit.name}"
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the spread of the finite values, or None if there are none."""
+    """Return the spread of the finite values, or None if there are none.
+
+    A deviation of at most `EQUAL` times the mean is 0: equal values, whose computed
+    mean is rounded, differ from it by about 1e-17.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
-    deviation = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
-    return Spread(float(np.mean(finite)), deviation, len(finite))
+    mean = float(np.mean(finite))
+    deviation = None
+    if len(finite) > 1:
+        deviation = float(np.std(finite, ddof=1))
+        if deviation <= EQUAL * abs(mean):
+            deviation = 0.0
+    return Spread(mean, deviation, len(finite))
 
 
 def student_quantile(freedom: float, probability: float) -> float:
@@ -214,7 +222,9 @@ def reached(x: Array, y: Array, target: float) -> float:
 def trailing_mean(examples: Array, values: Array, window: float) -> Array:
     """Return the mean of `values` over the last `window` examples.
 
-    Where fewer than `window` examples have been seen, the mean is over all of them.
+    Where fewer than `window` examples have been seen, the mean is over all of them. A
+    value that is not finite, or so large that sums are rounded to it, changes only the
+    means over it.
 
     Args:
         examples: the number of examples seen at each value, in ascending order.
@@ -223,13 +233,40 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
             number of its examples inside the window.
         window: a number of examples.
     """
-    sums = np.cumsum(np.diff(examples, prepend=0.0) * values)
-    seen_from_0 = np.append(0.0, examples)
-    sums_from_0 = np.append(0.0, sums)
-
     start = np.maximum(examples - window, 0.0)
-    sums_before = np.interp(start, seen_from_0, sums_from_0)
-    return (sums_from_0[1:] - sums_before) / (examples - start)
+    # The window of each value begins inside the examples of the value `first`.
+    first = np.searchsorted(examples, start, side="right")
+    last = np.arange(len(examples))
+    # An update without examples has an empty window: its own value is its mean.
+    first = np.minimum(first, last)
+
+    sizes = np.diff(examples, prepend=0.0)
+    inside = examples[first] - start
+    sums = inside * values[first] + _sums(sizes * values, first + 1, last + 1)
+    seen = examples - start
+    return np.where(seen > 0, sums / np.where(seen > 0, seen, 1.0), values)
+
+
+def _sums(values: Array, begin: NDArray[np.int64], end: NDArray[np.int64]) -> Array:
+    """Return the sum of `values[begin[i] : end[i]]` for each i.
+
+    A difference between two cumulative sums would not do: if a value outside of the
+    interval is not finite, both are not finite, and if it is huge, both are rounded to
+    it. So each sum is composed of sums over 1, 2, 4, … values.
+    """
+    sums = np.zeros(len(begin))
+    position = begin.copy()
+    remaining = end - begin
+    block_sums = values
+    block = 1
+    while (remaining > 0).any():
+        in_block = (remaining & block) > 0
+        sums[in_block] += block_sums[position[in_block]]
+        position[in_block] += block
+        remaining = remaining - np.where(in_block, block, 0)
+        block_sums = block_sums[:-block] + block_sums[block:]
+        block *= 2
+    return sums
 
 
 @dataclass(frozen=True)
