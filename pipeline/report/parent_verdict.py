@@ -14,8 +14,15 @@ from pipeline.tracking.foreign_store import LONGEST_TAG
 NOTE = "mlflow.note.content"  # the description, in Markdown
 # The description that `pipeline.sweep.mlflow_view` writes begins with this link.
 _LINK = "[Compare the runs of this sweep]"
-_HEADLINE = re.compile(rf"^\*\*[^*]*\*\* (?={re.escape(_LINK)})")
+_HEADLINE = re.compile(rf"\A\*\*[^*]*\*\* (?={re.escape(_LINK)})")
 _QUOTE = "> "
+# Comments in Markdown, which are not shown, around the quotation of the verdicts.
+_BEGIN = "<!-- verdict -->"
+_END = "<!-- end of the verdict -->"
+_BLOCK = re.compile(rf"^{_BEGIN}\n.*?^{_END}(\n|\Z)", re.DOTALL | re.MULTILINE)
+# The verdicts of earlier versions, which wrote no comments: the quotation under the line
+# with the headline and the link.
+_FORMER_BLOCK = re.compile(rf"({_HEADLINE.pattern}.*\n)\n(?:>.*\n)+")
 _LONGEST_VERDICT = 2000  # maximum characters of all verdicts in the description
 
 
@@ -44,30 +51,40 @@ def with_verdicts(note: str, verdicts: Sequence[SweepFinding]) -> str:
     """Return the description `note` with `verdicts` in place of earlier verdicts.
 
     The headlines are put before the link to the comparison, since MLflow's UI collapses
-    a description to three lines. The sentences follow as a quotation. Long texts are
-    shortened. If the description does not begin with the link, only the quotation is
-    put first.
+    a description to three lines. The sentences follow as a quotation between two
+    comments, by which the next report finds them. Long texts are shortened. If the
+    description does not begin with the link, only the quotation is put first.
     """
-    lines = []
-    for line in _HEADLINE.sub("", note).split("\n"):
-        if not line.startswith(_QUOTE):
-            lines.append(line)
-    rest = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-
     headlines = "; ".join(verdict.figures["headline"] for verdict in verdicts)
     quotes = []
     for verdict in verdicts:
         text = textwrap.shorten(verdict.text, _LONGEST_VERDICT // len(verdicts))
         quotes.append(f"{_QUOTE}{text}")
-    quoted = "\n>\n".join(quotes)
+    block = "\n".join([_BEGIN, "\n>\n".join(quotes), _END])
 
+    rest = _without_verdicts(note)
     if rest.startswith(_LINK):
-        first, _, rest = rest.partition("\n")
+        link, _, rest = rest.partition("\n")
         headlines = textwrap.shorten(headlines, 200).replace("*", "")
-        begin = f"**{headlines}.** {first}\n\n{quoted}"
+        block = f"**{headlines}.** {link}\n{block}"
+    return f"{block}\n{rest}"[:LONGEST_TAG]
+
+
+def _without_verdicts(note: str) -> str:
+    """Return the description without the verdicts that an earlier report put into it.
+
+    Everything else is kept as it is, also quotations and headlines of the user.
+    """
+    if _BLOCK.match(note):
+        # A headline after the block is the user's: ours stands before it.
+        return _BLOCK.sub("", note, count=1)
+    if _BLOCK.search(note):
+        rest = _BLOCK.sub("", note, count=1)
+    elif _FORMER_BLOCK.match(note):
+        rest = _FORMER_BLOCK.sub(r"\1", note, count=1)
     else:
-        begin = quoted
-    return f"{begin}\n{rest}"[:LONGEST_TAG]
+        return note
+    return _HEADLINE.sub("", rest)
 
 
 def metrics(verdicts: Sequence[SweepFinding]) -> dict[str, float]:

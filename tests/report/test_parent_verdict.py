@@ -161,6 +161,48 @@ def test_a_long_verdict_leaves_room_for_the_results(store):
     assert described.endswith(note.partition("\n")[2].strip("\n"))
     # A description that somebody wrote is kept.
     own = parent_verdict.with_verdicts("My own words.", verdicts[:1])
-    assert own.startswith("> scaling=none: Accumulate by 4")
+    assert own.startswith("<!-- verdict -->\n> scaling=none: Accumulate by 4")
     assert own.endswith("\nMy own words.")
     assert parent_verdict.with_verdicts(own, verdicts[:1]) == own
+
+
+OWN_NOTE = """\
+**Read me.** [Compare the runs of this sweep](#x). They differ in nothing.
+
+**name**
+
+> A quotation of mine,
+>
+> in two parts.
+
+
+
+My last words.
+"""
+
+
+@pytest.mark.parametrize("note", [OWN_NOTE, OWN_NOTE.removeprefix("**Read me.** ")])
+def test_what_somebody_wrote_is_kept_through_any_number_of_reports(note):
+    verdicts = [verdict_of("scaling=none"), verdict_of("scaling=sqrt")]
+    once = parent_verdict.with_verdicts(note, verdicts)
+    described = once
+    for _ in range(4):
+        described = parent_verdict.with_verdicts(described, verdicts)
+    assert described == once
+    assert described.count("Accumulate by 4: words") == 2
+    assert "\n>\n>\n" not in described
+    assert described.endswith(note.partition("\n")[2])
+
+    fewer = parent_verdict.with_verdicts(described, verdicts[:1])
+    assert "scaling=sqrt" not in fewer
+    assert fewer.endswith(note.partition("\n")[2])
+
+
+def test_a_verdict_of_an_earlier_version_is_replaced():
+    """Those had no comments around them."""
+    link = "[Compare the runs of this sweep](#x)."
+    former = f"**Old: yes.** {link}\n\n> Old: yes\n>\n> Old: no\n\n**name**\n\n> Mine."
+    described = parent_verdict.with_verdicts(former, [verdict_of("scaling=none")])
+    assert "Old" not in described
+    assert described.startswith(f"**scaling=none: Accumulate by 4.** {link}\n<!-- ")
+    assert described.endswith("-->\n\n**name**\n\n> Mine.")
