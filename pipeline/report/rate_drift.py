@@ -116,6 +116,22 @@ class Drift:
         low, high = self.interval
         return low <= 0 <= high
 
+    @property
+    def farthest(self) -> float:
+        """The largest magnitude of a drift in the interval, or infinity without one."""
+        if self.interval is None:
+            return math.inf
+        low, high = self.interval
+        return max(abs(low), abs(high))
+
+    @property
+    def nearest(self) -> float:
+        """The smallest magnitude of a drift in the interval, or 0 without one."""
+        if self.interval is None or self.stays:
+            return 0.0
+        low, high = self.interval
+        return min(abs(low), abs(high))
+
     def figures(self) -> dict[str, Any]:
         return {
             "recipe": self.recipe,
@@ -341,9 +357,8 @@ def _least_drift(judged: Sequence[Drift]) -> SweepFinding:
         if drift.stays:
             still.append(drift.recipe)
 
-    farthest_of_least = np.abs(order[0].interval or []).max()
-    nearest_of_next = np.abs(order[1].interval or []).min()
-    told_apart = farthest_of_least < nearest_of_next
+    farthest_of_least = order[0].farthest
+    told_apart = all(farthest_of_least < other.nearest for other in order[1:])
     chance = "" if told_apart else ", though not by more than chance may do"
     text = (
         f"The best rate moves least with {names[0]}{chance}: in octaves per doubling "
