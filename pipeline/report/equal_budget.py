@@ -48,7 +48,8 @@ class BudgetContrast:
     Attributes:
         axis: the axis of the budget, one of `BUDGETS`.
         budget: the amount at which the shortest job ends, in units of the axis.
-        state: `pays`, `not` (does not pay), `few` (more seeds would tell) or `same` (no
+        state: `pays`, `not` (does not pay), `few` (more seeds would tell), `unvaried`
+            (the results do not vary over the seeds, so chance is unknown) or `same` (no
             difference within the seeds).
         base: the best setting with factor 1.
         other: the best setting with a larger factor.
@@ -148,6 +149,8 @@ def contrast_at_budget(
             more_seeds = _more_seeds(base_losses, other_losses, result, earlier)
         if more_seeds:
             state = "few"
+        elif not result.best.equal and result.best.error is None:
+            state = "unvaried"
 
     best_by_factor: dict[int, Setting] = {}
     for setting in sorted(losses.settings, key=lambda setting: setting.factor):
@@ -232,14 +235,13 @@ def _more_seeds(
 
     Returns:
         The number of seeds, or 0 if more than `MOST_ADDED_SEEDS` are needed. If the
-        error is unknown, the number that raises the seeds to `FEWEST_SEEDS`, but at
-        least 1.
+        error is unknown, the number that raises the seeds to `FEWEST_SEEDS`.
     """
     seeds = result.best.seeds
     if result.best.error is None:
-        # Nothing can be predicted from an unknown error: add seeds up to
-        # `FEWEST_SEEDS`, or a single seed if there are already that many.
-        return max(FEWEST_SEEDS - seeds, 1)
+        # Nothing can be predicted from an unknown error. If the results of
+        # `FEWEST_SEEDS` seeds do not vary, those of further seeds will not either.
+        return max(FEWEST_SEEDS - seeds, 0)
     chance = chance_of_look(earlier + 1)
     for total in range(seeds + 1, seeds + MOST_ADDED_SEEDS + 1):
         expected = best_against_best(bases, others, chance, total)

@@ -37,6 +37,7 @@ _HEADLINES = {
     "pays": "Accumulate by {factor}",
     "not": "Do not accumulate",
     "few": "There are not enough seeds to tell",
+    "unvaried": "Chance is not known, as the results do not vary over the seeds",
     "same": "Accumulating makes no difference within the seeds",
 }
 

@@ -238,6 +238,20 @@ def test_a_difference_that_would_take_too_many_seeds_is_within_them():
     assert equal.figures["examples"]["interval"] == [0, 0]
 
 
+@pytest.mark.parametrize("seeds", [3, 6, 12])
+def test_seeds_that_change_nothing_are_not_asked_for_again(seeds):
+    finding = verdict_of(sweep_of({1: [2.0] * seeds, 4: [1.5] * seeds}))
+    figures = finding.figures["examples"]
+    assert figures["state"] == "unvaried"
+    assert figures["more"] == 0
+    assert finding.figures["command"] == ""
+    assert finding.figures["take"] is None
+    assert finding.text.startswith(
+        "Chance is not known, as the results do not vary over the seeds: "
+    )
+    assert "more seed" not in finding.text
+
+
 def test_equal_examples_and_equal_time_may_differ():
     """Factor 4 takes half the time of factor 1.
 
