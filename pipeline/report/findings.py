@@ -32,6 +32,11 @@ PRECISION = "hardware.precision"
 # Params in which jobs of the same trajectory may differ. The effective batch size is
 # compared by the param that is derived from it, and evaluations do not change updates.
 _OF_NO_UPDATE = ("accumulation.effective_batch_size", "training.evaluate_every")
+# The largest growth of a difference in one update that training may cause. It doubled
+# rounding in each of 20 updates, see `rounding.Rounding`; single updates do more.
+_GROWTH = 100.0
+# The largest relative difference of two finite losses.
+_LARGEST = 2.0
 
 # Tags of a run that list the layers whose output depends on the micro-batch.
 _LAYER_TAGS = ("model.batch_dependent_layers", "model.cut_dependent_noise")
@@ -141,6 +146,52 @@ class TrajectoryPair:
     def first(self) -> float:
         """The difference at the first update that both jobs logged."""
         return float(self.curve.values[0])
+
+    @property
+    def begin(self) -> int:
+        """The index of the first difference, or 0 if there is none."""
+        return int((self.curve.values > 0).argmax())
+
+    @property
+    def begin_is_known(self) -> bool:
+        """Whether all updates up to the first difference were logged."""
+        return int(self.curve.steps[self.begin]) == self.begin + 1
+
+    @property
+    def cause(self) -> "Cause":
+        """The cause of the difference, and the update that shows it.
+
+        Rounding is at most the bound of its precision at first, and training amplifies
+        it by at most `_GROWTH` an update.
+        """
+        steps = self.curve.steps
+        values = np.minimum(self.curve.values, _LARGEST)
+        bound = rounding.BY_PRECISION[self.precision].first
+        if values[self.begin] > bound:
+            if self.begin_is_known:
+                return Cause("other", self.begin)
+            return Cause("unknown", self.begin)
+
+        largest_before = np.maximum(np.maximum.accumulate(values[:-1]), bound)
+        # Limit the exponent: ten updates exceed any difference.
+        updates = np.minimum(np.diff(steps), 10)
+        is_jump = values[1:] > largest_before * _GROWTH**updates
+        if is_jump.any():
+            return Cause("other", int(is_jump.argmax()) + 1)
+        return Cause("rounding", self.begin)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What set two trajectories apart that should be the same.
+
+    Attributes:
+        kind: `rounding`, `other` (the jobs computed different things) or `unknown`.
+        index: the index in the pair's curve of the difference that shows it.
+    """
+
+    kind: str
+    index: int
 
 
 def trajectory_pairs(sweep: SweepResult) -> list[TrajectoryPair]:
@@ -279,19 +330,9 @@ class PairDifferences:
         """The pairs whose differences are not all explained by rounding."""
         return [pair for pair in self.pairs if not _is_rounding(pair)]
 
-    @property
-    def more_than_rounding(self) -> list[TrajectoryPair]:
-        """The parted pairs whose difference must have another cause.
-
-        These already exceed the rounding bound at update 1, before training can have
-        amplified anything. Pairs not logged at update 1 are left out.
-        """
-        first_by_rounding = rounding.BY_PRECISION[self.precision].first
-        return [
-            pair
-            for pair in self.parted
-            if pair.curve.steps[0] == 1 and pair.first > first_by_rounding
-        ]
+    def parted_by(self, kind: str) -> list[TrajectoryPair]:
+        """Return the parted pairs whose `Cause.kind` is `kind`."""
+        return [pair for pair in self.parted if pair.cause.kind == kind]
 
     def figures(self) -> dict[str, Any]:
         parted = self.parted
@@ -304,7 +345,7 @@ class PairDifferences:
             "largest": self.worst.largest,
             "at": self.largest_at,
             "above": self.first_update_above,
-            "by_rounding": len(parted) - len(self.more_than_rounding),
+            "by_rounding": len(self.parted_by("rounding")),
         }
 
 
@@ -316,20 +357,25 @@ def _trajectory_finding(differences: PairDifferences) -> SweepFinding:
 
     text = _how_far_they_part(differences)
     worst = differences.worst
-    early = differences.more_than_rounding
-    if early:
-        text += _why_more_than_rounding(early)
-    elif worst.curve.steps[0] == 1 and math.isfinite(worst.largest):
-        differs = worst.curve.values > 0
-        update = int(worst.curve.steps[differs][0])
-        begin = float(worst.curve.values[differs][0])
-        figures["amplified"] = worst.largest / begin
-        text += (
-            f" Rounding set {worst.base.name} and {worst.other.name} apart by "
-            f"{number(begin)} at update {update}, and training amplified that "
-            f"{number(worst.largest / begin)} times."
-        )
-    figures["rounding"] = not early
+    by_other = differences.parted_by("other")
+    by_unknown = differences.parted_by("unknown")
+    if by_other:
+        text += _why_more_than_rounding(by_other)
+        figures["rounding"] = False
+    elif by_unknown:
+        text += _why_unknown(by_unknown[0])
+        figures["rounding"] = None
+    else:
+        figures["rounding"] = True
+        if worst.begin_is_known and math.isfinite(worst.largest):
+            update = int(worst.curve.steps[worst.begin])
+            begin = float(worst.curve.values[worst.begin])
+            figures["amplified"] = worst.largest / begin
+            text += (
+                f" Rounding set {worst.base.name} and {worst.other.name} apart by "
+                f"{number(begin)} at update {update}, and training amplified that "
+                f"{number(worst.largest / begin)} times."
+            )
     return SweepFinding("trajectories", text, figures, "difference")
 
 
@@ -399,21 +445,60 @@ def _compared_jobs(pairs: list[TrajectoryPair]) -> str:
 
 
 def _why_more_than_rounding(pairs: list[TrajectoryPair]) -> str:
+    """Return sentences on pairs that computed different things, and from when on."""
+    at_first_update = [pair for pair in pairs if pair.cause.index == 0]
+    later = [pair for pair in pairs if pair.cause.index > 0]
+    text = ""
+    if at_first_update:
+        text += (
+            " That is more than rounding, which cannot have been amplified yet at the "
+            f"first update: {_what_differs(at_first_update)}."
+        )
+    if later:
+        text += _jump(later[0])
+    return text
+
+
+def _what_differs(pairs: list[TrajectoryPair]) -> str:
+    """Return a clause on the layers that may set jobs apart at their first update."""
     layers: set[str] = set()
     for pair in pairs:
         for job in (pair.base, pair.other):
             for tag in _LAYER_TAGS:
                 layers.add(job.tags.get(tag, "none"))
     layers.discard("none")
-
-    text = (
-        " That is more than rounding, which cannot have been amplified yet at the "
-        "first update: "
-    )
     if layers:
         named = ", ".join(sorted(layers))
-        return f"{text}what these layers do depends on the micro-batch: {named}."
+        return f"what these layers do depends on the micro-batch: {named}"
     return (
-        f"{text}the jobs compute different things, as with dropout, of which each "
-        "micro-batch draws its own."
+        "the jobs compute different things, as with dropout, of which each micro-batch "
+        "draws its own"
+    )
+
+
+def _jump(pair: TrajectoryPair) -> str:
+    """Return a sentence on a difference that came at once after the first update."""
+    curve = pair.curve
+    index = pair.cause.index
+    before = float(curve.values[:index].max())
+    after = float(curve.values[index])
+    until = "equal"
+    if before > 0:
+        until = f"apart by at most {number(before)}"
+    at = f"differ by {number(after)}"
+    if not math.isfinite(after):
+        at = "only one of them is finite"
+    return (
+        f" That is more than rounding: {pair.base.name} and {pair.other.name} are "
+        f"{until} up to update {curve.steps[index - 1]}, and {at} at update "
+        f"{curve.steps[index]}, so the jobs computed different things there."
+    )
+
+
+def _why_unknown(pair: TrajectoryPair) -> str:
+    """Return a sentence on a pair that differed before its first common row."""
+    return (
+        f" What set {pair.base.name} and {pair.other.name} apart is not known, as not "
+        "every update before was logged: tracking.log_every=1 shows whether rounding "
+        "did."
     )
