@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ import numpy as np
 
 from pipeline.config.metric_names import UPDATE_METRICS
 from pipeline.config.plain import short
-from pipeline.report import statistics
+from pipeline.report import metric_direction, statistics
 from pipeline.report.job_results import (
     AXES,
     LOSS,
@@ -20,9 +19,9 @@ from pipeline.report.job_results import (
     Curve,
     JobResult,
     by_group,
-    by_setting,
     comparable_jobs,
     finished_jobs,
+    grouped,
     job_result,
     pooled,
 )
@@ -48,11 +47,6 @@ FELL = 1e-6
 # The metric of the parent run that records the number of seeds at each verdict.
 SEEDS_OF_VERDICT = "verdict/seeds"
 
-_COST = re.compile(
-    r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh|^(r?mse|mae|mape)$",
-    re.IGNORECASE,
-)
-
 
 @dataclass(frozen=True)
 class TargetLoss:
@@ -62,8 +56,7 @@ class TargetLoss:
         metric: `val/loss`, or `train/loss` averaged over `SweepResult.window` examples.
         value: the target loss.
         judged: the names of the jobs from whose curves the target was chosen.
-        all_reach: whether the target was chosen so that all judged jobs reach it;
-            otherwise at least half of them do.
+        all_reach: whether the target was chosen so that all judged jobs reach it.
         costs: the cost of each job that reached the target, by job name and axis of
             `AXES`, interpolated between two points. A cost is NaN if its axis was not
             logged.
@@ -96,14 +89,14 @@ class TargetLoss:
         """Return an upper bound on the costs of the judged jobs among `jobs`.
 
         Return None unless all of these jobs reached the target, and at least one of
-        their costs is only an upper bound.
+        their costs is only an upper bound. The bound is NaN if one of the costs is.
         """
         judged = [job for job in jobs if job.name in self.judged]
         if not all(job.name in self.costs for job in judged):
             return None
         if not any(job.name in self.at_first for job in judged):
             return None
-        return max(self.costs[job.name][axis] for job in judged)
+        return float(np.max([self.costs[job.name][axis] for job in judged]))
 
 
 @dataclass(frozen=True)
@@ -161,8 +154,44 @@ class SweepResult:
             for key, _ in job.settings:
                 if key not in {"seed", *SIZES}:
                     keys[key] = None
-        varied = [key for key in keys if len(by_setting(self.jobs, key)) > 1]
+        varied = [key for key in keys if len(self.by_setting(self.jobs, key)) > 1]
         return varied or ["group"]
+
+    def by_setting(
+        self, jobs: Sequence[JobResult], key: str
+    ) -> dict[Any, list[JobResult]]:
+        """Group some jobs of the sweep by their value of a swept key.
+
+        The values are numbers if all values of the key in the sweep are, and different
+        texts are different numbers. Otherwise they are the texts in the names: 1.1 and
+        1.10 may be versions, and 100 may stand beside `all`.
+        """
+        are_texts = key in self._text_keys
+
+        def value(job: JobResult) -> Any:
+            setting = job.setting(key)
+            if are_texts and isinstance(setting, float):
+                return dict(job.settings)[key]
+            return setting
+
+        return grouped(jobs, value)
+
+    @cached_property
+    def _text_keys(self) -> set[str]:
+        """The keys in the names of the jobs whose values are not all numbers."""
+        texts_by_value: dict[str, dict[Any, str]] = {}
+        keys = set()
+        for job in self.jobs:
+            for key, text in job.settings:
+                value = job.setting(key)
+                # A recorded size stands for its text, so only the others are compared.
+                if isinstance(value, str):
+                    keys.add(key)
+                if isinstance(value, float):
+                    texts = texts_by_value.setdefault(key, {})
+                    if texts.setdefault(value, text) != text:
+                        keys.add(key)
+        return keys
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -204,16 +233,8 @@ class SweepResult:
         return None
 
     def lower_is_better(self, metric: str) -> bool:
-        """Return whether lower values are better, by the metric's name or class."""
-        name = metric.split("/", 1)[1]
-        if _COST.search(name):
-            return True
-        for job in self.jobs:
-            target = job.params.get(f"training.metrics.{name}._target_", "")
-            class_name = target.rsplit(".", 1)[-1]
-            if _COST.search(class_name):
-                return True
-        return False
+        """Return whether lower values of a metric are better."""
+        return metric_direction.lower_is_better(metric, self.jobs)
 
     @cached_property
     def ends(self) -> dict[str, Spread]:
@@ -334,11 +355,12 @@ class SweepResult:
     def target(self) -> TargetLoss | None:
         """The target loss: the lowest loss that all finished jobs reach.
 
-        If no job has finished, the running jobs are used. If the loss that all jobs
-        reach is less than `PROGRESS` of the way down, for example because a job
-        diverged, the target is the lowest loss that half of them reach. The target is
-        None for the branches of `pipeline critical`, or if no loss was logged or has
-        fallen.
+        If no job has finished, the running jobs are used. Jobs without a finite loss
+        set no target. If the loss that all others reach is less than `PROGRESS` of the
+        way down, for example because a job diverged, the target is the lowest loss that
+        half of them reach; if that is no fall at all, it is the lowest that all jobs
+        reach which are that far down. The target is None for the branches of `pipeline
+        critical`, or if no loss was logged or has fallen.
         """
         # Branches have no target: their examples are counted from the start of the run
         # from which they branch off.
@@ -385,23 +407,28 @@ class SweepResult:
         starts = []
         for curve in judged_curves.values():
             finite = curve.values[np.isfinite(curve.values)]
-            minima.append(float(finite.min(initial=np.inf)))
             if finite.size:
+                minima.append(float(finite.min()))
                 starts.append(finite[0])
+        if not minima:
+            return None
         minima.sort()
         lowest = minima[0]
         reached_by_all = minima[-1]
-        if not np.isfinite(lowest):
-            return None
 
         start = float(np.median(starts))
         fall = start - lowest
         if fall <= FELL * abs(start):
             return None
 
-        all_reach = start - reached_by_all >= PROGRESS * fall
-        reached_by_half = minima[(len(minima) - 1) // 2]
-        value = reached_by_all if all_reach else reached_by_half
+        near = [loss for loss in minima if start - loss >= PROGRESS * fall]
+        value = reached_by_all
+        if len(near) < len(minima):
+            value = minima[(len(minima) - 1) // 2]
+            # Where the losses of half of the jobs only rose, that is where they began.
+            if value >= start:
+                value = near[-1]
+        all_reach = len(near) == len(judged_curves)
         costs: dict[str, dict[str, float]] = {}
         at_first = []
         for job in self.jobs:

@@ -14,6 +14,7 @@ from pipeline.report.job_results import (
     LEARNING_RATE,
     JobResult,
     comparable_jobs,
+    comparable_state,
     jobs_with,
 )
 from pipeline.report.noise_scale import NOISE
@@ -81,9 +82,8 @@ def _curve_plot(
                 traces.append(drawn | {"showlegend": False, "meta": meta})
 
     if any("hoverinfo" in drawn for drawn in traces):
-        caption += (
-            " Thin lines are seeds, the thick one is the mean of those that finished."
-        )
+        state = comparable_state(sweep.groups.values())
+        caption += f" Thin lines are seeds, the thick one is the mean of those {state}."
     if _longest_curve(sweep, metric) > POINTS:
         caption += f" Long curves are drawn as means over at most {POINTS} stretches."
 
@@ -216,7 +216,7 @@ def difference_plot(sweep: SweepResult) -> Plot:
 
     caption = (
         "How far the training losses of two jobs with equal effective batch, seed and "
-        "config are apart, relative to their value. Rounding starts it and training "
+        "config are apart, relative to their value. Where rounding starts it, training "
         "amplifies it. Updates without any difference are left out; where there is "
         "none at all, 1e-17 is drawn."
     )

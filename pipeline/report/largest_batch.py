@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from pipeline.report import statistics
 from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
@@ -35,7 +37,10 @@ class BatchCosts:
         by_seed: the same costs, by batch and seed.
         bounds: the upper bound on the number of examples to the target, for each batch
             whose judged jobs all reached it, at least one of them at its first point.
+        begun_at_target: the batches of which a judged job was at the target before its
+            first update, so its cost is 0.
         horizons: the minimum number of examples seen by the jobs of a batch, by batch.
+            It is NaN if that of a job is unknown.
         fit: the trade-off between examples and updates, or None if it cannot be fitted,
             see `statistics.tradeoff`.
     """
@@ -46,6 +51,7 @@ class BatchCosts:
     examples: dict[int, Spread]
     by_seed: dict[int, Values]
     bounds: dict[int, float]
+    begun_at_target: list[int]
     horizons: dict[int, float]
     fit: Tradeoff | None
 
@@ -91,12 +97,13 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
     examples = {}
     by_seed: dict[int, Values] = {}
     bounds = {}
+    begun_at_target = []
     horizons = {}
     means = []
     target = sweep.target
     for batch in batches:
         batch_jobs = jobs_by_batch[batch]
-        horizons[batch] = min(job.horizon for job in batch_jobs)
+        horizons[batch] = float(np.min([job.horizon for job in batch_jobs]))
         if target is None:
             continue
         bound = target.bound(batch_jobs, "examples")
@@ -110,8 +117,22 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
             by_seed[batch] = values_by_seed(
                 judged, lambda job: sweep.cost(job, "examples")
             )
-    fit = statistics.tradeoff(list(examples), means)
-    return BatchCosts(family, jobs, batches, examples, by_seed, bounds, horizons, fit)
+            if any(value <= 0 for value in by_seed[batch].values()):
+                begun_at_target.append(batch)
+    fit = None
+    if not begun_at_target:
+        fit = statistics.tradeoff(list(examples), means)
+    return BatchCosts(
+        family=family,
+        jobs=jobs,
+        batches=batches,
+        examples=examples,
+        by_seed=by_seed,
+        bounds=bounds,
+        begun_at_target=begun_at_target,
+        horizons=horizons,
+        fit=fit,
+    )
 
 
 def finding(costs: BatchCosts) -> SweepFinding:
@@ -126,6 +147,13 @@ def finding(costs: BatchCosts) -> SweepFinding:
     """
     if costs.bounds:
         return SweepFinding("largest_batch", _nothing_said_for_bounds(costs))
+    if costs.begun_at_target:
+        batches = joined([str(batch) for batch in costs.begun_at_target])
+        text = (
+            f"{costs.prefix}Which effective batch still pays cannot be said where a "
+            f"batch was at the target before its first update: {batches}."
+        )
+        return SweepFinding("largest_batch", text)
     if len(costs.examples) < 2:
         why = "fewer than two batches reached the target"
         if len(costs.batches) == 1:

@@ -6,6 +6,7 @@ from typing import Any
 from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import NO_RUN, finished_jobs
+from pipeline.report.ranking import is_reversed
 from pipeline.report.seed_differences import FEWEST_SEEDS, difference
 from pipeline.report.statistics import count, number
 from pipeline.report.verdict import command_for_seeds
@@ -139,10 +140,12 @@ def _better_final(
     values = sweep.end_values
     chance = ""
     if recommended in values:
-        lead = difference(values[recommended], values[best])
+        lead = difference(values[best], values[recommended])
         if lead.equal:
             return ""
-        if lead.seeds > 1 and not lead.told_apart:
+        if is_reversed(lead, sweep.lower_is_better(final["metric"])):
+            chance = ", though not at the seeds that both have"
+        elif lead.seeds > 1 and not lead.told_apart:
             chance = _CHANCE
 
     examples = ""

@@ -55,9 +55,18 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The groups of a sweep ordered by a value, with the best group first."""
+    """The groups of a sweep ordered by the mean of a value, with the best group first.
+
+    The mean is over all seeds of a group, while two groups are compared at the seeds
+    that both have. So a group may be ahead of the best group in this comparison.
+
+    Attributes:
+        groups: the groups in order.
+        lower_is_better: whether the best group has the lowest mean.
+    """
 
     groups: list[Ranked]
+    lower_is_better: bool
 
     @classmethod
     def by_mean(
@@ -78,7 +87,7 @@ class Ranking:
                 merged[-1] = Ranked(last.name, last.values, (*last.same, group.name))
             else:
                 merged.append(group)
-        return cls(merged)
+        return cls(merged, lower_is_better)
 
     @property
     def best(self) -> Ranked:
@@ -95,16 +104,20 @@ class Ranking:
 
     @property
     def not_told_apart(self) -> list[str]:
-        """The groups whose distance from the best group chance may explain.
+        """The groups that are not behind the best group by more than chance explains.
 
         Groups that can be compared with the best at only one seed are left out.
         """
         names = []
         for group in self.groups[1:]:
             lead = difference(self.best.values, group.values)
-            if lead.seeds > 1 and not lead.told_apart:
+            if lead.seeds > 1 and not self._is_behind(lead):
                 names.append(group.name)
         return names
+
+    def _is_behind(self, lead: Difference) -> bool:
+        """Return whether a group is told apart from the best, and is worse."""
+        return lead.told_apart and not is_reversed(lead, self.lower_is_better)
 
     def figures(self) -> dict[str, Any]:
         means = {}
@@ -130,7 +143,7 @@ class Ranking:
         lead = self.lead
         if math.isfinite(lead.half_width()):
             figures["difference"] = (lead.value, lead.half_width())
-            figures["told_apart"] = lead.told_apart
+            figures["told_apart"] = self._is_behind(lead)
         return figures
 
     def sentences(self, scale: Scale, leads: str, trails: str) -> str:
@@ -158,33 +171,54 @@ class Ranking:
     def _lead_sentence(self, scale: Scale) -> str:
         name = self.second.name
         lead = self.lead
-        behind = abs(lead.value)
+        distance = abs(lead.value)
         if lead.seeds < 2:
-            return f"The next is {name}, {number(behind, scale)} behind, with one seed."
-        if behind <= EQUAL * abs(self.best.spread.mean):
+            return (
+                f"The next is {name}, {number(distance, scale)} behind, with one seed."
+            )
+        if distance <= EQUAL * abs(self.best.spread.mean):
             return f"{name} does just as well."
 
+        where = "behind"
+        if is_reversed(lead, self.lower_is_better):
+            where = "ahead at the seeds that both have"
         half_width = lead.half_width()
         if math.isinf(half_width):
-            why = "as both seeds are equally far behind"
+            why = f"as all seeds are equally far {where.partition(' ')[0]}"
+            if lead.seeds == 2:
+                why = f"as both seeds are equally far {where.partition(' ')[0]}"
             if not self.best.spread.deviation and not self.second.spread.deviation:
                 why = "as neither varies over its seeds"
-            lead_text = number(behind, scale)
+            lead_text = number(distance, scale)
             return (
-                f"The next is {name}, {lead_text} behind; {why}, chance is not known."
+                f"The next is {name}, {lead_text} {where}; {why}, chance is not known."
             )
-        interval = Spread(behind, half_width, 2).text(scale)
+        interval = Spread(distance, half_width, 2).text(scale)
         method = "95%, Welch"
         if lead.paired:
             method = f"95%, over {count(lead.seeds, 'pair')} of one seed"
+        text = f"The next is {name}, {interval} {where} ({method}), "
         if not lead.told_apart:
-            verdict = "so the data do not tell them apart"
-            return f"The next is {name}, {interval} behind ({method}), {verdict}."
-        text = f"The next is {name}, {interval} behind ({method}), so they differ."
+            return f"{text}so the data do not tell them apart."
+        if is_reversed(lead, self.lower_is_better):
+            return f"{text}so the order comes of seeds that only one of them has."
+        text += "so they differ."
         others = self.not_told_apart
         if others:
             text += f" Not told apart from the best, as seeds vary: {joined(others)}."
         return text
+
+
+def is_reversed(lead: Difference, lower_is_better: bool) -> bool:
+    """Return whether a group with a worse mean is ahead in the comparison.
+
+    Args:
+        lead: the difference of that group minus the one with the better mean.
+        lower_is_better: whether lower values are better.
+    """
+    if lower_is_better:
+        return lead.value < 0
+    return lead.value > 0
 
 
 def _same_results(first: Values, second: Values) -> bool:
@@ -207,12 +241,14 @@ def final_result(sweep: SweepResult) -> SweepFinding:
     caveat = _unequal_horizons(sweep, list(values_by_group), figures)
     plot = plot_key(f"final_by_{sweep.axes[0]}")
     if len(values_by_group) > 1 and _all_equal(ranking):
-        figures = {"metric": metric, "equal": True, "groups": figures["groups"]}
+        equal = {"metric": metric, "equal": True, "groups": figures["groups"]}
+        if "horizons" in figures:
+            equal["horizons"] = figures["horizons"]
         groups = len(values_by_group)
         text = (
             f"Final {metric}: all {groups} groups end at {ranking.best.spread.text()}."
         )
-        return SweepFinding("final", text + caveat, figures, plot)
+        return SweepFinding("final", text + caveat, equal, plot)
 
     if len(values_by_group) == 1:
         subject = f"Final {metric} of {ranking.best.name}"
@@ -327,7 +363,14 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
 
 def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
     """Return a sentence on the target and how it was chosen, without its period."""
-    reach = "reached by half of the jobs, as others did not get near"
+    reached = [name for name in target.judged if name in target.costs]
+    if 2 * len(reached) >= len(target.judged):
+        reach = "reached by half of the jobs, as others did not get near"
+    else:
+        reach = (
+            f"reached by {len(reached)} of the {count(len(target.judged), 'job')}, as "
+            "others did not get near"
+        )
     if target.all_reach:
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"
         if len(target.judged) == 1:

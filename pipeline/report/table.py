@@ -22,7 +22,6 @@ from pipeline.report.job_results import (
     JobResult,
     Measure,
     by_group,
-    by_setting,
     comparable_jobs,
     finished_jobs,
     pooled,
@@ -169,7 +168,7 @@ def best_by_value(sweep: SweepResult) -> Table:
     for key in sweep.axes:
         if key == "group":
             continue
-        for value, jobs in by_setting(sweep.jobs, key).items():
+        for value, jobs in sweep.by_setting(sweep.jobs, key).items():
             best = _best_group(sweep, jobs)
             if best is None:
                 continue

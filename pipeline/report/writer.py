@@ -39,6 +39,7 @@ from pipeline.report.job_results import (
     LOSS,
     UPDATE_SECONDS,
     by_family,
+    comparable_state,
     jobs_with,
 )
 from pipeline.report.statistics import count
@@ -231,5 +232,6 @@ def _page(sweep: SweepResult, sweep_findings: list[SweepFinding]) -> str:
         tables=[table.groups_table(sweep), table.best_by_value(sweep)],
         groups=list(sweep.groups),
         repeated=len(sweep.groups) < len(sweep.jobs),
+        averaged=comparable_state(sweep.groups.values()),
         absent=absent,
     )
