@@ -28,6 +28,7 @@ from pipeline.report import (
     ranking,
     rate_drift,
     table,
+    trajectories,
     verdict,
 )
 from pipeline.report.comparison import SweepResult
@@ -184,7 +185,7 @@ def summarize(sweep: SweepResult) -> list[SweepFinding]:
     ordered = [
         *verdicts,
         findings.job_states(sweep),
-        *findings.same_trajectory(sweep),
+        *trajectories.same_trajectory(sweep),
         ranking.final_result(sweep),
         ranking.time_to_target(sweep),
         *factor_cost.findings(sweep),

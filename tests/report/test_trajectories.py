@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline.report import comparison, next_steps
-from pipeline.report.findings import SweepFinding, same_trajectory
+from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve, JobResult
+from pipeline.report.trajectories import same_trajectory
 from tests import synthetic
 from tests.synthetic import PlantedSweep
 
