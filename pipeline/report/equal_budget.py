@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report import statistics
+from pipeline.report import wording
 from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import JobResult, by_group
 from pipeline.report.seed_differences import (
@@ -16,7 +16,7 @@ from pipeline.report.seed_differences import (
     best_against_best,
     chance_of_look,
 )
-from pipeline.report.statistics import joined, number
+from pipeline.report.wording import joined, number
 
 # The axes of `AXES` that can be a budget, with their names in sentences.
 BUDGETS = {"seconds": "time", "examples": "examples"}
@@ -216,7 +216,7 @@ def losses_at_budget(
         amount = number(budget)
         if axis == "seconds":
             unit = "of training"
-            amount = number(budget, statistics.SECONDS)
+            amount = number(budget, wording.SECONDS)
         reason = (
             f"{joined(without)} had no finite {metric} by then: the shortest run ends "
             f"after {amount} {unit}"

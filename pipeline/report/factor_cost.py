@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report import statistics
+from pipeline.report import wording
 from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
@@ -17,7 +17,7 @@ from pipeline.report.job_results import (
     grouped,
     pooled,
 )
-from pipeline.report.statistics import Scale
+from pipeline.report.wording import Scale
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ COSTS = (
     Cost(
         "update_seconds",
         "an update takes",
-        statistics.SECONDS,
+        wording.SECONDS,
         lambda job: job.typical(UPDATE_SECONDS),
     ),
     Cost(
         "examples_per_second",
         "examples per second",
-        statistics.PLAIN,
+        wording.PLAIN,
         lambda job: job.typical(EXAMPLES_PER_SECOND),
     ),
     Cost(
         "peak_memory_bytes",
         "peak memory",
-        statistics.SIZE,
+        wording.SIZE,
         lambda job: job.last(PEAK_MEMORY),
     ),
 )

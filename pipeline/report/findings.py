@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import NO_RUN, JobResult, grouped
-from pipeline.report.statistics import count, joined
+from pipeline.report.wording import count, joined
 
 
 @dataclass(frozen=True)

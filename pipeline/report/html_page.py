@@ -5,12 +5,13 @@ the light or the dark theme.
 """
 
 import html
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pipeline.report.wording import finite
 
 # The colors of Wong 2011, Nature Methods 8:441, with the lightness adjusted to a
 # contrast of at least 3:1 with the background (WCAG 2.2, 1.4.11). Both themes have the
@@ -177,17 +178,3 @@ def render(
         plotly=get_plotlyjs(),
         **sweep,
     )
-
-
-def finite(value: Any) -> Any:
-    """Return `value` with non-finite numbers as strings, since JSON cannot hold them.
-
-    Containers are converted recursively: tuples become lists, and keys become strings.
-    """
-    if isinstance(value, dict):
-        return {str(key): finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -16,7 +16,8 @@ from pipeline.report.seed_differences import (
     difference,
     values_by_seed,
 )
-from pipeline.report.statistics import CHANCE, Spread, Tradeoff, joined, number
+from pipeline.report.statistics import CHANCE, Spread, Tradeoff
+from pipeline.report.wording import joined, number
 
 # A batch pays if it needs at most this many times the minimum number of examples over
 # all batches. The critical batch size of McCandlish et al. 2018 has this cost.

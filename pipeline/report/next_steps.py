@@ -8,8 +8,8 @@ from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import NO_RUN, finished_jobs
 from pipeline.report.ranking import is_reversed
 from pipeline.report.seed_differences import FEWEST_SEEDS, difference
-from pipeline.report.statistics import count, number
 from pipeline.report.verdict import command_for_seeds
+from pipeline.report.wording import count, number
 from pipeline.tracking.foreign_store import again_command
 
 _CHANCE = ", though not by more than chance may do"

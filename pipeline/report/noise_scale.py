@@ -10,7 +10,7 @@ from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import JobResult, jobs_with
 from pipeline.report.largest_batch import BatchCosts
-from pipeline.report.statistics import count, number
+from pipeline.report.wording import count, number
 
 NOISE = "train/gradient_noise_scale"
 UNMEASURED = (

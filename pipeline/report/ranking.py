@@ -8,21 +8,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report import statistics
+from pipeline.report import wording
 from pipeline.report.comparison import SweepResult, TargetLoss
 from pipeline.report.findings import SweepFinding, shared_device_caveat
 from pipeline.report.html_page import plot_key
 from pipeline.report.job_results import LOSS, finished_jobs
 from pipeline.report.seed_differences import Difference, Values, difference
-from pipeline.report.statistics import (
-    EQUAL,
-    Scale,
-    Spread,
-    count,
-    joined,
-    number,
-    spread,
-)
+from pipeline.report.statistics import EQUAL, Spread, spread
+from pipeline.report.wording import Scale, count, joined, number
 
 
 @dataclass(frozen=True)
@@ -256,7 +249,7 @@ def final_result(sweep: SweepResult) -> SweepFinding:
         subject = f"Final {metric}, where lower is better"
     else:
         subject = f"Final {metric}, where higher is better"
-    sentences = ranking.sentences(statistics.PLAIN, "ends best, at", "worst, at")
+    sentences = ranking.sentences(wording.PLAIN, "ends best, at", "worst, at")
     figures["value"] = ranking.best.spread.mean
     return SweepFinding("final", f"{subject}: {sentences}{caveat}", figures, plot)
 
@@ -333,7 +326,7 @@ def time_to_target(sweep: SweepResult) -> SweepFinding:
     leads = "gets there first, after"
     if bounds:
         leads = "gets there first of the others, after"
-    sentences = ranking.sentences(statistics.SECONDS, leads, "last, after")
+    sentences = ranking.sentences(wording.SECONDS, leads, "last, after")
     if len(ranking.groups) == 1:
         who = "It is reached"
         if bounds or ranking.best.same:
@@ -352,7 +345,7 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
     names = []
     for group, bound in bounds.items():
         if math.isfinite(bound):
-            names.append(f"{group} (≤ {number(bound, statistics.SECONDS)})")
+            names.append(f"{group} (≤ {number(bound, wording.SECONDS)})")
         else:
             names.append(group)
     return (

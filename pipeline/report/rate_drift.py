@@ -13,7 +13,8 @@ import numpy as np
 from pipeline.report.comparison import VALIDATION_LOSS, SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import LOSS, JobResult, grouped
-from pipeline.report.statistics import Array, count, joined
+from pipeline.report.statistics import Array
+from pipeline.report.wording import count, joined
 
 
 @dataclass(frozen=True)

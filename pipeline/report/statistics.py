@@ -1,16 +1,16 @@
-"""Statistics for a report, and the formatting of its numbers.
+"""Statistics for a report: differences, spreads over seeds, crossings and fits.
 
-The statistics are differences and their intervals, spreads over seeds, crossings and
-fits. The default confidence level of an interval is 95%.
+The default confidence level of an interval is 95%.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pipeline.report.wording import PLAIN, Scale, number, unit_of
 
 Array = NDArray[np.float64]
 
@@ -19,71 +19,6 @@ Array = NDArray[np.float64]
 EQUAL = 1e-6
 # The probability that a confidence interval misses the true value.
 CHANCE = 0.05
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A unit in which a number is written."""
-
-    least: float  # the smallest absolute value that is written in this unit
-    divisor: float  # the size of the unit
-    name: str
-
-
-Scale = tuple[Unit, ...]  # from the largest unit to the smallest, whose `least` is 0
-
-PLAIN: Scale = (Unit(0, 1.0, ""),)
-SECONDS: Scale = (
-    Unit(7200, 3600.0, " h"),
-    Unit(300, 60.0, " min"),
-    Unit(1, 1.0, " s"),
-    Unit(1e-3, 1e-3, " ms"),
-    Unit(0, 1e-6, " µs"),
-)
-SIZE: Scale = (Unit(1000 * 2**20, 2.0**30, " GiB"), Unit(0, 2.0**20, " MiB"))
-
-
-def number(value: float, scale: Scale = PLAIN) -> str:
-    """Return `value` as text in the unit of `scale` that fits its size.
-
-    Integers below a million are exact. Other values from 1,000 up to a million are
-    rounded to integers, and all remaining ones to four significant digits. These limits
-    are for absolute values after the conversion to the unit. A value that is not finite
-    has no unit.
-    """
-    if not math.isfinite(value):
-        return str(value)
-
-    unit = _unit(value, scale)
-    value /= unit.divisor
-    if value == int(value) and abs(value) < 1e6:
-        return f"{int(value)}{unit.name}"
-    if 1000 <= abs(value) < 1e6:
-        return f"{value:.0f}{unit.name}"
-    short_exponent = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.4g}")
-    return short_exponent + unit.name
-
-
-def _unit(value: float, scale: Scale) -> Unit:
-    for unit in scale:
-        if abs(value) >= unit.least:
-            return unit
-    raise ValueError(f"no unit of the scale is for {value}")
-
-
-def count(n: int, noun: str) -> str:
-    """Return `n` followed by the noun, which is plural unless `n` is 1."""
-    if n == 1:
-        return f"{n} {noun}"
-    return f"{n} {noun}s"
-
-
-def joined(names: list[str], most: int = 6) -> str:
-    """Join the first `most` names with commas, and add how many names remain."""
-    text = ", ".join(names[:most])
-    if len(names) > most:
-        text += f" and {len(names) - most} more"
-    return text
 
 
 @dataclass(frozen=True)
@@ -107,7 +42,7 @@ class Spread:
         if self.deviation is None or not math.isfinite(self.deviation):
             return number(self.mean, scale)
 
-        unit = _unit(self.mean, scale)
+        unit = unit_of(self.mean, scale)
         mean = self.mean / unit.divisor
         deviation = self.deviation / unit.divisor
         if deviation >= 1e-7 and max(abs(mean), deviation) < 1e6:

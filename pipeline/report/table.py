@@ -27,14 +27,8 @@ from pipeline.report.job_results import (
     pooled,
 )
 from pipeline.report.noise_scale import noise_scale
-from pipeline.report.statistics import (
-    PLAIN,
-    SECONDS,
-    SIZE,
-    Scale,
-    Spread,
-    number,
-)
+from pipeline.report.statistics import Spread
+from pipeline.report.wording import PLAIN, SECONDS, SIZE, Scale, number
 
 _NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 # A spreadsheet evaluates a cell that begins with one of these characters as a formula.

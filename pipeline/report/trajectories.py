@@ -14,7 +14,7 @@ from pipeline.report import statistics
 from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import LOSS, Curve, JobResult, grouped, jobs_with
-from pipeline.report.statistics import count, joined, number
+from pipeline.report.wording import count, joined, number
 
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 PRECISION = "hardware.precision"

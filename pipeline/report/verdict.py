@@ -26,7 +26,7 @@ from pipeline.report.job_results import (
     grouped,
     pooled,
 )
-from pipeline.report.statistics import count, joined, number
+from pipeline.report.wording import count, joined, number
 from pipeline.tracking.foreign_store import again_command
 
 # The states of a verdict with their headlines. If the states at the two budgets differ,

@@ -33,7 +33,7 @@ from pipeline.report import (
 )
 from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
-from pipeline.report.html_page import finite, render
+from pipeline.report.html_page import render
 from pipeline.report.job_results import (
     EXAMPLES_SEEN,
     LEARNING_RATE,
@@ -43,7 +43,7 @@ from pipeline.report.job_results import (
     comparable_state,
     jobs_with,
 )
-from pipeline.report.statistics import count
+from pipeline.report.wording import count, finite
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import artifact_locations
 

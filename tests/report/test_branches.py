@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.report import comparison, critical_batch, html_page, writer
+from pipeline.report import comparison, critical_batch, wording, writer
 from pipeline.report.critical_batch import TOLERANCE, Branch, measure
 from pipeline.report.job_results import Curve, JobResult
 from tests import synthetic
@@ -330,4 +330,4 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
     assert plot.data[0]["x"] == [32, 64, 128]
     html = written.page.read_text()
     assert "Loss by effective batch" in html
-    assert json.dumps(html_page.finite(by_topic["critical"].figures["losses"]))
+    assert json.dumps(wording.finite(by_topic["critical"].figures["losses"]))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.report import statistics
+from pipeline.report import statistics, wording
 from pipeline.report.statistics import Spread
 
 
@@ -120,12 +120,12 @@ def test_the_fit_weighs_every_batch_by_its_relative_residual():
 
 def test_numbers_are_written_with_the_digits_that_count():
     assert Spread(0.97901, 0.00969, 3).text() == "0.9790 ± 0.0097"
-    assert Spread(0.303, 0.0862, 3).text(statistics.SECONDS) == "303 ± 86 ms"
+    assert Spread(0.303, 0.0862, 3).text(wording.SECONDS) == "303 ± 86 ms"
     assert Spread(7354.2, 40.8, 3).text() == "7354 ± 41"
     assert Spread(672.4, 135.8, 3).text() == "672 ± 136"
     assert Spread(0.5, 3e6, 3).text() == "0.5 ± 3e6"
-    assert statistics.number(2.0) == "2"
-    assert statistics.number(0.25) == "0.25"
-    assert statistics.number(1e-7) == "1e-7"
-    assert statistics.number(12345.6) == "12346"
-    assert statistics.number(3 * 2**30, statistics.SIZE) == "3 GiB"
+    assert wording.number(2.0) == "2"
+    assert wording.number(0.25) == "0.25"
+    assert wording.number(1e-7) == "1e-7"
+    assert wording.number(12345.6) == "12346"
+    assert wording.number(3 * 2**30, wording.SIZE) == "3 GiB"
