@@ -142,9 +142,9 @@ def finding(costs: BatchCosts) -> SweepFinding:
     At the critical batch size, reaching a target takes twice as many examples as with
     the smallest batches (arXiv:1812.06162). So the largest batch that pays is the
     largest one that needs at most `PAYS` times the minimum number of examples of any
-    batch, and fewer updates than every smaller batch (unless it is the batch with the
-    minimum). A sweep may not include the cheapest batch of all, so its minimum tends to
-    be too high, and the result too large.
+    batch, and fewer updates than every smaller batch. A sweep may not include the
+    cheapest batch of all, so its minimum tends to be too high, and the result too
+    large.
     """
     if costs.bounds:
         return SweepFinding("largest_batch", _nothing_said_for_bounds(costs))
@@ -280,10 +280,10 @@ def _log_ratio(costs: BatchCosts, batch: int, other: int) -> Difference:
 
 
 def _largest_that_pays(costs: BatchCosts) -> int:
-    cheapest = costs.cheapest
+    # The cheapest batch is one of them: each smaller one needs more updates.
     paying = []
     for batch, ratio in costs.ratios.items():
-        if ratio <= PAYS and (batch == cheapest or costs.saves_updates(batch)):
+        if ratio <= PAYS and costs.saves_updates(batch):
             paying.append(batch)
     return max(paying)
 

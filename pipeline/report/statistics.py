@@ -82,26 +82,19 @@ def student_quantile(freedom: float, probability: float) -> float:
 
 @dataclass(frozen=True)
 class Welch:
-    """The difference between the means of two groups, whose variances may differ.
+    """The error of a difference between two means, whose variances may differ.
 
     Attributes:
-        value: `second.mean − first.mean`.
-        error: the standard error of `value`.
+        error: the standard error of the difference.
         freedom: the degrees of freedom of `error`.
     """
 
-    value: float
     error: float
     freedom: float
 
-    @property
-    def half_width(self) -> float:
-        """Half the width of the 95% interval of the difference."""
-        return student_quantile(self.freedom, 1 - CHANCE / 2) * self.error
-
 
 def welch(first: Spread, second: Spread) -> Welch | None:
-    """Return `second.mean − first.mean` with its standard error, as in Welch's test.
+    """Return the error of `second.mean − first.mean`, as in Welch's test.
 
     The variances of the two groups may differ (Welch 1947, Biometrika 34). With the
     squared standard errors `a` = s₁² / n₁ and `b` = s₂² / n₂ of the two means, the
@@ -118,7 +111,7 @@ def welch(first: Spread, second: Spread) -> Welch | None:
     if a + b == 0:
         return None
     freedom = (a + b) ** 2 / (a**2 / (first.count - 1) + b**2 / (second.count - 1))
-    return Welch(second.mean - first.mean, math.sqrt(a + b), freedom)
+    return Welch(math.sqrt(a + b), freedom)
 
 
 def relative_difference(first: Array, second: Array) -> Array:

@@ -97,18 +97,10 @@ def _updates(job: JobResult) -> float:
     return max(last_steps, default=math.nan)
 
 
-def sorted_groups(sweep: SweepResult) -> list[tuple[str, list[JobResult]]]:
-    """Return each group with its jobs, in the order of the table's rows.
-
-    Groups are ordered by their first job in the plan of the sweep.
-    """
-    return list(sweep.groups.items())
-
-
 def groups_table(sweep: SweepResult) -> Table:
     """Return the table with one row per group, which shows means over seeds.
 
-    Columns without a finite value are left out.
+    Groups are in the order of their first jobs in the plan of the sweep. Columns without a finite value are left out.
     """
     shown = []
     for column in columns(sweep):
@@ -116,7 +108,7 @@ def groups_table(sweep: SweepResult) -> Table:
             shown.append(column)
 
     rows = []
-    for group, jobs in sorted_groups(sweep):
+    for group, jobs in sweep.groups.items():
         cells = [_mean_cell(jobs, column) for column in shown]
         rows.append([group, *cells, _status_cell(jobs)])
     return Table("Table", ["job", *_names(shown), "status"], rows)

@@ -183,9 +183,9 @@ def test_the_rows_of_the_page_stand_in_the_order_of_the_plan(store):
     sweep.job("factor=2", {"train/loss": [2, 1]}, factor=2)
     sweep.job("factor=1", {"train/loss": [2, 1]})
     results = comparison.read(store.uri, sweep.run_id)
-    rows = [group for group, _ in table.sorted_groups(results)]
+    rows = [row[0] for row in table.groups_table(results).rows]
     assert rows == ["factor=4", "factor=1", "factor=2"]
-    assert [row[0] for row in table.groups_table(results).rows] == rows
+    assert list(results.groups) == rows
 
 
 def test_findings_are_written_as_data_and_as_plain_text(nasty):

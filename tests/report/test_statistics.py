@@ -17,10 +17,10 @@ def test_spread_and_welch_interval_by_hand():
     assert statistics.spread([math.nan]) is None
 
     result = statistics.welch(Spread(10, 2, 4), Spread(13, 2, 4))
-    # t with 6 degrees of freedom at 97.5% is 2.446912; the standard error is
-    # √(4/4 + 4/4).
-    assert result.value == 3
-    assert result.half_width == pytest.approx(2.446912 * math.sqrt(2), rel=1e-6)
+    # The standard error is √(4/4 + 4/4).
+    assert result.error == pytest.approx(math.sqrt(2))
+    assert result.freedom == pytest.approx(6)
+    assert statistics.student_quantile(6, 0.975) == pytest.approx(2.446912, rel=1e-6)
     assert statistics.welch(Spread(10, None, 1), Spread(13, 2, 4)) is None
 
 
