@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.config.stages import STAGES
 from pipeline.report import statistics
 from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.html_page import Plot, axis, trace
 from pipeline.report.job_results import LOSS, JobResult, grouped
 from pipeline.report.noise_scale import UNMEASURED, beside_measured, noise_scale
@@ -43,7 +43,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class CriticalBatch:
+class CriticalBatch(Result):
     """The critical batch measured by branches, with its 95% interval.
 
     Attributes:
@@ -70,6 +70,20 @@ class CriticalBatch:
             "errors": self.errors,
             "diverged": self.diverged,
         }
+
+
+@dataclass(frozen=True)
+class Schedule(Result):
+    """The overrides of a run that uses the critical batch."""
+
+    schedule: str
+
+
+@dataclass(frozen=True)
+class BranchNoise(Result):
+    """The mean noise scale of the branches, which predicts a critical batch."""
+
+    predicted: float
 
 
 def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
@@ -314,13 +328,13 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         return
 
     text = _critical_sentences(sweep, result)
-    yield SweepFinding("critical", text, result.figures(), "critical_batch")
+    yield SweepFinding("critical", text, result, "critical_batch")
 
     schedule = _schedule(sweep, result.critical)
     if schedule is not None:
         if result.critical > min(result.losses):
             text = f"To paste: {schedule}"
-            yield SweepFinding("schedule", text, {"schedule": schedule})
+            yield SweepFinding("schedule", text, Schedule(schedule))
         else:
             text = "None: at this checkpoint no larger batch pays yet."
             yield SweepFinding("schedule", text)
@@ -330,7 +344,7 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         yield SweepFinding("noise_scale", f"Not measured. {UNMEASURED}")
     else:
         text = f"{scale.mean:.4g} examples. {_beside_interval(scale.mean, result)}"
-        yield SweepFinding("noise_scale", text, {"predicted": scale.mean})
+        yield SweepFinding("noise_scale", text, BranchNoise(scale.mean))
 
 
 def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:

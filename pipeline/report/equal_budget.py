@@ -15,6 +15,7 @@ from pipeline.report.seed_differences import (
     Values,
     best_against_best,
     chance_of_look,
+    values_by_seed,
 )
 from pipeline.report.wording import joined, number
 
@@ -33,9 +34,6 @@ class Setting:
     group: str
     factor: int
     losses: Values
-
-    def all_finite(self) -> bool:
-        return bool(np.isfinite(list(self.losses.values())).all())
 
     def mean_loss(self) -> float:
         return float(np.mean(list(self.losses.values())))
@@ -193,20 +191,18 @@ def losses_at_budget(
     if not losses_at:
         return Losses(reason=f"no job logged its {BUDGETS[axis]}")
 
+    def loss_at_budget(job: JobResult) -> float:
+        if job.name not in losses_at:
+            return math.nan
+        x, y = losses_at[job.name]
+        return float(np.interp(budget, x, y, left=math.nan))
+
     settings = []
     without = []
     for group, group_jobs in by_group(jobs).items():
-        values: dict[str, list[float]] = {}
-        for number_of_job, job in enumerate(group_jobs):
-            loss = math.nan
-            if job.name in losses_at:
-                x, y = losses_at[job.name]
-                loss = float(np.interp(budget, x, y, left=math.nan))
-            values.setdefault(job.seed or f"job {number_of_job}", []).append(loss)
-        losses = {seed: float(np.mean(of_seed)) for seed, of_seed in values.items()}
-        setting = Setting(group, group_jobs[0].factor or 0, losses)
-        if setting.all_finite():
-            settings.append(setting)
+        if all(math.isfinite(loss_at_budget(job)) for job in group_jobs):
+            losses = values_by_seed(group_jobs, loss_at_budget)
+            settings.append(Setting(group, group_jobs[0].factor or 0, losses))
         else:
             without.append(group)
 

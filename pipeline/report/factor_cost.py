@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.report import wording
 from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding, shared_device_caveat
+from pipeline.report.findings import Result, SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
     EXAMPLES_PER_SECOND,
     PEAK_MEMORY,
@@ -52,6 +52,24 @@ COSTS = (
 )
 
 
+@dataclass(frozen=True)
+class FactorCosts(Result):
+    """The costs of the smallest and the largest factor of a family.
+
+    Attributes:
+        family: the part of the name that the jobs share.
+        factors: the factors whose updates were timed, in ascending order.
+        changes: the cost with the smallest and with the largest factor, by `Cost.key`.
+    """
+
+    family: str
+    factors: list[int]
+    changes: dict[str, tuple[float, float]]
+
+    def figures(self) -> dict[str, Any]:
+        return {"family": self.family, "factors": self.factors, **self.changes}
+
+
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield, for each family, the costs of the smallest and the largest factor.
 
@@ -66,8 +84,8 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         smallest = factors[0]
         largest = factors[-1]
         jobs_by_factor = grouped(jobs, lambda job: job.factor)
-        figures: dict[str, Any] = {"family": family, "factors": factors}
-        changes = []
+        changes = {}
+        clauses = []
         for cost in COSTS:
             low = pooled(jobs_by_factor[smallest], cost.measure)
             high = pooled(jobs_by_factor[largest], cost.measure)
@@ -75,16 +93,17 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
                 continue
             change = f"{low.text(cost.scale)} → {high.text(cost.scale)}"
             ratio = high.mean / low.mean
-            changes.append(f"{cost.words} {change} (×{ratio:.2f})")
-            figures[cost.key] = (low.mean, high.mean)
+            clauses.append(f"{cost.words} {change} (×{ratio:.2f})")
+            changes[cost.key] = (low.mean, high.mean)
 
         if not changes:
             continue
         begin = "From"
         if family:
             begin = f"{family}: from"
-        text = f"{begin} factor {smallest} to {largest}, {'; '.join(changes)}.{caveat}"
-        yield SweepFinding("cost", text, figures, "update_seconds")
+        text = f"{begin} factor {smallest} to {largest}, {'; '.join(clauses)}.{caveat}"
+        result = FactorCosts(family, factors, changes)
+        yield SweepFinding("cost", text, result, "update_seconds")
 
 
 def _timed_factors(jobs: list[JobResult]) -> list[int]:

@@ -5,8 +5,9 @@ module of its own.
 """
 
 import textwrap
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import NO_RUN, JobResult, grouped
@@ -14,38 +15,89 @@ from pipeline.report.wording import count, joined
 
 
 @dataclass(frozen=True)
+class Result:
+    """The result behind a finding. Each kind of finding has a subclass.
+
+    Other modules use the fields. `findings.json` has the figures.
+    """
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures by name: the fields, unless a subclass has others."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+@dataclass(frozen=True)
 class SweepFinding:
-    """A finding on one topic. The entries of `findings.json` have these four fields.
+    """A finding on one topic.
 
     Attributes:
         topic: a key of `writer.TOPICS`. Several findings may have the same topic, such
             as one per family.
         text: one or several sentences.
-        figures: the numbers behind the text, by name; empty if there is no result.
+        result: the result behind the text, or None if there is none.
         plot: the key of the plot that shows the finding, or None.
     """
 
     topic: str
     text: str
-    figures: dict[str, Any] = field(default_factory=dict)
+    result: Result | None = None
     plot: str | None = None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures of the result, which are empty if there is none."""
+        if self.result is None:
+            return {}
+        return self.result.figures()
+
+    def entry(self) -> dict[str, Any]:
+        """Return the entry of `findings.json`."""
+        return {
+            "topic": self.topic,
+            "text": self.text,
+            "figures": self.figures,
+            "plot": self.plot,
+        }
+
+
+def results_of(
+    findings: Sequence[SweepFinding], kind: type[AnyResult]
+) -> list[AnyResult]:
+    """Return the results of one kind."""
+    return [item.result for item in findings if isinstance(item.result, kind)]
+
+
+@dataclass(frozen=True)
+class JobStates(Result):
+    """The number of jobs of a sweep.
+
+    Attributes:
+        planned: the number of all jobs.
+        by_status: the number of jobs with each status that occurs.
+    """
+
+    planned: int
+    by_status: dict[str, int]
+
+    def figures(self) -> dict[str, Any]:
+        return {"planned": self.planned, **self.by_status}
 
 
 def job_states(sweep: SweepResult) -> SweepFinding:
     """Report the number of finished jobs, and the names and failures of the others."""
     jobs_by_status = grouped(sweep.jobs, lambda job: job.status)
-    figures = {"planned": len(sweep.jobs)}
-    for status, jobs in jobs_by_status.items():
-        figures[status] = len(jobs)
-
-    finished = figures.get("FINISHED", 0)
+    counts = {status: len(jobs) for status, jobs in jobs_by_status.items()}
+    finished = counts.get("FINISHED", 0)
     text = f"{finished} of {count(len(sweep.jobs), 'job')} finished."
     for status, jobs in jobs_by_status.items():
         if status != "FINISHED":
             names = [_name_and_failure(job) for job in jobs]
             state = _state(status, sweep)
             text += f" {len(jobs)} {state}: {joined(names)}."
-    return SweepFinding("jobs", text, figures)
+    return SweepFinding("jobs", text, JobStates(len(sweep.jobs), counts))
 
 
 def _state(status: str, sweep: SweepResult) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.report import statistics
 from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import JobResult, grouped
 from pipeline.report.seed_differences import (
     Difference,
@@ -91,6 +91,51 @@ class BatchCosts:
         return True
 
 
+@dataclass(frozen=True)
+class LargestBatch(Result):
+    """The largest batch of a family that still pays.
+
+    Attributes:
+        family: the part of the name that the jobs share.
+        largest: the largest batch that pays.
+        interval: its 95% interval, see `interval_of_largest`.
+        cheapest: the batch that needed the fewest examples.
+        largest_tried: the largest batch of the family.
+        ratios: the examples to the target, relative to `cheapest`, by batch.
+        updates: the updates to the target, by batch.
+        critical: the critical batch as fitted to all batches, or None if it cannot be
+            fitted.
+    """
+
+    family: str
+    largest: int
+    interval: tuple[int, int]
+    cheapest: int
+    largest_tried: int
+    ratios: dict[int, float]
+    updates: dict[int, float]
+    critical: float | None
+
+    @property
+    def open(self) -> bool:
+        """Whether no batch was too large, so the limit may lie beyond."""
+        return self.largest == self.largest_tried
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            "family": self.family,
+            "largest": self.largest,
+            "interval": self.interval,
+            "least": self.cheapest,
+            "open": self.open,
+            "ratio": self.ratios,
+            "updates": self.updates,
+        }
+        if self.critical is not None:
+            figures["critical"] = self.critical
+        return figures
+
+
 def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> BatchCosts:
     """Return the cost of reaching the target for each effective batch of a family."""
     jobs_by_batch = grouped(jobs, lambda job: job.effective_batch_size)
@@ -162,31 +207,38 @@ def finding(costs: BatchCosts) -> SweepFinding:
         text = f"Which effective batch still pays cannot be said where {why}."
         return SweepFinding("largest_batch", text)
 
-    largest = _largest_that_pays(costs)
-    interval = interval_of_largest(costs)
-    figures: dict[str, Any] = {
-        "family": costs.family,
-        "largest": largest,
-        "interval": interval,
-        "least": costs.cheapest,
-        "open": largest == costs.batches[-1],
-        "ratio": costs.ratios,
-        "updates": costs.updates,
-    }
+    critical = None
+    if costs.fit is not None:
+        critical = costs.fit.critical_batch
+    result = LargestBatch(
+        family=costs.family,
+        largest=_largest_that_pays(costs),
+        interval=interval_of_largest(costs),
+        cheapest=costs.cheapest,
+        largest_tried=costs.batches[-1],
+        ratios=costs.ratios,
+        updates=costs.updates,
+        critical=critical,
+    )
+    text = _sentences(costs, result)
+    return SweepFinding("largest_batch", text, result, "examples_to_target")
+
+
+def _sentences(costs: BatchCosts, result: LargestBatch) -> str:
+    largest = result.largest
     text = _why_it_pays(costs, largest) + _what_larger_ones_cost(costs, largest)
     if min(cost.count for cost in costs.examples.values()) == 1:
         text += " With one seed at some batch, this is one observation."
     else:
-        low, high = interval
+        low, high = result.interval
         text += f" With the chance of the seeds (95%) it is from {low} to {high}."
-    if costs.fit is not None:
-        critical = costs.fit.critical_batch
-        figures["critical"] = critical
-        text += f" Fitted to all batches, the critical batch is {number(critical)}"
-        if not costs.tried(critical):
+    if result.critical is not None:
+        critical = number(result.critical)
+        text += f" Fitted to all batches, the critical batch is {critical}"
+        if not costs.tried(result.critical):
             text += ", outside of what was tried"
         text += "."
-    return SweepFinding("largest_batch", text, figures, "examples_to_target")
+    return text
 
 
 def _nothing_said_for_bounds(costs: BatchCosts) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.report import wording
 from pipeline.report.comparison import SweepResult, TargetLoss
-from pipeline.report.findings import SweepFinding, shared_device_caveat
+from pipeline.report.findings import Result, SweepFinding, shared_device_caveat
 from pipeline.report.html_page import plot_key
 from pipeline.report.job_results import LOSS, finished_jobs
 from pipeline.report.seed_differences import Difference, Values, difference
@@ -112,17 +112,22 @@ class Ranking:
         """Return whether a group is told apart from the best, and is worse."""
         return lead.told_apart and not is_reversed(lead, self.lower_is_better)
 
-    def figures(self) -> dict[str, Any]:
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean of each group, also of those that were merged, in order."""
         means = {}
         for group in self.groups:
             for name in (group.name, *group.same):
                 means[name] = group.spread.mean
+        return means
+
+    def figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = {
             "best": self.best.name,
             "same": list(self.best.same),
             "deviation": self.best.spread.deviation,
             "seeds": self.best.spread.count,
-            "groups": means,
+            "groups": self.means,
         }
         if len(self.groups) == 1:
             return figures
@@ -219,6 +224,42 @@ def _same_results(first: Values, second: Values) -> bool:
     return set(first) == set(second) and difference(first, second).equal
 
 
+@dataclass(frozen=True)
+class FinalResult(Result):
+    """The groups ranked by their final results.
+
+    Attributes:
+        metric: the metric of the results.
+        ranking: the groups in order.
+        horizons: the number of examples that each group saw, if these are not equal;
+            otherwise empty.
+    """
+
+    metric: str
+    ranking: Ranking
+    horizons: dict[str, float]
+
+    @property
+    def equal(self) -> bool:
+        """Whether there are several groups, and all end at the same mean."""
+        best = self.ranking.best.spread.mean
+        for group in self.ranking.groups:
+            if not abs(best - group.spread.mean) <= EQUAL * abs(best):
+                return False
+        return len(self.ranking.means) > 1
+
+    def figures(self) -> dict[str, Any]:
+        horizons = {}
+        if self.horizons:
+            horizons = {"horizons": self.horizons}
+        if self.equal:
+            means = self.ranking.means
+            return {"metric": self.metric, "equal": True, "groups": means} | horizons
+        figures = self.ranking.figures() | {"metric": self.metric} | horizons
+        figures["value"] = self.ranking.best.spread.mean
+        return figures
+
+
 def final_result(sweep: SweepResult) -> SweepFinding:
     """Report which group has the best final result, and whether chance explains it."""
     metric = sweep.quality
@@ -229,45 +270,41 @@ def final_result(sweep: SweepResult) -> SweepFinding:
 
     lower_is_better = sweep.lower_is_better(metric)
     ranking = Ranking.by_mean(values_by_group, lower_is_better)
-    figures = ranking.figures()
-    figures["metric"] = metric
-    caveat = _unequal_horizons(sweep, list(values_by_group), figures)
+    horizons = _unequal_horizons(sweep, list(values_by_group))
+    result = FinalResult(metric, ranking, horizons)
     plot = plot_key(f"final_by_{sweep.axes[0]}")
-    if len(values_by_group) > 1 and _all_equal(ranking):
-        equal = {"metric": metric, "equal": True, "groups": figures["groups"]}
-        if "horizons" in figures:
-            equal["horizons"] = figures["horizons"]
-        groups = len(values_by_group)
-        text = (
-            f"Final {metric}: all {groups} groups end at {ranking.best.spread.text()}."
+    return SweepFinding("final", _final_sentences(result), result, plot)
+
+
+def _final_sentences(result: FinalResult) -> str:
+    ranking = result.ranking
+    caveat = ""
+    if result.horizons:
+        fewest = number(min(result.horizons.values()))
+        most = number(max(result.horizons.values()))
+        caveat = (
+            f" These ends are not at equal examples: the groups saw from {fewest} to "
+            f"{most}."
         )
-        return SweepFinding("final", text + caveat, equal, plot)
+    if result.equal:
+        value = ranking.best.spread.text()
+        groups = len(ranking.means)
+        return f"Final {result.metric}: all {groups} groups end at {value}.{caveat}"
 
-    if len(values_by_group) == 1:
-        subject = f"Final {metric} of {ranking.best.name}"
-    elif lower_is_better:
-        subject = f"Final {metric}, where lower is better"
+    if len(ranking.means) == 1:
+        subject = f"Final {result.metric} of {ranking.best.name}"
+    elif ranking.lower_is_better:
+        subject = f"Final {result.metric}, where lower is better"
     else:
-        subject = f"Final {metric}, where higher is better"
+        subject = f"Final {result.metric}, where higher is better"
     sentences = ranking.sentences(wording.PLAIN, "ends best, at", "worst, at")
-    figures["value"] = ranking.best.spread.mean
-    return SweepFinding("final", f"{subject}: {sentences}{caveat}", figures, plot)
+    return f"{subject}: {sentences}{caveat}"
 
 
-def _all_equal(ranking: Ranking) -> bool:
-    best = ranking.best.spread.mean
-    for group in ranking.groups:
-        if not abs(best - group.spread.mean) <= EQUAL * abs(best):
-            return False
-    return True
+def _unequal_horizons(sweep: SweepResult, groups: list[str]) -> dict[str, float]:
+    """Return the examples that each group saw, or an empty dict if these are equal.
 
-
-def _unequal_horizons(
-    sweep: SweepResult, groups: list[str], figures: dict[str, Any]
-) -> str:
-    """Return a caveat if the groups end after unequal numbers of examples.
-
-    In that case, add these numbers to `figures`. Otherwise return an empty string.
+    They count as equal if they differ by at most the largest batch of the sweep.
     """
     horizons = {}
     for group in groups:
@@ -275,16 +312,38 @@ def _unequal_horizons(
         if math.isfinite(seen):
             horizons[group] = seen
     if not horizons:
-        return ""
-    fewest = min(horizons.values())
-    most = max(horizons.values())
-    if most - fewest <= sweep.largest_batch:
-        return ""
-    figures["horizons"] = horizons
-    return (
-        f" These ends are not at equal examples: the groups saw from {number(fewest)} "
-        f"to {number(most)}."
-    )
+        return {}
+    if max(horizons.values()) - min(horizons.values()) <= sweep.largest_batch:
+        return {}
+    return horizons
+
+
+@dataclass(frozen=True)
+class TargetTimes(Result):
+    """The groups ranked by their times to the target.
+
+    Attributes:
+        target: the target.
+        at_most: the upper bound on the seconds to the target, for each group with a job
+            that met it at its first point. These groups are not ranked.
+        ranking: the groups in order, or None if no group can be ranked.
+    """
+
+    target: TargetLoss
+    at_most: dict[str, float]
+    ranking: Ranking | None
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            "metric": self.target.metric,
+            "target": self.target.value,
+            "all_reach": self.target.all_reach,
+            "at_most": self.at_most,
+        }
+        if self.ranking is not None:
+            figures |= self.ranking.figures()
+            figures["seconds"] = self.ranking.best.spread.mean
+        return figures
 
 
 def time_to_target(sweep: SweepResult) -> SweepFinding:
@@ -302,40 +361,43 @@ def time_to_target(sweep: SweepResult) -> SweepFinding:
         text = f"No target can be chosen: {why}."
         return SweepFinding("time_to_target", text)
 
-    text = _target_sentence(sweep, target)
-    figures: dict[str, Any] = {
-        "metric": target.metric,
-        "target": target.value,
-        "all_reach": target.all_reach,
-    }
-    times = sweep.target_values("seconds")
     bounds = {}
     for group, jobs in sweep.groups.items():
         bound = target.bound(jobs, "seconds")
         if bound is not None:
             bounds[group] = bound
-    figures["at_most"] = bounds
-    not_ranked = _bounds_sentence(bounds)
-    if not times:
-        if not bounds:
-            text += "; no group reached it with all of its seeds"
-        text += f".{not_ranked}"
-        return SweepFinding("time_to_target", text, figures)
+    ranking = None
+    times = sweep.target_values("seconds")
+    if times:
+        ranking = Ranking.by_mean(times, lower_is_better=True)
+    result = TargetTimes(target, bounds, ranking)
 
-    ranking = Ranking.by_mean(times, lower_is_better=True)
+    text = f"{_target_sentence(sweep, target)}{_reached_sentences(result)}"
+    if ranking is None:
+        return SweepFinding("time_to_target", text, result)
+    text += shared_device_caveat(sweep)
+    return SweepFinding("time_to_target", text, result, "time_to_target")
+
+
+def _reached_sentences(result: TargetTimes) -> str:
+    """Return the end of the sentence on the target, and who reached it."""
+    not_ranked = _bounds_sentence(result.at_most)
+    ranking = result.ranking
+    if ranking is None:
+        if result.at_most:
+            return f".{not_ranked}"
+        return f"; no group reached it with all of its seeds.{not_ranked}"
+
     leads = "gets there first, after"
-    if bounds:
+    if result.at_most:
         leads = "gets there first of the others, after"
     sentences = ranking.sentences(wording.SECONDS, leads, "last, after")
     if len(ranking.groups) == 1:
         who = "It is reached"
-        if bounds or ranking.best.same:
+        if result.at_most or ranking.best.same:
             who = f"{ranking.best.title} reached it"
         sentences = f"{who} after {sentences}"
-    text += f".{not_ranked} {sentences}{shared_device_caveat(sweep)}"
-    figures |= ranking.figures()
-    figures["seconds"] = ranking.best.spread.mean
-    return SweepFinding("time_to_target", text, figures, "time_to_target")
+    return f".{not_ranked} {sentences}"
 
 
 def _bounds_sentence(bounds: dict[str, float]) -> str:

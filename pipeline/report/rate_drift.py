@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.report.comparison import VALIDATION_LOSS, SweepResult
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import LOSS, JobResult, grouped
 from pipeline.report.statistics import Array
 from pipeline.report.wording import count, joined
@@ -61,7 +61,7 @@ class BatchLosses:
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(Result):
     """How far the best learning rate of a recipe moves when the batch doubles.
 
     Attributes:
@@ -144,6 +144,19 @@ class Drift:
         }
 
 
+@dataclass(frozen=True)
+class LeastDrift(Result):
+    """The recipes by their drifts.
+
+    Attributes:
+        order: the recipes, that with the smallest drift first.
+        still: the recipes whose interval includes a drift of 0.
+    """
+
+    order: list[str]
+    still: list[str]
+
+
 def drifts(sweep: SweepResult) -> list[Drift]:
     """Return the drift of each recipe with enough rates and batches.
 
@@ -164,7 +177,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     judged = []
     for index, drift in enumerate(drifts(sweep)):
         text = _sentence(drift)
-        yield SweepFinding("rate_drift", text, drift.figures(), loss_by_rate_key(index))
+        yield SweepFinding("rate_drift", text, drift, loss_by_rate_key(index))
         if drift.interval is not None:
             judged.append(drift)
 
@@ -366,5 +379,4 @@ def _least_drift(judged: Sequence[Drift]) -> SweepFinding:
         f"of the batch, {joined(texts)}. Within the seeds it stays where it is with "
         f"{joined(still) or 'none of them'}."
     )
-    figures = {"order": names, "still": still}
-    return SweepFinding("rate_drift", text, figures)
+    return SweepFinding("rate_drift", text, LeastDrift(names, still))

@@ -100,7 +100,8 @@ def _updates(job: JobResult) -> float:
 def groups_table(sweep: SweepResult) -> Table:
     """Return the table with one row per group, which shows means over seeds.
 
-    Groups are in the order of their first jobs in the plan of the sweep. Columns without a finite value are left out.
+    Groups are in the order of their first jobs in the plan of the sweep. Columns
+    without a finite value are left out.
     """
     shown = []
     for column in columns(sweep):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from pipeline.config import key_kinds
 from pipeline.config.schema import Kind
 from pipeline.report import statistics
 from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import LOSS, Curve, JobResult, grouped, jobs_with
 from pipeline.report.wording import count, joined, number
 
@@ -68,7 +69,7 @@ class TrajectoryPair:
         """Whether all updates up to the first difference were logged."""
         return int(self.curve.steps[self.begin]) == self.begin + 1
 
-    @property
+    @cached_property
     def cause(self) -> "Cause":
         """The cause of the difference, and the update that shows it.
 
@@ -199,13 +200,13 @@ def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:
 
 
 @dataclass(frozen=True)
-class PairDifferences:
+class PairDifferences(Result):
     """The differences between the training losses of job pairs in one precision."""
 
     precision: str
     pairs: list[TrajectoryPair]
 
-    @property
+    @cached_property
     def worst(self) -> TrajectoryPair:
         return max(self.pairs, key=lambda pair: pair.largest)
 
@@ -236,7 +237,7 @@ class PairDifferences:
             updates[level] = min(first_steps, default=None)
         return updates
 
-    @property
+    @cached_property
     def parted(self) -> list[TrajectoryPair]:
         """The pairs whose differences are not all explained by rounding."""
         return [pair for pair in self.pairs if not _is_rounding(pair)]
@@ -245,49 +246,94 @@ class PairDifferences:
         """Return the parted pairs whose `Cause.kind` is `kind`."""
         return [pair for pair in self.parted if pair.cause.kind == kind]
 
+    @property
+    def agree(self) -> bool:
+        """Whether rounding explains the differences of all pairs at every update."""
+        return not self.parted
+
+    @property
+    def rounding(self) -> bool | None:
+        """Whether rounding set all parted pairs apart, or None if that is unknown."""
+        if self.parted_by("other"):
+            return False
+        if self.parted_by("unknown"):
+            return None
+        return True
+
+    @property
+    def amplification(self) -> "Amplification | None":
+        """How training amplified the rounding of the worst pair, if that is known."""
+        curve = self.worst.curve
+        if self.agree or not self.rounding or not self.worst.begin_is_known:
+            return None
+        if not math.isfinite(self.worst.largest):
+            return None
+        begin = self.worst.begin
+        return Amplification(
+            update=int(curve.steps[begin]),
+            difference=float(curve.values[begin]),
+            times=self.worst.largest / float(curve.values[begin]),
+        )
+
     def figures(self) -> dict[str, Any]:
-        parted = self.parted
-        return {
+        figures = {
             "precision": self.precision,
             "pairs": len(self.pairs),
             "updates": int(self.worst.curve.steps.size),
-            "agree": not parted,
+            "agree": self.agree,
             "first": self.first,
             "largest": self.worst.largest,
             "at": self.largest_at,
             "above": self.first_update_above,
             "by_rounding": len(self.parted_by("rounding")),
         }
+        if self.amplification is not None:
+            figures["amplified"] = self.amplification.times
+        if not self.agree:
+            figures["rounding"] = self.rounding
+        return figures
+
+
+@dataclass(frozen=True)
+class Amplification:
+    """How training amplified a difference that rounding had caused.
+
+    Attributes:
+        update: the first update with a difference.
+        difference: the relative difference at this update.
+        times: the largest difference, relative to this one.
+    """
+
+    update: int
+    difference: float
+    times: float
 
 
 def _trajectory_finding(differences: PairDifferences) -> SweepFinding:
-    figures = differences.figures()
-    if figures["agree"]:
+    if differences.agree:
         text = _agreement(differences)
-        return SweepFinding("trajectories", text, figures, "difference")
-
-    text = _how_far_they_part(differences)
-    worst = differences.worst
-    by_other = differences.parted_by("other")
-    by_unknown = differences.parted_by("unknown")
-    if by_other:
-        text += _why_more_than_rounding(by_other)
-        figures["rounding"] = False
-    elif by_unknown:
-        text += _why_unknown(by_unknown[0])
-        figures["rounding"] = None
     else:
-        figures["rounding"] = True
-        if worst.begin_is_known and math.isfinite(worst.largest):
-            update = int(worst.curve.steps[worst.begin])
-            begin = float(worst.curve.values[worst.begin])
-            figures["amplified"] = worst.largest / begin
-            text += (
-                f" Rounding set {worst.base.name} and {worst.other.name} apart by "
-                f"{number(begin)} at update {update}, and training amplified that "
-                f"{number(worst.largest / begin)} times."
-            )
-    return SweepFinding("trajectories", text, figures, "difference")
+        text = _how_far_they_part(differences) + _cause_sentence(differences)
+    return SweepFinding("trajectories", text, differences, "difference")
+
+
+def _cause_sentence(differences: PairDifferences) -> str:
+    """Return a sentence on what set the pairs apart; empty if nothing can be said."""
+    by_other = differences.parted_by("other")
+    if by_other:
+        return _why_more_than_rounding(by_other)
+    by_unknown = differences.parted_by("unknown")
+    if by_unknown:
+        return _why_unknown(by_unknown[0])
+    amplification = differences.amplification
+    if amplification is None:
+        return ""
+    worst = differences.worst
+    return (
+        f" Rounding set {worst.base.name} and {worst.other.name} apart by "
+        f"{number(amplification.difference)} at update {amplification.update}, and "
+        f"training amplified that {number(amplification.times)} times."
+    )
 
 
 def _agreement(differences: PairDifferences) -> str:

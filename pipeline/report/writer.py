@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -165,7 +165,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     sweep_findings = summarize(read_sweep)
     page = out / "report.html"
     html = _page(read_sweep, sweep_findings)
-    data = finite([asdict(finding) for finding in sweep_findings])
+    data = finite([finding.entry() for finding in sweep_findings])
 
     out.mkdir(parents=True, exist_ok=True)
     page.write_text(html, encoding="utf-8")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from pipeline.report import comparison, parent_verdict, writer
-from pipeline.report.findings import SweepFinding
+from pipeline.report.equal_budget import BudgetContrast, Setting
+from pipeline.report.seed_differences import BestAgainstBest, Difference
+from pipeline.report.verdict import Verdict
 from pipeline.sweep import mlflow_view
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from tests import synthetic
@@ -121,24 +124,35 @@ def test_a_sweep_that_is_running_has_no_verdict_in_its_parent_run(store):
     assert not parent(made).tags[parent_verdict.NOTE].startswith("**Accum")
 
 
-def verdict_of(recipe: str, **more: Any) -> SweepFinding:
-    contrast = {"difference": -0.5, "interval": [-1.0, float("inf")]}
-    figures = {
-        "recipe": recipe,
-        "micro": 8,
-        "headline": f"{recipe}: Accumulate by 4",
-        "seeds": 1,
-        "take_factor": None,
-        "examples": contrast,
-        **more,
-    }
-    return SweepFinding(
-        "verdict", f"{recipe}: Accumulate by 4: " + "words " * 900, figures
+def verdict_of(recipe: str, state: str = "few") -> Verdict:
+    """Return a verdict with one seed, and 900 words of remarks."""
+    difference = Difference(-0.5, None, 0, 1, paired=True)
+    contrast = BudgetContrast(
+        axis="examples",
+        budget=1024,
+        state=state,
+        base=Setting("factor=1", 1, {"0": 2.0}),
+        other=Setting("factor=4", 4, {"0": 1.5}),
+        result=BestAgainstBest(0, 0, -0.5, -1.0, math.inf, difference),
+        best_by_factor={},
+        without=[],
+        more_seeds=2,
+    )
+    return Verdict(
+        recipe=recipe,
+        micro=8,
+        metric="val/loss",
+        contrasts=[contrast],
+        reasons={"seconds": "no job logged its time"},
+        memory_ratio=1.0,
+        rates={},
+        command="",
+        remarks=" words" * 900,
     )
 
 
 def test_several_verdicts_have_names_of_their_own():
-    verdicts = [verdict_of("scaling=none"), verdict_of("scaling=sqrt", take_factor=4)]
+    verdicts = [verdict_of("scaling=none"), verdict_of("scaling=sqrt", "pays")]
     values = parent_verdict.metrics(verdicts)
     # One seed is no look, and what is not finite is no metric.
     assert values == {
@@ -161,7 +175,9 @@ def test_a_long_verdict_leaves_room_for_the_results(store):
     assert described.endswith(note.partition("\n")[2].strip("\n"))
     # A description that somebody wrote is kept.
     own = parent_verdict.with_verdicts("My own words.", verdicts[:1])
-    assert own.startswith("<!-- verdict -->\n> scaling=none: Accumulate by 4")
+    assert own.startswith(
+        "<!-- verdict -->\n> scaling=none: There are not enough seeds"
+    )
     assert own.endswith("\nMy own words.")
     assert parent_verdict.with_verdicts(own, verdicts[:1]) == own
 
@@ -189,7 +205,7 @@ def test_what_somebody_wrote_is_kept_through_any_number_of_reports(note):
     for _ in range(4):
         described = parent_verdict.with_verdicts(described, verdicts)
     assert described == once
-    assert described.count("Accumulate by 4: words") == 2
+    assert described.count("> scaling=") == 2
     assert "\n>\n>\n" not in described
     assert described.endswith(note.partition("\n")[2])
 
@@ -202,7 +218,8 @@ def test_a_verdict_of_an_earlier_version_is_replaced():
     """Those had no comments around them."""
     link = "[Compare the runs of this sweep](#x)."
     former = f"**Old: yes.** {link}\n\n> Old: yes\n>\n> Old: no\n\n**name**\n\n> Mine."
-    described = parent_verdict.with_verdicts(former, [verdict_of("scaling=none")])
+    verdict = verdict_of("scaling=none")
+    described = parent_verdict.with_verdicts(former, [verdict])
     assert "Old" not in described
-    assert described.startswith(f"**scaling=none: Accumulate by 4.** {link}\n<!-- ")
+    assert described.startswith(f"**{verdict.headline}.** {link}\n<!-- ")
     assert described.endswith("-->\n\n**name**\n\n> Mine.")
