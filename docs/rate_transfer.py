@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib
 
-from pipeline.report import comparison, html_page, plots
+from pipeline.report import html_page, plots, reading
 from pipeline.report.html_page import Plot, Trace
 
 
@@ -36,7 +36,7 @@ def draw(store: str, sweep: str) -> None:
     from matplotlib import pyplot
 
     loss_plots = []
-    for plot in plots.draw(comparison.read(store, sweep)):
+    for plot in plots.draw(reading.read(store, sweep)):
         if plot.key.startswith("loss_by_rate"):
             loss_plots.append(plot)
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from pipeline.config.stages import STAGES
 from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.html_page import Plot, axis, trace
 from pipeline.report.job_results import LOSS, JobResult, grouped
 from pipeline.report.noise_scale import UNMEASURED, beside_measured, noise_scale
 from pipeline.report.statistics import Array, Spread
+from pipeline.report.sweep_result import SweepResult
 
 # A larger batch counts as no worse if its loss is at most this much higher, as in
 # Merrill et al. 2025.

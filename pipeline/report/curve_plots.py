@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report.comparison import SweepResult
 from pipeline.report.html_page import RESULT, Plot, Trace, axis, plot_key, trace
 from pipeline.report.job_results import (
     AXES,
@@ -18,6 +17,7 @@ from pipeline.report.job_results import (
 )
 from pipeline.report.noise_scale import NOISE
 from pipeline.report.statistics import Array
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.trajectories import trajectory_pairs
 
 POINTS = 600  # maximum points per curve; a longer curve is plotted as means

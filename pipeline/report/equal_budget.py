@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import wording
-from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import JobResult, by_group
 from pipeline.report.seed_differences import (
     FEWEST_SEEDS,
@@ -17,6 +16,7 @@ from pipeline.report.seed_differences import (
     chance_of_look,
     values_by_seed,
 )
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import joined, number
 
 # The axes of `AXES` that can be a budget, with their names in sentences.

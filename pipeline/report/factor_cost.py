@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.report import wording
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import Result, SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
     EXAMPLES_PER_SECOND,
@@ -17,6 +16,7 @@ from pipeline.report.job_results import (
     grouped,
     pooled,
 )
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import Scale
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import NO_RUN, JobResult, grouped
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import count, joined
 
 

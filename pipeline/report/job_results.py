@@ -21,6 +21,7 @@ AXES = {
     "seconds": "seconds in updates",
 }
 LOSS = "train/loss"
+VALIDATION_LOSS = "val/loss"
 LEARNING_RATE = "train/learning_rate"
 UPDATE_SECONDS = "perf/update_seconds"
 EXAMPLES_PER_SECOND = "perf/examples_per_second"

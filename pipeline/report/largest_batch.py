@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import JobResult, grouped
 from pipeline.report.seed_differences import (
@@ -17,6 +16,7 @@ from pipeline.report.seed_differences import (
     values_by_seed,
 )
 from pipeline.report.statistics import CHANCE, Spread, Tradeoff
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import joined, number
 
 # A batch pays if it needs at most this many times the minimum number of examples over

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import Result, SweepFinding, results_of
 from pipeline.report.job_results import NO_RUN, finished_jobs
 from pipeline.report.largest_batch import LargestBatch
 from pipeline.report.ranking import FinalResult, Ranking, TargetTimes, is_reversed
 from pipeline.report.seed_differences import FEWEST_SEEDS, difference
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.trajectories import PairDifferences
 from pipeline.report.verdict import Verdict, command_for_seeds
 from pipeline.report.wording import count, number
@@ -178,7 +178,7 @@ def _better_final(
     best = final.ranking.best
     if recommended in (best.name, *best.same):
         return ""
-    values = sweep.end_values
+    values = sweep.ends
     chance = ""
     if recommended in values:
         lead = difference(best.values, values[recommended])

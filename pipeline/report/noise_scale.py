@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import JobResult, jobs_with
 from pipeline.report.largest_batch import BatchCosts
 from pipeline.report.statistics import Spread
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import count, number
 
 NOISE = "train/gradient_noise_scale"

@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.report.comparison import SEEDS_OF_VERDICT, SweepResult
 from pipeline.report.findings import SweepFinding, results_of
+from pipeline.report.reading import SEEDS_OF_VERDICT
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.verdict import Verdict
 from pipeline.tracking.foreign_store import LONGEST_TAG
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.report import wording
-from pipeline.report.comparison import SweepResult, TargetLoss
 from pipeline.report.findings import Result, SweepFinding, shared_device_caveat
 from pipeline.report.html_page import plot_key
 from pipeline.report.job_results import LOSS, finished_jobs
 from pipeline.report.seed_differences import Difference, Values, difference
 from pipeline.report.statistics import EQUAL, Spread, spread
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.target import TargetLoss
 from pipeline.report.wording import Scale, count, joined, number
 
 
@@ -263,7 +264,7 @@ class FinalResult(Result):
 def final_result(sweep: SweepResult) -> SweepFinding:
     """Report which group has the best final result, and whether chance explains it."""
     metric = sweep.quality
-    values_by_group = sweep.end_values
+    values_by_group = sweep.ends
     if metric is None or not values_by_group:
         text = "There is no final metric to compare: no job has finished with one."
         return SweepFinding("final", text)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report.comparison import VALIDATION_LOSS, SweepResult
 from pipeline.report.findings import Result, SweepFinding
-from pipeline.report.job_results import LOSS, JobResult, grouped
+from pipeline.report.job_results import LOSS, VALIDATION_LOSS, JobResult, grouped
 from pipeline.report.statistics import Array
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import count, joined
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.report import rate_drift
-from pipeline.report.comparison import SweepResult
 from pipeline.report.html_page import RESULT, Plot, Trace, axis, plot_key, trace
 from pipeline.report.job_results import (
     AXES,
@@ -21,6 +20,7 @@ from pipeline.report.job_results import (
 from pipeline.report.noise_scale import noise_scale
 from pipeline.report.rate_drift import Drift
 from pipeline.report.statistics import Spread
+from pipeline.report.sweep_result import SweepResult
 
 BARS = "Bars: ± one sample standard deviation over seeds"
 _LAST_COLOR = 7  # gray

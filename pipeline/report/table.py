@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from pipeline.common.errors import printable
-from pipeline.report.comparison import SweepResult
+from pipeline.report import statistics
 from pipeline.report.job_results import (
     EXAMPLES_PER_SECOND,
     EXAMPLES_SEEN,
@@ -28,6 +30,7 @@ from pipeline.report.job_results import (
 )
 from pipeline.report.noise_scale import noise_scale
 from pipeline.report.statistics import Spread
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import PLAIN, SECONDS, SIZE, Scale, number
 
 _NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
@@ -160,7 +163,9 @@ def best_by_value(sweep: SweepResult) -> Table:
             if best is None:
                 continue
             text = value if isinstance(value, str) else number(value)
-            rows.append([f"{key}={text}", sweep.ends[best].text(), best])
+            result = statistics.spread(list(sweep.ends[best].values()))
+            if result is not None:
+                rows.append([f"{key}={text}", result.text(), best])
     head = ["value", f"best final {sweep.quality}", "with"]
     return Table("Best by value", head, rows)
 
@@ -171,7 +176,8 @@ def _best_group(sweep: SweepResult, jobs: list[JobResult]) -> str | None:
     ends = []
     for group in by_group(jobs):
         if group in sweep.ends:
-            ends.append((sign * sweep.ends[group].mean, group))
+            mean = float(np.mean(list(sweep.ends[group].values())))
+            ends.append((sign * mean, group))
     if not ends:
         return None
     _, best = min(ends)

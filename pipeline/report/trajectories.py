@@ -12,9 +12,9 @@ from pipeline.common.rounding import IN_TF32, TF32
 from pipeline.config import key_kinds
 from pipeline.config.schema import Kind
 from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import LOSS, Curve, JobResult, grouped, jobs_with
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import count, joined, number
 
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.comparison import SweepResult
 from pipeline.report.equal_budget import (
     BUDGETS,
     BudgetContrast,
@@ -27,6 +26,7 @@ from pipeline.report.job_results import (
     grouped,
     pooled,
 )
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import count, joined, number
 from pipeline.tracking.foreign_store import again_command
 

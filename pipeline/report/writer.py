@@ -1,8 +1,8 @@
 """`pipeline report`: write the files of a sweep's report from data in MLflow only.
 
-comparison.read ─┬► summarize (findings) ─┐
-                 ├► table ────────────────┼► report.html, jobs.csv, findings.json
-                 └► plots.draw ───────────┘
+reading.read ─┬► summarize (findings) ─┐
+              ├► table ────────────────┼► report.html, jobs.csv, findings.json
+              └► plots.draw ───────────┘
 """
 
 import json
@@ -16,7 +16,6 @@ from urllib.parse import unquote, urlsplit
 from pipeline.common.errors import ConfigError, Parser, printable, say
 from pipeline.config import compose
 from pipeline.report import (
-    comparison,
     critical_batch,
     factor_cost,
     findings,
@@ -27,11 +26,11 @@ from pipeline.report import (
     plots,
     ranking,
     rate_drift,
+    reading,
     table,
     trajectories,
     verdict,
 )
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import render
 from pipeline.report.job_results import (
@@ -43,6 +42,7 @@ from pipeline.report.job_results import (
     comparable_state,
     jobs_with,
 )
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import count, finite
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import artifact_locations
@@ -161,7 +161,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
         out: the folder for the files, which is created if necessary.
         allow: locations where artifacts may be.
     """
-    read_sweep = comparison.read(uri, sweep, allow)
+    read_sweep = reading.read(uri, sweep, allow)
     sweep_findings = summarize(read_sweep)
     page = out / "report.html"
     html = _page(read_sweep, sweep_findings)

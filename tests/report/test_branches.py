@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.report import comparison, critical_batch, wording, writer
+from pipeline.report import critical_batch, reading, wording, writer
 from pipeline.report.critical_batch import TOLERANCE, Branch, measure
 from pipeline.report.job_results import Curve, JobResult
 from tests import synthetic
@@ -245,11 +245,11 @@ def test_what_is_larger_than_a_missing_branch_is_not_judged(tmp_path):
     losses = {32: 2.0, 64: 2.005, 128: 2.004, 256: 2.003}
     finished = dict.fromkeys(losses, "FINISHED")
     complete = branches_sweep(store, losses, finished)
-    results = comparison.read(store.uri, complete.run_id)
+    results = reading.read(store.uri, complete.run_id)
     assert critical_batch.measured(results).critical == 256
 
     failed = branches_sweep(store, losses, finished | {128: "FAILED"})
-    results = comparison.read(store.uri, failed.run_id)
+    results = reading.read(store.uri, failed.run_id)
     assert critical_batch.measured(results).critical == 64
 
 
@@ -323,7 +323,7 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
         "40 examples. It is below the critical batch that was measured here"
     )
 
-    results = comparison.read(store.uri, sweep.run_id)
+    results = reading.read(store.uri, sweep.run_id)
     (plot,) = critical_batch.branch_plots(results)
     names = [drawn["name"] for drawn in plot.data]
     assert names == ["branches", "lowest + 0.01", "critical batch", "noise scale"]

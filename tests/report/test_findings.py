@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from pipeline.report import (
-    comparison,
     curve_plots,
     job_results,
     next_steps,
     plots,
     ranking,
+    reading,
     table,
     writer,
 )
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot
 from pipeline.report.job_results import Curve, JobResult
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.writer import summarize
 from pipeline.sweep.parent_run import set_tag
 from tests import synthetic
@@ -36,7 +36,7 @@ def store(tmp_path_factory):
 
 
 def read(sweep: PlantedSweep) -> SweepResult:
-    return comparison.read(sweep.store.uri, sweep.run_id)
+    return reading.read(sweep.store.uri, sweep.run_id)
 
 
 def all_findings(sweep: PlantedSweep) -> list[SweepFinding]:

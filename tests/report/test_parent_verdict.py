@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.report import comparison, parent_verdict, writer
+from pipeline.report import parent_verdict, reading, writer
 from pipeline.report.equal_budget import BudgetContrast, Setting
 from pipeline.report.seed_differences import BestAgainstBest, Difference
 from pipeline.report.verdict import Verdict
@@ -82,7 +82,7 @@ def test_the_description_begins_with_the_verdict_and_keeps_the_rest(store, capsy
 def test_its_figures_are_metrics_of_the_parent_run(store):
     made = sweep_in(store)
     writer.publish(store.uri, made.run_id, [])
-    sweep = comparison.read(store.uri, made.run_id)
+    sweep = reading.read(store.uri, made.run_id)
     verdict = writer.summarize(sweep)[0]
     assert verdict.topic == "verdict"
     low, high = verdict.figures["examples"]["interval"]
@@ -98,14 +98,14 @@ def test_its_figures_are_metrics_of_the_parent_run(store):
 def test_a_verdict_with_more_seeds_is_one_more_look(store):
     """Seeds are added, and the interval is wider than that of a first look."""
     made = sweep_in(store)
-    assert comparison.read(store.uri, made.run_id).looks == ()
+    assert reading.read(store.uri, made.run_id).looks == ()
     writer.publish(store.uri, made.run_id, [])
     writer.publish(store.uri, made.run_id, [])
-    assert comparison.read(store.uri, made.run_id).looks == (3,)
+    assert reading.read(store.uri, made.run_id).looks == (3,)
 
     add_jobs(made, {1: [2.01], 4: [1.8]}, first=3)
     writer.publish(store.uri, made.run_id, [])
-    assert comparison.read(store.uri, made.run_id).looks == (3, 4)
+    assert reading.read(store.uri, made.run_id).looks == (3, 4)
     at_once = sweep_in(store, {1: [*LOSSES[1], 2.01], 4: [*LOSSES[4], 1.8]})
     writer.publish(store.uri, at_once.run_id, [])
 

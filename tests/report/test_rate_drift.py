@@ -10,9 +10,9 @@ import pytest
 from plotly import graph_objects
 
 from pipeline.report import plots, rate_drift
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.rate_drift import Drift
+from pipeline.report.sweep_result import SweepResult
 from tests import synthetic
 
 RATES = [2.0**exponent for exponent in range(-9, -2)]

@@ -12,11 +12,11 @@ import yaml
 
 from pipeline.config import compose
 from pipeline.report import largest_batch, plots, table
-from pipeline.report.comparison import EVALUATIONS, SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.report.largest_batch import batch_costs
 from pipeline.report.statistics import CHANCE
+from pipeline.report.sweep_result import EVALUATIONS, SweepResult
 from pipeline.report.writer import summarize
 from tests import synthetic
 

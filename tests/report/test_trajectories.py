@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.report import comparison, next_steps
+from pipeline.report import next_steps, reading
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.report.trajectories import same_trajectory
@@ -19,7 +19,7 @@ def store(tmp_path_factory):
 
 
 def finding_of(sweep: PlantedSweep) -> SweepFinding:
-    (finding,) = same_trajectory(comparison.read(sweep.store.uri, sweep.run_id))
+    (finding,) = same_trajectory(reading.read(sweep.store.uri, sweep.run_id))
     return finding
 
 

@@ -11,9 +11,9 @@ import pytest
 from scipy.special import stdtrit
 
 from pipeline.report import verdict
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.writer import TOPICS, summarize
 from tests import synthetic
 
