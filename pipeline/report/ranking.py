@@ -16,7 +16,7 @@ from pipeline.report.seed_differences import Difference, Values, difference
 from pipeline.report.statistics import EQUAL, Spread, spread
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.target import TargetLoss
-from pipeline.report.wording import Scale, count, joined, number
+from pipeline.report.wording import Scale, count, joined, number, plus_minus
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Ranking:
             return (
                 f"The next is {name}, {lead_text} {where}; {why}, chance is not known."
             )
-        interval = Spread(distance, half_width, 2).text(scale)
+        interval = plus_minus(distance, half_width, scale)
         method = "95%, Welch"
         if lead.paired:
             method = f"95%, over {count(lead.seeds, 'pair')} of one seed"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.report.wording import PLAIN, Scale, number, unit_of
+from pipeline.report.wording import PLAIN, Scale, number, plus_minus
 
 Array = NDArray[np.float64]
 
@@ -31,24 +31,10 @@ class Spread:
     count: int  # number of values, such as one per seed
 
     def text(self, scale: Scale = PLAIN) -> str:
-        """Return `mean ± deviation`, both in the unit of the mean.
-
-        Both have as many decimals as two significant digits of the deviation need, so
-        none if the deviation in this unit is 10 or more. If the deviation is 0 or below
-        1e-7, or if the magnitude of one of the two is a million or more, `number`
-        formats both instead. Return the mean alone if the deviation is None or not
-        finite.
-        """
+        """Return `mean ± deviation`, or the mean alone if the deviation is unknown."""
         if self.deviation is None or not math.isfinite(self.deviation):
             return number(self.mean, scale)
-
-        unit = unit_of(self.mean, scale)
-        mean = self.mean / unit.divisor
-        deviation = self.deviation / unit.divisor
-        if deviation >= 1e-7 and max(abs(mean), deviation) < 1e6:
-            digits = max(1 - math.floor(math.log10(deviation)), 0)
-            return f"{mean:.{digits}f} ± {deviation:.{digits}f}{unit.name}"
-        return f"{number(mean)} ± {number(deviation)}{unit.name}"
+        return plus_minus(self.mean, self.deviation, scale)
 
 
 def spread(values: Sequence[float]) -> Spread | None:

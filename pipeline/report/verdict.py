@@ -366,7 +366,8 @@ def _clause(contrast: BudgetContrast, metric: str) -> str:
     elif math.isinf(least) or math.isinf(most):
         certainty = "chance is not known, as the seeds do not vary"
     else:
-        certainty = f"95%: {number(least)} to {number(most)}"
+        # The interval of a look has a higher level, see `chance_of_look`.
+        certainty = f"95% over all looks: {number(least)} to {number(most)}"
     factor = contrast.other.factor
     if contrast.state == "few":
         seeds = count(contrast.more_seeds, "more seed")

@@ -56,6 +56,23 @@ def unit_of(value: float, scale: Scale) -> Unit:
     raise ValueError(f"no unit of the scale is for {value}")
 
 
+def plus_minus(value: float, deviation: float, scale: Scale = PLAIN) -> str:
+    """Return `value ± deviation`, both in the unit of the value.
+
+    Both have as many decimals as two significant digits of the deviation need, so none
+    if the deviation in this unit is 10 or more. If the deviation is 0 or below 1e-7, or
+    if the magnitude of one of the two is a million or more, `number` formats both
+    instead.
+    """
+    unit = unit_of(value, scale)
+    value /= unit.divisor
+    deviation /= unit.divisor
+    if deviation >= 1e-7 and max(abs(value), deviation) < 1e6:
+        digits = max(1 - math.floor(math.log10(deviation)), 0)
+        return f"{value:.{digits}f} ± {deviation:.{digits}f}{unit.name}"
+    return f"{number(value)} ± {number(deviation)}{unit.name}"
+
+
 def count(n: int, noun: str) -> str:
     """Return `n` followed by the noun, which is plural unless `n` is 1."""
     if n == 1:

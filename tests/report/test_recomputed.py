@@ -497,7 +497,7 @@ def check_contrast(text: str, word: str, differences: dict[int, list[float]]) ->
     interval = [min(lower_ends), min(upper_ends)]
     if direction == "lower":
         interval = [-interval[1], -interval[0]]
-    found = re.match(rf"95%: {NUMBER} to {NUMBER}", match[2])
+    found = re.match(rf"95% over all looks: {NUMBER} to {NUMBER}", match[2])
     assert found, match[2]
     assert float(found[1]) == pytest.approx(interval[0], rel=1e-3, abs=1e-6)
     assert float(found[2]) == pytest.approx(interval[1], rel=1e-3, abs=1e-6)

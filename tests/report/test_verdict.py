@@ -136,7 +136,7 @@ def test_the_sentence_and_its_figures():
     assert figures["interval"] == pytest.approx(expected, abs=1e-5)
     assert (
         "at equal examples val/loss with factor 4, the best above 1, is lower by 0.2 "
-        "(95%: 0.1304 to 0.2485) (3 seeds, paired)"
+        "(95% over all looks: 0.1304 to 0.2485) (3 seeds, paired)"
     ) in finding.text
 
     equal = verdict_of(sweep_of({1: [2.0, 2.02], 4: [2.0, 2.01, 2.02]}))
