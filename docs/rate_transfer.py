@@ -72,7 +72,7 @@ def draw_plot(axes: Any, plot: Plot) -> None:
 def style_of(trace: Trace) -> dict[str, Any]:
     """Return the style of a curve of one batch size, or of the line of best rates."""
     name = trace["name"]
-    color = html_page.LIGHT[trace["meta"]["colour"]]
+    color = html_page.LIGHT[trace["meta"]["color"]]
     if name == "best rate":
         return {
             "color": color,

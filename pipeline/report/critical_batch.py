@@ -365,8 +365,8 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
     seeds = {job.seed for job in sweep.jobs} - {None}
     if len(seeds) < 2:
         text += (
-            " With one seed the interval is of the examples' chance alone, and too "
-            "narrow: add seed=0,1,2."
+            " With one seed, the interval covers only which examples were drawn, and "
+            "is too narrow: add seed=0,1,2."
         )
     return text
 

@@ -78,7 +78,7 @@ def _curve_plot(
         for drawn in _group_traces(group, jobs, metric, along, color):
             if drawn["x"]:
                 # The legend of the page hides and shows a group in all plots.
-                meta = {"colour": color, "group": group}
+                meta = {"color": color, "group": group}
                 traces.append(drawn | {"showlegend": False, "meta": meta})
 
     if any("hoverinfo" in drawn for drawn in traces):

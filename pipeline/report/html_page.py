@@ -6,8 +6,8 @@ the light or the dark theme.
 
 import html
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def trace(
         "line": {"dash": DASHES[color % len(DASHES)], "width": 2.2},
         "marker": {"symbol": MARKS[color % len(MARKS)], "size": 8},
         "hovertemplate": f"{name}<br>{point}<extra></extra>",
-        "meta": {"colour": color},
+        "meta": {"color": color},
     }
     if any(error):
         drawn["error_y"] = {
@@ -153,19 +153,45 @@ def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str
     return drawn
 
 
-def render(
-    title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any
-) -> str:
-    """Render the template `report.html` as a page.
+@dataclass(frozen=True)
+class SweepParts:
+    """The parts of a page that only the page of a sweep has.
 
-    The comment at the start of the template lists the variables, including those in
-    `sweep`.
+    Attributes:
+        findings: the findings, each with its `topic`, `text`, `figures` and `plot`.
+        topics: the headings of the findings, by topic.
+        question: the question that the sweep asks.
+        tables: the tables, each with its `heading`, `head` and `rows`.
+        groups: the names of the groups that can be hidden.
+        averaged: the state of the jobs that were averaged, if there are seeds to
+            average; otherwise empty.
+        absent: the metrics that no run has.
     """
-    from jinja2 import Environment, FileSystemLoader
+
+    findings: Sequence[Any] = ()
+    topics: Mapping[str, str] = field(default_factory=dict)
+    question: str = ""
+    tables: Sequence[Any] = ()
+    groups: Sequence[str] = ()
+    averaged: str = ""
+    absent: Sequence[str] = ()
+
+
+def render(
+    title: str,
+    about: str,
+    plots: Sequence[Plot],
+    footer: str,
+    sweep: SweepParts = SweepParts(),
+) -> str:
+    """Render the template `report.html` as a page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
     folder = Path(__file__).parent
-    environment = Environment(loader=FileSystemLoader(folder), autoescape=True)
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined
+    )
     template = environment.get_template("report.html")
     return template.render(
         title=title,
@@ -176,5 +202,5 @@ def render(
         dark=DARK,
         dashes=DASHES,
         plotly=get_plotlyjs(),
-        **sweep,
+        sweep=sweep,
     )

@@ -119,7 +119,7 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
         if verdict.better is not None:
             taken.append(verdict.better.group)
     if len(taken) == 1:
-        text = f"Take {taken[0]}, by whether accumulating pays."
+        text = f"Take {taken[0]}: the verdict on accumulating recommends it."
         text += _better_final(sweep, earlier, taken[0])
         yield SweepFinding("next", text, Recommendation(taken[0], None))
 
@@ -144,8 +144,8 @@ def _take_fastest(
 
     if recommended != fastest:
         text = (
-            f"On this machine take {recommended}, by whether accumulating pays; "
-            f"{fastest} reached the target first."
+            f"On this machine take {recommended}: the verdict on accumulating "
+            f"recommends it, though {fastest} reached the target first."
         )
     else:
         text = f"On this machine take {recommended}: it reached the target first"

@@ -1,4 +1,4 @@
-"""A sweep: its jobs, how they are grouped, and the values by which they are compared."""
+"""A sweep: its jobs, how they are grouped, and the values that are compared."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Whether jobs that should train the same trajectory do so, and what sets them apart."""
+"""Whether jobs that should train the same trajectory do so, and why not."""
 
 import math
 from dataclasses import dataclass

@@ -352,42 +352,48 @@ def _rates_sentence(rates: dict[int, float]) -> str:
 
 def _clause(contrast: BudgetContrast, metric: str) -> str:
     """Return the clause that compares the losses at one budget."""
-    result = contrast.result
-    direction = "higher"
-    least = result.lower
-    most = result.upper
-    if result.value < 0:
-        direction = "lower"
-        least = -result.upper
-        most = -result.lower
-
-    if contrast.seeds < 2:
-        certainty = "one seed"
-    elif math.isinf(least) or math.isinf(most):
-        certainty = "chance is not known, as the seeds do not vary"
-    else:
-        # The interval of a look has a higher level, see `chance_of_look`.
-        certainty = f"95% over all looks: {number(least)} to {number(most)}"
-    factor = contrast.other.factor
-    if contrast.state == "few":
-        seeds = count(contrast.more_seeds, "more seed")
-        would = "would tell"
-        if contrast.seeds < 2:
-            would = "would show how far seeds vary"
-        certainty += f"; {seeds} of factors 1 and {factor} {would}"
-    if contrast.state == "same":
-        certainty += ", within chance"
-
-    word = BUDGETS[contrast.axis]
-    if result.best.equal:
-        return (
-            f"at equal {word} {metric} with factor {factor}, the best above 1, is the "
-            "same with each seed"
-        )
-    text = (
-        f"at equal {word} {metric} with factor {factor}, the best above 1, is "
-        f"{direction} by {number(abs(result.value))} ({certainty})"
+    best = (
+        f"at equal {BUDGETS[contrast.axis]} {metric} with factor "
+        f"{contrast.other.factor}, the best above 1,"
     )
+    if contrast.result.best.equal:
+        return f"{best} is the same with each seed"
+
+    direction = "higher"
+    if contrast.result.value < 0:
+        direction = "lower"
+    difference = number(abs(contrast.result.value))
+    without = ""
     if contrast.without:
-        text += f", without {joined(contrast.without)}, which had no finite loss then"
-    return text
+        names = joined(contrast.without)
+        without = f", without {names}, which had no finite loss then"
+    certainty = f"{_interval(contrast)}{_consequence(contrast)}"
+    return f"{best} is {direction} by {difference} ({certainty}){without}"
+
+
+def _interval(contrast: BudgetContrast) -> str:
+    """Return the interval of the difference, or why there is none."""
+    if contrast.seeds < 2:
+        return "one seed"
+    least = contrast.result.lower
+    most = contrast.result.upper
+    if math.isinf(least) or math.isinf(most):
+        return "chance is not known, as the seeds do not vary"
+    if contrast.result.value < 0:
+        least = -contrast.result.upper
+        most = -contrast.result.lower
+    # The interval of a look has a higher level, see `chance_of_look`.
+    return f"95% over all looks: {number(least)} to {number(most)}"
+
+
+def _consequence(contrast: BudgetContrast) -> str:
+    """Return what follows from the interval if it decides nothing."""
+    if contrast.state == "same":
+        return ", within chance"
+    if contrast.state != "few":
+        return ""
+    seeds = count(contrast.more_seeds, "more seed")
+    would = "would tell"
+    if contrast.seeds < 2:
+        would = "would show how far seeds vary"
+    return f"; {seeds} of factors 1 and {contrast.other.factor} {would}"

@@ -32,7 +32,7 @@ from pipeline.report import (
     verdict,
 )
 from pipeline.report.findings import SweepFinding
-from pipeline.report.html_page import render
+from pipeline.report.html_page import SweepParts, render
 from pipeline.report.job_results import (
     EXAMPLES_SEEN,
     LEARNING_RATE,
@@ -222,17 +222,16 @@ def _page(sweep: SweepResult, sweep_findings: list[SweepFinding]) -> str:
         f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has "
         "the table."
     )
-    return render(
-        f"Sweep {sweep.name}",
-        about,
-        drawn,
-        footer,
+    averaged = ""
+    if len(sweep.groups) < len(sweep.jobs):
+        averaged = comparable_state(sweep.groups.values())
+    parts = SweepParts(
         findings=sweep_findings,
         topics=TOPICS,
         question=sweep.question,
         tables=[table.groups_table(sweep), table.best_by_value(sweep)],
         groups=list(sweep.groups),
-        repeated=len(sweep.groups) < len(sweep.jobs),
-        averaged=comparable_state(sweep.groups.values()),
+        averaged=averaged,
         absent=absent,
     )
+    return render(f"Sweep {sweep.name}", about, drawn, footer, parts)
