@@ -14,6 +14,7 @@ from pipeline.config.schema import Kind
 from pipeline.report import statistics
 from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import LOSS, Curve, JobResult, grouped, jobs_with
+from pipeline.report.statistics import Array
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import count, joined, number
 
@@ -43,12 +44,15 @@ class TrajectoryPair:
             jobs, whose rounding may explain their difference.
         curve: the relative difference between their training losses, at each update
             that both logged.
+        shares: the same differences, relative to the largest loss so far. So they stay
+            small if the losses are 0 but for rounding.
     """
 
     base: JobResult
     other: JobResult
     precision: str
     curve: Curve
+    shares: Array
 
     @property
     def largest(self) -> float:
@@ -77,7 +81,7 @@ class TrajectoryPair:
         it by at most `_GROWTH` an update.
         """
         steps = self.curve.steps
-        values = np.minimum(self.curve.values, _LARGEST)
+        values = np.minimum(self.shares, _LARGEST)
         bound = rounding.BY_PRECISION[self.precision].first
         if values[self.begin] > bound:
             if self.begin_is_known:
@@ -117,22 +121,38 @@ def trajectory_pairs(sweep: SweepResult) -> list[TrajectoryPair]:
     for jobs in grouped(sweep.jobs, _trajectory).values():
         base, *others = sorted(jobs, key=lambda job: job.factor or 0)
         for other in others:
-            curve = _difference(base.curves[LOSS], other.curves[LOSS])
-            if curve.steps.size:
-                precision = _precision(base, other)
-                pairs.append(TrajectoryPair(base, other, precision, curve))
+            pair = _pair(base, other)
+            if pair.curve.steps.size:
+                pairs.append(pair)
     return pairs
 
 
-def _difference(first: Curve, second: Curve) -> Curve:
-    """Return the relative difference of two curves at the steps that both have."""
+def _pair(base: JobResult, other: JobResult) -> TrajectoryPair:
+    """Compare two jobs at the updates that both have logged."""
+    first = base.curves[LOSS]
+    second = other.curves[LOSS]
     steps, in_first, in_second = np.intersect1d(
         first.steps, second.steps, return_indices=True
     )
-    differences = statistics.relative_difference(
-        first.values[in_first], second.values[in_second]
+    first_losses = first.values[in_first]
+    second_losses = second.values[in_second]
+    differences = statistics.relative_difference(first_losses, second_losses)
+
+    # The relative difference times the larger loss is the difference.
+    sizes = np.maximum(np.abs(first_losses), np.abs(second_losses))
+    sizes = np.where(np.isfinite(sizes), sizes, 0.0)
+    largest = np.maximum.accumulate(sizes)
+    scales = np.divide(sizes, largest, out=np.ones_like(sizes), where=largest > 0)
+    shares = differences.copy()
+    finite = np.isfinite(differences)
+    shares[finite] *= scales[finite]
+    return TrajectoryPair(
+        base=base,
+        other=other,
+        precision=_precision(base, other),
+        curve=Curve(steps, differences),
+        shares=shares,
     )
-    return Curve(steps, differences)
 
 
 def _trajectory(job: JobResult) -> tuple | None:

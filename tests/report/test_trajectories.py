@@ -167,6 +167,24 @@ def test_a_sudden_jump_is_not_called_rounding(precision, before):
     assert not list(next_steps._run_in_float64([finding]))
 
 
+def test_losses_that_are_zero_but_for_rounding_do_not_jump():
+    """Of a batch that is learned by heart: 0 in one job, and 1e-8 in the other."""
+    losses = 2 * 0.7 ** np.arange(60)
+    losses[50] = 0.0
+    jobs = []
+    for factor, values in ((1, losses), (2, losses.copy())):
+        curve = Curve(np.arange(1, 61), values)
+        name = f"factor={factor}"
+        curves = {"train/loss": curve}
+        jobs.append(
+            JobResult(name, curves=curves, factor=factor, effective_batch_size=64)
+        )
+    jobs[1].curves["train/loss"].values[50] = 1e-8
+    (finding,) = same_trajectory(synthetic.swept(jobs))
+    assert finding.figures["largest"] == 1
+    assert finding.figures["rounding"] is True
+
+
 def test_a_loss_that_is_suddenly_not_finite_is_not_called_rounding():
     apart = np.zeros(60)
     apart[49:] = np.nan
