@@ -26,7 +26,7 @@ IN_BASE = $$(sed -n 's/^\([A-Za-z0-9._-]*\).*==.*/--no-emit-package=\1/p' requir
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all soak check bench peers docs dist ui screenshot lock clean
+.PHONY: help setup train test test-all test-gpu soak check bench peers docs dist ui screenshot lock clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,9 @@ test: $(STAMP) ## what is guaranteed, each at its cheapest place: six minutes on
 
 test-all: $(STAMP) ## with what takes long: a browser, Slurm, benchmarks, whole experiments
 	$(PYTEST) $(SLOWLY) -m "not soak" $(ARGS)
+
+test-gpu: $(STAMP) ## what has to be right on a GPU, in about five minutes
+	PIPELINE_TEST_DEVICE=gpu $(RUN) pytest tests/gpu $(ARGS)
 
 soak: $(STAMP) ## hundreds of kills and outages, and the rest of long tables
 	$(PYTEST) -m soak $(ARGS)

@@ -20,6 +20,8 @@ Parts:
     memory           growth of the peak of memory from factor 2 to 64
     update           the update ÷ its strict limit, and the apply's share of the copy
                      bandwidth
+    scopes           a small CNN and an MLP: examples/s without XLA, and with each of
+                     `hardware.xla_scope`
     tf32             how far TF32 is from float64
     two              two logical devices on one card: equal, how fast, and what the
                      traced graph has where
@@ -78,6 +80,7 @@ PARTS = (
     "attention",
     "memory",
     "update",
+    "scopes",
     "tf32",
     "two",
     "profile",
@@ -252,6 +255,7 @@ def _correctness_pieces(tiny: bool) -> list[Piece]:
 def _speed_pieces(folder: Path) -> list[Piece]:
     """Return `update` to `sizes`."""
     limit = "benchmarks.throughput:update_and_limit"
+    by_scope = "benchmarks.throughput:by_scope"
     by_size = "benchmarks.throughput:by_size"
     resnet = {"name": "resnet50", "precision": "float32"}
     transformer = {"name": "transformer10m", "precision": "bfloat16"}
@@ -267,6 +271,8 @@ def _speed_pieces(folder: Path) -> list[Piece]:
     return [
         Piece("update", "resnet50 float32", limit, resnet, 66),
         Piece("update", "transformer10m bfloat16", limit, transformer, 46),
+        Piece("scopes", "cnn", by_scope, {"name": "cnn"}, 40),
+        Piece("scopes", "mlp", by_scope, {"name": "mlp"}, 25),
         Piece("tf32", "", "benchmarks.gpu_layers:tf32", {}, 12),
         Piece("two", "", "benchmarks.gpu_layers:two", {}, 19),
         Piece("profile", "", "benchmarks.gpu_runs:profile", profile, 23),

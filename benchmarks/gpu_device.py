@@ -83,6 +83,7 @@ def updates(
     micro_batch_size: int,
     xla: bool = False,
     same_noise: bool = False,
+    xla_scope: str = "step",
 ) -> Callable[[], dict[str, tf.Tensor]]:
     """Return a function that makes one update of `batch`.
 
@@ -96,6 +97,7 @@ def updates(
         built_optimizer,
         micro_batch_size,
         jit_compile=xla,
+        xla_scope=xla_scope,
         fused_attention=nvidia.all_are_hopper(),  # as a run with `auto`
         same_noise=same_noise,
     )

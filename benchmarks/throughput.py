@@ -24,8 +24,9 @@ from benchmarks import keras_models, peak, update
 from benchmarks.figures import Figure, ratios
 from benchmarks.gpu_device import setup, updates
 from benchmarks.turns import alternate_repeated, repeats, seconds_of
-from benchmarks.workloads import Workload, on_gpu
+from benchmarks.workloads import WORKLOADS, Workload, on_gpu
 from pipeline.accumulation import training_flops
+from pipeline.accumulation.update import SCOPES
 from pipeline.common.memory_budget import readable
 from pipeline.components import devices
 
@@ -122,6 +123,38 @@ def by_size(name: str, precision: str, xla: bool, tiny: bool) -> Iterator[Figure
             unit="1/s",
             best={"first update": first_update},
             best_unit="s",
+        )
+
+
+def by_scope(name: str, tiny: bool) -> Iterator[Figure]:
+    """Yield examples/s of a small model: without XLA, and with each `xla_scope`.
+
+    The turns alternate. The effective batch has 32 micro-batches of 8 examples.
+    """
+    setup("float32")
+    workload = WORKLOADS[name]
+    examples_per_update = 16 if tiny else 256
+    batch = workload.examples(examples_per_update)
+    calls = {}
+    model = keras_models.build(workload)
+    calls["without XLA"] = updates(model, batch, 8)
+    for scope in SCOPES:
+        model = keras_models.build(workload)
+        calls[f"xla_scope={scope}"] = updates(
+            model, batch, 8, xla=True, xla_scope=scope
+        )
+
+    turn_seconds = 0.02 if tiny else 0.3
+    count = repeats(calls["without XLA"], turn_seconds)
+    times = alternate_repeated(calls, count, ROUNDS)
+    examples = count * len(batch[0])
+    for way, seconds in times.items():
+        yield Figure(
+            "scopes",
+            f"{name} float32, {way}",
+            "examples per second",
+            [examples / turn for turn in seconds],
+            unit="1/s",
         )
 
 

@@ -21,7 +21,7 @@ from pipeline.accumulation import accumulate_gradients
 from pipeline.components import model
 from pipeline.config.stages import Slice
 from pipeline.dataset import batches as batching
-from pipeline.dataset import load
+from pipeline.dataset import topics
 
 EFFECTIVE = 32
 MICRO = 2
@@ -79,7 +79,7 @@ def mean_of_means(
 def train(gradients: Gradients) -> list[float]:
     """Return the loss of each effective batch before its update."""
     keras.utils.set_random_seed(0)
-    data = load.topics()
+    data = topics()
     node = OmegaConf.create({"in_memory": True, "pad": {"multiple": 16, "value": 0}})
     batches = batching.effective_batches(node, data, [Slice(EFFECTIVE, 10)], seed=0)
     network = model.decoder(classes=data.classes or 0, length=128)

@@ -163,10 +163,15 @@ def three_devices() -> None:
 
     TensorFlow takes them only before its first operation. A module that needs them
     imports TensorFlow at its top, so it is loaded by now, and builds nothing there.
+    `make test-gpu` uses the GPU instead, and leaves memory to the commands it starts.
     """
     if "tensorflow" in sys.modules:
         import tensorflow as tf
 
+        if os.environ.get("PIPELINE_TEST_DEVICE") == "gpu":
+            for gpu in tf.config.list_physical_devices("GPU"):
+                tf.config.experimental.set_memory_growth(gpu, True)
+            return
         tf.config.set_visible_devices([], "GPU")
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(

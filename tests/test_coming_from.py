@@ -13,16 +13,11 @@ import pytest
 import tensorflow as tf
 
 from pipeline.accumulation import AccumulatingModel, accumulate_gradients
+from tests.docs.pages import side
 from tests.running import ROOT
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
 DIFFS = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-
-
-def side(diff: str, dropped: str) -> str:
-    """Return the code of one side of a diff, without the lines marked `dropped`."""
-    lines = [line[1:] for line in diff.splitlines() if not line.startswith(dropped)]
-    return "\n".join(lines)
 
 
 def weights_after(code: str) -> list[np.ndarray]:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from pipeline.config.schema import register
 from pipeline.config.sizes import Batching
 from pipeline.rerun.request import parse_command_line
 from pipeline.sweep.files import sweep_files
+from tests.docs.pages import TUTORIAL, Block, command_lines, read_blocks, read_pages
 from tests.running import ROOT, environment
 from tests.test_architecture import PACKAGES
 
@@ -38,45 +38,21 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 PATH = re.compile(
     r"`((?:pipeline|conf|sweeps|examples|tests|docs|benchmarks|hydra_plugins)/[\w./]*)`"
 )
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 WIDTH = 90  # characters of code that fit the column of the site
 CONFS_OF_EXAMPLES = sorted((ROOT / "examples").glob("*/conf"))
 FOLDERS = ",".join(f"'file://{folder}'" for folder in CONFS_OF_EXAMPLES)
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page: its `kind`, such as `sh`, and its `text`."""
-
-    page: str
-    kind: str
-    text: str
-
-
-def read_pages() -> dict[str, str]:
-    """Return the text of each page by its path."""
-    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    files += sorted((ROOT / "docs").glob("*.md"))
-    texts = {}
-    for file in files:
-        texts[file.relative_to(ROOT).as_posix()] = file.read_text(encoding="utf-8")
-    return texts
-
-
-def read_blocks(pages: dict[str, str]) -> list[Block]:
-    """Return the fenced blocks of all pages."""
-    blocks = []
-    for page, content in pages.items():
-        for kind, text in FENCE.findall(content):
-            blocks.append(Block(page, kind, text))
-    return blocks
-
-
 def read_commands(blocks: list[Block]) -> list[str]:
-    """Return the lines of the shell's blocks, sorted, without comments."""
-    shell = "".join(block.text for block in blocks if block.kind == "sh")
-    lines = re.sub(r" \\\n +", " ", shell).split("\n")
-    return sorted({re.sub(r"\s+# .*", "", line) for line in lines})
+    """Return the lines of the shell's blocks, sorted, without comments.
+
+    Those of the tutorial are left out.
+    """
+    lines = set()
+    for block in blocks:
+        if block.kind == "sh" and block.page != TUTORIAL:
+            lines |= set(command_lines(block))
+    return sorted(lines)
 
 
 PAGES = read_pages()
@@ -334,6 +310,8 @@ def test_code_is_that_of_the_examples():
     blocks = [block for block in BLOCKS if block.kind in ("python", "yaml")]
     assert len(blocks) >= 8
     for block in blocks:
+        if block.page == TUTORIAL:
+            continue
         first, code = block.text.split("\n", 1)
         file = re.fullmatch(r"# (examples/\S+)", first)
         assert file, (

@@ -7,6 +7,9 @@
         optimizer.apply(gradients)
     counts += 1             # on the host
 
+The program may also contain the loop over the micro-batches that computes the sums. An
+update is then a single program.
+
 Without XLA, a step runs several operations per variable, and a GPU waits while the host
 launches them. XLA compiles them to about one operation per variable, and updates
 weights and moments in place. XLA rejects a variable on a device other than the
@@ -26,23 +29,27 @@ import keras
 import tensorflow as tf
 
 from .adam import takes_keras_step
-from .gradient_sums import Gradients
+from .gradient_sums import Gradients, GradientSums
 from .keras_internals import constant_counts, constant_rate, counting_optimizers
 
 
 class Applied(NamedTuple):
-    """The results of a program, as scalars.
+    """The results of a program.
 
     Attributes:
-        norm: global L2 norm of the gradient before clipping, without the loss scale.
-        loss_scale: the factor by which the losses were multiplied.
-        finite: whether the gradient was finite. If not, a `LossScaleOptimizer` has not
-            applied it. None for other optimizers, which apply any gradient.
+        norm: global L2 norm of the gradient before clipping, without the loss scale;
+            scalar.
+        loss_scale: the factor by which the losses were multiplied, scalar.
+        finite: whether the gradient was finite, scalar. If not, a `LossScaleOptimizer`
+            has not applied it. None for other optimizers, which apply any gradient.
+        sums: the sums over the effective batch, without the gradients. None for a
+            program that does not compute them.
     """
 
     norm: tf.Tensor
     loss_scale: tf.Tensor
     finite: tf.Tensor | None = None
+    sums: GradientSums | None = None
 
 
 def dense_sums(
@@ -56,15 +63,19 @@ def dense_sums(
     """
     leaves = tf.nest.flatten(tuple(sums))
     has_rows = any(isinstance(leaf, tf.IndexedSlices) for leaf in leaves)
-    adam = getattr(optimizer, "inner_optimizer", optimizer)
-    if has_rows and not takes_keras_step(adam):
+    if has_rows and not makes_dense(optimizer):
         return None
     return tf.nest.map_structure(tf.convert_to_tensor, tuple(sums))
 
 
+def makes_dense(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether an optimizer makes the gradient of an embedding dense."""
+    return takes_keras_step(getattr(optimizer, "inner_optimizer", optimizer))
+
+
 @dataclass(frozen=True)
 class ApplyProgram:
-    """A traced step of an optimizer, to be compiled by XLA.
+    """A traced step of an optimizer, or a whole update, to be compiled by XLA.
 
     Attributes:
         device: the device of all variables that the program uses.
@@ -85,7 +96,7 @@ class ApplyProgram:
         Args:
             optimizer: the optimizer. While the step is traced, reading its counts and
                 its learning rate gives values that the host has read.
-            apply: applies the gradient with the optimizer.
+            apply: applies the gradient with the optimizer. It may compute the gradient.
 
         Returns:
             The program, or None if its variables are not all on one device.

@@ -23,6 +23,9 @@ from .batch import (
 )
 from .fused_attention import attention_fused
 
+# Maximum size of a batch that is copied to the device as a whole, for one program.
+MOST_BYTES = 64 * 2**20
+
 
 def run_micro_batches(
     micro_step: Callable[..., Nest],
@@ -53,65 +56,150 @@ def run_micro_batches(
     Raises:
         ValueError: the micro-batch size is not positive.
     """
-    if micro_batch_size < 1:
-        rule = "micro_batch_size must be at least 1"
-        raise ValueError(f"{rule}. Received: {micro_batch_size}")
-    cut = _Cut(batch, micro_batch_size)
+    loop = MicroBatchLoop(
+        micro_step, batch, micro_batch_size, jit_compile, fused_attention
+    )
+    return loop.run()
 
-    # Trace the step as a separate function: its outputs are then known before the loop,
-    # and XLA can compile it for full micro-batches.
-    def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:
-        return micro_step(start, *cut.packed(slices))
 
-    signature = [tf.TensorSpec([], tf.int32), *cut.specs]
-    step = tf.function(on_leaves, input_signature=signature, autograph=False)
-    structure = step.get_concrete_function().structured_outputs
-    joins = [_join_of(output) for output in tf.nest.flatten(structure)]
+class MicroBatchLoop:
+    """The loop over the micro-batches of a batch, with its step traced.
 
-    loops = [(step, cut.examples)]  # each step and the end of its loop
-    if jit_compile:
+    For the arguments, see `run_micro_batches`.
+    """
 
-        def on_full_leaves(*arguments: tf.Tensor) -> Nest:
-            if fused_attention:
-                with attention_fused(micro_batch_size):
-                    return on_leaves(*arguments)
-            # Wrap the function that was traced, so that nothing is traced twice.
-            return step(*arguments)
+    def __init__(
+        self,
+        micro_step: Callable[..., Nest],
+        batch: Nest | Batches,
+        micro_batch_size: int,
+        jit_compile: bool = False,
+        fused_attention: bool = False,
+    ):
+        if micro_batch_size < 1:
+            rule = "micro_batch_size must be at least 1"
+            raise ValueError(f"{rule}. Received: {micro_batch_size}")
+        cut = _Cut(batch, micro_batch_size)
 
-        compiled = tf.function(
-            on_full_leaves, signature, autograph=False, jit_compile=True
-        )
-        loops.insert(0, (compiled, cut.examples - cut.examples % micro_batch_size))
+        # Trace the step as a separate function: its outputs are then known before the
+        # loop, and XLA can compile it for full micro-batches.
+        def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:
+            return micro_step(start, *cut.packed(slices))
 
-    def body(
-        step: Callable[..., Nest], start: tf.Tensor, micro_batch: Nest, totals: Nest
-    ) -> tuple[tf.Tensor, Nest, Nest]:
-        stop = cut.stop(start)
-        next_micro_batch = cut.on_device(stop)
-        results = tf.nest.flatten(step(start, *micro_batch))
-        new_totals = []
-        for join, total, value in zip(joins, totals, results, strict=True):
-            new_totals.append(join.add(total, value))
-        return stop, next_micro_batch, new_totals
+        signature = [tf.TensorSpec([], tf.int32), *cut.specs]
+        step = tf.function(on_leaves, input_signature=signature, autograph=False)
+        self._cut = cut
+        self._micro_batch_size = micro_batch_size
+        self._structure = step.get_concrete_function().structured_outputs
+        self._joins = [_join_of(leaf) for leaf in tf.nest.flatten(self._structure)]
+        self._step = step
+        self._compiled_step = None
+        if jit_compile:
 
-    starts = [join.start() for join in joins]
-    shapes = [join.shape() for join in joins]
-    state: Any = (tf.constant(0), cut.on_device(tf.constant(0)), starts)
-    for step_of_loop, end in loops:
-        state = tf.while_loop(
-            lambda start, *_, end=end: start < end,
-            partial(body, step_of_loop),
-            state,
-            shape_invariants=(tf.TensorShape([]), cut.specs, shapes),
-            # Run one iteration at a time: two were faster on a CPU, but needed up to
-            # 1.7 times the memory for activations.
-            parallel_iterations=1,
-        )
-    *_, totals = state
+            def on_full_leaves(*arguments: tf.Tensor) -> Nest:
+                if fused_attention:
+                    with attention_fused(micro_batch_size):
+                        return on_leaves(*arguments)
+                # Wrap the function that was traced, so that nothing is traced twice.
+                return step(*arguments)
 
-    pairs = zip(joins, totals, strict=True)
-    results = [join.finish(total) for join, total in pairs]
-    return tf.nest.pack_sequence_as(structure, results)
+            self._compiled_step = tf.function(
+                on_full_leaves, signature, autograph=False, jit_compile=True
+            )
+
+    def run(self) -> Nest:
+        """Run the loop; return the results."""
+        cut = self._cut
+        joins = self._joins
+        examples = cut.examples
+        loops = [(self._step, examples)]  # each step and the end of its loop
+        if self._compiled_step is not None:
+            full = examples - examples % self._micro_batch_size
+            loops.insert(0, (self._compiled_step, full))
+
+        def body(
+            step: Callable[..., Nest], start: tf.Tensor, micro_batch: Nest, totals: Nest
+        ) -> tuple[tf.Tensor, Nest, Nest]:
+            stop = cut.stop(start)
+            next_micro_batch = cut.on_device(stop)
+            results = tf.nest.flatten(step(start, *micro_batch))
+            new_totals = []
+            for join, total, value in zip(joins, totals, results, strict=True):
+                new_totals.append(join.add(total, value))
+            return stop, next_micro_batch, new_totals
+
+        starts = [join.start() for join in joins]
+        shapes = [join.shape() for join in joins]
+        state: Any = (tf.constant(0), cut.on_device(tf.constant(0)), starts)
+        for step_of_loop, end in loops:
+            state = tf.while_loop(
+                lambda start, *_, end=end: start < end,
+                partial(body, step_of_loop),
+                state,
+                shape_invariants=(tf.TensorShape([]), cut.specs, shapes),
+                # Run one iteration at a time: two were faster on a CPU, but needed up
+                # to 1.7 times the memory for activations.
+                parallel_iterations=1,
+            )
+        *_, totals = state
+
+        pairs = zip(joins, totals, strict=True)
+        return self._packed([join.finish(total) for join, total in pairs])
+
+    def fits_program(self) -> tf.Tensor | None:
+        """Return whether `run_in_program` can run the loop; a scalar of bool.
+
+        It can if all micro-batches are full and the batch has at most `MOST_BYTES`.
+
+        Returns:
+            A tensor on the host, or None if it never can: the step is not compiled, a
+            part of the batch is ragged, or an output is not a sum.
+        """
+        if self._compiled_step is None or self._cut.is_ragged:
+            return None
+        if any(isinstance(join, _Concatenation) for join in self._joins):
+            return None
+        examples = self._cut.examples
+        with tf.device("CPU:0"):
+            is_cut_evenly = tf.equal(examples % self._micro_batch_size, 0)
+            is_small = self._cut.bytes() <= MOST_BYTES
+            return (examples > 0) & is_cut_evenly & is_small
+
+    def has_rows(self) -> bool:
+        """Return whether an output is `tf.IndexedSlices`: an embedding's gradient."""
+        return any(isinstance(join, _RowSum) for join in self._joins)
+
+    def run_in_program(self) -> Nest:
+        """Run the loop as a part of a program that XLA compiles; return the results.
+
+        The whole batch is copied to the device, and the gradient of an embedding is
+        summed as a dense tensor. Use this only for batches that `fits_program`.
+        """
+        assert self._compiled_step is not None
+        compiled_step = self._compiled_step
+        joins: list[_DenseSum | _RowSum] = []
+        for join in self._joins:
+            assert not isinstance(join, _Concatenation)
+            joins.append(join)
+
+        def body(start: tf.Tensor, *totals: tf.Tensor) -> list[tf.Tensor]:
+            slices = self._cut.in_program(start)
+            results = tf.nest.flatten(compiled_step(start, *slices))
+            new_totals = [start + self._micro_batch_size]
+            for join, total, value in zip(joins, totals, results, strict=True):
+                new_totals.append(total + join.dense(value))
+            return new_totals
+
+        # XLA knows the shapes of the batch when it compiles, and needs fixed shapes in
+        # the loop: each sum begins at its full size.
+        stop = self._cut.examples_in_program()
+        zeros = [tf.zeros(join.output.shape, join.output.dtype) for join in joins]
+        state = [tf.constant(0), *zeros]
+        _, *totals = tf.while_loop(lambda start, *_: start < stop, body, state)
+        return self._packed(totals)
+
+    def _packed(self, results: Sequence[Any]) -> Nest:
+        return tf.nest.pack_sequence_as(self._structure, results)
 
 
 class _Cut:
@@ -136,6 +224,19 @@ class _Cut:
         self.specs = slice_specs(self._leaves)
         if isinstance(batch, Batches):
             self.specs = [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs]
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether a part of the batch is ragged, or the batch consists of `Batches`."""
+        is_ragged = [isinstance(leaf, tf.RaggedTensor) for leaf in self._leaves]
+        return any(is_ragged) or self._ends is not None
+
+    def bytes(self) -> tf.Tensor:
+        """Return the size of the batch in bytes, a scalar of int64; not if ragged."""
+        sizes = []
+        for leaf in self._leaves:
+            sizes.append(tf.size(leaf, tf.int64) * leaf.dtype.size)
+        return tf.add_n(sizes)
 
     def packed(self, slices: Sequence[tf.Tensor]) -> Nest:
         """Return `(x, y, sample_weight)` of a micro-batch, built from its leaves."""
@@ -167,6 +268,20 @@ class _Cut:
         # Copy to the device that computes, which is current outside of the block.
         return [tf.identity(leaf) for leaf in slices]
 
+    def examples_in_program(self) -> tf.Tensor:
+        """Return the number of examples, which XLA knows when it compiles."""
+        return tf.shape(self._leaves[0])[0]
+
+    def in_program(self, start: tf.Tensor) -> list[tf.Tensor]:
+        """Return the leaves of a full micro-batch, with static sizes for XLA."""
+        slices = []
+        for leaf in self._leaves:
+            rank = leaf.shape.rank
+            begin = tf.concat([[start], tf.zeros([rank - 1], tf.int32)], 0)
+            size = tf.concat([[self._micro_batch_size], tf.shape(leaf)[1:]], 0)
+            slices.append(tf.slice(leaf, begin, size))
+        return slices
+
 
 @dataclass(frozen=True)
 class _DenseSum:
@@ -187,6 +302,9 @@ class _DenseSum:
 
     def add(self, total: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         return total + value
+
+    def dense(self, value: tf.Tensor) -> tf.Tensor:
+        return value
 
     def finish(self, total: tf.Tensor) -> tf.Tensor:
         # If there was no micro-batch, the total still has one element.
@@ -215,6 +333,11 @@ class _RowSum:
         rows, indices = total
         all_rows = tf.concat([rows, value.values], 0)
         return rows_once(all_rows, tf.concat([indices, value.indices], 0))
+
+    def dense(self, value: tf.IndexedSlices) -> tf.Tensor:
+        """Return a value as a dense tensor, whose shape XLA knows when it compiles."""
+        rows = self.output.shape[0]
+        return tf.math.unsorted_segment_sum(value.values, value.indices, rows)
 
     def finish(self, total: tuple[tf.Tensor, tf.Tensor]) -> tf.IndexedSlices:
         rows, indices = total

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from . import noise_scale
 from . import over_effective_batch as over
-from .accumulate import BatchContext, MicroBatchSettings, accumulate_share
+from .accumulate import BatchContext, MicroBatchSettings, loop_over_share
 from .adam import fused_adam
 from .batch import (
     Batches,
@@ -29,24 +29,27 @@ from .batch import (
     tensors_of,
 )
 from .choices import check_choice
-from .compiled_apply import Applied, ApplyProgram, dense_sums
+from .compiled_apply import Applied, ApplyProgram, dense_sums, makes_dense
 from .forward_effects import trace_forward
 from .gradient_sums import GradientNoiseSums, GradientSums, sum_over_replicas
 from .keras_internals import applying_sums, constant_counts, step_counters
 from .loss_sums import LossSum
+from .micro_batches import MicroBatchLoop
 from .moving_statistics import assign_moving_statistics
 from .objective import Losses, Objective
 from .same_noise import draw_noise_seeds, noisy_layers
 from .xla import check_jit_compile, compiled_by_xla
 
 # Values of `xla_scope`. `step`: XLA compiles the forward and backward passes. `apply`:
-# it also compiles the optimizer's step.
-SCOPES = ("step", "apply")
+# it also compiles the optimizer's step. `update`: it compiles all of these as one
+# program.
+SCOPES = ("step", "apply", "update")
 
 
 class _Step(NamedTuple):
-    """Scalars of the optimizer's step, from which an update's results are made."""
+    """The values from which the results of an update are made."""
 
+    sums: GradientSums  # without the gradients
     norm: tf.Tensor  # global L2 norm of the averaged gradient before clipping
     loss_scale: tf.Tensor
     learning_rate: tf.Tensor
@@ -79,7 +82,14 @@ class Update:
             passes alone. On one device, "apply" also compiles the norm and the
             optimizer's step, as one program. If the gradient of an embedding is sparse,
             this is done only with Keras' Adam and AdamW, without `amsgrad`. The
-            attribute `apply_compiled` holds the decision.
+            attribute `apply_compiled` holds the decision. "update" compiles the passes
+            and the optimizer's step as a single program, under the same conditions. It
+            is for small models, whose time goes into starting operations. It is used
+            for effective batches of at most 64 MiB, all of whose micro-batches are
+            full; the others are computed as with "apply". Each further size of an
+            effective batch is compiled again. An update that runs out of memory in this
+            program cannot be retried. The attribute `update_compiled` holds the
+            decision.
         fused_attention: whether compiled passes compute attention with cuDNN where this
             is possible; see `attention_fused`. This needs an NVIDIA GPU of the Hopper
             generation, and is not deterministic.
@@ -131,6 +141,7 @@ class Update:
         self.reductions_ready = reductions_ready
         self.compiled = False
         self.apply_compiled = False
+        self.update_compiled = False
         self.measured = self.objective.measured()
 
         # Keep this variable on the host. To read it from a GPU, the host would have to
@@ -144,8 +155,9 @@ class Update:
         # The optimizer's counters that may advance before the gradient is complete. To
         # retry an update, restore their values first.
         self.counters: list[tf.Variable] = []
+        self._one_program = xla_scope == "update"
         on_one_device = self.strategy is tf.distribute.get_strategy()
-        if jit_compile and xla_scope == "apply" and on_one_device:
+        if jit_compile and xla_scope != "step" and on_one_device:
             self.counters = step_counters(optimizer)
 
         # Scale the loss for any optimizer with a scale factor: Keras' `apply` divides
@@ -189,12 +201,13 @@ class Update:
                     begun = self.begun.assign_add(1) - 1
                     measure_gradient_noise = begun % self.noise_every == 0
 
-        sums = self.sums(batch, measure_gradient_noise)
-        step = self._step_by_xla(batch, sums)
-        self.apply_compiled = step is not None
+        context = self._context(batch, measure_gradient_noise)
+        step = self._in_one_program(batch, context)
+        self.update_compiled = step is not None
         if step is None:
-            step = self._step(sums)
+            step = self._in_steps(batch, self._sums(batch, context))
 
+        sums = step.sums
         results = sums.results(self.measured)
         for metric, count in zip(metrics, variable_counts, strict=True):
             # The metric was built in this trace, after the reset above: reset it for
@@ -220,6 +233,12 @@ class Update:
 
         The metrics are updated without being reset first.
         """
+        return self._sums(batch, self._context(batch, measure_gradient_noise))
+
+    def _context(
+        self, batch: Nest | Share | Batches, measure_gradient_noise: tf.Tensor | bool
+    ) -> BatchContext:
+        """Check the batch; return the data about it that the micro-steps need."""
         # In the scope of a strategy, Keras would act as it does within a replica.
         if tf.distribute.has_strategy():
             rule = "an update must be outside of its strategy's scope"
@@ -236,11 +255,15 @@ class Update:
         totals = global_batch_totals(
             self.strategy, batch, self.objective.loss, self.reductions_ready
         )
-        context = BatchContext(totals, measure_gradient_noise, noise_seeds)
+        return BatchContext(totals, measure_gradient_noise, noise_seeds)
+
+    def _sums(
+        self, batch: Nest | Share | Batches, context: BatchContext
+    ) -> GradientSums:
         if not self.objective.over_batch:
             return self._sums_over_replicas(batch, context)
 
-        losses, output_gradients = self._losses_over_batch(batch, noise_seeds)
+        losses, output_gradients = self._losses_over_batch(batch, context.noise_seeds)
         context = context._replace(output_gradients=output_gradients)
         return self._sums_over_replicas(batch, context).with_losses(losses)
 
@@ -262,6 +285,43 @@ class Update:
             assign_moving_statistics(self.model, sums.statistics_steps)
         return learning_rate
 
+    def _in_one_program(
+        self, batch: Nest | Share | Batches, context: BatchContext
+    ) -> _Step | None:
+        """Run the update as one compiled program, or as steps if the batch is uneven.
+
+        Return None, without running anything, if no batch can be run as one program.
+        """
+        if not self._one_program or not self.counters or self.objective.over_batch:
+            return None
+        loop = self._loop_of_replica(batch, context)
+        fits_program = loop.fits_program()
+        if fits_program is None:
+            return None
+        if loop.has_rows() and not makes_dense(self.optimizer):
+            return None
+
+        def update() -> Applied:
+            sums = loop.run_in_program()
+            return self._applied(sums)._replace(sums=_without_gradients(sums))
+
+        program = ApplyProgram.traced(self.optimizer, update)
+        if program is None:
+            return None
+        return tf.cond(
+            fits_program,
+            lambda: self._run(program, batch),
+            lambda: self._in_steps(batch, self._made_dense(batch, loop.run())),
+        )
+
+    def _in_steps(self, batch: Nest | Share | Batches, sums: GradientSums) -> _Step:
+        """Take the step of the optimizer, after the passes."""
+        step = self._step_by_xla(batch, sums)
+        self.apply_compiled = step is not None
+        if step is None:
+            step = self._step(sums)
+        return step
+
     def _step(self, sums: GradientSums) -> _Step:
         gradients = sums.gradients()
         norm, loss_scale = self._norm(gradients)
@@ -271,7 +331,7 @@ class Update:
             applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
             learning_rate = self.apply(gradients, sums)
-        return _Step(norm, loss_scale, learning_rate)
+        return _Step(_without_gradients(sums), norm, loss_scale, learning_rate)
 
     def _step_by_xla(
         self, batch: Nest | Share | Batches, sums: GradientSums
@@ -287,15 +347,30 @@ class Update:
         if program is None:
             return None
 
-        # Count the update as soon as all sums are computed: if memory runs out after
-        # this point, the update may be applied in part.
         with tf.control_dependencies(tf.nest.flatten(gradient_sums)):
-            applying = self.applying.assign_add(1)
+            return self._run(program, batch, _without_gradients(sums))
+
+    def _run(
+        self,
+        program: ApplyProgram,
+        batch: Nest | Share | Batches,
+        sums: GradientSums | None = None,
+    ) -> _Step:
+        """Run a program that applies the gradient.
+
+        `sums` are the sums of the update, or None if the program computes them.
+        """
+        # Count the update first: if memory runs out in the program, the update may be
+        # applied in part.
+        applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
             applied = program.run()
         with tf.control_dependencies(tensors_of(batch)):
             program.advance_counts(applied.finite)
-        return _Step(applied.norm, applied.loss_scale, program.learning_rate)
+        if sums is None:
+            sums = applied.sums
+        assert sums is not None
+        return _Step(sums, applied.norm, applied.loss_scale, program.learning_rate)
 
     def _applied(self, sums: GradientSums) -> Applied:
         """Apply the gradient. XLA compiles this function."""
@@ -387,6 +462,12 @@ class Update:
         self, batch: Nest | Share | Batches, context: BatchContext
     ) -> GradientSums:
         """Return the sums over this replica's share of the effective batch."""
+        return self._made_dense(batch, self._loop_of_replica(batch, context).run())
+
+    def _loop_of_replica(
+        self, batch: Nest | Share | Batches, context: BatchContext
+    ) -> MicroBatchLoop:
+        """Return the loop over this replica's share of the effective batch."""
         share, position = share_of(batch)
         if context.output_gradients:
             stop = position + examples_in(share)
@@ -406,8 +487,11 @@ class Update:
             jit_compile=self.compiled,
             fused_attention=self.fused_attention,
         )
-        sums = accumulate_share(settings, share, context, position)
+        return loop_over_share(settings, share, context, position)
 
+    def _made_dense(
+        self, batch: Nest | Share | Batches, sums: GradientSums
+    ) -> GradientSums:
         # Make embedding gradients dense in two cases. With a loss scale, Keras cannot
         # divide `tf.IndexedSlices`. Several processes would add the rows of an index in
         # different orders, so that their weights would differ.
@@ -416,3 +500,7 @@ class Update:
         if self._scale_loss is not None or several_processes:
             return tf.nest.map_structure(tf.convert_to_tensor, sums)
         return sums
+
+
+def _without_gradients(sums: GradientSums) -> GradientSums:
+    return sums._replace(gradient_sums=(), weights=(), statistics_steps=())

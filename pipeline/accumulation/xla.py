@@ -40,14 +40,16 @@ def compiled_by_xla(
     return model_supports_jit(model)
 
 
-def shapes_compiled(batch: Nest | Share) -> tf.Tensor:
+def shapes_compiled(batch: Nest | Share, whole_batch: bool = False) -> tf.Tensor:
     """Return a hash of the shapes for which XLA compiles micro-batches of `batch`.
 
-    The hash is a scalar of int64, below 2⁵².
+    The hash is a scalar of int64, below 2⁵². With `whole_batch`, XLA compiles for the
+    number of examples in the batch, too.
     """
     leaves = tf.nest.flatten(parts_of(batch), expand_composites=True)
+    first_axis = 0 if whole_batch else 1
     with tf.device("CPU:0"):
-        shapes = [tf.shape(leaf)[1:] for leaf in leaves if leaf is not None]
+        shapes = [tf.shape(leaf)[first_axis:] for leaf in leaves if leaf is not None]
         sizes = tf.concat(shapes, 0)
         text = tf.strings.reduce_join(tf.strings.as_string(sizes), separator=" ")
         return tf.strings.to_hash_bucket_fast(text, 2**52)  # exact in float64

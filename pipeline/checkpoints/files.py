@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.common.durable import sync
 from pipeline.common.errors import ConfigError, described, first_line, say
 from pipeline.common.recorded import FormError, read
-from pipeline.config.plan import Plan
+from pipeline.config.plan import RunPlan
 from pipeline.tracking.journal_file import Position
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self,
         folder: Path,
         every: int | str | None,
-        plan: Plan,
+        plan: RunPlan,
         keep: int = KEPT,
         writes: bool = True,
         journal: Journal | None = None,

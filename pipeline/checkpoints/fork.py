@@ -12,7 +12,7 @@ from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError
 from pipeline.config import key_kinds
 from pipeline.config.plain import leaves
-from pipeline.config.plan import Plan
+from pipeline.config.plan import RunPlan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.stages import CLOCK, SCHEDULE
@@ -79,7 +79,7 @@ class Fork:
             line += ", with a learning rate of its own"
         return [line, *snapshot.starting_anew(callbacks)]
 
-    def check(self, updater: Update, plan: Plan) -> None:
+    def check(self, updater: Update, plan: RunPlan) -> None:
         """Check that the checkpoint fits the model, the optimizer and the horizon.
 
         Raises:

@@ -22,8 +22,9 @@ from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.common.sqlite_uri import absolute
 from pipeline.config import key_kinds
+from pipeline.config.overrides import keys_set
 from pipeline.config.plain import leaves, plain
-from pipeline.config.plan import Plan
+from pipeline.config.plan import RunPlan
 from pipeline.config.resolve import FUSED_ATTENTION, RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
@@ -98,7 +99,7 @@ class Continuation:
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
 
-    def check(self, updater: Update, plan: Plan) -> None:
+    def check(self, updater: Update, plan: RunPlan) -> None:
         """Check that the checkpoint fits, and that the run is not complete.
 
         Without a checkpoint, nothing is checked.
@@ -271,9 +272,8 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
     store = past.start.store
     if absolute(spec.config.tracking.uri) == store or HIDDEN in store:
         return spec
-    for override in spec.overrides:
-        if override.lstrip("+").startswith(("tracking.uri=", "tracking=")):
-            return spec
+    if not keys_set(spec.overrides).isdisjoint(("tracking.uri", "tracking")):
+        return spec
     return spec.changed({"tracking.uri": store})
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from pipeline.checkpoints import fork
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.run_dirs import recorded_config
-from pipeline.cli.resume import complete, overridden_keys
+from pipeline.cli.resume import complete
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, say
 from pipeline.config import compose, key_kinds
-from pipeline.config.overrides import hydra_quoted
+from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.launch import recorded_job
 from pipeline.sweep import again
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, listed
@@ -72,7 +72,7 @@ def critical(arguments: Sequence[str]) -> int:
     # Require that the run has ended, as a running one could remove the checkpoint.
     past = Past.read(run_dir, RUN)
     config = recorded_config(run_dir, RUN)
-    complete(config, past, overridden_keys(overrides))
+    complete(config, past, keys_set(overrides))
 
     stages = _stages(past, start)
     examples_before = _examples_before(stages, start)

@@ -9,7 +9,7 @@ from pipeline.cli.train import run_one
 from pipeline.common import secrets
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config import plain
-from pipeline.config.overrides import hydra_quoted
+from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.launch import recorded_job
 from pipeline.tracking.journal_file import Past
 
@@ -34,7 +34,7 @@ def resume(arguments: Sequence[str]) -> int:
     past = Past.read(run_dir, running=True)
 
     config = recorded_config(run_dir, "RUN")
-    keys = overridden_keys(overrides)
+    keys = keys_set(overrides)
     complete(config, past, keys)
     if any(key.startswith("hydra.") for key in keys):
         rule = "must set nothing of Hydra: a run goes on in its own directory"
@@ -45,11 +45,6 @@ def resume(arguments: Sequence[str]) -> int:
         partial(run_one, resume=True),
     )
     return 0
-
-
-def overridden_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that overrides set."""
-    return {text.lstrip("+").split("=")[0] for text in overrides}
 
 
 def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from pipeline.common import nvidia, secrets
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.config import compose, former_names, session, trust_entries
+from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.launch import hydra_job
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
@@ -108,7 +109,7 @@ def _sweep_file_arguments(name: str, file: Path, config_dir: str | None) -> list
     if file.parent != package_sweeps:
         searched.append(package_sweeps)
     if searched:
-        entries = ",".join(f'"file://{path}"' for path in searched)
+        entries = ",".join(hydra_quoted(f"file://{path}") for path in searched)
         arguments.append(f"hydra.searchpath=[{entries}]")
     return arguments
 
@@ -126,7 +127,7 @@ def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int
         The exit status.
     """
     arguments = list(arguments)
-    if any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments):
+    if "tracking.sweep" in keys_set(arguments):
         # Restrict the places of artifacts: a reopened sweep reads from its store, which
         # is not trusted.
         arguments.append("tracking.confined=true")

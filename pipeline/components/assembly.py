@@ -29,13 +29,12 @@ from pipeline.components import (
 from pipeline.components.devices import Devices
 from pipeline.components.objective import RunObjective
 from pipeline.config import sizes, stages
-from pipeline.config.plan import Plan, plan_of, stream_plan
+from pipeline.config.plan import Plan, RunPlan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
-from pipeline.dataset import cache, load
-from pipeline.dataset.bad_example import located
+from pipeline.dataset import cache, load, single_examples
+from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.batches import (
-    Reader,
     effective_batches,
     evaluation_batches,
     first_examples,
@@ -44,6 +43,7 @@ from pipeline.dataset.batches import (
 )
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.class_weights import weigher
+from pipeline.dataset.source import ShareReader
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Stream, digest
 from pipeline.tracking import provenance
@@ -71,12 +71,12 @@ class Parts:
     devices: Devices
     data: Data
     files: DataFiles  # the files of `data`, with their state before they were read
-    plan: Plan
+    plan: RunPlan
     batches: tf.data.Dataset  # remaining effective batches, or this worker's shares
     model: keras.Model  # compiled with its built optimizer
     objective: RunObjective
     inputs: Any  # the inputs of up to four training examples, on the host
-    reader: Reader | None  # reads this worker's share; None without other workers
+    reader: ShareReader | None  # reads this worker's share; None without other workers
     best: Best | None  # tracks the best evaluation; None if its checkpoint is not kept
     record: PartsRecord
 
@@ -132,7 +132,7 @@ class Parts:
         return _batches(self.spec, self.data, self.plan, done)
 
     def evaluation_batches(
-        self, name: str = "validation", reader: Reader | None = None
+        self, name: str = "validation", reader: ShareReader | None = None
     ) -> tf.data.Dataset | None:
         """Return the unshuffled batches of a split, or None if the split is missing.
 
@@ -294,7 +294,7 @@ class _Planned:
     """The plan of a run: how its training data are cut into updates."""
 
     spec: RunSpec  # with a user's loader, its batching follows from the first batch
-    plan: Plan
+    plan: RunPlan
     stream: Stream | None  # effective batches of a user's loader, if there is one
 
 
@@ -324,26 +324,28 @@ def _planned_stream(spec: RunSpec, data: Data) -> _Planned:
     return _Planned(replace(spec, batching=cut), plan, stream)
 
 
-def _reader(spec: RunSpec) -> Reader | None:
+def _reader(spec: RunSpec) -> ShareReader | None:
     """Return the reader of this worker's share, or None if there is only one worker."""
     if spec.workers is None:
         return None
     replicas = spec.config.hardware.replicas
     first = spec.workers.index * replicas
-    return Reader(first, replicas, spec.batching.replicas)
+    return ShareReader(first, replicas, spec.batching.replicas)
 
 
 def _batches(
     spec: RunSpec,
     data: Data,
-    plan: Plan,
+    plan: RunPlan,
     first_update: int,
-    reader: Reader | None = None,
+    reader: ShareReader | None = None,
     stream: Stream | None = None,
 ) -> tf.data.Dataset:
     weigh = weigher(spec.config.training, data)
     if stream is not None:
         return stream_batches(stream, first_update, weigh)
+    if not isinstance(plan, Plan):
+        raise ValueError("a user's loader is read by its stream alone")
     return effective_batches(
         spec.dataset, data, plan.slices(first_update), spec.config.seed, weigh, reader
     )
@@ -363,7 +365,7 @@ def _reading(
     """
     with (
         as_config_error(key, "must give examples", node._target_),
-        located(data, files),
+        errors_located(data, files),
     ):
         yield
 
@@ -391,15 +393,16 @@ class _Network:
 
 
 def _build_network(
-    spec: RunSpec, source: _Source, plan: Plan, run_devices: Devices
+    spec: RunSpec, source: _Source, plan: RunPlan, run_devices: Devices
 ) -> _Network:
     """Build the model, the objective and the optimizer; check them on a batch."""
     data = source.data
     with run_devices.strategy.scope():
         network = model.build(spec.node("model"), data)
-        load.check_single_examples(data, network)
+        single_examples.check_single_examples(data, network)
         goal = objective.build(spec.node("training"))
-        stages_known = None if data.loaders else plan
+        # The batches of a user's loader have no stages.
+        stages_known = plan if isinstance(plan, Plan) else None
         built_optimizer, scaling = optimizer.build(spec, plan.updates, stages_known)
         batch = _first_batch(spec, data, source.files, run_devices)
         checked = objective_checks.check(goal, network, data, batch, spec)

@@ -46,7 +46,7 @@ def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     logs = tracker is not None
     updates = plan.updates % ENDLESS  # 0 if the number of updates is unknown
     # The effective batches of stages differ in size, so measure progress in examples.
-    work = plan.examples_seen if plan.stages else float
+    work = plan.examples_seen if plan.changes else float
     progress = Progress(updates, logs, work)
     share_of_peak = 0.0
     if logs and parts.devices.on_gpu:
@@ -105,7 +105,10 @@ def fit(
         The last validation loss, or the last training loss without a validation split.
     """
     tracker = recorder.tracker
-    with bad_example.located(parts.data, parts.files), _non_finite_data_named(parts):
+    with (
+        bad_example.errors_located(parts.data, parts.files),
+        _non_finite_data_named(parts),
+    ):
         assigned = parts.assigned_by_forward()
         callbacks: Mapping[str, keras.callbacks.Callback] = parts.objective.callbacks
         profiler = Profiler()

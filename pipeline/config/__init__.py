@@ -9,6 +9,7 @@ __all__ = [
     "compose",
     "former_names",
     "hydra_errors",
+    "hydra_internals",
     "key_kinds",
     "metric_names",
     "objective_nodes",
@@ -20,6 +21,8 @@ __all__ = [
     "session",
     "sizes",
     "stages",
+    "suggestions",
     "text_keys",
     "trust_entries",
+    "validate",
 ]

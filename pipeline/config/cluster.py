@@ -125,10 +125,13 @@ def is_named(environment: Mapping[str, str]) -> bool:
     """Return whether the environment names the workers, by TF_CONFIG or a Slurm step.
 
     If it does, the chief does not start the other workers.
+
+    Raises:
+        ConfigError: the number of tasks in the Slurm step is not a number.
     """
     if environment.get("TF_CONFIG"):
         return True
-    return int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+    return _slurm_number(environment, "SLURM_STEP_NUM_TASKS", default=1) > 1
 
 
 def check_open_ports(allowed: bool) -> None:
@@ -209,7 +212,7 @@ def _tf_config_workers(text: str) -> Cluster:
     """
     try:
         cluster = _read_tf_config(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         cluster = None
     if cluster is None:
         raise ConfigError("TF_CONFIG", f"must be {_TF_CONFIG}", text)
@@ -233,6 +236,9 @@ def _read_tf_config(content: Any) -> Cluster | None:
             first_of_job[job] = len(addresses)
             addresses += [str(address) for address in jobs[job]]
 
+    # Some launchers write the index as text.
+    if isinstance(task["index"], bool | float):
+        return None
     index = first_of_job[task["type"]] + int(task["index"])
     if not 0 <= index < len(addresses):
         return None
@@ -247,25 +253,32 @@ def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
     """Return the cluster of the tasks in a Slurm step, in the order of their ranks.
 
     Raises:
-        ConfigError: the list of nodes cannot be read, or the tasks are not distributed
-            over the nodes in blocks.
+        ConfigError: a variable is missing or does not fit the others, the list of nodes
+            cannot be read, or the tasks are not distributed over the nodes in blocks.
     """
-    nodes = environment["SLURM_STEP_NODELIST"]
+    nodes = _slurm_text(environment, "SLURM_STEP_NODELIST")
     names = imports.output_of("scontrol", "show", "hostnames", nodes)
     if names is None:
         rule = "must be read by `scontrol show hostnames`, which has failed here"
         raise ConfigError("SLURM_STEP_NODELIST", rule, nodes)
 
     # `2(x3),1` means two tasks on each of three nodes, and one task on a fourth node.
-    tasks = environment["SLURM_STEP_TASKS_PER_NODE"]
+    tasks = _slurm_text(environment, "SLURM_STEP_TASKS_PER_NODE")
     counts: list[int] = []
     for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(repeats or 1)
+    node_names = names.split()
+    if len(counts) != len(node_names):
+        rule = f"must have a number of tasks for each of the {len(node_names)} nodes"
+        raise ConfigError("SLURM_STEP_TASKS_PER_NODE", rule, tasks)
     hosts: list[str] = []
-    for host, count in zip(names.split(), counts, strict=True):
+    for host, count in zip(node_names, counts, strict=True):
         hosts += [host] * count
 
-    rank = int(environment["SLURM_PROCID"])
+    rank = _slurm_number(environment, "SLURM_PROCID")
+    if rank >= len(hosts):
+        rule = f"must be below the number of tasks in the step, {len(hosts)}"
+        raise ConfigError("SLURM_PROCID", rule, rank)
     node = environment.get("SLURMD_NODENAME")
     if node not in (None, hosts[rank]):
         rule = (
@@ -276,8 +289,36 @@ def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
 
     # Derive the chief's port from the job and the step, as other jobs may share the
     # node. Each worker chooses the port of its TensorFlow server itself.
-    job = int(environment["SLURM_JOB_ID"])
-    step = int(environment.get("SLURM_STEP_ID") or 0)
+    job = _slurm_number(environment, "SLURM_JOB_ID")
+    step = _slurm_number(environment, "SLURM_STEP_ID", default=0)
     port = _PORTS[(job + 1009 * step) % len(_PORTS)]
     addresses = tuple(f"{host}:0" for host in hosts)
     return Cluster(addresses, rank, rendezvous=f"{hosts[0]}:{port}")
+
+
+def _slurm_text(environment: Mapping[str, str], name: str) -> str:
+    """Return a variable that Slurm sets in each task of a step.
+
+    Raises:
+        ConfigError: the variable is missing or empty.
+    """
+    text = environment.get(name, "")
+    if not text:
+        raise ConfigError(name, "must be set in a task of a Slurm step, as srun does")
+    return text
+
+
+def _slurm_number(
+    environment: Mapping[str, str], name: str, default: int | None = None
+) -> int:
+    """Return a number that Slurm sets, or `default` if it is missing or empty.
+
+    Raises:
+        ConfigError: the variable is not a number, or is missing without a default.
+    """
+    if default is not None and not environment.get(name):
+        return default
+    text = _slurm_text(environment, name)
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII):
+        raise ConfigError(name, "must be a number of at least 0", text)
+    return int(text)

@@ -22,19 +22,27 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import yaml_size
 from pipeline.common.errors import ConfigError, say
+from pipeline.common.sqlite_uri import SQLITE
 from pipeline.config import (
     former_names,
     hydra_errors,
+    key_kinds,
+    plain,
     schema,
     suggestions,
     text_keys,
 )
 from pipeline.config.hydra_internals import get_args_parser
+from pipeline.config.overrides import hydra_quoted
 from pipeline.config.session import Session, entered, session
 
-# Matches an override up to the `~` in `KEY=~/…`. The shell does not expand this `~`,
-# and Hydra's grammar does not allow it.
-_HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")
+# Matches a value such as `~/…` in an override. The shell does not expand this `~`, and
+# Hydra's grammar does not allow it.
+_HOME = re.compile("(sqlite:///)?~(/.*)", re.DOTALL)
+# Matches the commas between the values of a sweep, but not those in `${…}`.
+_BETWEEN_VALUES = re.compile(r",(?![^{]*\})")
+# Matches a path that needs no quotes in Hydra's grammar.
+_PLAIN_PATH = re.compile(r"[\w./@-]+", re.ASCII)
 # Patterns for the configs whose size is checked in a folder of the search path. The
 # folder may be large; Hydra reads only these files, unless a group is nested deeper.
 _CONFIGS_OF_GROUPS = ("*.yaml", "*/*.yaml", "*/*/*.yaml")
@@ -91,18 +99,19 @@ def composed(arguments: Sequence[str]) -> DictConfig:
 
     # Add a handler to the root logger, as otherwise TensorFlow adds its own.
     logging.basicConfig(format="%(message)s")
-    with (
-        entered(Session(config_dir=options.config_dir)),
-        hydra_errors.as_config_error(
-            options.overrides, command_line.folders, (Exception,)
-        ),
-        hydra.initialize_config_dir(
-            options.config_path or directory(), version_base="1.3"
-        ),
-    ):
-        config = hydra.compose(options.config_name or "config", options.overrides)
-        prepare(config)
-        return config
+    origins = (options.overrides, command_line.folders)
+    with entered(Session(config_dir=options.config_dir)):
+        # Hydra raises errors of any type for a wrong config.
+        with (
+            hydra_errors.translated(*origins, (Exception,)),
+            hydra.initialize_config_dir(
+                options.config_path or directory(), version_base="1.3"
+            ),
+        ):
+            config = hydra.compose(options.config_name or "config", options.overrides)
+        with hydra_errors.translated(*origins):
+            prepare(config)
+    return config
 
 
 def prepare(config: DictConfig) -> None:
@@ -153,8 +162,7 @@ def as_text(overrides: Sequence[str]) -> list[str]:
     """
     texts = []
     for text in overrides:
-        text = _HOME.sub(rf"\1{Path.home()}", text)
-        text = former_names.current_override(text)
+        text = former_names.with_current_key(_with_home(text))
         texts.append(text_keys.kept(text))
     return texts
 
@@ -210,7 +218,8 @@ class RunFolders(Callback):
                 with read_write(config):
                     OmegaConf.update(config, key, str(folder))
                     # The jobs of a sweep compose their configs from these overrides.
-                    config.hydra.overrides.hydra.append(f"{key}='{folder}'")
+                    override = f"{key}={hydra_quoted(folder)}"
+                    config.hydra.overrides.hydra.append(override)
             # Also expand `~` in the store's URI now, as a launcher opens the store
             # before a job calls `prepare`.
             _expand_home(config)
@@ -237,37 +246,69 @@ def _check_sizes(folder: str, patterns: Sequence[str] = ("**/*.yaml",)) -> None:
 
 
 def _searched_folders(options: argparse.Namespace) -> list[str]:
-    """Return the folders that `hydra.searchpath` adds to Hydra's search path.
+    """Return the folders that the command line adds to Hydra's search path.
 
-    Hydra takes it from the command line and from the config that `--config-name` names.
-    A value that Hydra rejects is passed over.
+    These are that of `--config-path`, and those of `hydra.searchpath`, which Hydra
+    takes from the command line and from the primary config. A value that Hydra rejects
+    is passed over.
     """
     values: list[Any] = []
     for text in options.overrides:
         if text.startswith("hydra.searchpath="):
             with suppress(HydraException):
                 values.append(OverridesParser.create().parse_override(text).value())
-    if options.config_dir and options.config_name:
-        file = Path(options.config_dir, options.config_name).with_suffix(".yaml")
+    name = (options.config_name or "config").removesuffix(".yaml")
+    for folder in (options.config_path, options.config_dir):
+        if not folder:
+            continue
+        # Do not use `with_suffix`, as a name may contain a dot.
+        file = Path(folder, f"{name}.yaml")
         with suppress(OSError, yaml.YAMLError, OmegaConfBaseException, ValueError):
             values.append(OmegaConf.select(OmegaConf.load(file), "hydra.searchpath"))
 
     folders = []
+    if options.config_path:
+        folders.append(options.config_path)
     for value in values:
         if isinstance(value, list | ListConfig):
             folders += [str(entry).removeprefix("file://") for entry in value]
     return folders
 
 
+def _with_home(override: str) -> str:
+    """Return an override in which a leading `~/` in each value is expanded."""
+    key, equals, text = override.partition("=")
+    values = []
+    for value in _BETWEEN_VALUES.split(text):
+        match = _HOME.fullmatch(value.strip())
+        if match is not None:
+            home = str(Path.home())
+            value = f"{match[1] or ''}{home}{match[2]}"
+            if not _PLAIN_PATH.fullmatch(home):
+                value = hydra_quoted(value)
+        values.append(value)
+    return f"{key}{equals}{','.join(values)}"
+
+
 def _expand_home(config: DictConfig) -> None:
-    """Expand `~` in `tracking.uri` and `dataset.data_dir`, in place."""
-    for key, prefix in (("tracking.uri", "sqlite:///"), ("dataset.data_dir", "")):
+    """Expand a leading `~` in the values of all keys that hold paths, in place."""
+    for key in key_kinds.keys_where(lambda facts: facts.path):
         # Skip a key without a value: it is rejected later.
         with suppress(OmegaConfBaseException):
             value = OmegaConf.select(config, key)
-            if isinstance(value, str) and value.startswith(f"{prefix}~"):
-                path = os.path.expanduser(value.removeprefix(prefix))
-                OmegaConf.update(config, key, prefix + path)
+            if isinstance(value, ListConfig):
+                # Do not resolve links, so that the entries keep theirs.
+                value = OmegaConf.to_container(value)
+            expanded = plain.mapped(value, _expanded)
+            if expanded != value:
+                OmegaConf.update(config, key, expanded)
+
+
+def _expanded(path: str) -> str:
+    """Return a path, or the URI of a SQLite store, with a leading `~` expanded."""
+    if path.startswith(f"{SQLITE}~"):
+        return SQLITE + os.path.expanduser(path.removeprefix(SQLITE))
+    return os.path.expanduser(path)
 
 
 def _as_override(message: str) -> str | None:

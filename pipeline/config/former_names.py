@@ -103,19 +103,14 @@ def current(name: str) -> str:
     return f"pipeline.{MODULES[match[1]]}{match[2]}"
 
 
-def current_key(key: str) -> str:
-    """Return the current name of a config key, or of a name below a key."""
-    return current_override(key)
-
-
-def current_override(text: str) -> str:
-    """Return an override of Hydra, with the former name of its key replaced."""
+def with_current_key(text: str) -> str:
+    """Return an override of Hydra, or a key alone, with the current name of the key."""
     return _OVERRIDE.sub(lambda match: match[1] + KEYS[match[2]], text)
 
 
 def current_links(links: Mapping[str, str]) -> dict[str, str]:
     """Return recorded links by key. Names of keys are current, also in the links."""
-    return {current_key(key): _current_link(link) for key, link in links.items()}
+    return {with_current_key(key): _current_link(link) for key, link in links.items()}
 
 
 def renamed(config: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +172,7 @@ def without_removed(overrides: Sequence[str]) -> list[str]:
     """
     kept = []
     for override in overrides:
-        key, _, text = current_override(override).lstrip("+").partition("=")
+        key, _, text = with_current_key(override).lstrip("+").partition("=")
         removed = REMOVED_KEYS.get(key)
         if removed is not None and text == removed.default_text:
             continue

@@ -15,20 +15,33 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.config import former_names, suggestions
+from pipeline.config import former_names, schema, suggestions
 from pipeline.config.objective_nodes import NAMED
+from pipeline.config.overrides import keys_set, values_at
 
 # Rules for keys whose value is a mapping. Users may write a list, since Keras accepts
 # lists of metrics and callbacks in `compile` and `fit`.
 _NAMED = {
     f"training.{name}": NAMED for name in ("metrics", "weighted_metrics", "callbacks")
 }
+# Keys that may be null or a group of keys.
+_NULLABLE_GROUPS = {
+    key.name.rpartition(".")[0]
+    for key in schema.keys_in(schema.Config)
+    if key.name.count(".") > 1
+}
+# Beginnings of the keys whose value may be of any type, and of those below them.
+_BELOW_ANY_TYPE = tuple(
+    f"{key.name}." for key in schema.keys_in(schema.Config) if key.hint is Any
+)
+_LISTED_LOSS = "a mapping, as what it is merged with; a file of `objective` replaces it"
 _KINDS = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
     str: "text",
     dict: "a mapping",
+    list: "a list",
 }
 
 # Errors of Hydra that can be recognized only by their text: a pattern, whose named
@@ -83,7 +96,7 @@ COMPOSITION = (
 
 
 @contextmanager
-def as_config_error(
+def translated(
     overrides: Sequence[str] = (),
     folders: Sequence[str] = (),
     kinds: tuple[type[Exception], ...] = COMPOSITION,
@@ -101,8 +114,7 @@ def as_config_error(
         raise
     except kinds as error:
         rejection = _config_error(error, overrides, folders)
-        received = (rejection.received or "").strip("'")
-        removal = former_names.removal(rejection.key, received)
+        removal = former_names.removal(rejection.key)
         if removal is not None:
             raise removal from error
         raise rejection from error
@@ -170,28 +182,32 @@ def _missing_config_error(error: MissingConfigException) -> ConfigError:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if error.options is not None:
         rule = "must be an option of its group"
+        removal = former_names.removal(group, name)
+        if removal is not None:
+            return removal
         return ConfigError(group, rule, name, error.options)
-    rule = f"must be a config that exists{_origin(error)}"
+    rule = f"must be a config that exists{_in_file(_origin(error))}"
     return ConfigError(group or "--config-name", rule, name)
 
 
 def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:
     """Return the error for a list where a mapping is required.
 
-    The list is in the file that `origin`, a result of `_origin`, names. Return None if
-    the file is not found or has no such list.
+    The list is in the config that `origin` names. Return None if its file is not found
+    or has no such list.
     """
     for folder in folders:
-        file = Path(folder) / f"{origin[5:-1]}.yaml"
+        file = Path(folder) / f"{origin}.yaml"
         if not file.is_file():
             continue
         loaded = OmegaConf.load(file)
-        for key, rule in _NAMED.items():
+        for key, rule in {**_NAMED, "training.loss": _LISTED_LOSS}.items():
             for place in (key, key.removeprefix("training.")):
                 node = OmegaConf.select(loaded, place)
                 if isinstance(node, ListConfig):
                     received = OmegaConf.to_container(node)
-                    return ConfigError(key, f"must be {rule}{origin}", received)
+                    rule = f"must be {rule}{_in_file(origin)}"
+                    return ConfigError(key, rule, received)
     return None
 
 
@@ -207,7 +223,10 @@ def _key_error(
         return _unknown_key_error(error, key, origin, folders)
     if isinstance(error, errors.ValidationError):
         rule, choices = _type_of(error)
-        rule = f"must be {_NAMED.get(key, rule)}{origin}"
+        rule = f"must be {_NAMED.get(key, rule)}{_in_file(origin)}"
+        removal = former_names.removal(key, error.value)
+        if removal is not None:
+            return removal
         return ConfigError(key, rule, error.value, choices)
     if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(error):
         return _merge_error(error, key, origin, overrides)
@@ -217,20 +236,34 @@ def _key_error(
         # The key may be `off`, `on`, `yes` or `no`, which are Booleans in YAML unless
         # they are quoted.
         parent = key.rpartition(".")[0] or key
-        return ConfigError(parent, f"must have text for its keys{origin}", error.key)
+        rule = f"must have text for its keys{_in_file(origin)}"
+        return ConfigError(parent, rule, error.key)
 
     rule = f"must be valid ({_cause(error)})"
     if isinstance(error, errors.InterpolationResolutionError):
         rule = f"must have a value ({_cause(error)})"
     rule = _LINKS.get(type(error), rule)
-    value = error.value
-    if isinstance(error.parent_node, DictConfig):
-        # Show the value as it was written, with its interpolation.
-        written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
-        for name in str(error.key).split("."):
-            written = written[name]
+    return ConfigError(key, rule + _in_file(origin), _written_value(error))
+
+
+def _written_value(error: errors.OmegaConfBaseException) -> Any:
+    """Return the value that raised `error` as it was written, with its interpolation.
+
+    If the value is not found, it is the value that the error has.
+    """
+    if not isinstance(error.parent_node, DictConfig | ListConfig):
+        return error.value
+    written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
+    # The key is a name, a number or a Boolean in the parent, or a dotted path from it.
+    for path in ([error.key], str(error.key).split(".")):
         value = written
-    return ConfigError(key, f"{rule}{origin}", value)
+        try:
+            for name in path:
+                value = value[name]
+        except (KeyError, IndexError, TypeError):
+            continue
+        return value
+    return error.value
 
 
 def _unknown_key_error(
@@ -242,18 +275,19 @@ def _unknown_key_error(
     """Return the error for a key that the config does not have."""
     if key in former_names.KEYS:
         now = former_names.KEYS[key]
-        return ConfigError(key, f"must be written as {now}, its name now{origin}")
+        rule = f"must be written as {now}, its name now{_in_file(origin)}"
+        return ConfigError(key, rule)
 
     parent, _, name = key.rpartition(".")
     node = error.parent_node
+    rule = f"must be a key of {parent or 'the config'}{_in_file(origin)}"
     # Suggest `+` only for an untyped node: the nodes of the schema accept no new keys.
     if isinstance(node, DictConfig) and OmegaConf.get_type(node) is dict:
-        origin += f"; a new one is added with +{key}=VALUE"
+        rule += f"; a new one is added with +{key}=VALUE"
     siblings = [str(sibling) for sibling in node]
     if not parent:
         ours = {sibling for sibling in siblings if sibling != "hydra"}
         siblings = sorted({*ours, *groups(folders)})
-    rule = f"must be a key of {parent or 'the config'}{origin}"
     meant = suggestions.key_elsewhere(name) or ""
     return ConfigError(key, rule, name, siblings, meant=meant)
 
@@ -265,16 +299,24 @@ def _merge_error(
     overrides: Sequence[str],
 ) -> ConfigError:
     """Return the error for a value that should be a mapping or a list."""
-    # OmegaConf's error does not contain the value, so look for it in the overrides.
-    if key in _NAMED:
-        for override in overrides:
-            name, _, value = override.lstrip("+").partition("=")
-            if name == key:
-                return ConfigError(key, f"must be {_NAMED[key]}", value)
-    wanted = "a mapping"
+    wanted: type = dict
+    other = "list"
     if error.object_type is list:
-        wanted = "a list"
-    return ConfigError(key, f"must be {wanted}{origin}")
+        wanted = list
+        other = "mapping"
+    rule = f"must be {_NAMED.get(key, _KINDS[wanted])}"
+    if key not in _NAMED and f"{key}.".startswith(_BELOW_ANY_TYPE):
+        rule += f", as what it is merged with; a {other} needs {key}=null before it"
+
+    # OmegaConf's error does not contain the value, so look for it in the overrides.
+    for value in values_at(overrides, key):
+        if not isinstance(value, wanted):
+            return ConfigError(key, rule, value)
+        if isinstance(value, dict) and value and not origin:
+            # The wrong value is one of those in the mapping, and the error has no key.
+            rule = "must have mappings and lists where what it is merged with has them"
+            return ConfigError(key, rule, value)
+    return ConfigError(key, rule + _in_file(origin))
 
 
 def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
@@ -307,10 +349,14 @@ def _text_error(
         match = re.match(pattern, text)
         if match is not None:
             return _pattern_error(match, rule, error, overrides)
-    if "group override must be" in text:
+    if "group override must be" in text or isinstance(error, TypeError):
         group_error = _group_error(overrides, folders)
         if group_error is not None:
             return group_error
+    if "Unexpected type for root" in text:
+        below_null = _below_null_error(overrides)
+        if below_null is not None:
+            return below_null
 
     rule = f"must be what Hydra takes ({first_line(error)})"
     file = _file(error, folders)
@@ -329,11 +375,23 @@ def _pattern_error(
     if not received:
         received = key
         for override in overrides:
-            if override.lstrip("+~").split("=")[0] == key:
+            if override.lstrip("+~").partition("=")[0] == key:
                 received = override
                 break
     options = re.findall(r"^\t(.+)$", str(error), re.MULTILINE)
-    return ConfigError(key, rule + _origin(error), received, options or None)
+    rule += _in_file(_origin(error))
+    return ConfigError(key, rule, received, options or None)
+
+
+def _below_null_error(overrides: Sequence[str]) -> ConfigError | None:
+    """Return the error for an override of a key in a group that is null, or None."""
+    for override in overrides:
+        for key in keys_set([override]):
+            group = key.rpartition(".")[0]
+            if group in _NULLABLE_GROUPS:
+                rule = f"must not be null where {override.lstrip('+')} sets a key in it"
+                return ConfigError(group, rule)
+    return None
 
 
 def _group_error(
@@ -346,8 +404,13 @@ def _group_error(
     known = groups(folders)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
+        if key not in known or override.is_delete():
+            continue
         value = override.value()
-        if key in known and not isinstance(value, str | list | dict):
+        names = [value]
+        if isinstance(value, list):
+            names = value
+        if not all(isinstance(name, str | dict) for name in names):
             rule = "must be the name of an option of its group"
             return ConfigError(key, rule, value, known[key])
     return None
@@ -370,14 +433,21 @@ def _file(error: Exception, folders: Sequence[str]) -> str | None:
 
 
 def _origin(error: Exception) -> str:
-    """Return ` (in FILE)` if Hydra names a file, other than the main config.
+    """Return the config that Hydra names as the origin of `error`.
 
-    Otherwise, return an empty string.
+    It is empty if Hydra names none, or the main config.
     """
     match = re.match(r"In '(.+?)'", str(error))
     if match is None or match[1] in ("config", "hydra/config"):
         return ""
-    return f" (in {match[1]})"
+    return match[1]
+
+
+def _in_file(origin: str) -> str:
+    """Return the origin of an error in the form for its rule, if there is one."""
+    if not origin:
+        return ""
+    return f" (in {origin})"
 
 
 def _cause(error: errors.OmegaConfBaseException) -> str:

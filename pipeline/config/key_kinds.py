@@ -27,6 +27,26 @@ DERIVED_CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
 _UNKNOWN = facts(Kind.TRAINING)
 
 
+def facts_by_key(schema: type) -> dict[str, KeyFacts]:
+    """Return the facts of all keys in a dataclass, by dotted name.
+
+    Raises:
+        TypeError: a field has no kind.
+    """
+    by_key: dict[str, KeyFacts] = {}
+    for key in keys_in(schema):
+        metadata = key.field.metadata
+        if "facts" not in metadata:
+            raise TypeError(f"{key.name} has no kind in the schema: see `schema.about`")
+        by_key[key.name] = metadata["facts"]
+        for name, key_facts in metadata["exceptions"].items():
+            by_key[f"{key.name}.{name}"] = key_facts
+    return by_key
+
+
+_FACTS = facts_by_key(Config)
+
+
 def facts_of(key: str) -> KeyFacts:
     """Return the facts of a key; a name below a key has the facts of that key."""
     name = key
@@ -110,23 +130,3 @@ def _facts_below(key: str) -> Iterator[KeyFacts]:
 
 def _has_keys_below(key: str) -> bool:
     return any(name.startswith(f"{key}.") for name in _FACTS)
-
-
-def facts_by_key(schema: type) -> dict[str, KeyFacts]:
-    """Return the facts of all keys in a dataclass, by dotted name.
-
-    Raises:
-        TypeError: a field has no kind.
-    """
-    by_key: dict[str, KeyFacts] = {}
-    for key in keys_in(schema):
-        metadata = key.field.metadata
-        if "facts" not in metadata:
-            raise TypeError(f"{key.name} has no kind in the schema: see `schema.about`")
-        by_key[key.name] = metadata["facts"]
-        for name, key_facts in metadata["exceptions"].items():
-            by_key[f"{key.name}.{name}"] = key_facts
-    return by_key
-
-
-_FACTS = facts_by_key(Config)

@@ -22,6 +22,7 @@ def is_name(name: str) -> bool:
     return (
         bool(_NAME.fullmatch(name))
         and posixpath.normpath(name) == name
+        and name != "."
         and not name.startswith(("/", ".."))
     )
 

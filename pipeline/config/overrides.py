@@ -1,6 +1,63 @@
-"""Quotes values in the grammar of Hydra's overrides."""
+"""Reads the keys of Hydra's overrides, and quotes values in their grammar."""
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+
+def keys_set(overrides: Iterable[str]) -> set[str]:
+    """Return the dotted names of the keys and groups that overrides set or delete.
+
+    A value that is a mapping sets the keys in it: `training={updates: 5}` sets
+    `training.updates`. Of an override that Hydra cannot parse, it is the text before
+    the `=`.
+    """
+    parser = OverridesParser.create()
+    keys: set[str] = set()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+            keys.update(_keys_in(override.key_or_group, override.value()))
+        except (HydraException, ValueError):  # such as an integer of too many digits
+            keys.add(text.lstrip("+~").partition("=")[0])
+    return keys
+
+
+def values_at(overrides: Iterable[str], key: str) -> Iterator[Any]:
+    """Yield the values that overrides set a key to, by itself or in a mapping.
+
+    Overrides that delete, or that Hydra cannot parse, are left out.
+    """
+    parser = OverridesParser.create()
+    for text in overrides:
+        with suppress(HydraException, ValueError):
+            override = parser.parse_override(text)
+            if override.is_delete():
+                continue
+            for name, value in _values_in(override.key_or_group, override.value()):
+                if name == key:
+                    yield value
+
+
+def _values_in(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of a key, and of all keys in a mapping."""
+    yield key, value
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _values_in(f"{key}.{name}", entry)
+
+
+def _keys_in(key: str, value: Any) -> Iterator[str]:
+    """Yield the dotted names of the leaves in a value; a list is one leaf."""
+    if not isinstance(value, Mapping) or not value:
+        yield key
+        return
+    for name, entry in value.items():
+        yield from _keys_in(f"{key}.{name}", entry)
 
 
 def hydra_quoted(text: object) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching, Horizon, ceil_div
@@ -26,25 +27,26 @@ UNCUT = 2**30
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The batches of a run, and its length in updates.
+class RunPlan(ABC):
+    """The length of a run in updates, and the counters after each update.
+
+    This is what the training loop, the record and the checkpoints need of a plan.
 
     Attributes:
-        batching: how an effective batch of the first stage is currently cut.
-        examples: number of examples per epoch.
+        batching: how an effective batch is currently cut: the first one, or each one
+            of the first stage.
+        examples: number of examples per epoch; 0 if it is unknown.
         updates: number of updates in the run.
         before: earlier cuts, each as a pair: the last update with this cut, and the
             cut.
-        stages: the stages of the batch-size schedule; empty if there is no schedule.
     """
 
     batching: Batching
     examples: int
     updates: int
     before: tuple[tuple[int, Batching], ...] = ()
-    stages: tuple[Stage, ...] = ()
 
-    def halved(self, update: int, micro_batch_size: int) -> Plan:
+    def halved(self, update: int, micro_batch_size: int) -> Self:
         """Return the plan of a run whose micro-batch size changes after `update`."""
         # Do not change an earlier cut: updates that are repeated keep their counters.
         update = max([update, *(last for last, _ in self.before)])
@@ -67,7 +69,7 @@ class Plan:
         cuts.append((self.batching.micro_batch_size, None))
         return {HALVED: ", ".join(phrases), CUTS: json.dumps(cuts)}
 
-    def after(self, cuts: Sequence[tuple[int, int | None]], update: int) -> Plan:
+    def after(self, cuts: Sequence[tuple[int, int | None]], update: int) -> Self:
         """Return the plan of a run that resumes after `update`.
 
         Args:
@@ -83,6 +85,86 @@ class Plan:
         return replace(self, before=tuple(before))
 
     @property
+    def micro_batch_size(self) -> int:
+        """The largest number of examples in a micro-batch."""
+        return self.batching.micro_batch_size
+
+    @property
+    @abstractmethod
+    def changes(self) -> list[tuple[int, int]]:
+        """Pairs of a number of updates and the effective batch size after them.
+
+        The first pair is 0 and the initial size. Each further pair is a change of the
+        size. Without a schedule of sizes, the list is empty.
+        """
+
+    @property
+    @abstractmethod
+    def updates_per_epoch(self) -> int:
+        """The number of updates per epoch, in the first stage if there are several.
+
+        It is `ENDLESS` if it is unknown.
+        """
+
+    @property
+    @abstractmethod
+    def epochs(self) -> int:
+        """The number of epochs in the run, including an incomplete last one.
+
+        It is `ENDLESS` if it is unknown.
+        """
+
+    @abstractmethod
+    def ended(self, update: int) -> bool:
+        """Return whether the run is complete after `update`."""
+
+    @abstractmethod
+    def place(self, done: int) -> tuple[int, int]:
+        """Return the epoch and the index in the epoch of the next update.
+
+        Both count from 0. The next update is the one after `done` updates.
+        """
+
+    @abstractmethod
+    def digest(self, update: int) -> int | None:
+        """Return a number by which a resumed run checks that its data is the same.
+
+        Two runs with other batches up to `update` differ in it. None if there is
+        nothing to check.
+        """
+
+    @abstractmethod
+    def batch_size(self, update: int) -> int:
+        """Return the number of examples in `update`; updates count from 1."""
+
+    @abstractmethod
+    def examples_seen(self, update: int) -> int:
+        """Return the number of examples in the first `update` updates."""
+
+    @abstractmethod
+    def micro_steps(self, update: int) -> int:
+        """Return the micro-steps per replica in the first `update` updates."""
+
+    @abstractmethod
+    def epoch(self, update: int) -> float:
+        """Return the number of epochs in the first `update` updates, as a fraction."""
+
+    @abstractmethod
+    def ends_epoch(self, update: int) -> bool:
+        """Return whether `update` is the last update of its epoch."""
+
+
+@dataclass(frozen=True)
+class Plan(RunPlan):
+    """A plan that follows from the config and the number of examples.
+
+    Attributes:
+        stages: the stages of the batch-size schedule; empty if there is no schedule.
+    """
+
+    stages: tuple[Stage, ...] = ()
+
+    @property
     def all_stages(self) -> tuple[Stage, ...]:
         """The stages. Without a schedule, one stage covers the whole run."""
         if self.stages:
@@ -91,11 +173,6 @@ class Plan:
 
     @property
     def changes(self) -> list[tuple[int, int]]:
-        """Pairs of a number of updates and the effective batch size after them.
-
-        The first pair is 0 and the initial size. Each further pair is a change of the
-        size. Without a schedule, the list is empty.
-        """
         changes = []
         size = 0
         for stage in self.stages:
@@ -106,17 +183,14 @@ class Plan:
 
     @property
     def updates_per_epoch(self) -> int:
-        """The number of updates per epoch in the first stage."""
         return self.all_stages[0].in_epoch
 
     @property
     def epochs(self) -> int:
-        """The number of epochs in the run, including an incomplete last one."""
         epoch, _ = self.place(self.updates - 1)
         return epoch + 1
 
     def ended(self, update: int) -> bool:
-        """Return whether the run is complete after `update`."""
         return update >= self.updates
 
     def stage(self, done: int) -> Stage:
@@ -124,37 +198,19 @@ class Plan:
         return next(stage for stage in reversed(self.all_stages) if stage.after <= done)
 
     def place(self, done: int) -> tuple[int, int]:
-        """Return the epoch and the index in the epoch of the next update.
-
-        Both count from 0. The next update is the one after `done` updates.
-        """
         epoch, _, index = self.stage(done).place(done)
         return epoch, index
 
-    @property
-    def micro_batch_size(self) -> int:
-        """The largest number of examples in a micro-batch."""
-        return self.batching.micro_batch_size
-
     def digest(self, update: int) -> int | None:
-        """Return a number by which a resumed run checks that its data is the same.
-
-        With a batch-size schedule, it is the number of examples in the first `update`
-        updates. Otherwise, the config alone determines the data, and the result is
-        None.
-        """
+        # Without a schedule, the config alone determines the data.
         return self.examples_seen(update) if self.stages else None
 
     def batch_size(self, update: int) -> int:
-        """Return the number of examples in `update`; updates count from 1.
-
-        The last update of an epoch, the tail, may be smaller.
-        """
+        # The last update of an epoch, the tail, may be smaller.
         stage = self.stage(update - 1)
         return min(stage.size, self.examples - stage.place(update - 1)[1])
 
     def examples_seen(self, update: int) -> int:
-        """Return the number of examples in the first `update` updates."""
         epoch, first, _ = self.stage(update).place(update)
         return epoch * self.examples + first
 
@@ -202,7 +258,6 @@ class Plan:
         return slices
 
     def micro_steps(self, update: int) -> int:
-        """Return the micro-steps per replica in the first `update` updates."""
         steps = 0
         done = 0
         for last, cut in (*self.before, (update, self.batching)):
@@ -227,27 +282,25 @@ class Plan:
         return steps
 
     def epoch(self, update: int) -> float:
-        """Return the number of epochs in the first `update` updates, as a fraction."""
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
-        """Return whether `update` is the last update of its epoch."""
         return self.stage(update).place(update)[1] == 0
 
     def __str__(self) -> str:
         cuts = str(self.batching)
-        changes = False
+        is_resized = False
         for after, size in self.changes[1:]:
             if after < self.updates:
                 factor = self.batching.with_effective_batch_size(size).factor
                 cuts += f", {size} (factor {factor}) after update {after}"
-                changes = True
+                is_resized = True
 
         per_epoch = f"{self.updates_per_epoch} updates per epoch"
         tail = self.examples % self.batching.effective_batch_size
         if tail:
             per_epoch += f" (last one {tail})"
-        if changes:
+        if is_resized:
             per_epoch += " at first"
         return f"{cuts}; {self.examples} examples → {per_epoch}, {self.updates} in all"
 
@@ -373,7 +426,7 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamPlan(Plan):
+class StreamPlan(RunPlan):
     """A plan whose batch sizes and epochs become known only as the data is read.
 
     `batching` has the sizes of the first update. The counters of an update are
@@ -391,8 +444,13 @@ class StreamPlan(Plan):
     per_epoch: int | None = None
     whole_epochs: int | None = None
     cut: bool = True
-    # `_steps[n]` is the number of micro-steps in the first n updates.
+    # `_steps[n]` is the number of micro-steps in the first n updates. The list is a
+    # cache that grows as `windows` does, so it is no part of the plan's value.
     _steps: list[int] = field(default_factory=lambda: [0], init=False, compare=False)
+
+    @property
+    def changes(self) -> list[tuple[int, int]]:
+        return []  # a stream has no schedule
 
     @property
     def updates_per_epoch(self) -> int:
@@ -422,7 +480,7 @@ class StreamPlan(Plan):
         return previous.epoch, previous.in_epoch + 1
 
     def digest(self, update: int) -> int | None:
-        """Return the checksum of the batches of `update`, or None if `update` is 0."""
+        # The checksum of the batches of the last update.
         return self.windows[update - 1].digest if update else None
 
     def batch_size(self, update: int) -> int:
@@ -485,7 +543,7 @@ def stream_plan(
     windows: Sequence[Window],
     per_epoch: int | None,
     cut: bool,
-) -> Plan:
+) -> StreamPlan:
     """Return the plan of a run over a stream of batches.
 
     Args:

@@ -25,6 +25,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import HIDDEN, mask
 from pipeline.config import (
     cluster,
+    hydra_errors,
     key_kinds,
     plain,
     sizes,
@@ -33,7 +34,7 @@ from pipeline.config import (
     validate,
 )
 from pipeline.config.cluster import Cluster
-from pipeline.config.hydra_errors import as_config_error
+from pipeline.config.overrides import keys_set
 from pipeline.config.schema import Config, Device, LossOver, Rule
 from pipeline.config.sizes import Batching, Horizon
 
@@ -180,8 +181,7 @@ class RunSpec:
         Secrets are masked. Keys for which each worker has its own value are left out.
         """
         shared = self.recorded
-        for key in key_kinds.keys_where(lambda facts: facts.each_workers_own):
-            group, _, name = key.partition(".")
+        for group, name in _own_names():
             shared[group] = {**shared[group]}
             shared[group].pop(name, None)
         return str(yaml.safe_dump(shared, sort_keys=False))
@@ -192,17 +192,16 @@ class RunSpec:
         Missing values and masked secrets are taken from this worker's spec.
         """
         shared = _with_secrets(yaml.safe_load(text), self.resolved)
-        own_values = {}
-        for key, value in plain.leaves(self.resolved).items():
-            if _is_own(key):
-                own_values[key] = value
+        # Take values whole, not by their leaves: the name of a tag may have dots.
+        for group, name in _own_names():
+            if name in self.resolved[group]:
+                shared[group][name] = self.resolved[group][name]
         composed = OmegaConf.create(plain.escaped(shared))
-        _update(composed, own_values)
         spec = _spec(_typed(composed), self.workers, self.overrides)
         return replace(spec, original=self.original)
 
 
-@as_config_error()
+@hydra_errors.translated()
 def resolve(
     composed: DictConfig,
     overrides: Sequence[str] = (),
@@ -226,13 +225,10 @@ def resolve(
     # Merge with the strict schema: Hydra composed the config with a schema in which a
     # key for text accepts any value.
     composed = _typed(OmegaConf.to_container(composed))
-    micro_batch_size = composed.accumulation.micro_batch_size
-    if isinstance(micro_batch_size, str) and micro_batch_size.isdecimal():
-        # A value that comes from an environment variable is a string.
-        composed.accumulation.micro_batch_size = int(micro_batch_size)
+    _update(composed, validate.values_in_text(composed))
     validate.check_values(composed)
 
-    named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    named = keys_set(overrides)
     workers = cluster.workers_of_run(composed.hardware.workers, environment)
     composed.hardware.workers = 1 if workers is None else len(workers.addresses)
     horizon = sizes.horizon_of(composed.training, named)
@@ -381,7 +377,7 @@ def _spec(
         replicas,
         named,
         batched=bool(composed.dataset.get("batched")),
-        most=stages.largest(accumulation, 0),
+        largest=stages.largest(accumulation, 0),
     )
     return RunSpec(
         config=config,
@@ -400,6 +396,15 @@ def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
     with open_dict(composed):
         for key, value in values.items():
             OmegaConf.update(composed, key, plain.escaped(value), merge=False)
+
+
+def _own_names() -> list[tuple[str, str]]:
+    """Return the group and the name of each key whose value each worker keeps."""
+    names = []
+    for key in key_kinds.keys_where(lambda facts: facts.each_workers_own):
+        group, _, name = key.partition(".")
+        names.append((group, name))
+    return names
 
 
 def _is_own(key: str) -> bool:

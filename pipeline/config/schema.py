@@ -35,7 +35,7 @@ Resume = Enum("Resume", ["auto"])
 Mode = Enum("Mode", ["min", "max"])
 Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
-XlaScope = Enum("XlaScope", ["step", "apply"])
+XlaScope = Enum("XlaScope", ["step", "apply", "update"])
 Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
 LossOver = Enum("LossOver", ["example", "effective_batch"])
@@ -85,6 +85,8 @@ class KeyFacts:
         same_data: whether another value changes only the place of the data or the way
             of reading it, and not the data itself.
         sets_rate: whether the learning rate depends on the key.
+        path: whether the value is a path or a list of paths, in which a leading `~` is
+            the home directory.
     """
 
     kind: Kind
@@ -94,6 +96,7 @@ class KeyFacts:
     set_by_a_sweep: bool = False
     same_data: bool = False
     sets_rate: bool = False
+    path: bool = False
 
 
 def facts(
@@ -261,7 +264,7 @@ class StartConfig(_SetOnce):
     # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a
     # run ID
     run: str | None = field(
-        default=None, metadata=about(Kind.TRAINING, each_workers_own=True)
+        default=None, metadata=about(Kind.TRAINING, each_workers_own=True, path=True)
     )
     # (true | false) true: load only the model's weights and count updates from 0
     weights_only: Any = field(
@@ -277,15 +280,15 @@ class HardwareConfig(_SetOnce):
     replicas: int = field(default=1, metadata=about(Kind.CUT))
     # processes that train this run; null reads `TF_CONFIG` or the Slurm step
     workers: int | None = field(default=1, metadata=about(Kind.CUT))
-    # whether several workers may open TensorFlow's ports, without a password, to other
-    # machines
-    open_ports: bool = field(
+    # (true | false) whether several workers may open TensorFlow's ports, without a
+    # password, to other machines
+    open_ports: Any = field(
         default=False, metadata=about(Kind.MACHINE, of_one_call=True)
     )
     # file with the secret of the workers, of mode 0600, on each of them;
     # `PIPELINE_SECRET` outranks it; never recorded
     secret_file: str | None = field(
-        default=None, metadata=about(Kind.MACHINE, of_one_call=True)
+        default=None, metadata=about(Kind.MACHINE, of_one_call=True, path=True)
     )
     # mixed precision keeps the variables in float32
     precision: Precision = field(
@@ -309,7 +312,7 @@ class HardwareConfig(_SetOnce):
     # (auto | true | false) compile with XLA; auto: on one GPU, as Keras' `fit` does
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # what XLA compiles: `step`, each micro-step alone; `apply`, on one device the
-    # optimizer's step, too
+    # optimizer's step, too; `update`, a whole update of a small batch as one program
     xla_scope: XlaScope = field(default=XlaScope.step, metadata=about(Kind.NUMERICS))
     # (auto | true | false) compute attention by one kernel of cuDNN in what XLA
     # compiles, on GPUs of NVIDIA's Hopper generation; auto: wherever it can be
@@ -329,7 +332,9 @@ class ShownTrackingConfig(_SetOnce):
     """The keys of `tracking` that users set."""
 
     # MLflow tracking URI: SQLite, another SQL database, or an HTTP server
-    uri: str = field(default=MISSING, metadata=about(Kind.MACHINE, of_one_call=True))
+    uri: str = field(
+        default=MISSING, metadata=about(Kind.MACHINE, of_one_call=True, path=True)
+    )
     # name of the MLflow experiment
     experiment: str = field(default=MISSING, metadata=about(Kind.LOG))
     # name of the run; null: composed of the experiment or the dataset and of the
@@ -344,7 +349,9 @@ class ShownTrackingConfig(_SetOnce):
     # (true | false) log the trained model with its signature
     log_model: Any = field(default=True, metadata=about(Kind.LOG))
     # paths logged with the model; null: its local modules
-    code: list[str] | None = field(default_factory=list, metadata=about(Kind.LOG))
+    code: list[str] | None = field(
+        default_factory=list, metadata=about(Kind.LOG, path=True)
+    )
     # (true | false) log MLflow's system metrics
     system_metrics: Any = field(default=True, metadata=about(Kind.LOG))
     # seconds to wait for an answer from the store, at the start and at the end of a run
@@ -367,9 +374,9 @@ class TrackingConfig(ShownTrackingConfig):
     job: str | None = field(
         default=None, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
     )
-    # set by `--again`: artifacts must lie with the store, or where `trust.allow`
-    # permits
-    confined: bool = field(
+    # (true | false) set by `--again`: artifacts must lie with the store, or where
+    # `trust.allow` permits
+    confined: Any = field(
         default=False, metadata=about(Kind.LOG, of_one_call=True, set_by_a_sweep=True)
     )
 
@@ -377,14 +384,16 @@ class TrackingConfig(ShownTrackingConfig):
 @dataclass
 class TrustConfig(_SetOnce):
     # dotted names of code, and places of artifacts, that records may name
-    allow: list[str] = field(default_factory=list, metadata=about(Kind.MACHINE))
+    allow: list[str] = field(
+        default_factory=list, metadata=about(Kind.MACHINE, path=True)
+    )
 
 
 # Keys of `dataset` that do not depend on its `_target_`; all others are arguments of
 # the target. `in_memory` and the keys for shuffling are of the kind `TRAINING`, as they
 # affect the order of the examples.
 _DATASET_KEYS = {
-    "data_dir": facts(Kind.MACHINE, same_data=True),
+    "data_dir": facts(Kind.MACHINE, same_data=True, path=True),
     "download": facts(Kind.MACHINE, same_data=True),
     "checksum": facts(Kind.PLACE, same_data=True),
     "in_memory": facts(Kind.TRAINING, same_data=True),

@@ -62,7 +62,10 @@ _session: ContextVar[Session] = ContextVar("session")
 
 
 def session() -> Session:
-    """Return the session of the current call of Hydra, or an empty session."""
+    """Return the session of the current call of Hydra.
+
+    Outside of `entered`, it is a new and empty session, for those that only read.
+    """
     return _session.get(Session())
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.stages import EFFECTIVE as EFFECTIVE
 
+# Upper limit of all counts, as TensorFlow counts the examples in a batch with 32 bits.
+LARGEST = 2**31 - 1
+EFFECTIVE = "accumulation.effective_batch_size"
 FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
 REPLICAS = "hardware.replicas"
@@ -82,7 +84,7 @@ def derive(
     factor: int | None,
     micro: int | None,
     replicas: int = 1,
-    most: int = 0,
+    largest: int = 0,
 ) -> Batching:
     """Derive the missing size from the other two; three given sizes must agree.
 
@@ -91,7 +93,7 @@ def derive(
         factor: accumulation factor.
         micro: micro-batch size.
         replicas: number of replicas, over all workers.
-        most: largest effective batch size of the run, if it changes later.
+        largest: largest effective batch size of the run, if it changes later.
 
     Raises:
         ConfigError: fewer than two sizes are given, a size is below 1, or the sizes do
@@ -115,7 +117,7 @@ def derive(
 
     if micro is None:
         micro = ceil_div(share, sizes[FACTOR])
-    largest = max(effective, most)
+    largest = max(effective, largest)
     limit = ceil_div(largest, replicas)
     if micro > limit:
         rule = (
@@ -141,8 +143,25 @@ def derive(
 
 
 def _nearest_factors(share: int, factor: int) -> list[int]:
-    """Return up to three valid factors for `share` examples, nearest to `factor`."""
-    possible = sorted({ceil_div(share, size) for size in range(1, share + 1)})
+    """Return up to three valid factors for `share` examples, nearest to `factor`.
+
+    A factor is valid if it is ⌈share / size⌉ for a micro-batch size; `factor` is not.
+    """
+    possible: list[int] = []
+    lower = factor
+    while lower > 1 and len(possible) < 3:
+        # The smallest size that needs fewer micro-batches.
+        size = ceil_div(share, lower - 1)
+        lower = ceil_div(share, size)
+        possible.insert(0, lower)
+
+    # The largest size that needs more micro-batches, and the next smaller ones.
+    size = ceil_div(share, factor) - 1
+    for _ in range(3):
+        if size >= 1:
+            higher = ceil_div(share, size)
+            possible.append(higher)
+            size = ceil_div(share, higher) - 1
     nearest = sorted(possible, key=lambda other: abs(other - factor))
     return sorted(nearest[:3])
 
@@ -269,7 +288,7 @@ def batching(
     replicas: int,
     named: Container[str] = (),
     batched: bool = False,
-    most: int = 0,
+    largest: int = 0,
 ) -> Batching:
     """Return the cut of the first effective batch of a run.
 
@@ -282,7 +301,7 @@ def batching(
         named: keys that the command line sets.
         batched: whether an element of the dataset is a batch. Until the first batch is
             read, its size is assumed to be the micro-batch size, or 1 if that is None.
-        most: largest effective batch size of the run, if it changes later.
+        largest: largest effective batch size of the run, if it changes later.
 
     Raises:
         ConfigError: the sizes do not fit together.
@@ -301,5 +320,5 @@ def batching(
             raise ConfigError(FACTOR, rule, factor)
         if effective is None:
             raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
-        return derive(effective, 1, None, replicas, most)
-    return derive(effective, factor, micro, replicas, most)
+        return derive(effective, 1, None, replicas, largest)
+    return derive(effective, factor, micro, replicas, largest)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import former_names
+from pipeline.config.sizes import EFFECTIVE, LARGEST, ceil_div
 
-EFFECTIVE = "accumulation.effective_batch_size"
 SCHEDULE = "accumulation.batch_schedule"
 CLOCK = "schedule.clock"
 UNITS = ("updates", "examples", "epochs")
@@ -45,7 +45,7 @@ class Stage(NamedTuple):
     @property
     def in_epoch(self) -> int:
         """The number of updates per epoch in this stage."""
-        return -(-(self.examples - self.first) // self.size)
+        return ceil_div(self.examples - self.first, self.size)
 
     def place(self, done: int) -> tuple[int, int, int]:
         """Return the place where the next update after `done` updates begins.
@@ -186,13 +186,20 @@ def _asked_stage(key: str, stage: Any) -> ScheduledStage:
     ((unit, value),) = start.items()
     if unit not in UNITS:
         raise ConfigError(f"{key}.start", "must be in a known unit", unit, UNITS)
-    fraction = unit == "epochs" and isinstance(value, float) and 0 <= value < 2**31
-    if not (_is_count(value) or fraction):
+    start_key = f"{key}.start.{unit}"
+    is_fraction = unit == "epochs" and isinstance(value, float)
+    if not (_is_integer(value) or is_fraction) or not value >= 0:
         rule = "must be a number of at least 0, whole but for epochs"
-        raise ConfigError(f"{key}.start.{unit}", rule, value)
+        raise ConfigError(start_key, rule, value)
+    _check_largest(start_key, value)
+
+    size_key = f"{key}.effective_batch_size"
     size = stage["effective_batch_size"]
-    if not _is_count(size) or size < 1:
-        raise ConfigError(f"{key}.effective_batch_size", "must be at least 1", size)
+    if not _is_integer(size):
+        raise ConfigError(size_key, "must be an integer", size)
+    if size < 1:
+        raise ConfigError(size_key, "must be at least 1", size)
+    _check_largest(size_key, size)
     return ScheduledStage(unit, value, size)
 
 
@@ -205,5 +212,10 @@ def _least_start(previous: ScheduledStage, unit: str) -> int | float:
     return 0
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_largest(key: str, value: int | float) -> None:
+    if value > LARGEST:
+        raise ConfigError(key, f"must be at most {LARGEST}", value)

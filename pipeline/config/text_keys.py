@@ -19,6 +19,8 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import plain
 from pipeline.config.schema import TEXTS, Config, keys_in
 
+# The type hints of all keys that hold text, by dotted name.
+TYPES = {key.name: key.hint for key in keys_in(Config) if key.hint in TEXTS}
 # Matches an override whose value is a scalar, or several scalars for a sweep. The value
 # has no quotes, escapes, interpolations, functions, lists or mappings.
 _OVERRIDE = re.compile(r"(\+{0,2})([\w./-]+)=([^'\"$\\()\[\]{}]+)")
@@ -143,7 +145,3 @@ def _rule(key: str, value: Any) -> str:
         f"{rule}, in quotes where it looks like something else: {name}: {quoted} "
         f"in YAML and in {{…}}, '{key}={quoted}' on the command line"
     )
-
-
-# The type hints of all keys that hold text, by dotted name.
-TYPES = {key.name: key.hint for key in keys_in(Config) if key.hint in TEXTS}

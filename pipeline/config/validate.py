@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from pipeline.common import memory_budget, secrets, sqlite_uri
 from pipeline.common.errors import ConfigError
-from pipeline.config import metric_names, schema, sizes, trust_entries
+from pipeline.config import (
+    metric_names,
+    schema,
+    sizes,
+    text_keys,
+    trust_entries,
+)
 from pipeline.config.objective_nodes import (
     METRIC_GROUPS,
     by_output,
@@ -20,9 +27,8 @@ from pipeline.config.objective_nodes import (
     metrics_of,
 )
 from pipeline.config.plain import leaves, plain
+from pipeline.config.sizes import LARGEST
 
-# Upper limit of all counts, as TensorFlow counts the examples in a batch with 32 bits.
-LARGEST = 2**31 - 1
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 # Maximum number of replicas. On a CPU, each replica is a logical device with one
 # thread, and more threads than cores would only wait for each other.
@@ -30,8 +36,10 @@ _MOST_REPLICAS = max(16, os.cpu_count() or 1)
 # Matches keys whose value is a count if it is an integer. Memory sizes are not counts.
 _COUNTED = re.compile(
     r"(accumulation|training|hardware|scaling|tracking)\.(?!\w*memory$)\w+"
-    r"|dataset\.shuffle_buffer"
+    r"|dataset\.shuffle_buffer|dataset\.pad\.multiple|hardware\.profile\.\w+"
 )
+# Beginnings of the names of Keras' optimizers.
+_KERAS = ("keras.", "tensorflow.keras.")
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,28 @@ def check_form(config: DictConfig) -> None:
     _check_targets(config)
 
 
+def values_in_text(config: DictConfig) -> dict[str, int | bool]:
+    """Return the counts and flags that the config has as text, by dotted key.
+
+    The value of an environment variable, as in `${oc.env:EVERY}`, is always text.
+    """
+    values: dict[str, int | bool] = {}
+    for key in leaves(OmegaConf.to_container(config)):
+        is_counted = key not in text_keys.TYPES and _COUNTED.fullmatch(key)
+        is_flag = _CHECKS.get(key) in (_FLAG, _SWITCH)
+        if not is_counted and not is_flag:
+            continue
+        # Resolve the links of these keys only: others are reported by their checks.
+        value = OmegaConf.select(config, key)
+        if not isinstance(value, str):
+            continue
+        if is_counted and re.fullmatch(r"\d{1,20}", value, re.ASCII):
+            values[key] = int(value)
+        elif is_flag and value in ("true", "false"):
+            values[key] = value == "true"
+    return values
+
+
 def check_values(config: DictConfig) -> None:
     """Check each value independently of the others.
 
@@ -77,7 +107,7 @@ def check_values(config: DictConfig) -> None:
     optimizer is from Keras.
     """
     checks: dict[str, Check] = {}
-    if config.optimizer._target_.startswith("keras."):
+    if config.optimizer._target_.startswith(_KERAS):
         checks |= _KERAS_OPTIMIZER_CHECKS
     checks |= _CHECKS
     for key, check in checks.items():
@@ -88,8 +118,13 @@ def check_values(config: DictConfig) -> None:
             raise ConfigError(key, f"must be {check.rule}", value)
 
     for key, value in leaves(plain(config)).items():
-        if _COUNTED.fullmatch(key) and _is_integer(value) and value > LARGEST:
-            raise ConfigError(key, f"must be at most {LARGEST}", value)
+        if _COUNTED.fullmatch(key):
+            entries = [value]
+            if isinstance(value, list):
+                entries = value
+            for entry in entries:
+                if _is_integer(entry) and entry > LARGEST:
+                    raise ConfigError(key, f"must be at most {LARGEST}", entry)
         if not metric_names.is_name(key):
             rule = (
                 "must be a name that MLflow takes for a param: "
@@ -113,7 +148,7 @@ def check_settings(config: DictConfig) -> None:
 
 
 def _check_store(uri: str) -> None:
-    """Reject a tracking URI with an unknown scheme.
+    """Reject a tracking URI with an unknown scheme, or of a server without a host.
 
     Also reject an SQLite URI that does not name a file, or that would be misread.
     """
@@ -121,12 +156,14 @@ def _check_store(uri: str) -> None:
     if scheme not in SCHEMES:
         rule = "must be an MLflow tracking URI of a known scheme"
         raise ConfigError("tracking.uri", rule, uri, SCHEMES)
-    if not uri.startswith("sqlite"):
+    if scheme != "sqlite":
+        _check_address(uri, scheme)
         return
 
     path = sqlite_uri.path_in(uri)
-    names_no_file = path.startswith(("sqlite", ":", "file:")) or path.endswith("/")
-    if names_no_file or not path:
+    # If the URI does not begin with `sqlite:///` in lower case, the path is all of it.
+    names_no_file = path.lower().startswith(("sqlite", ":", "file:"))
+    if names_no_file or not path or path.endswith("/"):
         raise ConfigError("tracking.uri", "must name a file: sqlite:///PATH", uri)
     rule = sqlite_uri.misread(uri)
     if rule:
@@ -135,6 +172,19 @@ def _check_store(uri: str) -> None:
     if options and not re.fullmatch(r"\w+=[^&/]*(&\w+=[^&/]*)*", options):
         rule = "must have no ? in its path, and options after it as in ?timeout=30"
         raise ConfigError("tracking.uri", rule, uri)
+
+
+def _check_address(uri: str, scheme: str) -> None:
+    """Reject the URI of a server that is not an address, such as `http:`."""
+    has_address = "://" in uri
+    if scheme in ("http", "https"):
+        try:
+            address = urlsplit(uri)
+            has_address = bool(address.hostname) and address.port != 0
+        except ValueError:  # the port is not a number below 65536
+            has_address = False
+    if not has_address:
+        raise ConfigError("tracking.uri", f"must be as {scheme}://HOST:PORT", uri)
 
 
 def _check_keep_best(keep_best: Any) -> None:
@@ -175,7 +225,10 @@ def _check_targets(config: DictConfig) -> None:
     for key, node in nodes.items():
         target = node
         if isinstance(node, DictConfig):
-            target = node.get("_target_")
+            target = None
+            if "_target_" in node:
+                # Unlike `get`, an index names the key if the value is a wrong link.
+                target = node["_target_"]
         if not isinstance(node, DictConfig) or not isinstance(target, str):
             rule = "must be the dotted name of what builds it"
             raise ConfigError(f"{key}._target_", rule, target)
@@ -221,7 +274,10 @@ def _is_not_negative(value: Any) -> bool:
 
 def _are_indices(node: Any) -> bool:
     """Return whether a node is an index, or a list of distinct indices."""
-    indices = [*node] if isinstance(node, ListConfig) else [node]
+    indices: Any = [node]
+    if isinstance(node, ListConfig):
+        # Unlike iteration, this names the entry if its value is a wrong link.
+        indices = OmegaConf.to_container(node, resolve=True)
     if not indices or len(set(indices)) < len(indices):
         return False
     return all(_is_index(index) for index in indices)
@@ -311,7 +367,9 @@ _CHECKS = {
     "dataset.shuffle_files": _FLAG,
     "dataset.batched": _FLAG,
     "hardware.deterministic": _FLAG,
+    "hardware.open_ports": _FLAG,
     "hardware.tf32": _FLAG,
+    "tracking.confined": _FLAG,
     "tracking.log_model": _FLAG,
     "tracking.system_metrics": _FLAG,
     "start.weights_only": _FLAG,

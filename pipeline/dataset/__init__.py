@@ -18,6 +18,7 @@ __all__ = [
     "load",
     "longest_batch",
     "non_finite",
+    "single_examples",
     "source",
     "splits",
     "stream",
@@ -29,9 +30,9 @@ __all__ = [
 _MODULES_OF_NAMES = {
     "Data": "splits",
     "Stored": "splits",
-    "digits": "load",
     "from_tfds": "load",
-    "topics": "load",
+    "digits": "builtin.digits",
+    "topics": "builtin.topics",
     "breast_cancer": "builtin.tables",
     "diabetes": "builtin.tables",
 }

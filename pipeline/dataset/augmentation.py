@@ -1,7 +1,10 @@
 """Augmentation: stateless functions of an input and a seed.
 
 The seed of an example depends only on the seed of the run, the epoch and the number of
-the example, so neither the order nor the batch size changes an augmented example.
+the example, so the batch size does not change an augmented example. The number is the
+position of the example before the shuffling in memory or in a buffer, so this shuffling
+does not change it, either. With `dataset.shuffle_files`, the number of an example is
+another one in each epoch, as its position depends on the order of the files.
 """
 
 from collections.abc import Callable
@@ -10,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
-from pipeline.dataset.source import Source
+from pipeline.dataset.source import Source, compatible
 
 # Takes an input and a seed of shape (2,), and returns the new input.
 Augment = Callable[[Any, tf.Tensor], Any]
@@ -53,7 +56,9 @@ def example_seed(seed_of_epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
 
     Args:
         seed_of_epoch: see `batches.epoch_seed`, of shape (2,).
-        number: position of the example in the training split, scalar of int64.
+        number: position of the example in the training split, scalar of int64. With
+            `dataset.shuffle_files`, its position in the order in which this epoch's
+            files are read.
     """
     return tf.random.experimental.stateless_fold_in(seed_of_epoch, number)
 
@@ -85,18 +90,6 @@ def check_keeps_inputs(spec: Any, augmented_spec: Any) -> None:
         spec: the spec of the inputs in a batch without augmentation.
         augmented_spec: the spec of the inputs in a batch with augmentation.
     """
-    if not _compatible(spec, augmented_spec):
+    if not compatible(spec, augmented_spec):
         rule = f"must keep the shape and dtype of an input, {spec}"
         raise ConfigError("dataset.augment", rule, str(augmented_spec))
-
-
-def _compatible(spec: Any, other_spec: Any) -> bool:
-    try:
-        leaves_agree = tf.nest.map_structure(
-            lambda leaf, other_leaf: leaf.is_compatible_with(other_leaf),
-            spec,
-            other_spec,
-        )
-    except (TypeError, ValueError):  # the nests have different structures
-        return False
-    return all(tf.nest.flatten(leaves_agree))

@@ -4,23 +4,26 @@ TensorFlow's error gives only the reason.
 """
 
 import itertools
-import time
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tensorflow as tf
 
-from pipeline.common.errors import DataError, first_line, say
+from pipeline.common.errors import DataError, first_line
 from pipeline.common.signals import Terminated
 from pipeline.dataset.checksums import DataFiles
+from pipeline.dataset.search_time import SearchTime
 from pipeline.dataset.splits import Data
 
-SECONDS = 120.0  # time limit of the search, which reads the splits again
-SILENCE = 5.0  # seconds of searching before a message is printed
+# The step that gets the next element: in a traced function, and outside of one.
+_NEXT = ("[[IteratorGetNext]]", "__wrapped__IteratorGetNext")
+
+_OUR_ERROR = re.compile(r"^([a-z]+\.)*(DataError|ConfigError): ")
 
 
 @contextmanager
-def located(data: Data, files: DataFiles) -> Iterator[None]:
+def errors_located(data: Data, files: DataFiles) -> Iterator[None]:
     """Raise a `DataError` in place of an error that occurs while reading `data`.
 
     The `DataError` names the example, or gives TensorFlow's reason if the example is
@@ -31,7 +34,7 @@ def located(data: Data, files: DataFiles) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         text = str(error)
-        in_loader = bool(data.loaders) and "[[IteratorGetNext]]" in text
+        in_loader = bool(data.loaders) and any(name in text for name in _NEXT)
         is_of_data = (
             in_loader
             or "Iterator::" in text
@@ -52,8 +55,8 @@ def located(data: Data, files: DataFiles) -> Iterator[None]:
         # may mention the iterator, too.
         if not place and not is_of_data:
             raise
-        # An error in a loader already names the batch.
-        cause = first_line(error).removeprefix("DataError: ")
+        # An error in a loader already names the batch or the rule.
+        cause = _OUR_ERROR.sub("", first_line(error))
         raise DataError(f"the data cannot be read: {place or cause}") from error
 
 
@@ -68,11 +71,9 @@ def _search(data: Data) -> str:
 def _first_unreadable(data: Data) -> str:
     """Return a phrase with the first unreadable example and the reason.
 
-    The phrase is empty if all examples can be read, or if the search takes longer than
-    `SECONDS`.
+    The phrase is empty if all examples can be read, or if the search takes too long.
     """
-    start = time.monotonic()
-    announced = False
+    search_time = SearchTime("an example could not be read: looking for it")
     for name, split in data.splits.items():
         examples = iter(split)
         for number in itertools.count():
@@ -87,13 +88,8 @@ def _first_unreadable(data: Data) -> str:
                 return f"{place}, counted from 0: {first_line(error)}"
             if example is None:
                 break
-
-            elapsed = time.monotonic() - start
-            if elapsed > SECONDS:
+            if search_time.is_over():
                 return ""
-            if not announced and elapsed > SILENCE:
-                say("an example could not be read: looking for it")
-                announced = True
     return ""
 
 

@@ -44,15 +44,13 @@ from pipeline.trust import instantiate
 # time: decoding one takes no longer than the overhead of a tf.data step.
 SMALL = 2**16
 
-Reader = ShareReader  # the name by which `components` imports it
-
 
 def effective_batches(
     node: DictConfig,
     data: Data,
     slices: Sequence[Slice],
     seed: int,
-    weigh: Weigh = None,
+    weigh: Weigh | None = None,
     reader: ShareReader | None = None,
 ) -> tf.data.Dataset:
     """Return the effective batches of the training split, epoch after epoch.
@@ -163,7 +161,7 @@ def in_order(
 
 
 def stream_batches(
-    stream: Stream, first_update: int, weigh: Weigh = None
+    stream: Stream, first_update: int, weigh: Weigh | None = None
 ) -> tf.data.Dataset:
     """Return the effective batches of a stream after the first `first_update` ones.
 
@@ -210,12 +208,19 @@ def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
     """Return a warning if the first shuffle buffer has examples of only one class.
 
-    Otherwise, and for data in memory or without class labels, return "".
+    Otherwise, return "", as for data in memory, without class labels or from loaders.
     """
-    if node.get("in_memory", True) or not _has_class_labels(data):
+    if node.get("in_memory", True) or data.loaders or not _has_class_labels(data):
         return ""
     keys = _keys_of_train(node, data)
-    examples = keys.by_seed(tf.constant(seed, tf.int64))
+
+    # Read the keys within a function that tf.data traces, as in training: elsewhere,
+    # TensorFlow's seed would be that of the process, and the order another one.
+    @tf.autograph.experimental.do_not_convert
+    def keys_of_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
+        return keys.by_seed(_seed_of_order(epoch_seed(seed, epoch)))
+
+    examples = tf.data.Dataset.range(1).flat_map(keys_of_epoch)
     if keys.make is not None:
         examples = examples.map(keys.make)
 
@@ -267,6 +272,12 @@ class _Keys(NamedTuple):
 def _keys_of_train(
     node: DictConfig, data: Data, reader: ShareReader | None = None
 ) -> _Keys:
+    """Return the keys from which training examples are made.
+
+    The keys are the stored records if the files are shuffled by `Stored.shuffled`, or
+    if a worker with a `reader` makes only its share. Otherwise, the keys are the
+    examples.
+    """
     stored = data.made_of("train")
     if node.get("shuffle_files"):
         if data.shuffled is not None:
@@ -294,13 +305,11 @@ def _streamed(
     if numbered:
         make = _make_numbered(keys.make)
     elif reader is None and make is not None and _is_small(spec):
+        # With files that are shuffled by `Stored.shuffled`, on a single worker.
         make_batch = one_by_one(make, spec)
 
     def source_of_epoch(seed: tf.Tensor, skipped: tf.Tensor) -> Source:
-        # Fix TensorFlow's seed within this traced function: otherwise, the seed of the
-        # process would change the order. The seed may not be 0.
-        tf.random.set_seed(1)
-        seed_of_order = seed[0] ^ seed[1]
+        seed_of_order = _seed_of_order(seed)
         ordered = keys.by_seed(seed_of_order)
         if numbered:
             ordered = ordered.enumerate()
@@ -310,6 +319,17 @@ def _streamed(
         return Source(shuffled.skip(skipped), make, make_batch, AHEAD)
 
     return source_of_epoch
+
+
+def _seed_of_order(seed_of_epoch: tf.Tensor) -> tf.Tensor:
+    """Return the seed for the order of the keys of an epoch, scalar of int64.
+
+    Call this within the traced function that makes the keys, and before they are made:
+    it fixes TensorFlow's seed within that function. Otherwise, the seed of the process
+    would change the order.
+    """
+    tf.random.set_seed(1)  # may not be 0
+    return seed_of_epoch[0] ^ seed_of_epoch[1]
 
 
 def _make_numbered(make: Callable[..., tuple] | None) -> Callable[..., tuple]:

@@ -64,12 +64,27 @@ def decide_in_memory(
     shared = ""
     if processes > 1:
         shared = f", shared by {processes} workers,"
+    by_file = ""
+    if shuffles_files(node, data):
+        by_file = "by file and "
     line = (
         f"{examples} are streamed, as a quarter of the memory{shared} is "
-        f"{readable(allowed_bytes)}; shuffled by file and in a buffer of {buffer} "
-        "examples"
+        f"{readable(allowed_bytes)}; shuffled {by_file}in a buffer of {buffer} examples"
     )
     return {"in_memory": False, "shuffle_buffer": buffer}, line
+
+
+def shuffles_files(node: DictConfig, data: Data) -> bool:
+    """Return whether streamed training examples come from files in a shuffled order.
+
+    This takes `dataset.shuffle_files` and a dataset that can read its files in such an
+    order.
+    """
+    if not node.get("shuffle_files"):
+        return False
+    stored = data.made_of("train")
+    stored_in_files = stored is not None and stored.shuffled is not None
+    return data.shuffled is not None or stored_in_files
 
 
 def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:

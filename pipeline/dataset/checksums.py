@@ -6,8 +6,10 @@ A checksum is cached until the size, a date or the inode of the file changes.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,8 @@ from pipeline.common.errors import DataError, described, say
 # dates may have so coarse a resolution that they miss a later change.
 SETTLED = 2.0
 SILENCE = 10.0  # seconds of waiting before a message is printed
+# Recorded in place of a checksum; it equals no checksum.
+CHANGED = "changed while the run began"
 
 
 class _FileState(NamedTuple):
@@ -73,11 +77,13 @@ class DataFiles:
     Attributes:
         paths: all files.
         reread: the files that are read during training.
-        checksums: the checksums by file name, or {} before they are computed.
+        checksums: the checksums by file name, or {} before they are computed. Files of
+            the same name have their paths below their common folder as keys. A file
+            that has changed has `CHANGED` in place of its checksum.
     """
 
     def __init__(self, paths: Sequence[Path] = ()):
-        self.paths = tuple(paths)
+        self.paths = tuple(dict.fromkeys(paths))
         self.reread = self.paths
         self.checksums: dict[str, str] = {}
         self._checksums_by_path: dict[Path, str] = {}
@@ -108,58 +114,92 @@ class DataFiles:
 
     def check(self) -> None:
         """Raise a `DataError` if a file in `reread` has changed."""
-        changed = self._first_changed(self.reread)
-        if changed is not None:
+        changed = self._changed(self.reread)
+        if changed:
             raise DataError(
-                f"{changed} has changed since the run began: "
+                f"{changed[0]} has changed since the run began: "
                 "not all of it was on the same data"
             )
 
-    def known(self) -> None:
+    def compute_now(self) -> None:
         """Compute the checksums now, in the calling thread."""
         self.checksums = self._computed()
-
-    def _computed(self) -> dict[str, str]:
-        self._checksums_by_path = {path: sha256_of(path) for path in self.paths}
-        return {
-            path.name: checksum for path, checksum in self._checksums_by_path.items()
-        }
 
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
             checksums = self._computed()
-            # For a changed file, record a text that cannot equal a checksum: the file's
-            # checksum may differ from that of the data on which the run trains.
-            changed = self._first_changed(self.paths)
-            if changed is not None:
-                say(
-                    f"{changed} has changed since the run began: "
-                    "its checksum is not known"
-                )
-                checksums[changed.name] = "changed while the run began"
             then(checksums)
             # Set the attribute last: it shows that `then` has recorded the checksums.
             self.checksums = checksums
         except Exception as error:  # Training does not need checksums.
             say(f"the data have no checksums: {described(error)}")
 
-    def _first_changed(self, paths: Sequence[Path]) -> Path | None:
-        """Return the first file that has changed since this object was created.
+    def _computed(self) -> dict[str, str]:
+        for path in self.paths:
+            checksum = sha256_of(path)
+            # The checksum of a file that has changed is not that of the data on which
+            # the run began, so it may not excuse the change.
+            if self._looks_unchanged(path):
+                self._checksums_by_path[path] = checksum
+
+        changed = self._changed(self.paths)
+        for path in changed:
+            say(f"{path} has changed since the run began: its checksum is not known")
+
+        names = _unique_names(self.paths)
+        checksums = {}
+        for path in self.paths:
+            checksum = CHANGED
+            if path not in changed:
+                checksum = self._checksums_by_path.get(path, CHANGED)
+            checksums[names[path]] = checksum
+        return checksums
+
+    def _changed(self, paths: Sequence[Path]) -> list[Path]:
+        """Return the files that have changed since this object was created.
 
         A file has changed if its size or modification time differs and, if its checksum
-        is known, that differs, too. Files that cannot be accessed are skipped. Return
-        None if no file has changed.
+        is known, that differs, too. Files that cannot be accessed are skipped.
         """
+        changed = []
         for path in paths:
             # Skip a file that cannot be accessed, such as a deleted one.
             with suppress(OSError):
-                before = self._states.get(path)
-                if before is None or _file_state(path).looks_like(before):
+                if self._looks_unchanged(path):
                     continue
                 known = self._checksums_by_path.get(path)
                 if known is None or sha256_of(path) != known:
-                    return path
-        return None
+                    changed.append(path)
+        return changed
+
+    def _looks_unchanged(self, path: Path) -> bool:
+        """Return whether a file has the size and the modification time that it had.
+
+        A file whose state could not be read at first is taken for unchanged.
+        """
+        before = self._states.get(path)
+        return before is None or _file_state(path).looks_like(before)
+
+
+def _unique_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """Return the name of each file: for equal names, the path below a common folder.
+
+    Unlike the whole path, this path stays the same if the data are moved.
+    """
+    paths_by_name: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        paths_by_name[path.name].append(path)
+
+    names = {}
+    for name, namesakes in paths_by_name.items():
+        if len(namesakes) == 1:
+            names[namesakes[0]] = name
+            continue
+        folders = [path.absolute().parent for path in namesakes]
+        common_folder = os.path.commonpath(folders)
+        for path in namesakes:
+            names[path] = path.absolute().relative_to(common_folder).as_posix()
+    return names
 
 
 def _file_state(path: Path) -> _FileState:

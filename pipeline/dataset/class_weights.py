@@ -12,10 +12,10 @@ from pipeline.config.schema import TrainingConfig
 from pipeline.dataset.splits import Data
 
 KEY = "training.class_weight"
-Weigh = Callable[..., tuple] | None  # adds sample weights to a batch
+Weigh = Callable[..., tuple]  # adds sample weights to a batch
 
 
-def weigher(training: TrainingConfig, data: Data) -> Weigh:
+def weigher(training: TrainingConfig, data: Data) -> Weigh | None:
     """Return a function that adds sample weights to a batch `(x, y)`.
 
     Classes that are not in `training.class_weight` have a weight of 1. One-hot labels

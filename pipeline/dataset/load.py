@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import keras
@@ -11,7 +13,9 @@ import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, as_config_error, first_line
-from pipeline.dataset import stream, tfds_files
+from pipeline.dataset import elements, single_examples, stream, tfds_files
+from pipeline.dataset.bad_example import errors_located
+from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
 
@@ -28,10 +32,6 @@ _KEYS_OF_PROGRAM = (
 )
 
 
-# Number of examples to read to find out whether examples have a common size.
-_SAMPLE = 20
-
-
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
     """Load the dataset that the `dataset` group of the config describes.
 
@@ -43,22 +43,29 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         ConfigError: the target is invalid, or its data are missing or malformed.
     """
     data = _as_data(node, _build(node, prepare))
-    if data.shuffled is not None:
-        shuffled = data.shuffled
-        data = replace(data, shuffled=lambda seed: _as_parts(shuffled(seed)))
-
-    loaders: dict[str, stream.Loader] = {}
     if node.get("batched"):
         loaders = _loaders(node, data)
         splits = {name: loader.examples() for name, loader in loaders.items()}
+        data = replace(data, **splits, loaders=loaders)
     else:
-        splits = {name: _checked(split, name) for name, split in data.splits.items()}
-    # Fix the size of images of unknown size, unless padding does so. Do not fix it if
-    # examples are also made from stored records, which would not have the fixed size.
-    if not loaders and node.get("pad") is None and not data.shards:
-        splits = {name: _with_image_sizes(split) for name, split in splits.items()}
-    _check_labels(splits)
-    return replace(data, **splits, loaders=loaders)
+        # The first examples may be read to find out their form.
+        with (
+            as_config_error("dataset", "must give examples", node._target_),
+            errors_located(data, DataFiles(data.files)),
+        ):
+            data = _normalized(data, fix_sizes=node.get("pad") is None)
+    _check_labels(data.splits)
+    return data
+
+
+def __getattr__(name: str) -> Any:
+    """Return a dataset that was once defined here: a config may name it by this module.
+
+    Importing it here only when it is used saves the import of TFDS, which takes seconds.
+    """
+    if name not in ("digits", "topics"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"pipeline.dataset.builtin.{name}"), name)
 
 
 def _build(node: DictConfig, prepare: bool) -> Any:
@@ -90,7 +97,11 @@ def _quiet_downloads() -> Iterator[None]:
     level = absl.level
     absl.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(None):
+        # A target may write to standard output, such as Keras' functions for folders.
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+        ):
             yield
     finally:
         absl.setLevel(level)
@@ -100,18 +111,22 @@ def _as_data(node: DictConfig, built: Any) -> Data:
     """Return the result of a target, a `Data` or a tuple of splits, as a `Data`.
 
     Raises:
-        ConfigError: the result is neither of these.
+        ConfigError: the result is neither of these, or has no training split.
     """
     if isinstance(built, tuple) and len(built) in (2, 3):
         parts = dict(zip(("train", "validation", "test"), built, strict=False))
-        return Data(**parts, name=str(node.get("_target_")))
-    if isinstance(built, Data):
-        return built
-    rule = (
-        "must give (train, validation[, test]) as tf.data.Datasets, "
-        "or a pipeline.dataset.Data"
-    )
-    raise ConfigError(stream.KEY, rule, type(built).__name__)
+        data = Data(**parts, name=str(node.get("_target_")))
+    elif isinstance(built, Data):
+        data = built
+    else:
+        rule = (
+            "must give (train, validation[, test]) as tf.data.Datasets, "
+            "or a pipeline.dataset.Data"
+        )
+        raise ConfigError(elements.TARGET, rule, type(built).__name__)
+    if data.train is None:
+        raise ConfigError(elements.TARGET, "must give a training split", None)
+    return data
 
 
 def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
@@ -124,59 +139,7 @@ def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
                 f"must give its {name} split {with_or_without} labels, "
                 "as its training split"
             )
-            raise ConfigError(stream.KEY, rule, str(split.element_spec))
-
-
-def digits(
-    data_dir: str | None = None, download: bool = True, test_split: str | None = None
-) -> Data:
-    """Load scikit-learn's handwritten digits, with inputs from 0 to 1.
-
-    The split `train` has 1437 images; `validation` and `test` have 180 each.
-
-    Args:
-        data_dir: folder of TFDS datasets, or None for the default of TFDS.
-        download: whether to prepare the dataset if it is missing.
-        test_split: name of the test split in TFDS, or None to load none.
-    """
-    from pipeline.dataset.builtin.digits import Digits
-
-    return tfds_files.read(
-        Digits(data_dir=data_dir),
-        download,
-        ("train", "validation", test_split),
-        _inputs_and_labels("image", "label", 1 / 16, None),
-    )
-
-
-def topics(
-    data_dir: str | None = None, download: bool = True, test_split: str | None = None
-) -> Data:
-    """Load Python's help topics as byte sequences, for next-byte prediction.
-
-    x and y are int32 vectors of equal length, at most 127. y is x shifted by one byte,
-    so that each byte is predicted from the bytes before it. A byte b is represented by
-    b + 1, since 0 is padding.
-
-    Args:
-        data_dir: folder of TFDS datasets, or None for the default of TFDS.
-        download: whether to prepare the dataset if it is missing.
-        test_split: name of the test split in TFDS, or None to load none.
-    """
-    from pipeline.dataset.builtin.topics import Topics
-
-    @tf.autograph.experimental.do_not_convert
-    def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
-        tokens = tf.cast(features["bytes"], tf.int32) + 1
-        return tokens[:-1], tokens[1:]
-
-    data = tfds_files.read(
-        Topics(data_dir=data_dir),
-        download,
-        ("train", "validation", test_split),
-        preprocess,
-    )
-    return replace(data, classes=257)
+            raise ConfigError(elements.TARGET, rule, str(split.element_spec))
 
 
 def from_tfds(  # noqa: PLR0913  keys of the config
@@ -224,7 +187,7 @@ def from_tfds(  # noqa: PLR0913  keys of the config
 
     if preprocess is None:
         _check_features(tfds_builder, input_key, label_key, resize)
-        preprocess = _inputs_and_labels(input_key, label_key, scale, resize)
+        preprocess = tfds_files.inputs_and_labels(input_key, label_key, scale, resize)
     download = download and (gate.in_force is None or gate.in_force.downloads)
     return tfds_files.read(
         tfds_builder,
@@ -279,21 +242,6 @@ def _check_features(
         raise ConfigError("dataset.resize", rule)
 
 
-def _inputs_and_labels(
-    input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None
-) -> Callable:
-    """Return a function from an example's features to (x, y)."""
-
-    @tf.autograph.experimental.do_not_convert
-    def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
-        x = tf.cast(features[input_key], tf.float32) * scale
-        if resize is not None:
-            x = tf.image.resize(x, resize)
-        return x, features[label_key]
-
-    return preprocess
-
-
 def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
     """Return the loaders of the splits, for `dataset.batched`.
 
@@ -315,164 +263,63 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
                 f"must give its {name} split as a tf.data.Dataset, "
                 "a keras.utils.PyDataset or a generator function"
             )
-            raise ConfigError(stream.KEY, rule, type(split).__name__)
+            raise ConfigError(elements.TARGET, rule, type(split).__name__)
     with as_config_error("dataset", "must give batches", node._target_):
         return {name: stream.Loader(split, name) for name, split in data.splits.items()}
 
 
-def _checked(dataset: Any, split: str) -> tf.data.Dataset:
-    """Check a split; return it as a dataset of tuples; see `_as_parts`.
+def _normalized(data: Data, fix_sizes: bool) -> Data:
+    """Return the data with the examples of each split in one form.
+
+    Args:
+        data: the dataset.
+        fix_sizes: whether to fix the size of images of unknown size, which padding
+            would do otherwise.
 
     Raises:
-        ConfigError: the split is not a dataset of single examples, or its number of
-            examples is unknown or 0.
+        ConfigError: a split is malformed; see `single_examples.check_split`.
     """
-    if not isinstance(dataset, tf.data.Dataset):
-        rule = f"must give its {split} split as a tf.data.Dataset"
-        raise ConfigError(stream.KEY, rule, type(dataset).__name__)
-    spec = dataset.element_spec
-    count = int(dataset.cardinality())
-    if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
-        rule = (
-            "must give (x, y), (x, y, sample_weight) or x alone as an example of its "
-            f"{split} split"
-        )
-        raise ConfigError(stream.KEY, rule, spec)
-    if count == 0:
-        rule = f"must give at least one example in its {split} split"
-        raise ConfigError(stream.KEY, rule, count)
-    if count < 0:
-        rule = (
-            f"must give a {split} split of a known number of examples "
-            "(see tf.data.experimental.assert_cardinality), "
-            "or batches with dataset.batched=true"
-        )
-        raise ConfigError(stream.KEY, rule, count)
-    if not all(map(_is_image_of_unknown_size, _leaves(dataset))):
-        _reject_batches(dataset, split)
-    return _as_parts(dataset)
+    for name in data.splits:
+        data = _normalized_split(data, name, fix_sizes)
+    return data
 
 
-def check_single_examples(data: Data, model: keras.Model) -> None:
-    """Raise a `ConfigError` if an example has the shape of a batch of the model.
+def _normalized_split(data: Data, name: str, fix_sizes: bool) -> Data:
+    """Return the data with the examples of one split in one form.
 
-    A batch of decoded images of unknown size may look like a single example. Only the
-    shapes of the model's inputs, if they are known, can tell the two apart.
+    All ways in which they are made give this form: in the order of the split, with
+    shuffled files, and from stored records.
     """
-    inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
-    batch_shapes = [tf.TensorShape(tensor.shape) for tensor in inputs]
-    if data.loaders or not batch_shapes:
-        return
-    for name, split in data.splits.items():
-        leaves = tf.nest.flatten(split.element_spec[0])
-        if len(leaves) != len(batch_shapes):
-            continue
-        looks_alike = [
-            leaf.shape.rank is not None and shape.is_compatible_with(leaf.shape)
-            for leaf, shape in zip(leaves, batch_shapes, strict=True)
-        ]
-        if all(looks_alike):
-            rule = (
-                f"must give single examples in its {name} split, not batches: the "
-                f"inputs have the shape of a batch of {model.name}"
+    split = data.splits[name]
+    single_examples.check_split(split, name)
+    image_shapes: dict[int, tuple[int, ...]] = {}
+    if fix_sizes:
+        image_shapes = single_examples.image_shapes(elements.as_parts(split, name))
+
+    def normalized(examples: tf.data.Dataset) -> tf.data.Dataset:
+        parts = elements.as_parts(examples, name)
+        if not image_shapes:
+            return parts
+        return parts.map(
+            lambda *example: single_examples.with_shapes(example, image_shapes)
+        )
+
+    changes: dict[str, Any] = {name: normalized(split)}
+    stored = data.made_of(name)
+    if stored is not None and changes[name] is not split:
+        # Convert with AutoGraph, as `map` does: the function may branch on tensors.
+        converted = tf.function(stored.make)
+
+        @tf.autograph.experimental.do_not_convert
+        def make(record: tf.Tensor) -> tuple:
+            example = elements.as_tuple(converted(record))
+            return single_examples.with_shapes(
+                elements.parts_of_element(example, name), image_shapes
             )
-            raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in leaves])
 
-
-def _is_image_of_unknown_size(leaf: Any) -> bool:
-    """Return whether a part of an example may be a decoded image of unknown size."""
-    if not isinstance(leaf, tf.TensorSpec) or leaf.shape.rank is None:
-        return False
-    return leaf.shape.rank >= 3 and leaf.shape[:2].as_list() == [None, None]
-
-
-def _with_image_sizes(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Set the unknown size of images if the first `_SAMPLE` images have the same size.
-
-    Reading a later image of another size then raises an error. If the first images
-    differ in size, their size remains unknown, and they are batched as ragged tensors.
-    """
-    leaves = _leaves(dataset)
-    unknown = [i for i, leaf in enumerate(leaves) if _is_image_of_unknown_size(leaf)]
-    if not unknown:
-        return dataset
-    shapes: dict[int, set[tuple[int, ...]]] = {i: set() for i in unknown}
-    for element in dataset.take(_SAMPLE):
-        values = tf.nest.flatten(element)
-        for i in unknown:
-            shapes[i].add(tuple(values[i].shape))
-    shared = {}
-    for i, sampled in shapes.items():
-        if len(sampled) == 1:
-            shared[i] = sampled.pop()
-
-    @tf.autograph.experimental.do_not_convert
-    def sized(*example: Any) -> tuple:
-        values = tf.nest.flatten(example)
-        for i, shape in shared.items():
-            values[i] = tf.ensure_shape(values[i], shape)
-        return tf.nest.pack_sequence_as(example, values)
-
-    return dataset.map(sized)
-
-
-def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
-    """Raise a `ConfigError` if the elements of a split look like batches."""
-    if not _is_batched(dataset):
-        return
-    rule = (
-        f"must give single examples in its {split} split, not batches: leave `batch` "
-        "out; if they are single ones, give their shape with tf.ensure_shape"
-    )
-    raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in _leaves(dataset)])
-
-
-def _is_batched(dataset: tf.data.Dataset) -> bool:
-    """Return whether the elements of a dataset look like batches.
-
-    They do if each part is a dense tensor whose first axis has no fixed size, and the
-    first axis of the first part has the same size, above 1, in the first `_SAMPLE`
-    elements. The last of these elements may be smaller. At least two elements are
-    needed.
-    """
-    for leaf in _leaves(dataset):
-        if not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:
-            return False
-        if leaf.shape[0] is not None:
-            return False
-    lengths = []
-    for element in dataset.take(_SAMPLE):
-        first_part = tf.nest.flatten(element)[0]
-        lengths.append(int(tf.shape(first_part)[0]))
-    if len(lengths) < 2:
-        return False
-    *full_lengths, last_length = lengths
-    return len(set(full_lengths)) == 1 and 1 <= last_length <= lengths[0] > 1
-
-
-def _leaves(dataset: tf.data.Dataset) -> list[Any]:
-    return tf.nest.flatten(dataset.element_spec)
-
-
-def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset with tuples as elements, in which no label is None."""
-    has_none = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in _leaves(dataset))
-    if isinstance(dataset.element_spec, tuple) and not has_none:
-        return dataset
-    return dataset.map(_parts)
-
-
-@tf.autograph.experimental.do_not_convert
-def _parts(x: Any, y: Any = None, *sample_weight: Any) -> tuple:
-    if y is None:
-        return (x,)
-    return x, _without_none(y), *sample_weight
-
-
-def _without_none(nest: Any) -> Any:
-    if isinstance(nest, dict):
-        kept = {key: value for key, value in nest.items() if value is not None}
-        return {key: _without_none(value) for key, value in kept.items()}
-    if isinstance(nest, tuple):
-        return tuple(_without_none(value) for value in nest if value is not None)
-    return nest
+        normalized_stored = replace(stored, split=changes[name], make=make)
+        changes["stored"] = {**data.stored, name: normalized_stored}
+    if name == "train" and data.shuffled is not None:
+        shuffled = data.shuffled
+        changes["shuffled"] = lambda seed: normalized(shuffled(seed))
+    return replace(data, **changes)

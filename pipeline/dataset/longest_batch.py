@@ -118,24 +118,21 @@ def _varies(spec: tf.TypeSpec) -> bool:
     """Return whether the size of a part may differ between examples."""
     if isinstance(spec, tf.TensorSpec):
         return bool(spec.dtype == tf.string or not spec.shape.is_fully_defined())
-    return not isinstance(spec, tf.NoneTensorSpec)
+    return isinstance(spec, tf.RaggedTensorSpec)
 
 
 def _rank(spec: Any) -> int:
-    """Return the number of axes for which `_lengths` returns a length."""
-    if isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) and spec.shape.rank:
-        return int(spec.shape.rank)
-    return 0
+    """Return the number of axes of a part. An unknown number is taken for 0."""
+    if spec.shape.rank is None:
+        return 0
+    return int(spec.shape.rank)
 
 
 def _lengths(leaf: Any) -> tf.Tensor:
     """Return the number of elements in a part, then the length of each of its axes.
 
-    Each byte of a string counts as an element. For a sparse tensor, return only the
-    number of stored values.
+    Each byte of a string counts as an element.
     """
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.reshape(tf.size(leaf.values, tf.int64), [1])
     if isinstance(leaf, tf.RaggedTensor):
         values = leaf.flat_values
         lengths_of_axes = leaf.bounding_shape(out_type=tf.int64)
@@ -144,8 +141,8 @@ def _lengths(leaf: Any) -> tf.Tensor:
         lengths_of_axes = tf.shape(leaf, tf.int64)
 
     if values.dtype == tf.string:
-        sizes = tf.strings.length(values)
+        bytes_of_values = tf.cast(tf.strings.length(values), tf.int64)
+        elements = tf.reduce_sum(bytes_of_values)
     else:
-        sizes = tf.ones_like(values, tf.int32)
-    elements = tf.reduce_sum(tf.cast(sizes, tf.int64))
+        elements = tf.size(values, tf.int64)
     return tf.concat([[elements], lengths_of_axes], 0)

@@ -30,7 +30,7 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
     value = pad["value"]
 
     def padded_input(leaf: Any, leaf_spec: Any) -> Any:
-        return _dense(_without(value, leaf), multiple, value, leaf_spec)
+        return _dense(_with_check(leaf, value), multiple, value, leaf_spec)
 
     def padded_labels(leaf: Any) -> Any:
         return _dense(leaf, multiple)
@@ -120,7 +120,7 @@ def _dense(leaf: Any, multiple: int, filling: Any = 0, spec: Any = None) -> Any:
     )
 
 
-def _without(value: Any, leaf: Any) -> Any:
+def _with_check(leaf: Any, value: Any) -> Any:
     """Return a part of the inputs with a check that it does not contain `value`.
 
     `value` is the padding value. Only ragged integers are checked. Evaluating the

@@ -107,6 +107,20 @@ def fixed(spec: Any) -> bool:
     )
 
 
+def compatible(spec: Any, other: Any) -> bool:
+    """Return whether tensors, or another spec, have the structure and form of a spec.
+
+    The form is the dtype and the shape; an axis without a fixed size fits any size.
+    """
+    try:
+        leaves_agree = tf.nest.map_structure(
+            lambda leaf, other_leaf: leaf.is_compatible_with(other_leaf), spec, other
+        )
+    except (TypeError, ValueError):  # the nests have different structures
+        return False
+    return all(tf.nest.flatten(leaves_agree))
+
+
 def bytes_of_spec(spec: Any) -> int:
     """Return the size of an example in bytes.
 

@@ -32,7 +32,7 @@ class Stored:
         split: the examples that are made from the records. The records are used only if
             a `Data` has this same object as its split.
         records: the records in the order of the split.
-        make: a function from a record to an example, which is a tuple as in the split.
+        make: a function from a record to an example, as in the split.
         shuffled: a function from a seed, a scalar of int64, to the records, read from
             files in an order that depends on the seed. None if the order of the files
             cannot be shuffled.

@@ -23,8 +23,9 @@ import tensorflow as tf
 from pipeline.accumulation.internals import Batches, examples_in, parts_of
 from pipeline.common.errors import ConfigError, DataError, described, say
 from pipeline.config.plan import ENDLESS, Window
-
-KEY = "dataset._target_"
+from pipeline.dataset.elements import TARGET, parts_of_element
+from pipeline.dataset.search_time import SearchTime
+from pipeline.dataset.source import compatible
 
 
 class Loader:
@@ -46,19 +47,22 @@ class Loader:
     def __init__(self, source: Any, split: str):
         self._source = source
         self._split = split
+        self._count_at_first: int | None = None
+        self._warned = False
 
         # Read the first batch now, as it shows the form of all batches. `epoch` later
         # returns it with the rest of the first epoch.
         self._begun_epoch: Iterator[tuple] | None = None
+        self.spec: Any = None  # before the first batch is read
         epoch = self.epoch()
         first = next(epoch, None)
         if first is None:
             rule = f"must give at least one batch in its {split} split"
-            raise ConfigError(KEY, rule, 0)
+            raise ConfigError(TARGET, rule, 0)
         self.first = first
         self._begun_epoch = epoch
 
-        self.spec = _spec_of_batches(source, first)
+        self.spec = _spec_of_batches(source, first, split)
         count = _batches_in_epoch(source)
         self.count = None
         if count is not None and count >= 0:
@@ -68,9 +72,8 @@ class Loader:
         else:
             self.endless = count == tf.data.INFINITE_CARDINALITY
         if self.endless and split != "train":
-            raise ConfigError(KEY, f"must give a {split} split that ends")
+            raise ConfigError(TARGET, f"must give a {split} split that ends")
         self._count_at_first = self.count
-        self._warned = False
 
     def epoch(self) -> Iterator[tuple]:
         """Return the batches of the next epoch."""
@@ -105,9 +108,11 @@ class Loader:
                 return
             except Exception as error:
                 place = f"batch {number} of the {self._split} split, counted from 0"
-                file = _unreadable_image(getattr(self._source, "file_paths", ()))
-                if file:
-                    place += f", with {file}"
+                # Python's errors name their cause; TensorFlow's do not name the file.
+                if isinstance(error, tf.errors.OpError):
+                    file = _unreadable_image(getattr(self._source, "file_paths", ()))
+                    if file:
+                        place += f", with {file}"
                 raise DataError(f"{place}: {described(error)}") from error
             yield self._checked(batch)
 
@@ -142,31 +147,43 @@ class Loader:
         """Return a batch as tensors `(x, y, sample_weight)`, leaving out None parts.
 
         Raises:
-            ConfigError: a part is not a dense tensor with a batch axis, or the parts
-                have different numbers of examples, or none.
+            ConfigError: a part is not a dense tensor with a batch axis, the parts have
+                different numbers of examples, or none, there are sample weights without
+                labels, or the batch differs from the first one in form.
         """
-        parts = tuple(part for part in parts_of(batch) if part is not None)
+        parts = parts_of_element(parts_of(batch), self._split)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
             rule = f"must give batches of dense arrays in its {self._split} split"
-            raise ConfigError(KEY, rule, type(batch).__name__)
+            raise ConfigError(TARGET, rule, type(batch).__name__)
         counts = {leaf.shape[0] for leaf in leaves}
         if counts == {0} or len(counts) > 1:
             rule = (
                 "must give as many examples in each part of a batch of its "
                 f"{self._split} split, at least one"
             )
-            raise ConfigError(KEY, rule, sorted(counts))
+            raise ConfigError(TARGET, rule, sorted(counts))
+        if self.spec is not None and not compatible(self.spec, parts):
+            rule = (
+                f"must give batches of one form in its {self._split} split: another "
+                "number of examples, but the shapes and types of the first batch"
+            )
+            forms = [f"{leaf.dtype.name}{leaf.shape.as_list()}" for leaf in leaves]
+            raise ConfigError(TARGET, rule, forms)
         return parts
 
 
 def _unreadable_image(paths: Iterable[str]) -> str:
-    """Return the first file that cannot be decoded as an image, or "" if there is none.
+    """Return the first file that cannot be decoded as an image.
 
+    Return "" if there is none, or if the search takes too long.
     `keras.utils.image_dataset_from_directory` lists the files in an attribute of its
     dataset, but not in the order of the batches.
     """
+    search_time = SearchTime("an image could not be read: looking for it")
     for path in paths:
+        if search_time.is_over():
+            return ""
         try:
             tf.io.decode_image(tf.io.read_file(path), expand_animations=False)
         except tf.errors.OpError:
@@ -174,19 +191,18 @@ def _unreadable_image(paths: Iterable[str]) -> str:
     return ""
 
 
-def _spec_of_batches(source: Any, first: tuple) -> tuple:
+def _spec_of_batches(source: Any, first: tuple, split: str) -> tuple:
     """Return the spec of a batch of any size, without parts that are None."""
-    example_of_batch: Any = first
+    parts = first
     if isinstance(source, tf.data.Dataset):
-        example_of_batch = source.element_spec
-    parts = keras.utils.unpack_x_y_sample_weight(example_of_batch)
+        # The spec shows which axes differ between batches.
+        spec = keras.utils.unpack_x_y_sample_weight(source.element_spec)
+        parts = parts_of_element(spec, split)
 
     def of_any_size(leaf: Any) -> tf.TensorSpec:
         return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
 
-    return tf.nest.map_structure(
-        of_any_size, tuple(part for part in parts if part is not None)
-    )
+    return tf.nest.map_structure(of_any_size, parts)
 
 
 def _batches_in_epoch(source: Any) -> int | None:
@@ -253,7 +269,7 @@ class Stream:
             window = list(itertools.islice(batches, self._factor))
             if not window:
                 raise ValueError(
-                    f"{KEY} must give the training split anew in each epoch. "
+                    f"{TARGET} must give the training split anew in each epoch. "
                     f"Received: none in {epoch}"
                 )
             index = 0
@@ -303,7 +319,11 @@ def _concatenated(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
 
 
 def digest(nest: Any, previous: int = 0) -> int:
-    """Return a CRC-32 of the content of tensors, starting from the CRC `previous`."""
+    """Return a CRC-32 of the content of tensors, starting from the CRC `previous`.
+
+    Shapes and dtypes are left out: checkpoints have this number, and those of earlier
+    versions stay valid.
+    """
     checksum = previous
     for leaf in tf.nest.flatten(nest, expand_composites=True):
         array = np.asarray(leaf)

@@ -37,9 +37,12 @@ def read(
         label_key: name of the feature that states the number of classes.
 
     Raises:
-        ConfigError: the dataset is missing and cannot or may not be prepared, or a
-            split does not exist.
+        ConfigError: the dataset is missing and cannot or may not be prepared, a split
+            does not exist, or there is no training split.
     """
+    if splits[0] is None:
+        rule = f"must be a split of {builder.name}: a run needs one"
+        raise ConfigError("dataset.train_split", rule, None)
     _prepare(builder, download)
     names = {}
     for part, name in zip(("train", "validation", "test"), splits, strict=True):
@@ -64,6 +67,21 @@ def read(
         shards={part: _shards(builder, name) for part, name in names.items()},
         stored=stored,
     )
+
+
+def inputs_and_labels(
+    input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None
+) -> Callable:
+    """Return a function from an example's features to (x, y)."""
+
+    @tf.autograph.experimental.do_not_convert
+    def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
+        x = tf.cast(features[input_key], tf.float32) * scale
+        if resize is not None:
+            x = tf.image.resize(x, resize)
+        return x, features[label_key]
+
+    return preprocess
 
 
 def _prepare(builder: Any, download: bool) -> None:

@@ -24,7 +24,8 @@ def counter(
 
     Returns:
         A function from a batch to the number of tokens, scalar of int64, or None if no
-        part of the inputs is a sequence.
+        part of the inputs is a sequence. It raises a ValueError for a `Share` if some
+        positions do not count: a worker does not know those of other workers.
     """
     specs = tf.nest.flatten(inputs)
     positions = [n for n, spec in enumerate(specs) if _is_sequence(spec)]
@@ -45,6 +46,8 @@ def counter(
             if not_counted is None:
                 length = tf.shape(sequence, tf.int64)[1]
                 return tf.cast(_examples(batch, sequence), tf.int64) * length
+            if isinstance(batch, Share):
+                raise ValueError("padding in the shares of other workers is not known")
             return _count_others(sequence, not_counted)
 
     return tokens

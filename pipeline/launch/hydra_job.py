@@ -26,6 +26,7 @@ from pipeline.common.errors import (
 )
 from pipeline.common.secrets import mask
 from pipeline.config import compose, hydra_errors, key_kinds, schema
+from pipeline.config.overrides import keys_set
 from pipeline.config.session import Session, entered
 
 # A function that takes the config, the overrides on the command line and the run
@@ -59,9 +60,7 @@ def run(
     options = command_line.options
     schema.register(hide_sweep_keys=_hides_sweep_keys(options))
 
-    with hydra_errors.as_config_error(
-        options.overrides, command_line.folders, (Exception,)
-    ):
+    with hydra_errors.translated(options.overrides, command_line.folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
     overrides = options.overrides
     if options.multirun:
@@ -83,9 +82,7 @@ def run(
         with (
             _command_line_of_hydra([*overrides, *command_line.flags]),
             entered(current),
-            hydra_errors.as_config_error(
-                overrides, command_line.folders, errors_of_input
-            ),
+            hydra_errors.translated(overrides, command_line.folders, errors_of_input),
             current.checking_folder(),
         ):
             main(job)()
@@ -174,8 +171,7 @@ def _hides_sweep_keys(options: Any) -> bool:
     """
     if not (options.help or options.cfg or options.info):
         return False
-    named = {text.lstrip("+~").partition("=")[0] for text in options.overrides}
-    return named.isdisjoint(_SET_BY_A_SWEEP)
+    return keys_set(options.overrides).isdisjoint(_SET_BY_A_SWEEP)
 
 
 def _by_environment(overrides: Sequence[Override]) -> list[str]:

@@ -320,7 +320,7 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
 
     params = {}
     for key, value in run.data.params.items():
-        params[former_names.current_key(key)] = former_names.current(value)
+        params[former_names.with_current_key(key)] = former_names.current(value)
 
     curves = {}
     for metric in run.data.metrics:

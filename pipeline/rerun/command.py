@@ -182,7 +182,7 @@ class Rerun:
             ConfigError: the config is not trusted, or it asks for a search for the
                 micro-batch size.
         """
-        with hydra_errors.as_config_error():
+        with hydra_errors.translated():
             check_config(plain(config), self.gate, imports=False)
         micro_batch_size = config.accumulation.micro_batch_size
         if micro_batch_size in sizes.SEARCHED:

@@ -74,7 +74,7 @@ class Request:
         Raises:
             ConfigError: an override does not follow Hydra's grammar.
         """
-        with hydra_errors.as_config_error(self.overrides, self._folders):
+        with hydra_errors.translated(self.overrides, self._folders):
             return OverridesParser.create().parse_overrides(self.overrides)
 
     @cached_property

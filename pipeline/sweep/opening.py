@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, say, say_id
 from pipeline.config import session, trust_entries
+from pipeline.config.overrides import keys_set
 from pipeline.sweep import again, files, liveness, sweep_file
 from pipeline.sweep.closing import close_as_killed
 from pipeline.sweep.parent_run import ParentRun
@@ -188,11 +189,10 @@ def _check_experiment_override(config: DictConfig, experiment: str) -> None:
     of the sweep had before it was renamed.
     """
     key = "tracking.experiment"
-    for override in config.hydra.overrides.task:
-        is_given = override.lstrip("+").startswith(f"{key}=")
-        if is_given and config.tracking.experiment != experiment:
-            rule = "must be the experiment of the sweep, or be left out"
-            raise ConfigError(key, rule, config.tracking.experiment, [experiment])
+    is_given = key in keys_set(config.hydra.overrides.task)
+    if is_given and config.tracking.experiment != experiment:
+        rule = "must be the experiment of the sweep, or be left out"
+        raise ConfigError(key, rule, config.tracking.experiment, [experiment])
 
 
 def close_dead_jobs(

@@ -305,7 +305,7 @@ def dataset(
     is_wanted = checksum == "full"
     files = files or DataFiles(data.files)
     if is_wanted and of_files:
-        files.known()
+        files.compute_now()
 
     examples = {}
     for name in data.splits:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from pipeline.common import durable, nvidia, rounding
 from pipeline.common.secrets import mask
 from pipeline.config import key_kinds, plain
-from pipeline.config.plan import ENDLESS, Plan
+from pipeline.config.plan import ENDLESS, RunPlan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Precision
 from pipeline.config.stages import STAGES
@@ -76,7 +76,7 @@ class Tracker:
         self,
         journal: Journal,
         run_dir: Path,
-        plan: Plan,
+        plan: RunPlan,
         files: DataFiles | None = None,
     ):
         self.journal = journal
@@ -202,12 +202,12 @@ class Tracker:
         training["micro_steps"] = micro_steps
         training["effective_batch_size"] = plan.batch_size(update)
         training["examples_seen"] = plan.examples_seen(update)
-        if plan.stages:
+        if plan.changes:
             training["accumulation_factor"] = micro_steps - plan.micro_steps(update - 1)
         row = _prefixed("train", training) | _prefixed("perf", performance)
         self._row("train", Row(update, row, time=int(at * 1000)))
 
-    def change_plan(self, plan: Plan) -> None:
+    def change_plan(self, plan: RunPlan) -> None:
         """Use a plan with other micro-batch sizes from now on, and tag the run with it.
 
         The plan's tags record the sizes and the update of each change.
@@ -347,7 +347,7 @@ class Tracker:
             tags["sweep.job"] = tracking.job or ""
             # MLflow's UI groups runs by this tag to average over seeds.
             tags["sweep.repeats"] = plain.without_seed(tags["sweep.job"])
-        if self.plan.stages:
+        if self.plan.changes:
             tags[STAGES] = json.dumps(self.plan.changes)
         return tags
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import Evaluation
 from pipeline.common.errors import say
-from pipeline.config.plan import Plan
+from pipeline.config.plan import RunPlan
 from pipeline.dataset import non_finite
 from pipeline.training.oom_retry import assign_all, halve
 
@@ -87,7 +87,7 @@ class Evaluations:
     every: int | str = "epoch"
     best: Best | None = None
 
-    def due(self, update: int, plan: Plan, *, last: bool) -> bool:
+    def due(self, update: int, plan: RunPlan, *, last: bool) -> bool:
         """Return whether the validation split is evaluated after `update` updates."""
         if self.validation is None:
             return False
@@ -101,7 +101,7 @@ class Evaluations:
         return _parts_done(plan, update, parts) > _parts_done(plan, update - 1, parts)
 
 
-def _parts_done(plan: Plan, update: int, parts: int) -> int:
+def _parts_done(plan: RunPlan, update: int, parts: int) -> int:
     """Return the number of completed parts after `update` updates, over all epochs.
 
     Each epoch has `parts` parts.

@@ -365,7 +365,8 @@ class Trainer:
         if self.count_tokens is not None:
             results = results._replace(tokens=self.count_tokens(batch))
         if self.updater.compiled:
-            results = results._replace(shapes_compiled=shapes_compiled(batch))
+            shapes = shapes_compiled(batch, whole_batch=self.updater.update_compiled)
+            results = results._replace(shapes_compiled=shapes)
         self.user_metrics.taken = frozenset(results.metrics)
         self.on_traced()
         return self.recorder.layout.pack(results)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipeline.accumulation import NoiseScale
-from pipeline.config.plan import Plan
+from pipeline.config.plan import RunPlan
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
@@ -176,7 +176,7 @@ class Recorder:
     """
 
     tracker: Tracker | None
-    plan: Plan
+    plan: RunPlan
     log_every: int
     peak_memory: Callable[[], int]
     progress: Progress
@@ -291,7 +291,7 @@ class Recorder:
         if self.tracker is not None:
             self.tracker.summary(updates, stopped_by, best)
 
-    def cut(self, plan: Plan) -> None:
+    def cut(self, plan: RunPlan) -> None:
         """Continue with a plan that has other micro-batches. Call `fetch` first."""
         self.plan = plan
         self._compiled_kinds = set()

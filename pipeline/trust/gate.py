@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.hydra_errors import as_config_error
+from pipeline.config.hydra_errors import translated
 from pipeline.trust import artifact_locations, trusted_names
 
 _TFDS = "pipeline.dataset.from_tfds"
@@ -132,7 +132,7 @@ def check(node: DictConfig, key: str) -> None:
     Outside a `strict` block, every node is trusted.
     """
     if in_force is not None:
-        with as_config_error():
+        with translated():
             container = OmegaConf.to_container(node, resolve=True)
             check_config({key: container}, in_force)
 

@@ -205,10 +205,13 @@ def _training_batches(parts: Parts) -> list[Any]:
         tail = internals.slice_of(tail, 0, min(size, max(count - 1, 1)))
 
     batches = [first, tail]
-    reached_stages = [stage for stage in plan.all_stages if stage.after < plan.updates]
-    largest = max(reached_stages, key=lambda stage: stage.size)
-    if largest.after:
-        batches = [*parts.effective_batches(largest.after).take(1), *batches]
+    sizes_reached = [(0, 0)]
+    for after, size in plan.changes:
+        if after < plan.updates:
+            sizes_reached.append((after, size))
+    after_largest, _ = max(sizes_reached, key=lambda change: change[1])
+    if after_largest:
+        batches = [*parts.effective_batches(after_largest).take(1), *batches]
 
     by_size = {engine.examples(batch): batch for batch in batches}
     return list(by_size.values())

@@ -174,12 +174,14 @@ def cases() -> list[Any]:
     return mostly_slow(pairs, fast, [pair for pair in one_each if pair not in fast])
 
 
+@pytest.mark.parametrize("scope", ["apply", "update"])
 @pytest.mark.parametrize(("name", "cut"), cases())
-def test_updates_are_those_of_whole_batches(float64, name, cut):
+def test_updates_are_those_of_whole_batches(float64, name, cut, scope):
     variant = VARIANTS[name]
     before, expected = by_keras(variant, cut)
-    update, trained = by_update(variant, cut)
+    update, trained = by_update(variant, cut, xla_scope=scope)
     assert update.apply_compiled
+    assert update.update_compiled is (scope == "update")
     assert deviation(trained, expected, before) < TOLERANCE
     assert int(update.optimizer.iterations.numpy()) == UPDATES
 
@@ -382,7 +384,7 @@ def test_several_replicas_apply_as_before(precision):
 def test_an_unknown_scope_is_rejected():
     model, optimizer = built(VARIANTS["SGD"], of_keras("SGD"))
     with pytest.raises(
-        ValueError, match=r"xla_scope must be step or apply\. Received: 'all'"
+        ValueError, match=r"xla_scope must be step, apply or update\. Received: 'all'"
     ):
         Update(model, "mse", optimizer, 4, xla_scope="all")
 

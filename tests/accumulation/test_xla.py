@@ -197,6 +197,9 @@ def test_batches_of_the_same_lengths_share_what_is_compiled():
     assert numbers[0] == numbers[1]
     assert len(set(numbers)) == 3
     assert all(0 <= number < 2**53 for number in numbers)
+    # A whole update in one program is compiled for each number of examples.
+    whole = [int(shapes_compiled(batch(n, (8, 1)), whole_batch=True)) for n in (4, 3)]
+    assert whole[0] != whole[1]
 
 
 @pytest.mark.slow

@@ -22,7 +22,17 @@ from benchmarks.workloads import on_gpu
 from pipeline.accumulation import training_flops
 from tests.running import ROOT
 
-TIMED = {"found", "train", "beside", "sizes", "layers", "profile", "update", "peak"}
+TIMED = {
+    "found",
+    "train",
+    "beside",
+    "sizes",
+    "layers",
+    "profile",
+    "update",
+    "scopes",
+    "peak",
+}
 CONDITIONS = {
     "device",
     "processors",

@@ -128,6 +128,10 @@ def test_workers_of_this_machine_choose_their_ports_later():
         (None, {"TF_CONFIG": "[1]"}, "TF_CONFIG must be JSON such as {"),
         (None, tf_config({"worker": ["a", "b"]}), "TF_CONFIG must be JSON such as {"),
         (None, tf_config(TWO, index=2), "TF_CONFIG must be JSON such as {"),
+        (None, tf_config(TWO, index=0.9), "TF_CONFIG must be JSON such as {"),
+        (None, tf_config(TWO, index=1e999), "TF_CONFIG must be JSON such as {"),
+        (None, tf_config(TWO, index=True), "TF_CONFIG must be JSON such as {"),
+        (None, {"TF_CONFIG": 100_000 * "["}, "TF_CONFIG must be JSON such as {"),
         (None, tf_config(TWO, "ps"), "TF_CONFIG must be JSON such as {"),
         (
             None,
@@ -140,6 +144,56 @@ def test_what_is_refused(workers, environment, line):
     with pytest.raises(ConfigError) as refused:
         cluster.workers_of_run(workers, environment)
     assert str(refused.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            {"SLURM_STEP_NUM_TASKS": "x"},
+            "SLURM_STEP_NUM_TASKS must be a number of at least 0. Received: 'x'.",
+        ),
+        (
+            {"SLURM_STEP_NODELIST": None},
+            "SLURM_STEP_NODELIST must be set in a task of a Slurm step, as srun does.",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": ""},
+            "SLURM_STEP_TASKS_PER_NODE must be set in a task of a Slurm step, as srun",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            "SLURM_STEP_TASKS_PER_NODE must have a number of tasks for each of the 3 "
+            "nodes. Received: '2(x2)'.",
+        ),
+        (
+            {"SLURM_PROCID": "5"},
+            "SLURM_PROCID must be below the number of tasks in the step, 5. "
+            "Received: 5.",
+        ),
+        (
+            {"SLURM_PROCID": "-1"},
+            "SLURM_PROCID must be a number of at least 0. Received: '-1'.",
+        ),
+        (
+            {"SLURM_JOB_ID": None},
+            "SLURM_JOB_ID must be set in a task of a Slurm step, as srun does.",
+        ),
+        (
+            {"SLURM_STEP_ID": "batch"},
+            "SLURM_STEP_ID must be a number of at least 0. Received: 'batch'.",
+        ),
+    ],
+)
+def test_a_step_that_its_variables_describe_wrongly(changed, line, monkeypatch):
+    monkeypatch.setattr(cluster.imports, "output_of", lambda *_: "node1\nnode2\nx9")
+    environment = {}
+    for name, value in {**STEP, **changed}.items():
+        if value is not None:
+            environment[name] = value
+    with pytest.raises(ConfigError) as rejected:
+        cluster.workers_of_run(None, environment)
+    assert str(rejected.value).startswith(line)
 
 
 def interfaces(*addresses):

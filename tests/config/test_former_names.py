@@ -270,7 +270,7 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("former", OVERRIDES)
 def test_an_override_of_a_former_key_is_one_of_the_current_key(former):
-    assert former_names.current_override(former) == OVERRIDES[former]
+    assert former_names.with_current_key(former) == OVERRIDES[former]
     assert compose.as_text([former]) == [OVERRIDES[former]]
 
 
@@ -284,7 +284,7 @@ def test_an_override_of_a_former_key_is_one_of_the_current_key(former):
     ],
 )
 def test_any_other_override_stays_as_it_is(text):
-    assert former_names.current_override(text) == text
+    assert former_names.with_current_key(text) == text
 
 
 def test_a_config_composes_with_former_keys_on_the_command_line():

@@ -238,8 +238,9 @@ def test_what_only_a_sweep_sets_is_not_shown(option, capsys):
         assert f"\n  {name}" not in shown
 
 
-def test_what_only_a_sweep_sets_is_shown_where_it_is_named(capsys):
+@pytest.mark.parametrize("named", ["tracking.job=third", "tracking={job: third}"])
+def test_what_only_a_sweep_sets_is_shown_where_it_is_named(named, capsys):
     from pipeline.cli.train import train
 
-    train(["tracking.job=third", "--cfg", "job"])
+    train([named, "--cfg", "job"])
     assert "\n  job: third" in capsys.readouterr().out

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
-from pipeline.config.plan import CUTS, HALVED, plan_of, recorded_cuts
+from pipeline.config.plan import CUTS, HALVED, plan_of, recorded_cuts, stream_plan
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,33 @@ def test_sizes_that_do_not_fit_are_refused(arguments, message):
     assert message in str(refused.value)
 
 
+def nearest_of_all(share: int, factor: int) -> list[int]:
+    """The three valid factors that are nearest to `factor`, out of all of them."""
+    valid = {-(-share // size) for size in range(1, share + 1)}
+    nearest = sorted(sorted(valid), key=lambda other: abs(other - factor))
+    return sorted(nearest[:3])
+
+
+@pytest.mark.parametrize("share", [*range(1, 40), 100, 128, 997])
+def test_the_valid_factors_that_are_nearest_are_offered(share):
+    valid = {-(-share // size) for size in range(1, share + 1)}
+    for factor in range(1, share + 50):
+        if factor in valid:
+            continue
+        with pytest.raises(ConfigError) as refused:
+            sizes.derive(share, factor, None)
+        assert refused.value.choices == [
+            str(other) for other in nearest_of_all(share, factor)
+        ]
+
+
+def test_the_valid_factors_of_a_huge_batch_are_found_at_once():
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"Choices: 2500000, 2857143, 3333334\."):
+        sizes.derive(20_000_000, 3_000_000, None)
+    assert time.monotonic() - begin < 1
+
+
 @pytest.mark.parametrize(
     ("horizon", "length", "updates"),
     [
@@ -137,6 +166,15 @@ def test_an_effective_batch_larger_than_the_split_is_refused():
     line = r"effective_batch_size must be at most the 100 examples .* Received: 128"
     with pytest.raises(ConfigError, match=line):
         plan_of(sizes.derive(128, 4, None), 100, sizes.Horizon("epochs", 1))
+
+
+def test_the_plan_of_a_stream_has_nothing_that_needs_the_number_of_examples():
+    cut = sizes.Batching(32, 32, 1)
+    plan = stream_plan(cut, sizes.Horizon("updates", 9), [], None, cut=True)
+    for name in ("slices", "updates_at", "stage", "stages", "all_stages"):
+        assert not hasattr(plan, name), name
+    assert plan.changes == []
+    assert plan.halved(3, 16).micro_batch_size == 16
 
 
 def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_written():

@@ -320,6 +320,31 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
             "Received: 0.",
         ),
         (
+            [RAMP.replace("256", "2147483648")],
+            "accumulation.batch_schedule[2].effective_batch_size must be at most "
+            "2147483647. Received: 2147483648.",
+        ),
+        (
+            [RAMP.replace("256", "256.0")],
+            "accumulation.batch_schedule[2].effective_batch_size must be an integer. "
+            "Received: 256.0.",
+        ),
+        (
+            [RAMP.replace("256", "true")],
+            "accumulation.batch_schedule[2].effective_batch_size must be an integer. "
+            "Received: true.",
+        ),
+        (
+            [RAMP.replace("400", "2147483648")],
+            "accumulation.batch_schedule[1].start.updates must be at most "
+            "2147483647. Received: 2147483648.",
+        ),
+        (
+            [RAMP.replace("epochs:12", "epochs:nan")],
+            "accumulation.batch_schedule[2].start.epochs must be a number of at "
+            "least 0, whole but for epochs. Received: nan.",
+        ),
+        (
             [RAMP.replace(":32", ":1"), "hardware.replicas=2"],
             "accumulation.batch_schedule[0].effective_batch_size must be at least the "
             "number of replicas, 2. Received: 1.",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.common.errors import ConfigError
+from pipeline.config import compose
 from tests.config.test_yaml_size import laughs
 
 LINE = "must hold at most 100,000 values with its aliases expanded.\n"
@@ -52,3 +56,20 @@ def test_other_searched_folders_are_left_to_hydra(folder, capsys):
     (folder / "sweeps" / "mine.yaml").write_text("hydra: {searchpath: ${oc.env:X}}")
     assert main(["sweep", "mine", "seed=-1"]) == 2
     assert "100,000" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--config-dir", "--config-path"])
+@pytest.mark.parametrize("name", ["mine", "mine.v1", "mine.yaml"])
+def test_a_folder_that_a_config_of_any_name_searches(folder, option, name):
+    (folder / "own").mkdir()
+    file = folder / "own" / f"{name.removesuffix('.yaml')}.yaml"
+    file.write_text(f"hydra: {{searchpath: [{folder}/other]}}\n")
+    arguments = [option, str(folder / "own"), "--config-name", name, "model=huge"]
+    with pytest.raises(ConfigError, match=re.escape(LINE.strip())):
+        compose.read_command_line(arguments)
+
+
+def test_a_folder_of_config_path(folder):
+    arguments = ["--config-path", str(folder / "other"), "model=huge"]
+    with pytest.raises(ConfigError, match=re.escape(LINE.strip())):
+        compose.read_command_line(arguments)

@@ -134,10 +134,13 @@ CONFIG = {
         "hardware.device must be a device of this machine, which has no GPU. Received: "
         "'gpu'. Choices: auto, cpu."
     ),
-    "train training.loss=[]": "training.loss must be a mapping.",
+    "train training.loss=[]": (
+        "training.loss must be a mapping, as what it is merged with; a list needs "
+        "training.loss=null before it. Received: []."
+    ),
     "train 'training.metrics=[{_target_: keras.metrics.AUC}]'": (
-        f"training.metrics must be {NAMED}. Received: '[{{_target_: "
-        "keras.metrics.AUC}]'."
+        f"training.metrics must be {NAMED}. Received: [{{_target_: "
+        "'keras.metrics.AUC'}]."
     ),
     "train training.weighted_metrics=accuracy": (
         f"training.weighted_metrics must be {NAMED}. Received: 'accuracy'."
@@ -159,9 +162,12 @@ CONFIG = {
         "['accuracy']."
     ),
     "train training.callbacks=[]": (
-        f"training.callbacks must be {NAMED}. Received: '[]'."
+        f"training.callbacks must be {NAMED}. Received: []."
     ),
-    "train model.hidden={}": "model.hidden must be a list.",
+    "train model.hidden={}": (
+        "model.hidden must be a list, as what it is merged with; a mapping needs "
+        "model.hidden=null before it. Received: {}."
+    ),
     "train training.loss=mse": (
         "training.loss._target_ must be the dotted name of what builds it. Received: "
         "'mse'."

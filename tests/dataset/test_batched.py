@@ -18,8 +18,9 @@ from pipeline.common.errors import ConfigError, DataError
 from pipeline.config import sizes
 from pipeline.config.plan import UNCUT, stream_plan
 from pipeline.config.sizes import Horizon
-from pipeline.dataset.bad_example import located
-from pipeline.dataset.batches import stream_batches
+from pipeline.dataset import search_time
+from pipeline.dataset.bad_example import errors_located
+from pipeline.dataset.batches import evaluation_batches, stream_batches
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Loader, Stream
@@ -258,7 +259,7 @@ def test_what_a_loader_raises_in_the_middle_is_shown():
     step(batches)
     place = f"batch {2 * FACTOR} of the train split, counted from 0"
     line = f"^the data cannot be read: {place}: RuntimeError: page 7 is missing$"
-    with pytest.raises(DataError, match=line), located(data, DataFiles()):
+    with pytest.raises(DataError, match=line), errors_located(data, DataFiles()):
         step(batches)
 
 
@@ -278,6 +279,124 @@ def test_a_broken_image_of_a_folder_is_named_with_its_batch(tmp_path):
     with pytest.raises(DataError, match=rf"^batch \d of .*, with {broken}: ") as caught:
         list(loader.epoch())
     assert "Unknown image file format" in str(caught.value)
+
+
+def nothing():
+    yield from ()
+
+
+def no_batches():
+    """Return a generator function and a dataset without a batch."""
+    empty = tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones(4))).take(0)
+    return [nothing, empty]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_loader_without_a_batch_is_named(split):
+    line = f"must give at least one batch in its {split} split. Received: 0"
+    for source in no_batches():
+        with pytest.raises(ConfigError, match=line):
+            Loader(source, split)
+
+
+def none_for_labels(weights=None):
+    """Return a generator function and a dataset with None for labels."""
+
+    def batches():
+        yield np.ones((4, 2)), None, weights
+
+    dataset = tf.data.Dataset.from_tensors(np.ones((4, 2)))
+    return [batches, dataset.map(lambda x: (x, None, weights))]
+
+
+def test_none_for_labels_is_the_same_as_no_labels():
+    for source in none_for_labels():
+        loader = Loader(source, "train")
+        assert len(loader.first) == 1
+        assert loader.spec == (tf.TensorSpec([None, 2], tf.float64),)
+
+
+def test_weights_without_labels_are_rejected():
+    """The weights were taken for the labels."""
+    line = "must not give sample weights without labels in its train split"
+    for source in none_for_labels(np.ones(4)):
+        with pytest.raises(ConfigError, match=line):
+            Loader(source, "train")
+
+
+class Uneven(keras.utils.PyDataset):
+    """Its batches have the shapes or the types of `inputs`."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.inputs = inputs
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], np.ones(len(self.inputs[index]))
+
+
+@pytest.mark.parametrize(
+    ("second", "form"),
+    [(np.ones((4, 7), "float32"), "float32[4, 7]"), (np.ones((3, 5)), "float64[3, 5]")],
+    ids=["length", "type"],
+)
+def test_a_later_batch_of_another_form_is_named(second, form):
+    source = Uneven([np.ones((4, 5), "float32"), second])
+    train = Loader(source, "train")
+    validation = Loader(source, "validation")
+    loaders = {"train": train, "validation": validation}
+    data = Data(train.examples(), validation.examples(), loaders=loaders)
+    line = r"cannot be read: dataset\._target_ must give batches of one form in its "
+
+    step = tf.function(lambda batches: next(batches).sizes)
+    batches = iter(stream_batches(Stream(train, 2), 0))
+    raises = pytest.raises(DataError, match=f"{line}train split")
+    with raises as caught, errors_located(data, DataFiles()):
+        step(batches)
+    assert form in str(caught.value)
+
+    evaluated = evaluation_batches(data, "validation", 4, None, None, False)
+    raises = pytest.raises(DataError, match=f"{line}validation split")
+    with raises, errors_located(data, DataFiles()):
+        list(evaluated)
+
+
+def test_images_are_searched_only_for_errors_of_tensorflow_and_not_for_long(
+    tmp_path, monkeypatch, capsys
+):
+    class Photos:
+        def __init__(self, error):
+            self.error = error
+            self.file_paths = [str(missing)]
+
+        def __call__(self):
+            yield np.ones((2, 4)), np.ones(2)
+            raise self.error
+
+    missing = tmp_path / "0.png"
+
+    def message(error):
+        epoch = Loader(Photos(error), "train").epoch()
+        next(epoch)
+        with pytest.raises(DataError) as caught:
+            next(epoch)
+        return str(caught.value)
+
+    place = "batch 1 of the train split, counted from 0"
+    lost = tf.errors.DataLossError(None, None, "lost")
+    assert message(RuntimeError("lost")) == f"{place}: RuntimeError: lost"
+    named = f"{place}, with {missing}: DataLossError: lost"
+    assert message(lost) == named
+    assert "looking for it" not in capsys.readouterr().err
+    monkeypatch.setattr(search_time, "SILENCE", -1.0)
+    assert message(lost) == named
+    line = "an image could not be read: looking for it"
+    assert capsys.readouterr().err.count(line) == 1
+    monkeypatch.setattr(search_time, "SECONDS", -1.0)
+    assert message(lost) == f"{place}: DataLossError: lost"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pipeline.config.schema import TrainingConfig
 from pipeline.config.stages import ScheduledStage, Slice
 from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
+from pipeline.dataset.builtin import digits as builtin_digits
 from pipeline.dataset.builtin.digits import Digits
 from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.source import ShareReader
@@ -562,12 +563,12 @@ def test_each_worker_decodes_its_share_of_an_evaluation_alone(digits):
 @pytest.mark.slow
 def test_a_training_split_of_ones_own_is_not_read_as_it_was_stored(digits, monkeypatch):
     """Its examples are changed, so the records that they come from are not read."""
-    plain = load.digits(digits)
+    plain = builtin_digits.digits(digits)
 
     def brighter():
         return replace(plain, train=plain.train.map(lambda x, y: (x + 1, y)))
 
-    monkeypatch.setattr(load, "digits", brighter)
+    monkeypatch.setattr(builtin_digits, "digits", brighter)
     data = load.load(DIGITS)
     node = OmegaConf.create(BY_FILES)
     batches = as_arrays(node, data, slices=[Slice(500, 1)], seed=0)

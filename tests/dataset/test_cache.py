@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 from pipeline.config.stages import Slice
 from pipeline.dataset import Data, batches, cache
 from pipeline.dataset import load as dataset
+from pipeline.dataset.stream import Loader
 
 AUTO = {"in_memory": "auto", "shuffle_buffer": None}
 
@@ -46,13 +48,21 @@ def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
     assert node == {"in_memory": False, "shuffle_buffer": 50}
     assert re.fullmatch(
         r"398 KiB .* are streamed, as a quarter of the memory is 398 KiB; "
-        r".* buffer of 50 examples",
+        r"shuffled in a buffer of 50 examples",
         line,
     )
     assert settled(data, shuffle_buffer=7)[0] == {
         "in_memory": False,
         "shuffle_buffer": 7,
     }
+    # By file, if the data can be read so and are to be.
+    by_file = replace(data, shuffled=lambda seed: data.train)
+    line = settled(by_file, shuffle_files=True)[1]
+    assert line.endswith("; shuffled by file and in a buffer of 50 examples")
+    for other, shuffle_files in ((by_file, False), (data, True)):
+        line = settled(other, shuffle_files=shuffle_files)[1]
+        assert line.endswith("; shuffled in a buffer of 50 examples")
+
     for in_memory in (True, False):  # whatever its size
         node = {"in_memory": in_memory, "shuffle_buffer": None}
         assert settled(data, in_memory=in_memory) == (node, "")
@@ -200,3 +210,51 @@ def test_a_buffer_that_sees_one_class_is_told_of(files):
     assert warning(shuffle_buffer=500) == ""
     assert warning(shuffle_buffer=None) == ""  # all of them
     assert warning(in_memory=True) == ""
+
+
+READ = []  # labels that `noted_files` has read
+
+
+def noted_files(seed):
+    """Return 40 files of 4 examples each, of one class, in a shuffled order."""
+
+    def note(label):
+        READ.append(int(label))
+        return label
+
+    def noted(x, label):
+        return x, tf.ensure_shape(tf.numpy_function(note, [label], label.dtype), [])
+
+    def examples(file):
+        return tf.data.Dataset.from_tensors((file, file % 2)).repeat(4)
+
+    files = tf.data.Dataset.range(40)
+    shuffled = files.shuffle(40, seed=seed, reshuffle_each_iteration=False)
+    return shuffled.flat_map(examples).map(noted)
+
+
+def test_the_buffer_that_is_looked_at_is_the_one_of_training():
+    buffer = 8
+    files = noted_files(0).apply(tf.data.experimental.assert_cardinality(160))
+    data = Data(files, None, shuffled=noted_files)
+    streamed_files = {"in_memory": False, "shuffle_files": True}
+    node = OmegaConf.create({**streamed_files, "shuffle_buffer": buffer})
+    kinds = set()
+    for seed in range(6):
+        tf.random.set_seed(seed)  # as a run does
+        warning = batches.one_class(node, data, seed)
+        READ.clear()
+        effective = batches.effective_batches(node, data, [Slice(4, 1)], seed)
+        next(iter(effective))
+        is_of_one_class = len(set(READ[:buffer])) == 1
+        assert bool(warning) == is_of_one_class
+        kinds.add(is_of_one_class)
+    assert kinds == {True, False}
+
+
+def test_a_loader_shuffles_its_batches_itself():
+    x_and_y = (np.zeros((8, 2)), np.repeat([0, 1], 4))
+    loader = Loader(tf.data.Dataset.from_tensor_slices(x_and_y).batch(4), "train")
+    data = Data(loader.examples(), None, loaders={"train": loader})
+    node = OmegaConf.create({"in_memory": False})
+    assert batches.one_class(node, data, 0) == ""

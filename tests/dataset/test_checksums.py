@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,78 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path, cache):
     assert checksums.sha256_of(file) == expected(b"abd")
     entry.write_text("{")
     assert checksums.sha256_of(file) == expected(b"abd")
+
+
+def written(folder, *names) -> list[Path]:
+    """Write files that are a minute old."""
+    paths = [folder / name for name in names]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"old")
+        aged(path)
+    return paths
+
+
+def computed(files: checksums.DataFiles) -> dict[str, str]:
+    files.compute(lambda _: None)
+    files.wait()
+    return files.checksums
+
+
+@pytest.mark.parametrize("when", ["before its checksum", "while it is computed"])
+def test_a_file_that_changes_early_has_no_checksum(when, tmp_path, cache, monkeypatch):
+    """The checksum would be that of other data than the run began with."""
+    first, second, same = written(tmp_path, "first", "second", "same")
+    files = checksums.DataFiles([first, second, same])
+
+    def change():
+        first.write_bytes(b"new!")
+        second.write_bytes(b"new!")
+
+    if when == "before its checksum":
+        change()
+    else:
+        hashed = checksums.sha256_of
+
+        def hashed_then_changed(path):
+            checksum = hashed(path)
+            if path == same:  # the last of the three
+                change()
+            return checksum
+
+        monkeypatch.setattr(checksums, "sha256_of", hashed_then_changed)
+    assert computed(files) == {
+        "first": checksums.CHANGED,
+        "second": checksums.CHANGED,
+        "same": expected(b"old"),
+    }
+    with pytest.raises(DataError, match="first has changed since the run began"):
+        files.check()
+
+
+def test_a_file_that_is_written_again_with_its_content_has_not_changed(tmp_path, cache):
+    (file,) = written(tmp_path, "file")
+    files = checksums.DataFiles([file])
+    assert computed(files) == {"file": expected(b"old")}
+    file.write_bytes(b"old")
+    files.check()
+    file.write_bytes(b"new")
+    with pytest.raises(DataError, match="has changed"):
+        files.check()
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path, cache):
+    names = ["a/x.csv", "b/c/x.csv", "b/x.csv", "b/y.csv"]
+    for folder in (tmp_path / "here", tmp_path / "moved"):
+        paths = written(folder, *names)
+        paths[0].write_bytes(b"other")
+        recorded = computed(checksums.DataFiles(paths))
+        assert recorded == {
+            "a/x.csv": expected(b"other"),
+            "b/c/x.csv": expected(b"old"),
+            "b/x.csv": expected(b"old"),
+            "y.csv": expected(b"old"),
+        }
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from keras import layers
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.dataset.load import check_single_examples, load
+from pipeline.dataset.load import load
+from pipeline.dataset.single_examples import check_single_examples
 from pipeline.dataset.splits import Data
 
 COLORS = 3

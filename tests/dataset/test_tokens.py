@@ -82,3 +82,11 @@ def test_every_worker_counts_those_of_all():
     for first_replica in range(3):
         share = Share.for_replicas(batch, first_replica, 1, 3)
         assert int(counter(share)) == 70
+
+
+def test_a_worker_does_not_count_masked_tokens_of_its_share_as_those_of_all():
+    batch = tf.zeros((10, 7), tf.int32), tf.zeros(10)
+    counter = tokens.counter(tf.TensorSpec((7,), tf.int32), masked=True)
+    share = Share.for_replicas(batch, 0, 1, 3)
+    with pytest.raises(ValueError, match="in the shares of other workers is not known"):
+        counter(share)

@@ -509,7 +509,7 @@ def test_only_numbers_are_multiplied(values):
     register()
     with (
         pytest.raises(ConfigError, match=r"it .*must be given numbers"),
-        hydra_errors.as_config_error(),
+        hydra_errors.translated(),
     ):
         plain(config)
     assert plain(OmegaConf.create({"it": "${times:3,0.5}"})) == {"it": 1.5}

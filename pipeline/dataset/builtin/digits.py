@@ -1,4 +1,4 @@
-"""A TFDS dataset of the handwritten digits bundled with scikit-learn.
+"""The handwritten digits bundled with scikit-learn, as a TFDS dataset.
 
 Source: UCI repository, Alpaydin and Kaynak 1998.
 """
@@ -8,6 +8,29 @@ from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
+
+from pipeline.dataset import tfds_files
+from pipeline.dataset.splits import Data
+
+
+def digits(
+    data_dir: str | None = None, download: bool = True, test_split: str | None = None
+) -> Data:
+    """Load scikit-learn's handwritten digits, with inputs from 0 to 1.
+
+    The split `train` has 1437 images; `validation` and `test` have 180 each.
+
+    Args:
+        data_dir: folder of TFDS datasets, or None for the default of TFDS.
+        download: whether to prepare the dataset if it is missing.
+        test_split: name of the test split in TFDS, or None to load none.
+    """
+    return tfds_files.read(
+        Digits(data_dir=data_dir),
+        download,
+        ("train", "validation", test_split),
+        tfds_files.inputs_and_labels("image", "label", 1 / 16, None),
+    )
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):

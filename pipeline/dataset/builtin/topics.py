@@ -1,16 +1,50 @@
-"""A TFDS dataset of Python's help topics, from `pydoc_data.topics`."""
+"""Python's help topics, from `pydoc_data.topics`, as a TFDS dataset."""
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 import tensorflow_datasets as tfds
+
+from pipeline.dataset import tfds_files
+from pipeline.dataset.splits import Data
 
 MOST = 128  # maximum size of a piece in bytes
 # Name of the TFDS config. Help topics differ between versions of Python, so each
 # version has its own config.
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def topics(
+    data_dir: str | None = None, download: bool = True, test_split: str | None = None
+) -> Data:
+    """Load Python's help topics as byte sequences, for next-byte prediction.
+
+    x and y are int32 vectors of equal length, at most 127. y is x shifted by one byte,
+    so that each byte is predicted from the bytes before it. A byte b is represented by
+    b + 1, since 0 is padding.
+
+    Args:
+        data_dir: folder of TFDS datasets, or None for the default of TFDS.
+        download: whether to prepare the dataset if it is missing.
+        test_split: name of the test split in TFDS, or None to load none.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
+        tokens = tf.cast(features["bytes"], tf.int32) + 1
+        return tokens[:-1], tokens[1:]
+
+    data = tfds_files.read(
+        Topics(data_dir=data_dir),
+        download,
+        ("train", "validation", test_split),
+        preprocess,
+    )
+    return replace(data, classes=257)
 
 
 class Topics(tfds.core.GeneratorBasedBuilder):

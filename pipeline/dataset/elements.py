@@ -1,0 +1,71 @@
+"""Brings the elements of a user's dataset into one form.
+
+An element is a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from pipeline.common.errors import ConfigError
+
+TARGET = "dataset._target_"  # the key that names the user's function
+
+
+def as_parts(dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
+    """Return the dataset with tuples as elements; see `parts_of_element`."""
+    spec = dataset.element_spec
+    # Raise an error here, not while the function below is traced.
+    parts_of_element(as_tuple(spec), split)
+    if isinstance(spec, tuple) and not any(map(_is_none, tf.nest.flatten(spec))):
+        return dataset
+
+    @tf.autograph.experimental.do_not_convert
+    def in_parts(*element: Any) -> tuple:
+        return parts_of_element(element, split)
+
+    return dataset.map(in_parts)
+
+
+def as_tuple(element: Any) -> tuple:
+    """Return an element, or its spec, as a tuple: x alone becomes `(x,)`."""
+    if isinstance(element, tuple):
+        return element
+    return (element,)
+
+
+def parts_of_element(parts: tuple, split: str) -> tuple:
+    """Return the parts of an element without those that are None.
+
+    Labels of single outputs may be None, too.
+
+    Args:
+        parts: an element `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or its spec.
+        split: the name of the split, for the error.
+
+    Raises:
+        ConfigError: the element has sample weights, but no labels.
+    """
+    x, *others = parts
+    y, sample_weight = [*others, None, None][:2]
+    if _is_none(y) and not _is_none(sample_weight):
+        rule = f"must not give sample weights without labels in its {split} split"
+        raise ConfigError(TARGET, rule, "(x, None, sample_weight)")
+    if _is_none(y):
+        return (x,)
+    if _is_none(sample_weight):
+        return x, _without_none(y)
+    return x, _without_none(y), sample_weight
+
+
+def _is_none(part: Any) -> bool:
+    return part is None or isinstance(part, tf.NoneTensorSpec)
+
+
+def _without_none(nest: Any) -> Any:
+    if isinstance(nest, dict):
+        kept = {key: value for key, value in nest.items() if not _is_none(value)}
+        return {key: _without_none(value) for key, value in kept.items()}
+    if isinstance(nest, tuple):
+        return tuple(_without_none(value) for value in nest if not _is_none(value))
+    return nest

@@ -1,0 +1,190 @@
+"""Overrides that are rejected, and the line that each gets.
+
+They are composed and resolved in this process, without TensorFlow. `wrong_configs` has
+those that a command is run for.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.common.errors import ConfigError
+from pipeline.config import compose, schema
+from pipeline.config.resolve import resolve
+
+
+def rejection(*overrides: str) -> str:
+    """Return the message of the error for `overrides`."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(compose.composed(overrides), overrides, {})
+    return str(caught.value)
+
+
+# --- flags ---
+
+
+@pytest.mark.parametrize("value", ["2", "0.5", "on", "null"])
+@pytest.mark.parametrize("key", ["hardware.open_ports", "tracking.confined"])
+def test_a_flag_with_a_security_meaning_is_true_or_false_only(key, value):
+    assert rejection(f"{key}={value}").startswith(f"{key} must be true or false.")
+
+
+def test_no_flag_is_left_to_omegaconf_which_accepts_any_number():
+    assert [key.name for key in schema.keys_in(schema.Config) if key.hint is bool] == []
+
+
+# --- links ---
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("training.class_weight={0: '${nope}'}", "training.class_weight.0"),
+        ("+dataset.classes={0: {1: '${nope}'}}", "dataset.classes.0.1"),
+        ("+model.units={1.5: '${nope}'}", "model.units.1.5"),
+        ("+model.units={true: '${nope}'}", "model.units.True"),
+        ("+tracking.tags={team.name: '${nope}'}", "tracking.tags.team.name"),
+        ("+model.units=[1,'${nope}']", "model.units[1]"),
+        ("hardware.gpu=[0,'${nope}']", "hardware.gpu[1]"),
+        (
+            "training.metrics.accuracy._target_=${nope}",
+            "training.metrics.accuracy._target_",
+        ),
+    ],
+)
+def test_a_wrong_link_is_shown_with_its_key_wherever_it_stands(override, key):
+    assert rejection(override) == (
+        f"{key} must refer to a key that exists. Received: '${{nope}}'."
+    )
+
+
+# --- counts, addresses, and the arguments of Keras' optimizers ---
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hardware.profile={start: 99999999999, updates: 5}",
+        "hardware.profile={start: 1, updates: 99999999999}",
+        "dataset.pad={multiple: 99999999999, value: 0}",
+        "hardware.gpu=[0,99999999999]",
+    ],
+)
+def test_a_count_is_limited_also_in_a_mapping_or_list(override):
+    assert "must be at most 2147483647. Received: 99999999999." in rejection(override)
+
+
+@pytest.mark.parametrize(
+    ("uri", "rule"),
+    [
+        ("SQLITE:///a.db", "must name a file: sqlite:///PATH"),
+        ("Sqlite:///", "must name a file: sqlite:///PATH"),
+        ("http", "must be as http://HOST:PORT"),
+        ("https:", "must be as https://HOST:PORT"),
+        ("http://", "must be as http://HOST:PORT"),
+        ("http:/host:5000", "must be as http://HOST:PORT"),
+        ("http://host:port", "must be as http://HOST:PORT"),
+        ("http://host:99999", "must be as http://HOST:PORT"),
+        ("postgresql", "must be as postgresql://HOST:PORT"),
+    ],
+)
+def test_an_address_of_a_store_is_whole(uri, rule):
+    line = f"tracking.uri {rule}. Received: '{uri}'."
+    assert rejection(f"tracking.uri={uri}") == line
+
+
+def test_keras_optimizers_are_checked_by_both_of_their_names():
+    target = "optimizer._target_=tensorflow.keras.optimizers.Adam"
+    assert rejection(target, "+optimizer.clipnorm=-1").startswith(
+        "optimizer.clipnorm must be a positive number, or null. Received: -1."
+    )
+
+
+# --- mappings and lists ---
+
+LOSSES = "[{_target_: keras.losses.Huber}]"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            f"training.loss={LOSSES}",
+            "training.loss must be a mapping, as what it is merged with; a list needs "
+            "training.loss=null before it. Received: "
+            "[{_target_: 'keras.losses.Huber'}].",
+        ),
+        (
+            f"training={{loss: {LOSSES}}}",
+            "training must have mappings and lists where what it is merged with has "
+            "them. Received: {loss: [{_target_: 'keras.losses.Huber'}]}.",
+        ),
+        ("training.keep_best=[1]", "training.keep_best must be a mapping. Received: "),
+        ("tracking.tags=[1]", "tracking.tags must be a mapping. Received: [1]."),
+        (
+            "model.hidden={a: 1}",
+            "model.hidden must be a list, as what it is merged with; a mapping needs "
+            "model.hidden=null before it. Received: {a: 1}.",
+        ),
+        ("hardware=[1]", "hardware must be the name of an option of its group."),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_shown_with_its_rule(override, line):
+    assert rejection(override).startswith(line)
+
+
+def test_a_list_of_losses_is_legal_after_null():
+    overrides = ["training.loss=null", f"training.loss={LOSSES}"]
+    spec = resolve(compose.composed(overrides), overrides, {})
+    assert spec.config.training.loss == [{"_target_": "keras.losses.Huber"}]
+
+
+def test_a_list_of_losses_in_a_config_that_is_merged(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"defaults: [config, _self_]\ntraining: {{loss: {LOSSES}}}\n")
+    line = rejection("--config-dir", str(tmp_path), "--config-name", "mine")
+    assert line.startswith("training.loss must be a mapping, as what it is merged with")
+    assert line.endswith("(in mine). Received: [{_target_: 'keras.losses.Huber'}].")
+
+
+# --- the override that is to blame ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("~dataset", "model=5"),
+            "model must be the name of an option of its group. Received: 5.",
+        ),
+        (
+            ("training.keep_best=null", "training.keep_best.metric=val/loss"),
+            "training.keep_best must not be null where "
+            "training.keep_best.metric=val/loss sets a key in it.",
+        ),
+        (
+            ("training={keep_best: null}", "+training.keep_best.mode=min"),
+            "training.keep_best must not be null where training.keep_best.mode=min",
+        ),
+    ],
+)
+def test_the_override_that_is_to_blame_is_named(overrides, line):
+    assert rejection(*overrides).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{rule: adascale}", "scaling.rule=adascale was removed in version 0.2.0: "),
+        (
+            "{rule: \"'adascale'\"}",
+            "scaling.rule must be one of its choices (in scaling",
+        ),
+        ("{rules: 1}", "scaling.rules must be a key of scaling (in scaling/gone). Rec"),
+        ("rate: ${nope}", "scaling.rate must refer to a key that exists. Received: "),
+    ],
+)
+def test_an_error_in_a_file_has_its_value_and_its_file(tmp_path, text, line):
+    (tmp_path / "scaling").mkdir()
+    (tmp_path / "scaling" / "gone.yaml").write_text(text)
+    assert rejection("--config-dir", str(tmp_path), "scaling=gone").startswith(line)
