@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib
 
-from pipeline.report import comparison, html_page, plots
+from pipeline.report import html_page, plots, reading
 from pipeline.report.html_page import Plot, Trace
 
 
@@ -36,7 +36,7 @@ def draw(store: str, sweep: str) -> None:
     from matplotlib import pyplot
 
     loss_plots = []
-    for plot in plots.draw(comparison.read(store, sweep)):
+    for plot in plots.draw(reading.read(store, sweep)):
         if plot.key.startswith("loss_by_rate"):
             loss_plots.append(plot)
 
@@ -72,7 +72,7 @@ def draw_plot(axes: Any, plot: Plot) -> None:
 def style_of(trace: Trace) -> dict[str, Any]:
     """Return the style of a curve of one batch size, or of the line of best rates."""
     name = trace["name"]
-    color = html_page.LIGHT[trace["meta"]["colour"]]
+    color = html_page.LIGHT[trace["meta"]["color"]]
     if name == "best rate":
         return {
             "color": color,

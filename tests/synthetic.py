@@ -14,8 +14,8 @@ import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
 from pipeline.config.plain import without_seed
-from pipeline.report.comparison import SweepResult
 from pipeline.report.job_results import Curve, JobResult
+from pipeline.report.sweep_result import SweepResult
 from pipeline.sweep.parent_run import ParentRun
 from pipeline.tracking.store import Store
 from tests import shared

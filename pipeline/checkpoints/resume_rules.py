@@ -288,6 +288,9 @@ def _with_recorded_choices(
         # An older record lacks this key: Keras computed the attention.
         is_fused = recorded["hardware"].get("fused_attention", False)
         spec = spec.changed({FUSED_ATTENTION: is_fused})
+    if spec.times_xla:
+        # An older record lacks this key: nothing was compiled.
+        spec = spec.with_xla(recorded["hardware"].get("xla", False))
     if spec.searches:
         # Use at most a replica's share of the effective batch: the shares are smaller
         # than before if there are more replicas now.

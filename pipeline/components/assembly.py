@@ -67,7 +67,9 @@ class PartsRecord:
 class Parts:
     """The parts of a run, ready for training."""
 
-    spec: RunSpec  # `dataset.in_memory` and `hardware.fused_attention` are decided
+    # `dataset.in_memory` is decided. `hardware.fused_attention` is, too, unless
+    # `hardware.xla` is `fastest`, which `with_xla` decides.
+    spec: RunSpec
     devices: Devices
     data: Data
     files: DataFiles  # the files of `data`, with their state before they were read
@@ -107,6 +109,26 @@ class Parts:
             xla_scope=config.hardware.xla_scope.name,
             reductions_ready=self.devices.reductions_ready,
         )
+
+    def with_xla(self, compiles: bool, line: str = "") -> "Parts":
+        """Return the parts with XLA on or off, in place of `hardware.xla=fastest`.
+
+        Args:
+            compiles: whether XLA compiles the micro-steps.
+            line: text to add to the description of the devices.
+        """
+        spec, run_devices = attention.decide(
+            self.spec.with_xla(compiles),
+            replace(self.devices, description=self.devices.description + line),
+            self.model,
+            self.batches.element_spec,
+            self.plan.micro_batch_size,
+        )
+        parts = replace(self, spec=spec, devices=run_devices)
+        if "forward" in vars(self):
+            # Keep the trace: another one may draw other seeds.
+            vars(parts)["forward"] = self.forward
+        return parts
 
     def evaluation(self) -> accumulation.Evaluation:
         """Return a new `Evaluation`, which evaluates one batch per call."""

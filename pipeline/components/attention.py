@@ -51,14 +51,16 @@ def decide(
     Returns:
         The spec, with `true` if every worker can fuse at least one attention of the
         model, else with `false`. The devices, whose description says that attention is
-        fused, or if it was required, why it is not.
+        fused, or if it was required, why it is not. With `hardware.xla=fastest`, both
+        are returned unchanged.
 
     Raises:
         ConfigError: fused attention is required, but XLA compiles nothing.
     """
     hardware = spec.config.hardware
     is_required = hardware.fused_attention is True
-    if hardware.fused_attention is False:
+    if hardware.fused_attention is False or spec.times_xla:
+        # `xla_choice` decides for each way that it times.
         return spec, run_devices
 
     reasons: list[str] = []

@@ -39,6 +39,7 @@ from pipeline.config.schema import Config, Device, LossOver, Rule
 from pipeline.config.sizes import Batching, Horizon
 
 FUSED_ATTENTION = "hardware.fused_attention"
+XLA = "hardware.xla"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class RunSpec:
     def searches(self) -> bool:
         """Whether the micro-batch size must still be searched for."""
         return self.config.accumulation.micro_batch_size in sizes.SEARCHED
+
+    @property
+    def times_xla(self) -> bool:
+        """Whether timed updates must still decide if XLA compiles the micro-steps."""
+        return bool(self.config.hardware.xla == "fastest")
 
     @property
     def largest(self) -> Batching:
@@ -155,17 +161,31 @@ class RunSpec:
 
         The size also replaces the value, such as `auto`, in the overrides.
         """
-        prefix = f"{sizes.MICRO}="
+        spec = self._answered(sizes.MICRO, size, str(size))
+        return replace(spec, batching=self.batching.with_micro_batch_size(size))
+
+    def with_xla(self, value: bool | str) -> RunSpec:
+        """Return a spec with a value of `hardware.xla` that was measured or recorded.
+
+        The value also replaces `fastest` in the overrides.
+        """
+        return self._answered(XLA, value, str(value).lower())
+
+    def _answered(self, key: str, value: Any, text: str) -> RunSpec:
+        """Return a spec in which an answer replaces what the config asked for.
+
+        Args:
+            key: the dotted key.
+            value: the new value.
+            text: the value as it is written in an override.
+        """
+        prefix = f"{key}="
         overrides = []
         for override in self.overrides:
             if override.lstrip("+").startswith(prefix):
-                override = f"{prefix}{size}"
+                override = f"{prefix}{text}"
             overrides.append(override)
-        return replace(
-            self.changed({sizes.MICRO: size}),
-            overrides=tuple(overrides),
-            batching=self.batching.with_micro_batch_size(size),
-        )
+        return replace(self.changed({key: value}), overrides=tuple(overrides))
 
     def to_text(self) -> str:
         """Return the spec as text for a process that this one starts; see `from_text`.
@@ -241,6 +261,7 @@ def resolve(
     spec = _spec(composed, workers, overrides, named)
     _check_gpus(spec)
     check_fused_attention(spec)
+    _check_fastest_xla(spec)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
         # Reject an unusable secret now, not when the workers connect.
@@ -269,6 +290,8 @@ def check_fused_attention(spec: RunSpec) -> None:
         raise ConfigError(FUSED_ATTENTION, f"{rule} with hardware.device=cpu", True)
     if hardware.xla is False:
         raise ConfigError(FUSED_ATTENTION, f"{rule} with hardware.xla=false", True)
+    if spec.times_xla:
+        raise ConfigError(FUSED_ATTENTION, f"{rule} with hardware.xla=fastest", True)
     if hardware.deterministic:
         because = "with hardware.deterministic=true: one of its gradients is not"
         raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
@@ -324,11 +347,19 @@ def _check_any_batch_size(composed: DictConfig) -> None:
     reason = f"with {sizes.BATCHED}=true: batches have any size"
     xla = composed.hardware.xla
     if xla not in ("auto", False):
-        raise ConfigError("hardware.xla", f"must be auto or false {reason}", xla)
+        raise ConfigError(XLA, f"must be auto or false {reason}", xla)
     loss_over = composed.training.loss_over
     if loss_over != LossOver.example:
         rule = f"must be example {reason}"
         raise ConfigError("training.loss_over", rule, loss_over)
+
+
+def _check_fastest_xla(spec: RunSpec) -> None:
+    """Reject `hardware.xla=fastest` with several replicas, whose updates are not timed."""
+    replicas = spec.batching.replicas
+    if spec.times_xla and replicas > 1:
+        rule = f"must be true, false or auto with {replicas} replicas: one is timed"
+        raise ConfigError(XLA, rule, spec.config.hardware.xla)
 
 
 def _check_gpus(spec: RunSpec) -> None:

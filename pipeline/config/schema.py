@@ -311,7 +311,8 @@ class HardwareConfig(_SetOnce):
     # (bytes | text | null) the memory that a search for the micro-batch size may fill
     # on a CPU, such as `8GiB`; null: all available memory
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (auto | true | false) compile with XLA; auto: on one GPU, as Keras' `fit` does
+    # (auto | fastest | true | false) compile with XLA; auto: on one GPU, as Keras' `fit`
+    # does; fastest: if timed updates are faster with it; the record has the answer
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # what XLA compiles: `step`, each micro-step alone; `apply`, on one device the
     # optimizer's step, too; `update`, a whole update of a small batch as one program

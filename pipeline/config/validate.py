@@ -86,7 +86,7 @@ def values_in_text(config: DictConfig) -> dict[str, int | bool]:
     values: dict[str, int | bool] = {}
     for key in leaves(OmegaConf.to_container(config)):
         is_counted = key not in text_keys.TYPES and _COUNTED.fullmatch(key)
-        is_flag = _CHECKS.get(key) in (_FLAG, _SWITCH)
+        is_flag = _CHECKS.get(key) in (_FLAG, _SWITCH, _XLA)
         if not is_counted and not is_flag:
             continue
         # Resolve the links of these keys only: others are reported by their checks.
@@ -323,6 +323,10 @@ _SIZE = Check(
     "a size such as 8GiB", lambda value: memory_budget.parsed(value) is not None
 )
 _SWITCH = Check("true, false or auto", lambda value: _is_bool(value) or value == "auto")
+_XLA = Check(
+    "true, false, auto or fastest",
+    lambda value: _is_bool(value) or value in ("auto", "fastest"),
+)
 _FLAG = Check("true or false", _is_bool)
 
 # Other values are rejected, as Keras mostly accepts them without a warning, and then
@@ -362,7 +366,7 @@ _CHECKS = {
     ),
     "dataset.in_memory": _SWITCH,
     "accumulation.same_noise": _SWITCH,
-    "hardware.xla": _SWITCH,
+    "hardware.xla": _XLA,
     "hardware.fused_attention": _SWITCH,
     "dataset.shuffle_files": _FLAG,
     "dataset.batched": _FLAG,

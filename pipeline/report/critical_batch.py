@@ -10,12 +10,12 @@ import numpy as np
 
 from pipeline.config.stages import STAGES
 from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.html_page import Plot, axis, trace
-from pipeline.report.job_results import LOSS, grouped
+from pipeline.report.job_results import LOSS, JobResult, grouped
 from pipeline.report.noise_scale import UNMEASURED, beside_measured, noise_scale
 from pipeline.report.statistics import Array, Spread
+from pipeline.report.sweep_result import SweepResult
 
 # A larger batch counts as no worse if its loss is at most this much higher, as in
 # Merrill et al. 2025.
@@ -26,6 +26,9 @@ HALF_LIFE = 0.5
 DRAWS = 2000  # number of bootstrap samples
 
 _SIZE = "train/effective_batch_size"
+# The error that ends a run whose loss or gradient is not finite, as in its tag
+# `failure`; see `pipeline.training.recorder`.
+_NON_FINITE = "NonFiniteError"
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,13 @@ class Branch:
 
     sizes: Array  # examples per update
     losses: Array  # training loss per update, with the weights before the update
+    diverged: bool = (
+        False  # whether the training ended for a non-finite loss or gradient
+    )
 
 
 @dataclass(frozen=True)
-class CriticalBatch:
+class CriticalBatch(Result):
     """The critical batch measured by branches, with its 95% interval.
 
     Attributes:
@@ -46,8 +52,8 @@ class CriticalBatch:
         losses: the smoothed loss by effective batch, in ascending order of batches.
         errors: the half-width of the 95% interval of each loss, in the same order. Most
             of the error is common to all branches.
-        diverged: the smallest batch with a non-finite loss, or None if all losses are
-            finite. Neither this batch nor any larger one is judged.
+        diverged: the smallest batch that diverged, or None if none did. Neither this
+            batch nor any larger one is judged.
     """
 
     critical: int
@@ -64,6 +70,20 @@ class CriticalBatch:
             "errors": self.errors,
             "diverged": self.diverged,
         }
+
+
+@dataclass(frozen=True)
+class Schedule(Result):
+    """The overrides of a run that uses the critical batch."""
+
+    schedule: str
+
+
+@dataclass(frozen=True)
+class BranchNoise(Result):
+    """The mean noise scale of the branches, which predicts a critical batch."""
+
+    predicted: float
 
 
 def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
@@ -137,11 +157,13 @@ def _common_batches(seeds: Sequence[Mapping[int, Branch]]) -> list[int]:
 def _batches_before_divergence(
     seeds: Sequence[Mapping[int, Branch]], batches: list[int]
 ) -> list[int]:
-    """Return the batches before the first one that has a non-finite loss."""
-    kept = []
+    """Return the batches before the first one that diverged with some seed."""
+    kept: list[int] = []
     for batch in batches:
-        if not all(np.isfinite(branches[batch].losses).all() for branches in seeds):
-            break
+        for branches in seeds:
+            branch = branches[batch]
+            if branch.diverged or not np.isfinite(branch.losses).all():
+                return kept
         kept.append(batch)
     return kept
 
@@ -234,11 +256,9 @@ def measured(sweep: SweepResult) -> CriticalBatch | None:
     for jobs in grouped(sweep.jobs, lambda job: job.seed).values():
         branches = {}
         for job in jobs:
-            diverged = np.isnan(job.last(LOSS))
-            if LOSS in job.curves and (job.finished or diverged):
-                sizes = job.curves[_SIZE].values
-                losses = job.curves[LOSS].values
-                branches[job.effective_batch_size or 0] = Branch(sizes, losses)
+            branch = _branch(job)
+            if branch is not None:
+                branches[job.effective_batch_size or 0] = branch
         seeds.append(branches)
 
     # Leave out the smallest batch that some seed lacks, and all larger batches: a batch
@@ -256,6 +276,38 @@ def measured(sweep: SweepResult) -> CriticalBatch | None:
                 judged_branches[batch] = branch
         judged.append(judged_branches)
     return measure(judged)
+
+
+def _branch(job: JobResult) -> Branch | None:
+    """Return the branch of a job, or None if it neither finished nor diverged.
+
+    Return None, too, if the size or the loss of some update was not logged. A branch
+    that diverged needs no losses, since it is not judged.
+    """
+    if _diverged(job):
+        return Branch(np.empty(0), np.empty(0), diverged=True)
+    if not job.finished:
+        return None
+    losses = job.curves.get(LOSS)
+    sizes = job.curves.get(_SIZE)
+    if losses is None or sizes is None:
+        return None
+    if not np.array_equal(losses.steps, sizes.steps):
+        return None
+    return Branch(sizes.values, losses.values)
+
+
+def _diverged(job: JobResult) -> bool:
+    """Return whether a job ended because its loss or gradient was not finite.
+
+    The recorded failure tells of a gradient. Its norm does not: in float16, updates
+    with a gradient that is not finite are skipped.
+    """
+    if job.finished:
+        return False
+    if _NON_FINITE in job.tags.get("failure", ""):
+        return True
+    return LOSS in job.curves and not math.isfinite(job.last(LOSS))
 
 
 def _varies_more(sweep: SweepResult) -> bool:
@@ -276,13 +328,13 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         return
 
     text = _critical_sentences(sweep, result)
-    yield SweepFinding("critical", text, result.figures(), "critical_batch")
+    yield SweepFinding("critical", text, result, "critical_batch")
 
     schedule = _schedule(sweep, result.critical)
     if schedule is not None:
         if result.critical > min(result.losses):
             text = f"To paste: {schedule}"
-            yield SweepFinding("schedule", text, {"schedule": schedule})
+            yield SweepFinding("schedule", text, Schedule(schedule))
         else:
             text = "None: at this checkpoint no larger batch pays yet."
             yield SweepFinding("schedule", text)
@@ -292,7 +344,7 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         yield SweepFinding("noise_scale", f"Not measured. {UNMEASURED}")
     else:
         text = f"{scale.mean:.4g} examples. {_beside_interval(scale.mean, result)}"
-        yield SweepFinding("noise_scale", text, {"predicted": scale.mean})
+        yield SweepFinding("noise_scale", text, BranchNoise(scale.mean))
 
 
 def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
@@ -313,8 +365,8 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
     seeds = {job.seed for job in sweep.jobs} - {None}
     if len(seeds) < 2:
         text += (
-            " With one seed the interval is of the examples' chance alone, and too "
-            "narrow: add seed=0,1,2."
+            " With one seed, the interval covers only which examples were drawn, and "
+            "is too narrow: add seed=0,1,2."
         )
     return text
 

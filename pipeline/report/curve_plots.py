@@ -6,18 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import trajectory_pairs
 from pipeline.report.html_page import RESULT, Plot, Trace, axis, plot_key, trace
 from pipeline.report.job_results import (
     AXES,
     LEARNING_RATE,
     JobResult,
     comparable_jobs,
+    comparable_state,
     jobs_with,
 )
 from pipeline.report.noise_scale import NOISE
 from pipeline.report.statistics import Array
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.trajectories import trajectory_pairs
 
 POINTS = 600  # maximum points per curve; a longer curve is plotted as means
 FEW_POINTS = 30  # A curve with fewer points has markers.
@@ -77,13 +78,12 @@ def _curve_plot(
         for drawn in _group_traces(group, jobs, metric, along, color):
             if drawn["x"]:
                 # The legend of the page hides and shows a group in all plots.
-                meta = {"colour": color, "group": group}
+                meta = {"color": color, "group": group}
                 traces.append(drawn | {"showlegend": False, "meta": meta})
 
     if any("hoverinfo" in drawn for drawn in traces):
-        caption += (
-            " Thin lines are seeds, the thick one is the mean of those that finished."
-        )
+        state = comparable_state(sweep.groups.values())
+        caption += f" Thin lines are seeds, the thick one is the mean of those {state}."
     if _longest_curve(sweep, metric) > POINTS:
         caption += f" Long curves are drawn as means over at most {POINTS} stretches."
 
@@ -216,7 +216,7 @@ def difference_plot(sweep: SweepResult) -> Plot:
 
     caption = (
         "How far the training losses of two jobs with equal effective batch, seed and "
-        "config are apart, relative to their value. Rounding starts it and training "
+        "config are apart, relative to their value. Where rounding starts it, training "
         "amplifies it. Updates without any difference are left out; where there is "
         "none at all, 1e-17 is drawn."
     )

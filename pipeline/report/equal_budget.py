@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
+from pipeline.report import wording
 from pipeline.report.job_results import JobResult, by_group
 from pipeline.report.seed_differences import (
     FEWEST_SEEDS,
@@ -15,8 +14,10 @@ from pipeline.report.seed_differences import (
     Values,
     best_against_best,
     chance_of_look,
+    values_by_seed,
 )
-from pipeline.report.statistics import joined, number
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import joined, number
 
 # The axes of `AXES` that can be a budget, with their names in sentences.
 BUDGETS = {"seconds": "time", "examples": "examples"}
@@ -34,9 +35,6 @@ class Setting:
     factor: int
     losses: Values
 
-    def all_finite(self) -> bool:
-        return bool(np.isfinite(list(self.losses.values())).all())
-
     def mean_loss(self) -> float:
         return float(np.mean(list(self.losses.values())))
 
@@ -48,7 +46,8 @@ class BudgetContrast:
     Attributes:
         axis: the axis of the budget, one of `BUDGETS`.
         budget: the amount at which the shortest job ends, in units of the axis.
-        state: `pays`, `not` (does not pay), `few` (more seeds would tell) or `same` (no
+        state: `pays`, `not` (does not pay), `few` (more seeds would tell), `unvaried`
+            (the results do not vary over the seeds, so chance is unknown) or `same` (no
             difference within the seeds).
         base: the best setting with factor 1.
         other: the best setting with a larger factor.
@@ -148,6 +147,8 @@ def contrast_at_budget(
             more_seeds = _more_seeds(base_losses, other_losses, result, earlier)
         if more_seeds:
             state = "few"
+        elif not result.best.equal and result.best.error is None:
+            state = "unvaried"
 
     best_by_factor: dict[int, Setting] = {}
     for setting in sorted(losses.settings, key=lambda setting: setting.factor):
@@ -190,20 +191,18 @@ def losses_at_budget(
     if not losses_at:
         return Losses(reason=f"no job logged its {BUDGETS[axis]}")
 
+    def loss_at_budget(job: JobResult) -> float:
+        if job.name not in losses_at:
+            return math.nan
+        x, y = losses_at[job.name]
+        return float(np.interp(budget, x, y, left=math.nan))
+
     settings = []
     without = []
     for group, group_jobs in by_group(jobs).items():
-        values: dict[str, list[float]] = {}
-        for number_of_job, job in enumerate(group_jobs):
-            loss = math.nan
-            if job.name in losses_at:
-                x, y = losses_at[job.name]
-                loss = float(np.interp(budget, x, y, left=math.nan))
-            values.setdefault(job.seed or f"job {number_of_job}", []).append(loss)
-        losses = {seed: float(np.mean(of_seed)) for seed, of_seed in values.items()}
-        setting = Setting(group, group_jobs[0].factor or 0, losses)
-        if setting.all_finite():
-            settings.append(setting)
+        if all(math.isfinite(loss_at_budget(job)) for job in group_jobs):
+            losses = values_by_seed(group_jobs, loss_at_budget)
+            settings.append(Setting(group, group_jobs[0].factor or 0, losses))
         else:
             without.append(group)
 
@@ -213,7 +212,7 @@ def losses_at_budget(
         amount = number(budget)
         if axis == "seconds":
             unit = "of training"
-            amount = number(budget, statistics.SECONDS)
+            amount = number(budget, wording.SECONDS)
         reason = (
             f"{joined(without)} had no finite {metric} by then: the shortest run ends "
             f"after {amount} {unit}"
@@ -232,14 +231,13 @@ def _more_seeds(
 
     Returns:
         The number of seeds, or 0 if more than `MOST_ADDED_SEEDS` are needed. If the
-        error is unknown, the number that raises the seeds to `FEWEST_SEEDS`, but at
-        least 1.
+        error is unknown, the number that raises the seeds to `FEWEST_SEEDS`.
     """
     seeds = result.best.seeds
     if result.best.error is None:
-        # Nothing can be predicted from an unknown error: add seeds up to
-        # `FEWEST_SEEDS`, or a single seed if there are already that many.
-        return max(FEWEST_SEEDS - seeds, 1)
+        # Nothing can be predicted from an unknown error. If the results of
+        # `FEWEST_SEEDS` seeds do not vary, those of further seeds will not either.
+        return max(FEWEST_SEEDS - seeds, 0)
     chance = chance_of_look(earlier + 1)
     for total in range(seeds + 1, seeds + MOST_ADDED_SEEDS + 1):
         expected = best_against_best(bases, others, chance, total)

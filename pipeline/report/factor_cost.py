@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding, shared_device_caveat
+from pipeline.report import wording
+from pipeline.report.findings import Result, SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
     EXAMPLES_PER_SECOND,
     PEAK_MEMORY,
@@ -17,7 +16,8 @@ from pipeline.report.job_results import (
     grouped,
     pooled,
 )
-from pipeline.report.statistics import Scale
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import Scale
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,40 @@ COSTS = (
     Cost(
         "update_seconds",
         "an update takes",
-        statistics.SECONDS,
+        wording.SECONDS,
         lambda job: job.typical(UPDATE_SECONDS),
     ),
     Cost(
         "examples_per_second",
         "examples per second",
-        statistics.PLAIN,
+        wording.PLAIN,
         lambda job: job.typical(EXAMPLES_PER_SECOND),
     ),
     Cost(
         "peak_memory_bytes",
         "peak memory",
-        statistics.SIZE,
+        wording.SIZE,
         lambda job: job.last(PEAK_MEMORY),
     ),
 )
+
+
+@dataclass(frozen=True)
+class FactorCosts(Result):
+    """The costs of the smallest and the largest factor of a family.
+
+    Attributes:
+        family: the part of the name that the jobs share.
+        factors: the factors whose updates were timed, in ascending order.
+        changes: the cost with the smallest and with the largest factor, by `Cost.key`.
+    """
+
+    family: str
+    factors: list[int]
+    changes: dict[str, tuple[float, float]]
+
+    def figures(self) -> dict[str, Any]:
+        return {"family": self.family, "factors": self.factors, **self.changes}
 
 
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
@@ -66,8 +84,8 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         smallest = factors[0]
         largest = factors[-1]
         jobs_by_factor = grouped(jobs, lambda job: job.factor)
-        figures: dict[str, Any] = {"family": family, "factors": factors}
-        changes = []
+        changes = {}
+        clauses = []
         for cost in COSTS:
             low = pooled(jobs_by_factor[smallest], cost.measure)
             high = pooled(jobs_by_factor[largest], cost.measure)
@@ -75,16 +93,17 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
                 continue
             change = f"{low.text(cost.scale)} → {high.text(cost.scale)}"
             ratio = high.mean / low.mean
-            changes.append(f"{cost.words} {change} (×{ratio:.2f})")
-            figures[cost.key] = (low.mean, high.mean)
+            clauses.append(f"{cost.words} {change} (×{ratio:.2f})")
+            changes[cost.key] = (low.mean, high.mean)
 
         if not changes:
             continue
         begin = "From"
         if family:
             begin = f"{family}: from"
-        text = f"{begin} factor {smallest} to {largest}, {'; '.join(changes)}.{caveat}"
-        yield SweepFinding("cost", text, figures, "update_seconds")
+        text = f"{begin} factor {smallest} to {largest}, {'; '.join(clauses)}.{caveat}"
+        result = FactorCosts(family, factors, changes)
+        yield SweepFinding("cost", text, result, "update_seconds")
 
 
 def _timed_factors(jobs: list[JobResult]) -> list[int]:

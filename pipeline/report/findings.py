@@ -1,76 +1,104 @@
 """Findings about a sweep: sentences with the figures behind them.
 
-This module defines findings. It also reports the states of the jobs, and whether jobs
-that should train the same trajectory do so. Each other topic has a module of its own.
+This module defines findings, and reports the states of the jobs. Each other topic has a
+module of its own.
 """
 
-import math
 import textwrap
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
-import numpy as np
-
-from pipeline.common import rounding
 from pipeline.common.errors import count
-from pipeline.common.rounding import IN_TF32, TF32
-from pipeline.config import key_kinds
-from pipeline.config.schema import Kind
-from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
-from pipeline.report.job_results import (
-    LOSS,
-    NO_RUN,
-    Curve,
-    JobResult,
-    grouped,
-    jobs_with,
-)
-from pipeline.report.statistics import joined, number
+from pipeline.report.job_results import NO_RUN, JobResult, grouped
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import joined
 
-LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
-PRECISION = "hardware.precision"
-# Params in which jobs of the same trajectory may differ. The effective batch size is
-# compared by the param that is derived from it, and evaluations do not change updates.
-_OF_NO_UPDATE = ("accumulation.effective_batch_size", "training.evaluate_every")
 
-# Tags of a run that list the layers whose output depends on the micro-batch.
-_LAYER_TAGS = ("model.batch_dependent_layers", "model.cut_dependent_noise")
+@dataclass(frozen=True)
+class Result:
+    """The result behind a finding. Each kind of finding has a subclass.
+
+    Other modules use the fields. `findings.json` has the figures.
+    """
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures by name: the fields, unless a subclass has others."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 @dataclass(frozen=True)
 class SweepFinding:
-    """A finding on one topic. The entries of `findings.json` have these four fields.
+    """A finding on one topic.
 
     Attributes:
         topic: a key of `writer.TOPICS`. Several findings may have the same topic, such
             as one per family.
         text: one or several sentences.
-        figures: the numbers behind the text, by name; empty if there is no result.
+        result: the result behind the text, or None if there is none.
         plot: the key of the plot that shows the finding, or None.
     """
 
     topic: str
     text: str
-    figures: dict[str, Any] = field(default_factory=dict)
+    result: Result | None = None
     plot: str | None = None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures of the result, which are empty if there is none."""
+        if self.result is None:
+            return {}
+        return self.result.figures()
+
+    def entry(self) -> dict[str, Any]:
+        """Return the entry of `findings.json`."""
+        return {
+            "topic": self.topic,
+            "text": self.text,
+            "figures": self.figures,
+            "plot": self.plot,
+        }
+
+
+def results_of(
+    findings: Sequence[SweepFinding], kind: type[AnyResult]
+) -> list[AnyResult]:
+    """Return the results of one kind."""
+    return [item.result for item in findings if isinstance(item.result, kind)]
+
+
+@dataclass(frozen=True)
+class JobStates(Result):
+    """The number of jobs of a sweep.
+
+    Attributes:
+        planned: the number of all jobs.
+        by_status: the number of jobs with each status that occurs.
+    """
+
+    planned: int
+    by_status: dict[str, int]
+
+    def figures(self) -> dict[str, Any]:
+        return {"planned": self.planned, **self.by_status}
 
 
 def job_states(sweep: SweepResult) -> SweepFinding:
     """Report the number of finished jobs, and the names and failures of the others."""
     jobs_by_status = grouped(sweep.jobs, lambda job: job.status)
-    figures = {"planned": len(sweep.jobs)}
-    for status, jobs in jobs_by_status.items():
-        figures[status] = len(jobs)
-
-    finished = figures.get("FINISHED", 0)
+    counts = {status: len(jobs) for status, jobs in jobs_by_status.items()}
+    finished = counts.get("FINISHED", 0)
     text = f"{finished} of {count(len(sweep.jobs), 'job')} finished."
     for status, jobs in jobs_by_status.items():
         if status != "FINISHED":
             names = [_name_and_failure(job) for job in jobs]
             state = _state(status, sweep)
             text += f" {len(jobs)} {state}: {joined(names)}."
-    return SweepFinding("jobs", text, figures)
+    return SweepFinding("jobs", text, JobStates(len(sweep.jobs), counts))
 
 
 def _state(status: str, sweep: SweepResult) -> str:
@@ -113,308 +141,4 @@ def shared_device_caveat(sweep: SweepResult) -> str:
     return (
         f" Up to {most_at_once} jobs ran at the same time: where they shared a device, "
         "their seconds say less."
-    )
-
-
-@dataclass(frozen=True)
-class TrajectoryPair:
-    """Two jobs that should train the same trajectory.
-
-    Attributes:
-        base: the job with the smallest factor.
-        other: the other job.
-        precision: a key of `rounding.BY_PRECISION`: the coarsest precision of the two
-            jobs, whose rounding may explain their difference.
-        curve: the relative difference between their training losses, at each update
-            that both logged.
-    """
-
-    base: JobResult
-    other: JobResult
-    precision: str
-    curve: Curve
-
-    @property
-    def largest(self) -> float:
-        return float(self.curve.values.max())
-
-    @property
-    def first(self) -> float:
-        """The difference at the first update that both jobs logged."""
-        return float(self.curve.values[0])
-
-
-def trajectory_pairs(sweep: SweepResult) -> list[TrajectoryPair]:
-    """Pair the jobs that should train the same trajectory.
-
-    Such jobs have the same effective batch, seed and training config. Each is paired
-    with the job that has the smallest factor among them. A pair is left out if no
-    update was logged by both jobs.
-    """
-    pairs = []
-    for jobs in grouped(sweep.jobs, _trajectory).values():
-        base, *others = sorted(jobs, key=lambda job: job.factor or 0)
-        for other in others:
-            curve = _difference(base.curves[LOSS], other.curves[LOSS])
-            if curve.steps.size:
-                precision = _precision(base, other)
-                pairs.append(TrajectoryPair(base, other, precision, curve))
-    return pairs
-
-
-def _difference(first: Curve, second: Curve) -> Curve:
-    """Return the relative difference of two curves at the steps that both have."""
-    steps, in_first, in_second = np.intersect1d(
-        first.steps, second.steps, return_indices=True
-    )
-    differences = statistics.relative_difference(
-        first.values[in_first], second.values[in_second]
-    )
-    return Curve(steps, differences)
-
-
-def _trajectory(job: JobResult) -> tuple | None:
-    """Return the settings that decide a job's trajectory, as a key to group jobs.
-
-    Return None for a job without a training loss or an effective batch size.
-    """
-    if job.effective_batch_size is None or LOSS not in job.curves:
-        return None
-    settings = {}
-    for key, value in job.params.items():
-        if _decides_the_updates(key):
-            settings[key] = value
-    settings["derived.effective_batch_size"] = str(job.effective_batch_size)
-    settings[PRECISION] = job.params.get(PRECISION, "float32")
-    return tuple(sorted(settings.items()))
-
-
-def _decides_the_updates(key: str) -> bool:
-    """Return whether different values of this param may give other trajectories."""
-    if key in key_kinds.DERIVED_CUT or key in _OF_NO_UPDATE:
-        return False
-    return key_kinds.kind_of(key) == Kind.TRAINING
-
-
-def _precision(base: JobResult, other: JobResult) -> str:
-    """Return the coarsest precision of two jobs that have equal `PRECISION` params."""
-    precisions = {base.params.get(PRECISION, "float32")}
-    if IN_TF32 in base.tags or IN_TF32 in other.tags:
-        precisions.add(TF32)
-    return rounding.coarsest(precisions)
-
-
-def _is_rounding(pair: TrajectoryPair) -> bool:
-    """Return whether rounding explains the difference at every update."""
-    bounds = rounding.BY_PRECISION[pair.precision]
-    for update, difference in zip(pair.curve.steps, pair.curve.values, strict=True):
-        # Rounding never explains a difference that is NaN: `not … <=` catches it.
-        if not difference <= bounds.bound(int(update)):
-            return False
-    return True
-
-
-def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:
-    """Report whether jobs that should train the same trajectory do so.
-
-    There is one finding per precision, or a single one if there are no pairs of jobs.
-    """
-    pairs = trajectory_pairs(sweep)
-    if not pairs:
-        why = "it takes two runs"
-        if len(jobs_with(sweep.jobs, LOSS)) > 1:
-            why = "no two jobs share effective batch, seed and the rest of the config"
-        text = f"Trajectories cannot be compared: {why}."
-        return [SweepFinding("trajectories", text)]
-
-    pairs_by_precision: dict[str, list[TrajectoryPair]] = {}
-    for pair in pairs:
-        pairs_by_precision.setdefault(pair.precision, []).append(pair)
-    findings = []
-    for precision, pairs_of_precision in pairs_by_precision.items():
-        differences = PairDifferences(precision, pairs_of_precision)
-        findings.append(_trajectory_finding(differences))
-    return findings
-
-
-@dataclass(frozen=True)
-class PairDifferences:
-    """The differences between the training losses of job pairs in one precision."""
-
-    precision: str
-    pairs: list[TrajectoryPair]
-
-    @property
-    def worst(self) -> TrajectoryPair:
-        return max(self.pairs, key=lambda pair: pair.largest)
-
-    @property
-    def first(self) -> float:
-        """The maximum of `TrajectoryPair.first` over all pairs."""
-        return max(pair.first for pair in self.pairs)
-
-    @property
-    def largest_at(self) -> int:
-        """The update at which the worst pair differs most."""
-        curve = self.worst.curve
-        return int(curve.steps[curve.values.argmax()])
-
-    @property
-    def first_update_above(self) -> dict[str, int | None]:
-        """The first update at which a pair exceeds each of `LEVELS`.
-
-        The update is None if no pair does.
-        """
-        updates: dict[str, int | None] = {}
-        for level in LEVELS:
-            first_steps = []
-            for pair in self.pairs:
-                steps = pair.curve.steps[pair.curve.values > float(level)]
-                if steps.size:
-                    first_steps.append(int(steps[0]))
-            updates[level] = min(first_steps, default=None)
-        return updates
-
-    @property
-    def parted(self) -> list[TrajectoryPair]:
-        """The pairs whose differences are not all explained by rounding."""
-        return [pair for pair in self.pairs if not _is_rounding(pair)]
-
-    @property
-    def more_than_rounding(self) -> list[TrajectoryPair]:
-        """The parted pairs whose difference must have another cause.
-
-        These already exceed the rounding bound at update 1, before training can have
-        amplified anything. Pairs not logged at update 1 are left out.
-        """
-        first_by_rounding = rounding.BY_PRECISION[self.precision].first
-        return [
-            pair
-            for pair in self.parted
-            if pair.curve.steps[0] == 1 and pair.first > first_by_rounding
-        ]
-
-    def figures(self) -> dict[str, Any]:
-        parted = self.parted
-        return {
-            "precision": self.precision,
-            "pairs": len(self.pairs),
-            "updates": int(self.worst.curve.steps.size),
-            "agree": not parted,
-            "first": self.first,
-            "largest": self.worst.largest,
-            "at": self.largest_at,
-            "above": self.first_update_above,
-            "by_rounding": len(parted) - len(self.more_than_rounding),
-        }
-
-
-def _trajectory_finding(differences: PairDifferences) -> SweepFinding:
-    figures = differences.figures()
-    if figures["agree"]:
-        text = _agreement(differences)
-        return SweepFinding("trajectories", text, figures, "difference")
-
-    text = _how_far_they_part(differences)
-    worst = differences.worst
-    early = differences.more_than_rounding
-    if early:
-        text += _why_more_than_rounding(early)
-    elif worst.curve.steps[0] == 1 and math.isfinite(worst.largest):
-        differs = worst.curve.values > 0
-        update = int(worst.curve.steps[differs][0])
-        begin = float(worst.curve.values[differs][0])
-        figures["amplified"] = worst.largest / begin
-        text += (
-            f" Rounding set {worst.base.name} and {worst.other.name} apart by "
-            f"{number(begin)} at update {update}, and training amplified that "
-            f"{number(worst.largest / begin)} times."
-        )
-    figures["rounding"] = not early
-    return SweepFinding("trajectories", text, figures, "difference")
-
-
-def _agreement(differences: PairDifferences) -> str:
-    updates = count(differences.worst.curve.steps.size, "update")
-    return (
-        f"In {differences.precision}, {_compared_jobs(differences.pairs)} train the "
-        "same trajectory to floating point: their training losses differ by at most "
-        f"{number(differences.worst.largest)} of their value, over {updates}."
-    )
-
-
-def _how_far_they_part(differences: PairDifferences) -> str:
-    """Describe the first difference, the rise above `LEVELS`, and the maximum.
-
-    The first difference is the maximum over all pairs, each at the first update that
-    both of its jobs logged. The sentence names the first update of the worst pair,
-    even if the maximum is that of another pair.
-    """
-    worst = differences.worst
-    begin = "the first update"
-    first_step = worst.curve.steps[0]
-    if first_step != 1:
-        begin = f"update {first_step}, the first that was logged"
-
-    levels = []
-    for level, update in differences.first_update_above.items():
-        if update is not None:
-            levels.append(f"above {level} from update {update}")
-    rise = "; ".join(levels) or "never above 1e-6"
-
-    who = f"{worst.base.name} and {worst.other.name}"
-    update = differences.largest_at
-    if math.isfinite(worst.largest):
-        end = f"at most {number(worst.largest)}, at update {update} ({who})."
-    else:
-        end = f"from update {update} only one of {who} is finite."
-    return (
-        f"In {differences.precision}, the trajectories of "
-        f"{_compared_jobs(differences.pairs)} part: their training losses differ by at "
-        f"most {number(differences.first)} of their value at {begin}; {rise}; {end}"
-    )
-
-
-def _compared_jobs(pairs: list[TrajectoryPair]) -> str:
-    """Return the subject of a sentence: the number of jobs, and keys that differ.
-
-    Only keys that affect training or numerics are named.
-    """
-    bases = {pair.base.name for pair in pairs}
-    jobs = count(len(pairs) + len(bases), "job")
-    subject = f"{jobs} of equal effective batch, seed and config"
-
-    differing: set[str] = set()
-    for pair in pairs:
-        for key in pair.base.params | pair.other.params:
-            if pair.base.params.get(key) != pair.other.params.get(key):
-                differing.add(key)
-    differing -= {*key_kinds.DERIVED_CUT, "accumulation.effective_batch_size"}
-    shown = []
-    for key in sorted(differing):
-        if key_kinds.kind_of(key) in (Kind.TRAINING, Kind.NUMERICS):
-            shown.append(key)
-    if shown:
-        subject += f" (but for {joined(shown)})"
-    return subject
-
-
-def _why_more_than_rounding(pairs: list[TrajectoryPair]) -> str:
-    layers: set[str] = set()
-    for pair in pairs:
-        for job in (pair.base, pair.other):
-            for tag in _LAYER_TAGS:
-                layers.add(job.tags.get(tag, "none"))
-    layers.discard("none")
-
-    text = (
-        " That is more than rounding, which cannot have been amplified yet at the "
-        "first update: "
-    )
-    if layers:
-        named = ", ".join(sorted(layers))
-        return f"{text}what these layers do depends on the micro-batch: {named}."
-    return (
-        f"{text}the jobs compute different things, as with dropout, of which each "
-        "micro-batch draws its own."
     )

@@ -5,12 +5,13 @@ the light or the dark theme.
 """
 
 import html
-import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pipeline.report.wording import finite
 
 # The colors of Wong 2011, Nature Methods 8:441, with the lightness adjusted to a
 # contrast of at least 3:1 with the background (WCAG 2.2, 1.4.11). Both themes have the
@@ -114,7 +115,7 @@ def trace(
         "line": {"dash": DASHES[color % len(DASHES)], "width": 2.2},
         "marker": {"symbol": MARKS[color % len(MARKS)], "size": 8},
         "hovertemplate": f"{name}<br>{point}<extra></extra>",
-        "meta": {"colour": color},
+        "meta": {"color": color},
     }
     if any(error):
         drawn["error_y"] = {
@@ -152,19 +153,45 @@ def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str
     return drawn
 
 
-def render(
-    title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any
-) -> str:
-    """Render the template `report.html` as a page.
+@dataclass(frozen=True)
+class SweepParts:
+    """The parts of a page that only the page of a sweep has.
 
-    The comment at the start of the template lists the variables, including those in
-    `sweep`.
+    Attributes:
+        findings: the findings, each with its `topic`, `text`, `figures` and `plot`.
+        topics: the headings of the findings, by topic.
+        question: the question that the sweep asks.
+        tables: the tables, each with its `heading`, `head` and `rows`.
+        groups: the names of the groups that can be hidden.
+        averaged: the state of the jobs that were averaged, if there are seeds to
+            average; otherwise empty.
+        absent: the metrics that no run has.
     """
-    from jinja2 import Environment, FileSystemLoader
+
+    findings: Sequence[Any] = ()
+    topics: Mapping[str, str] = field(default_factory=dict)
+    question: str = ""
+    tables: Sequence[Any] = ()
+    groups: Sequence[str] = ()
+    averaged: str = ""
+    absent: Sequence[str] = ()
+
+
+def render(
+    title: str,
+    about: str,
+    plots: Sequence[Plot],
+    footer: str,
+    sweep: SweepParts = SweepParts(),
+) -> str:
+    """Render the template `report.html` as a page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
     folder = Path(__file__).parent
-    environment = Environment(loader=FileSystemLoader(folder), autoescape=True)
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined
+    )
     template = environment.get_template("report.html")
     return template.render(
         title=title,
@@ -175,19 +202,5 @@ def render(
         dark=DARK,
         dashes=DASHES,
         plotly=get_plotlyjs(),
-        **sweep,
+        sweep=sweep,
     )
-
-
-def finite(value: Any) -> Any:
-    """Return `value` with non-finite numbers as strings, since JSON cannot hold them.
-
-    Containers are converted recursively: tuples become lists, and keys become strings.
-    """
-    if isinstance(value, dict):
-        return {str(key): finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ AXES = {
     "seconds": "seconds in updates",
 }
 LOSS = "train/loss"
+VALIDATION_LOSS = "val/loss"
 LEARNING_RATE = "train/learning_rate"
 UPDATE_SECONDS = "perf/update_seconds"
 EXAMPLES_PER_SECOND = "perf/examples_per_second"
@@ -29,6 +30,9 @@ EXAMPLES_SEEN = "train/examples_seen"
 
 NO_RUN = "NO RUN"  # status of a planned job without a run
 SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
+
+# Python also takes `nan` and `1_0` for numbers, which may be the names of things.
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 # Larger magnitudes are read as infinite: an SQL store saves infinity as the largest
 # double, about 1.797e308.
@@ -117,8 +121,9 @@ class JobResult:
     def setting(self, key: str) -> Any:
         """Return the value of a swept key, or None if the name does not have the key.
 
-        The value is a float if the text in the name is a number, or else that text. For
-        `factor` and `batch`, it is the recorded size; for `group`, the job's group.
+        The value is a float if the text in the name is a finite number, or else that
+        text. For `factor` and `batch`, it is the recorded size; for `group`, the job's
+        group.
         """
         if key == "factor":
             return self.factor
@@ -127,12 +132,11 @@ class JobResult:
         if key == "group":
             return self.group
         text = dict(self.settings).get(key)
-        if text is None:
-            return None
-        try:
-            return float(text)
-        except ValueError:
-            return text
+        if text is not None and _NUMBER.fullmatch(text):
+            value = float(text)
+            if math.isfinite(value):
+                return value
+        return text
 
     def without(self, keys: set[str]) -> str:
         """Return the name without the settings whose keys are in `keys`."""
@@ -246,11 +250,6 @@ def by_family(jobs: Sequence[JobResult]) -> dict[str, list[JobResult]]:
     return grouped(jobs, lambda job: job.family)
 
 
-def by_setting(jobs: Sequence[JobResult], key: str) -> dict[Any, list[JobResult]]:
-    """Group the jobs by their value of a swept key."""
-    return grouped(jobs, lambda job: job.setting(key))
-
-
 def jobs_with(jobs: Sequence[JobResult], metric: str) -> list[JobResult]:
     """Return the jobs that logged the metric."""
     return [job for job in jobs if metric in job.curves]
@@ -268,6 +267,22 @@ def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
     """
     running = [job for job in jobs if job.status == "RUNNING"]
     return finished_jobs(jobs) or running or list(jobs)
+
+
+def comparable_state(groups: Iterable[Sequence[JobResult]]) -> str:
+    """Return the words for the state of the jobs that `comparable_jobs` has chosen."""
+    all_finished = True
+    any_finished = False
+    for jobs in groups:
+        if finished_jobs(jobs):
+            any_finished = True
+        else:
+            all_finished = False
+    if all_finished:
+        return "that finished"
+    if any_finished:
+        return "that finished, or else of those that did not"
+    return "that have not finished"
 
 
 def pooled(jobs: Sequence[JobResult], measure: Measure) -> Spread | None:
@@ -331,7 +346,7 @@ def _size(params: dict[str, str], key: str) -> int | None:
     """Return the derived size, or else the configured size, or else None."""
     for group in ("derived", "accumulation"):
         text = params.get(f"{group}.{key}", "")
-        if text.isdigit():
+        if text.isdecimal():
             return int(text)
     return None
 

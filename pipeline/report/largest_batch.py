@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import JobResult, grouped
 from pipeline.report.seed_differences import (
     Difference,
@@ -14,7 +15,9 @@ from pipeline.report.seed_differences import (
     difference,
     values_by_seed,
 )
-from pipeline.report.statistics import CHANCE, Spread, Tradeoff, joined, number
+from pipeline.report.statistics import CHANCE, Spread, Tradeoff
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import joined, number
 
 # A batch pays if it needs at most this many times the minimum number of examples over
 # all batches. The critical batch size of McCandlish et al. 2018 has this cost.
@@ -35,7 +38,10 @@ class BatchCosts:
         by_seed: the same costs, by batch and seed.
         bounds: the upper bound on the number of examples to the target, for each batch
             whose judged jobs all reached it, at least one of them at its first point.
+        begun_at_target: the batches of which a judged job was at the target before its
+            first update, so its cost is 0.
         horizons: the minimum number of examples seen by the jobs of a batch, by batch.
+            It is NaN if that of a job is unknown.
         fit: the trade-off between examples and updates, or None if it cannot be fitted,
             see `statistics.tradeoff`.
     """
@@ -46,6 +52,7 @@ class BatchCosts:
     examples: dict[int, Spread]
     by_seed: dict[int, Values]
     bounds: dict[int, float]
+    begun_at_target: list[int]
     horizons: dict[int, float]
     fit: Tradeoff | None
 
@@ -84,6 +91,51 @@ class BatchCosts:
         return True
 
 
+@dataclass(frozen=True)
+class LargestBatch(Result):
+    """The largest batch of a family that still pays.
+
+    Attributes:
+        family: the part of the name that the jobs share.
+        largest: the largest batch that pays.
+        interval: its 95% interval, see `interval_of_largest`.
+        cheapest: the batch that needed the fewest examples.
+        largest_tried: the largest batch of the family.
+        ratios: the examples to the target, relative to `cheapest`, by batch.
+        updates: the updates to the target, by batch.
+        critical: the critical batch as fitted to all batches, or None if it cannot be
+            fitted.
+    """
+
+    family: str
+    largest: int
+    interval: tuple[int, int]
+    cheapest: int
+    largest_tried: int
+    ratios: dict[int, float]
+    updates: dict[int, float]
+    critical: float | None
+
+    @property
+    def open(self) -> bool:
+        """Whether no batch was too large, so the limit may lie beyond."""
+        return self.largest == self.largest_tried
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            "family": self.family,
+            "largest": self.largest,
+            "interval": self.interval,
+            "least": self.cheapest,
+            "open": self.open,
+            "ratio": self.ratios,
+            "updates": self.updates,
+        }
+        if self.critical is not None:
+            figures["critical"] = self.critical
+        return figures
+
+
 def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> BatchCosts:
     """Return the cost of reaching the target for each effective batch of a family."""
     jobs_by_batch = grouped(jobs, lambda job: job.effective_batch_size)
@@ -91,12 +143,13 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
     examples = {}
     by_seed: dict[int, Values] = {}
     bounds = {}
+    begun_at_target = []
     horizons = {}
     means = []
     target = sweep.target
     for batch in batches:
         batch_jobs = jobs_by_batch[batch]
-        horizons[batch] = min(job.horizon for job in batch_jobs)
+        horizons[batch] = float(np.min([job.horizon for job in batch_jobs]))
         if target is None:
             continue
         bound = target.bound(batch_jobs, "examples")
@@ -110,8 +163,22 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
             by_seed[batch] = values_by_seed(
                 judged, lambda job: sweep.cost(job, "examples")
             )
-    fit = statistics.tradeoff(list(examples), means)
-    return BatchCosts(family, jobs, batches, examples, by_seed, bounds, horizons, fit)
+            if any(value <= 0 for value in by_seed[batch].values()):
+                begun_at_target.append(batch)
+    fit = None
+    if not begun_at_target:
+        fit = statistics.tradeoff(list(examples), means)
+    return BatchCosts(
+        family=family,
+        jobs=jobs,
+        batches=batches,
+        examples=examples,
+        by_seed=by_seed,
+        bounds=bounds,
+        begun_at_target=begun_at_target,
+        horizons=horizons,
+        fit=fit,
+    )
 
 
 def finding(costs: BatchCosts) -> SweepFinding:
@@ -120,12 +187,19 @@ def finding(costs: BatchCosts) -> SweepFinding:
     At the critical batch size, reaching a target takes twice as many examples as with
     the smallest batches (arXiv:1812.06162). So the largest batch that pays is the
     largest one that needs at most `PAYS` times the minimum number of examples of any
-    batch, and fewer updates than every smaller batch (unless it is the batch with the
-    minimum). A sweep may not include the cheapest batch of all, so its minimum tends to
-    be too high, and the result too large.
+    batch, and fewer updates than every smaller batch. A sweep may not include the
+    cheapest batch of all, so its minimum tends to be too high, and the result too
+    large.
     """
     if costs.bounds:
         return SweepFinding("largest_batch", _nothing_said_for_bounds(costs))
+    if costs.begun_at_target:
+        batches = joined([str(batch) for batch in costs.begun_at_target])
+        text = (
+            f"{costs.prefix}Which effective batch still pays cannot be said where a "
+            f"batch was at the target before its first update: {batches}."
+        )
+        return SweepFinding("largest_batch", text)
     if len(costs.examples) < 2:
         why = "fewer than two batches reached the target"
         if len(costs.batches) == 1:
@@ -133,31 +207,38 @@ def finding(costs: BatchCosts) -> SweepFinding:
         text = f"Which effective batch still pays cannot be said where {why}."
         return SweepFinding("largest_batch", text)
 
-    largest = _largest_that_pays(costs)
-    interval = interval_of_largest(costs)
-    figures: dict[str, Any] = {
-        "family": costs.family,
-        "largest": largest,
-        "interval": interval,
-        "least": costs.cheapest,
-        "open": largest == costs.batches[-1],
-        "ratio": costs.ratios,
-        "updates": costs.updates,
-    }
+    critical = None
+    if costs.fit is not None:
+        critical = costs.fit.critical_batch
+    result = LargestBatch(
+        family=costs.family,
+        largest=_largest_that_pays(costs),
+        interval=interval_of_largest(costs),
+        cheapest=costs.cheapest,
+        largest_tried=costs.batches[-1],
+        ratios=costs.ratios,
+        updates=costs.updates,
+        critical=critical,
+    )
+    text = _sentences(costs, result)
+    return SweepFinding("largest_batch", text, result, "examples_to_target")
+
+
+def _sentences(costs: BatchCosts, result: LargestBatch) -> str:
+    largest = result.largest
     text = _why_it_pays(costs, largest) + _what_larger_ones_cost(costs, largest)
     if min(cost.count for cost in costs.examples.values()) == 1:
         text += " With one seed at some batch, this is one observation."
     else:
-        low, high = interval
+        low, high = result.interval
         text += f" With the chance of the seeds (95%) it is from {low} to {high}."
-    if costs.fit is not None:
-        critical = costs.fit.critical_batch
-        figures["critical"] = critical
-        text += f" Fitted to all batches, the critical batch is {number(critical)}"
-        if not costs.tried(critical):
+    if result.critical is not None:
+        critical = number(result.critical)
+        text += f" Fitted to all batches, the critical batch is {critical}"
+        if not costs.tried(result.critical):
             text += ", outside of what was tried"
         text += "."
-    return SweepFinding("largest_batch", text, figures, "examples_to_target")
+    return text
 
 
 def _nothing_said_for_bounds(costs: BatchCosts) -> str:
@@ -251,10 +332,10 @@ def _log_ratio(costs: BatchCosts, batch: int, other: int) -> Difference:
 
 
 def _largest_that_pays(costs: BatchCosts) -> int:
-    cheapest = costs.cheapest
+    # The cheapest batch is one of them: each smaller one needs more updates.
     paying = []
     for batch, ratio in costs.ratios.items():
-        if ratio <= PAYS and (batch == cheapest or costs.saves_updates(batch)):
+        if ratio <= PAYS and costs.saves_updates(batch):
             paying.append(batch)
     return max(paying)
 

@@ -1,15 +1,18 @@
 """Recommended next steps after a sweep, derived from the other findings."""
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 from pipeline.common.errors import count
-from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import Result, SweepFinding, results_of
 from pipeline.report.job_results import NO_RUN, finished_jobs
+from pipeline.report.largest_batch import LargestBatch
+from pipeline.report.ranking import FinalResult, Ranking, TargetTimes, is_reversed
 from pipeline.report.seed_differences import FEWEST_SEEDS, difference
-from pipeline.report.statistics import number
-from pipeline.report.verdict import command_for_seeds
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.trajectories import PairDifferences
+from pipeline.report.verdict import Verdict, command_for_seeds
+from pipeline.report.wording import number
 from pipeline.tracking.foreign_store import again_command
 
 _CHANCE = ", though not by more than chance may do"
@@ -24,21 +27,53 @@ def findings(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepF
     yield from _run_in_float64(earlier)
 
 
-def _figures(findings: list[SweepFinding], topic: str) -> list[dict[str, Any]]:
-    """Return the figures of all findings on the topic that have a result."""
-    return [
-        finding.figures
-        for finding in findings
-        if finding.topic == topic and finding.figures
-    ]
+@dataclass(frozen=True)
+class MissingJobs(Result):
+    """The names of the jobs to run again."""
+
+    missing: list[str]
 
 
-def _first_figures(findings: list[SweepFinding], topic: str) -> dict[str, Any]:
-    """Return the first figures on a topic, or an empty dict if there is no result."""
-    all_figures = _figures(findings, topic)
-    if not all_figures:
-        return {}
-    return all_figures[0]
+@dataclass(frozen=True)
+class BestOfSearch(Result):
+    """The recommended settings of a search."""
+
+    recommended: str
+
+
+@dataclass(frozen=True)
+class Recommendation(Result):
+    """The recommended group.
+
+    Attributes:
+        recommended: the name of the group.
+        batch: the largest batch of its family that pays, if that is known.
+    """
+
+    recommended: str
+    batch: int | None
+
+
+@dataclass(frozen=True)
+class LargerBatch(Result):
+    """A larger batch to try with a family."""
+
+    batch: int
+    family: str
+
+
+@dataclass(frozen=True)
+class MoreSeeds(Result):
+    """The number of seeds that were run, which is too small."""
+
+    seeds: int
+
+
+@dataclass(frozen=True)
+class OtherPrecision(Result):
+    """A precision to try."""
+
+    precision: str
 
 
 def _run_missing_jobs(sweep: SweepResult) -> Iterable[SweepFinding]:
@@ -54,7 +89,7 @@ def _run_missing_jobs(sweep: SweepResult) -> Iterable[SweepFinding]:
     else:
         begin = f"Run the {count(len(missing), 'job')} that did not finish: "
     command = again_command(sweep.name, sweep.run_id, sweep.uri)
-    yield SweepFinding("next", begin + command, {"missing": missing})
+    yield SweepFinding("next", begin + command, MissingJobs(missing))
 
 
 def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
@@ -68,62 +103,66 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
     if sweep.best:
         text = f"Take {sweep.best}: the lowest loss of the search."
         text += _better_final(sweep, earlier, sweep.best)
-        yield SweepFinding("next", text, {"recommended": sweep.best})
+        yield SweepFinding("next", text, BestOfSearch(sweep.best))
         return
 
-    times = _first_figures(earlier, "time_to_target")
-    if len(times.get("groups", [])) > 1 and not times["at_most"]:
-        yield _take_fastest(sweep, earlier, times)
-        return
+    for times in results_of(earlier, TargetTimes):
+        if times.ranking is None or times.at_most:
+            continue
+        if len(times.ranking.means) > 1:
+            yield _take_fastest(sweep, earlier, times.ranking)
+            return
 
     # Follow the verdict if exactly one recommends a setting, since it is unknown which
     # group reached the target first.
     taken = []
-    for verdict in _figures(earlier, "verdict"):
-        if verdict["take"]:
-            taken.append(verdict["take"])
+    for verdict in results_of(earlier, Verdict):
+        if verdict.better is not None:
+            taken.append(verdict.better.group)
     if len(taken) == 1:
-        text = f"Take {taken[0]}, by whether accumulating pays."
+        text = f"Take {taken[0]}: the verdict on accumulating recommends it."
         text += _better_final(sweep, earlier, taken[0])
-        yield SweepFinding("next", text, {"recommended": taken[0], "batch": None})
+        yield SweepFinding("next", text, Recommendation(taken[0], None))
 
 
 def _take_fastest(
-    sweep: SweepResult, earlier: list[SweepFinding], times: dict[str, Any]
+    sweep: SweepResult, earlier: list[SweepFinding], times: Ranking
 ) -> SweepFinding:
     """Recommend a group for this machine.
 
     It is the group that reached the target first, unless the verdict for the same
     recipe and micro-batch recommends another group.
     """
-    fastest = times["best"]
+    fastest = times.best.name
     fastest_job = sweep.groups[fastest][0]
     recommended = fastest
-    for verdict in _figures(earlier, "verdict"):
-        same_recipe = verdict["recipe"] == fastest_job.recipe
-        if same_recipe and verdict["micro"] == fastest_job.micro_batch_size:
-            recommended = verdict["take"] or fastest
+    for verdict in results_of(earlier, Verdict):
+        same_recipe = verdict.recipe == fastest_job.recipe
+        if same_recipe and verdict.micro == fastest_job.micro_batch_size:
+            recommended = fastest
+            if verdict.better is not None:
+                recommended = verdict.better.group
 
     if recommended != fastest:
         text = (
-            f"On this machine take {recommended}, by whether accumulating pays; "
-            f"{fastest} reached the target first."
+            f"On this machine take {recommended}: the verdict on accumulating "
+            f"recommends it, though {fastest} reached the target first."
         )
     else:
         text = f"On this machine take {recommended}: it reached the target first"
-        if times.get("not_told_apart"):
+        if times.not_told_apart:
             text += _CHANCE
         text += "."
     text += _better_final(sweep, earlier, recommended)
 
     recommended_job = sweep.groups[recommended][0]
     largest = None
-    for figures in _figures(earlier, "largest_batch"):
-        if figures["family"] == recommended_job.family:
-            largest = figures["largest"]
+    for batches in results_of(earlier, LargestBatch):
+        if batches.family == recommended_job.family:
+            largest = batches.largest
     if largest and largest > (recommended_job.effective_batch_size or 0):
         text += f" With more devices, an effective batch of up to {largest} still pays."
-    return SweepFinding("next", text, {"recommended": recommended, "batch": largest})
+    return SweepFinding("next", text, Recommendation(recommended, largest))
 
 
 def _better_final(
@@ -133,39 +172,42 @@ def _better_final(
 
     Otherwise, or if the final results are unknown, return an empty string.
     """
-    final = _first_figures(earlier, "final")
-    best = final.get("best")
-    if best is None or recommended in (best, *final["same"]):
+    finals = results_of(earlier, FinalResult)
+    if not finals or finals[0].equal:
         return ""
-    values = sweep.end_values
+    final = finals[0]
+    best = final.ranking.best
+    if recommended in (best.name, *best.same):
+        return ""
+    values = sweep.ends
     chance = ""
     if recommended in values:
-        lead = difference(values[recommended], values[best])
+        lead = difference(best.values, values[recommended])
         if lead.equal:
             return ""
-        if lead.seeds > 1 and not lead.told_apart:
+        if is_reversed(lead, final.ranking.lower_is_better):
+            chance = ", though not at the seeds that both have"
+        elif lead.seeds > 1 and not lead.told_apart:
             chance = _CHANCE
 
     examples = ""
-    horizons = final.get("horizons", {})
-    if best in horizons and recommended in horizons:
-        ratio = horizons[best] / horizons[recommended]
-        if not 0.99 < ratio < 1.01:
-            examples = f" after {number(ratio)} times the examples"
-    return f" By its final {final['metric']} {best} is better{examples}{chance}."
+    seen_by_best = final.horizons.get(best.name, 0)
+    seen = final.horizons.get(recommended, 0)
+    if seen_by_best > 0 and seen > 0 and not 0.99 < seen_by_best / seen < 1.01:
+        examples = f" after {number(seen_by_best / seen)} times the examples"
+    return f" By its final {final.metric} {best.name} is better{examples}{chance}."
 
 
 def _try_larger_batches(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
-    for figures in _figures(earlier, "largest_batch"):
-        if not figures["open"]:
+    for result in results_of(earlier, LargestBatch):
+        if not result.open:
             continue
-        batch = 2 * figures["largest"]
-        family = figures["family"]
+        batch = 2 * result.largest
         text = f"Try an effective batch of {batch}"
-        if family:
-            text += f" with {family}"
+        if result.family:
+            text += f" with {result.family}"
         text += " on more devices: none was too large yet."
-        yield SweepFinding("next", text, {"batch": batch, "family": family})
+        yield SweepFinding("next", text, LargerBatch(batch, result.family))
 
 
 def _repeat_with_seeds(sweep: SweepResult) -> Iterable[SweepFinding]:
@@ -178,16 +220,17 @@ def _repeat_with_seeds(sweep: SweepResult) -> Iterable[SweepFinding]:
     command = command_for_seeds(sweep, FEWEST_SEEDS - 1)
     if command:
         text = f"Repeat with more seeds, as one shows no error bars: {command}"
-    yield SweepFinding("next", text, {"seeds": 1})
+    yield SweepFinding("next", text, MoreSeeds(1))
 
 
 def _run_in_float64(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
     """Recommend float64 if rounding set trajectories apart in a lower precision."""
-    for figures in _figures(earlier, "trajectories"):
-        if figures["by_rounding"] and figures["precision"] != "float64":
+    for differences in results_of(earlier, PairDifferences):
+        by_rounding = differences.parted_by("rounding")
+        if by_rounding and differences.precision != "float64":
             text = (
                 "For trajectories that agree at every update, run with "
                 "hardware.precision=float64."
             )
-            yield SweepFinding("next", text, {"precision": "float64"})
+            yield SweepFinding("next", text, OtherPrecision("float64"))
             return

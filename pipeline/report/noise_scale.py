@@ -1,17 +1,19 @@
 """The gradient noise scale, and the critical batch that it predicts."""
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pipeline.common.errors import count
 from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.job_results import JobResult, jobs_with
 from pipeline.report.largest_batch import BatchCosts
-from pipeline.report.statistics import number
+from pipeline.report.statistics import Spread
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import number
 
 NOISE = "train/gradient_noise_scale"
 UNMEASURED = (
@@ -64,6 +66,44 @@ def noise_scale(job: JobResult, sweep: SweepResult) -> float:
     return float(np.median(values))
 
 
+@dataclass(frozen=True)
+class NoisePrediction(Result):
+    """The critical batch that the noise scale predicts for a family.
+
+    Attributes:
+        family: the part of the name that the jobs share.
+        scale: the noise scale over the runs of the family.
+        cost: by batch, how many times the examples of a tiny batch it needs. Empty if
+            no batch is recorded.
+        critical: the critical batch as fitted to the costs of the sweep, or None.
+        critical_was_tried: whether the critical batch is in the range of the batches
+            that reached the target.
+    """
+
+    family: str
+    scale: Spread
+    cost: dict[int, float]
+    critical: float | None = None
+    critical_was_tried: bool = False
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            "family": self.family,
+            "predicted": self.scale.mean,
+        }
+        if not self.cost:
+            return figures
+        figures["deviation"] = self.scale.deviation
+        figures["runs"] = self.scale.count
+        figures["cost"] = self.cost
+        if self.critical is not None and self.critical_was_tried:
+            figures["measured"] = self.critical
+            figures["ratio"] = self.scale.mean / self.critical
+        elif self.critical is not None:
+            figures["extrapolated"] = self.critical
+        return figures
+
+
 def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
     """Report the critical batch that the noise scale predicts for a family.
 
@@ -75,50 +115,45 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
         return SweepFinding("noise_scale", _nothing_predicted(costs.jobs))
     if not costs.batches:
         text = f"{costs.prefix}The gradient noise scale is {scale.text()} examples."
-        figures: dict[str, Any] = {
-            "family": costs.family,
-            "predicted": scale.mean,
-        }
-        return SweepFinding("noise_scale", text, figures)
+        return SweepFinding(
+            "noise_scale", text, NoisePrediction(costs.family, scale, {})
+        )
 
-    factors = {batch: 1 + batch / scale.mean for batch in costs.batches}
-    figures = {
-        "family": costs.family,
-        "predicted": scale.mean,
-        "deviation": scale.deviation,
-        "runs": scale.count,
-        "cost": factors,
-    }
-    text = (
-        f"{costs.prefix}The gradient noise scale predicts a critical batch of "
-        f"{scale.text()} examples: the mean over {count(scale.count, 'run')} of each "
-        "one's median up to the target."
-    )
-    caveat = f"{UNMEASURED} `pipeline critical` measures it."
+    cost = {batch: 1 + batch / scale.mean for batch in costs.batches}
+    result = NoisePrediction(costs.family, scale, cost)
     if costs.fit is not None:
         critical = costs.fit.critical_batch
-        if costs.tried(critical):
-            ratio = scale.mean / critical
-            figures["measured"] = critical
-            figures["ratio"] = ratio
-            text += (
-                f" The sweep measured {number(critical)}: the prediction is "
-                f"{ratio:.2f} times that."
-            )
-            caveat = _beside_fit(scale.mean, critical)
-        else:
-            figures["extrapolated"] = critical
-            text += (
-                f" The sweep's own costs extrapolate to {number(critical)}, outside of "
-                "what was tried."
-            )
+        result = replace(
+            result, critical=critical, critical_was_tried=costs.tried(critical)
+        )
+    text = f"{costs.prefix}{_sentences(result)}"
+    return SweepFinding("noise_scale", text, result, "noise_by_batch")
 
-    largest = costs.batches[-1]
-    text += (
-        f" At that scale a batch of {largest} needs {factors[largest]:.2f} times the "
-        f"examples of a tiny one. {caveat}"
+
+def _sentences(result: NoisePrediction) -> str:
+    scale = result.scale
+    beside_the_fit = ""
+    caveat = f"{UNMEASURED} `pipeline critical` measures it."
+    if result.critical is not None and result.critical_was_tried:
+        beside_the_fit = (
+            f" The sweep measured {number(result.critical)}: the prediction is "
+            f"{scale.mean / result.critical:.2f} times that."
+        )
+        caveat = _beside_fit(scale.mean, result.critical)
+    elif result.critical is not None:
+        beside_the_fit = (
+            f" The sweep's own costs extrapolate to {number(result.critical)}, outside "
+            "of what was tried."
+        )
+
+    largest = max(result.cost)
+    return (
+        "The gradient noise scale predicts a critical batch of "
+        f"{scale.text()} examples: the mean over {count(scale.count, 'run')} of each "
+        f"one's median up to the target.{beside_the_fit} At that scale a batch of "
+        f"{largest} needs {result.cost[largest]:.2f} times the examples of a tiny one. "
+        f"{caveat}"
     )
-    return SweepFinding("noise_scale", text, figures, "noise_by_batch")
 
 
 def _beside_fit(scale: float, critical: float) -> str:

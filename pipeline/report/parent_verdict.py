@@ -6,16 +6,24 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.report.comparison import SEEDS_OF_VERDICT, SweepResult
-from pipeline.report.equal_budget import BUDGETS
-from pipeline.report.findings import SweepFinding
+from pipeline.report.findings import SweepFinding, results_of
+from pipeline.report.reading import SEEDS_OF_VERDICT
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.verdict import Verdict
 from pipeline.tracking.foreign_store import LONGEST_TAG
 
 NOTE = "mlflow.note.content"  # the description, in Markdown
 # The description that `pipeline.sweep.mlflow_view` writes begins with this link.
 _LINK = "[Compare the runs of this sweep]"
-_HEADLINE = re.compile(rf"^\*\*[^*]*\*\* (?={re.escape(_LINK)})")
+_HEADLINE = re.compile(rf"\A\*\*[^*]*\*\* (?={re.escape(_LINK)})")
 _QUOTE = "> "
+# Comments in Markdown, which are not shown, around the quotation of the verdicts.
+_BEGIN = "<!-- verdict -->"
+_END = "<!-- end of the verdict -->"
+_BLOCK = re.compile(rf"^{_BEGIN}\n.*?^{_END}(\n|\Z)", re.DOTALL | re.MULTILINE)
+# The verdicts of earlier versions, which wrote no comments: the quotation under the
+# line with the headline and the link.
+_FORMER_BLOCK = re.compile(rf"({_HEADLINE.pattern}.*\n)\n(?:>.*\n)+")
 _LONGEST_VERDICT = 2000  # maximum characters of all verdicts in the description
 
 
@@ -26,51 +34,58 @@ def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) ->
     seeds counts as a look at the data: it lowers the chance of error that later
     verdicts with more seeds may have; see `seed_differences.chance_of_look`.
     """
-    verdicts = []
-    for finding in findings:
-        if finding.topic == "verdict" and finding.figures:
-            verdicts.append(finding)
+    verdicts = results_of(findings, Verdict)
     if not verdicts or sweep.status == "RUNNING":
         return
 
     note = client.get_run(sweep.run_id).data.tags.get(NOTE, "")
     client.set_tag(sweep.run_id, NOTE, with_verdicts(note, verdicts))
-    seeds = min(verdict.figures["seeds"] for verdict in verdicts)
+    seeds = min(verdict.seeds for verdict in verdicts)
     for key, value in metrics(verdicts).items():
         client.log_metric(sweep.run_id, key, value, step=seeds)
 
 
-def with_verdicts(note: str, verdicts: Sequence[SweepFinding]) -> str:
+def with_verdicts(note: str, verdicts: Sequence[Verdict]) -> str:
     """Return the description `note` with `verdicts` in place of earlier verdicts.
 
     The headlines are put before the link to the comparison, since MLflow's UI collapses
-    a description to three lines. The sentences follow as a quotation. Long texts are
-    shortened. If the description does not begin with the link, only the quotation is
-    put first.
+    a description to three lines. The sentences follow as a quotation between two
+    comments, by which the next report finds them. Long texts are shortened. If the
+    description does not begin with the link, only the quotation is put first.
     """
-    lines = []
-    for line in _HEADLINE.sub("", note).split("\n"):
-        if not line.startswith(_QUOTE):
-            lines.append(line)
-    rest = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-
-    headlines = "; ".join(verdict.figures["headline"] for verdict in verdicts)
+    headlines = "; ".join(verdict.headline for verdict in verdicts)
     quotes = []
     for verdict in verdicts:
-        text = textwrap.shorten(verdict.text, _LONGEST_VERDICT // len(verdicts))
+        text = textwrap.shorten(verdict.text(), _LONGEST_VERDICT // len(verdicts))
         quotes.append(f"{_QUOTE}{text}")
-    quoted = "\n>\n".join(quotes)
+    block = "\n".join([_BEGIN, "\n>\n".join(quotes), _END])
 
+    rest = _without_verdicts(note)
     if rest.startswith(_LINK):
-        first, _, rest = rest.partition("\n")
+        link, _, rest = rest.partition("\n")
         headlines = textwrap.shorten(headlines, 200).replace("*", "")
-        begin = f"**{headlines}.** {first}\n\n{quoted}"
+        block = f"**{headlines}.** {link}\n{block}"
+    return f"{block}\n{rest}"[:LONGEST_TAG]
+
+
+def _without_verdicts(note: str) -> str:
+    """Return the description without the verdicts that an earlier report put into it.
+
+    Everything else is kept as it is, also quotations and headlines of the user.
+    """
+    if _BLOCK.match(note):
+        # A headline after the block is the user's: ours stands before it.
+        return _BLOCK.sub("", note, count=1)
+    if _BLOCK.search(note):
+        rest = _BLOCK.sub("", note, count=1)
+    elif _FORMER_BLOCK.match(note):
+        rest = _FORMER_BLOCK.sub(r"\1", note, count=1)
     else:
-        begin = quoted
-    return f"{begin}\n{rest}"[:LONGEST_TAG]
+        return note
+    return _HEADLINE.sub("", rest)
 
 
-def metrics(verdicts: Sequence[SweepFinding]) -> dict[str, float]:
+def metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
     """Return the verdicts as metrics of the parent run, by name.
 
     For each budget, they are the difference between the losses and the two ends of its
@@ -81,23 +96,20 @@ def metrics(verdicts: Sequence[SweepFinding]) -> dict[str, float]:
     """
     values: dict[str, float] = {}
     for verdict in verdicts:
-        figures = verdict.figures
         prefix = "verdict"
         if len(verdicts) > 1:
-            recipe = f"{figures['recipe']} micro={figures['micro']}".strip()
+            recipe = f"{verdict.recipe} micro={verdict.micro}".strip()
             prefix = "verdict/" + re.sub(r"[^\w. -]", "_", recipe)
-        for axis in BUDGETS:
-            if axis not in figures:
-                continue
-            low, high = figures[axis]["interval"]
-            values[f"{prefix}/{axis}/difference"] = figures[axis]["difference"]
-            values[f"{prefix}/{axis}/low"] = low
-            values[f"{prefix}/{axis}/high"] = high
-        if figures["take_factor"] is not None:
-            values[f"{prefix}/factor"] = figures["take_factor"]
+        for contrast in verdict.contrasts:
+            name = f"{prefix}/{contrast.axis}"
+            values[f"{name}/difference"] = contrast.result.value
+            values[f"{name}/low"] = contrast.result.lower
+            values[f"{name}/high"] = contrast.result.upper
+        if verdict.better is not None:
+            values[f"{prefix}/factor"] = verdict.better.factor
 
     known = {key: value for key, value in values.items() if math.isfinite(value)}
-    seeds = min(verdict.figures["seeds"] for verdict in verdicts)
+    seeds = min(verdict.seeds for verdict in verdicts)
     if seeds > 1:
         known[SEEDS_OF_VERDICT] = seeds
     return known

@@ -1,8 +1,8 @@
 """The plots of a sweep, in the order of the page."""
 
 from pipeline.report import curve_plots, setting_plots
-from pipeline.report.comparison import SweepResult
 from pipeline.report.html_page import Plot
+from pipeline.report.sweep_result import SweepResult
 
 
 def draw(sweep: SweepResult) -> list[Plot]:

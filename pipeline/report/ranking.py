@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.errors import count
-from pipeline.report import statistics
-from pipeline.report.comparison import SweepResult, TargetLoss
-from pipeline.report.findings import SweepFinding, shared_device_caveat
+from pipeline.report import wording
+from pipeline.report.findings import Result, SweepFinding, shared_device_caveat
 from pipeline.report.html_page import plot_key
 from pipeline.report.job_results import LOSS, finished_jobs
 from pipeline.report.seed_differences import Difference, Values, difference
-from pipeline.report.statistics import (
-    EQUAL,
-    Scale,
-    Spread,
-    joined,
-    number,
-    spread,
-)
+from pipeline.report.statistics import EQUAL, Spread, spread
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.target import TargetLoss
+from pipeline.report.wording import Scale, joined, number, plus_minus
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,18 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The groups of a sweep ordered by a value, with the best group first."""
+    """The groups of a sweep ordered by the mean of a value, with the best group first.
+
+    The mean is over all seeds of a group, while two groups are compared at the seeds
+    that both have. So a group may be ahead of the best group in this comparison.
+
+    Attributes:
+        groups: the groups in order.
+        lower_is_better: whether the best group has the lowest mean.
+    """
 
     groups: list[Ranked]
+    lower_is_better: bool
 
     @classmethod
     def by_mean(
@@ -78,7 +82,7 @@ class Ranking:
                 merged[-1] = Ranked(last.name, last.values, (*last.same, group.name))
             else:
                 merged.append(group)
-        return cls(merged)
+        return cls(merged, lower_is_better)
 
     @property
     def best(self) -> Ranked:
@@ -95,28 +99,37 @@ class Ranking:
 
     @property
     def not_told_apart(self) -> list[str]:
-        """The groups whose distance from the best group chance may explain.
+        """The groups that are not behind the best group by more than chance explains.
 
         Groups that can be compared with the best at only one seed are left out.
         """
         names = []
         for group in self.groups[1:]:
             lead = difference(self.best.values, group.values)
-            if lead.seeds > 1 and not lead.told_apart:
+            if lead.seeds > 1 and not self._is_behind(lead):
                 names.append(group.name)
         return names
 
-    def figures(self) -> dict[str, Any]:
+    def _is_behind(self, lead: Difference) -> bool:
+        """Return whether a group is told apart from the best, and is worse."""
+        return lead.told_apart and not is_reversed(lead, self.lower_is_better)
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean of each group, also of those that were merged, in order."""
         means = {}
         for group in self.groups:
             for name in (group.name, *group.same):
                 means[name] = group.spread.mean
+        return means
+
+    def figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = {
             "best": self.best.name,
             "same": list(self.best.same),
             "deviation": self.best.spread.deviation,
             "seeds": self.best.spread.count,
-            "groups": means,
+            "groups": self.means,
         }
         if len(self.groups) == 1:
             return figures
@@ -130,7 +143,7 @@ class Ranking:
         lead = self.lead
         if math.isfinite(lead.half_width()):
             figures["difference"] = (lead.value, lead.half_width())
-            figures["told_apart"] = lead.told_apart
+            figures["told_apart"] = self._is_behind(lead)
         return figures
 
     def sentences(self, scale: Scale, leads: str, trails: str) -> str:
@@ -158,33 +171,54 @@ class Ranking:
     def _lead_sentence(self, scale: Scale) -> str:
         name = self.second.name
         lead = self.lead
-        behind = abs(lead.value)
+        distance = abs(lead.value)
         if lead.seeds < 2:
-            return f"The next is {name}, {number(behind, scale)} behind, with one seed."
-        if behind <= EQUAL * abs(self.best.spread.mean):
+            return (
+                f"The next is {name}, {number(distance, scale)} behind, with one seed."
+            )
+        if distance <= EQUAL * abs(self.best.spread.mean):
             return f"{name} does just as well."
 
+        where = "behind"
+        if is_reversed(lead, self.lower_is_better):
+            where = "ahead at the seeds that both have"
         half_width = lead.half_width()
         if math.isinf(half_width):
-            why = "as both seeds are equally far behind"
+            why = f"as all seeds are equally far {where.partition(' ')[0]}"
+            if lead.seeds == 2:
+                why = f"as both seeds are equally far {where.partition(' ')[0]}"
             if not self.best.spread.deviation and not self.second.spread.deviation:
                 why = "as neither varies over its seeds"
-            lead_text = number(behind, scale)
+            lead_text = number(distance, scale)
             return (
-                f"The next is {name}, {lead_text} behind; {why}, chance is not known."
+                f"The next is {name}, {lead_text} {where}; {why}, chance is not known."
             )
-        interval = Spread(behind, half_width, 2).text(scale)
+        interval = plus_minus(distance, half_width, scale)
         method = "95%, Welch"
         if lead.paired:
             method = f"95%, over {count(lead.seeds, 'pair')} of one seed"
+        text = f"The next is {name}, {interval} {where} ({method}), "
         if not lead.told_apart:
-            verdict = "so the data do not tell them apart"
-            return f"The next is {name}, {interval} behind ({method}), {verdict}."
-        text = f"The next is {name}, {interval} behind ({method}), so they differ."
+            return f"{text}so the data do not tell them apart."
+        if is_reversed(lead, self.lower_is_better):
+            return f"{text}so the order comes of seeds that only one of them has."
+        text += "so they differ."
         others = self.not_told_apart
         if others:
             text += f" Not told apart from the best, as seeds vary: {joined(others)}."
         return text
+
+
+def is_reversed(lead: Difference, lower_is_better: bool) -> bool:
+    """Return whether a group with a worse mean is ahead in the comparison.
+
+    Args:
+        lead: the difference of that group minus the one with the better mean.
+        lower_is_better: whether lower values are better.
+    """
+    if lower_is_better:
+        return lead.value < 0
+    return lead.value > 0
 
 
 def _same_results(first: Values, second: Values) -> bool:
@@ -192,53 +226,87 @@ def _same_results(first: Values, second: Values) -> bool:
     return set(first) == set(second) and difference(first, second).equal
 
 
+@dataclass(frozen=True)
+class FinalResult(Result):
+    """The groups ranked by their final results.
+
+    Attributes:
+        metric: the metric of the results.
+        ranking: the groups in order.
+        horizons: the number of examples that each group saw, if these are not equal;
+            otherwise empty.
+    """
+
+    metric: str
+    ranking: Ranking
+    horizons: dict[str, float]
+
+    @property
+    def equal(self) -> bool:
+        """Whether there are several groups, and all end at the same mean."""
+        best = self.ranking.best.spread.mean
+        for group in self.ranking.groups:
+            if not abs(best - group.spread.mean) <= EQUAL * abs(best):
+                return False
+        return len(self.ranking.means) > 1
+
+    def figures(self) -> dict[str, Any]:
+        horizons = {}
+        if self.horizons:
+            horizons = {"horizons": self.horizons}
+        if self.equal:
+            means = self.ranking.means
+            return {"metric": self.metric, "equal": True, "groups": means} | horizons
+        figures = self.ranking.figures() | {"metric": self.metric} | horizons
+        figures["value"] = self.ranking.best.spread.mean
+        return figures
+
+
 def final_result(sweep: SweepResult) -> SweepFinding:
     """Report which group has the best final result, and whether chance explains it."""
     metric = sweep.quality
-    values_by_group = sweep.end_values
+    values_by_group = sweep.ends
     if metric is None or not values_by_group:
         text = "There is no final metric to compare: no job has finished with one."
         return SweepFinding("final", text)
 
     lower_is_better = sweep.lower_is_better(metric)
     ranking = Ranking.by_mean(values_by_group, lower_is_better)
-    figures = ranking.figures()
-    figures["metric"] = metric
-    caveat = _unequal_horizons(sweep, list(values_by_group), figures)
+    horizons = _unequal_horizons(sweep, list(values_by_group))
+    result = FinalResult(metric, ranking, horizons)
     plot = plot_key(f"final_by_{sweep.axes[0]}")
-    if len(values_by_group) > 1 and _all_equal(ranking):
-        figures = {"metric": metric, "equal": True, "groups": figures["groups"]}
-        groups = len(values_by_group)
-        text = (
-            f"Final {metric}: all {groups} groups end at {ranking.best.spread.text()}."
+    return SweepFinding("final", _final_sentences(result), result, plot)
+
+
+def _final_sentences(result: FinalResult) -> str:
+    ranking = result.ranking
+    caveat = ""
+    if result.horizons:
+        fewest = number(min(result.horizons.values()))
+        most = number(max(result.horizons.values()))
+        caveat = (
+            f" These ends are not at equal examples: the groups saw from {fewest} to "
+            f"{most}."
         )
-        return SweepFinding("final", text + caveat, figures, plot)
+    if result.equal:
+        value = ranking.best.spread.text()
+        groups = len(ranking.means)
+        return f"Final {result.metric}: all {groups} groups end at {value}.{caveat}"
 
-    if len(values_by_group) == 1:
-        subject = f"Final {metric} of {ranking.best.name}"
-    elif lower_is_better:
-        subject = f"Final {metric}, where lower is better"
+    if len(ranking.means) == 1:
+        subject = f"Final {result.metric} of {ranking.best.name}"
+    elif ranking.lower_is_better:
+        subject = f"Final {result.metric}, where lower is better"
     else:
-        subject = f"Final {metric}, where higher is better"
-    sentences = ranking.sentences(statistics.PLAIN, "ends best, at", "worst, at")
-    figures["value"] = ranking.best.spread.mean
-    return SweepFinding("final", f"{subject}: {sentences}{caveat}", figures, plot)
+        subject = f"Final {result.metric}, where higher is better"
+    sentences = ranking.sentences(wording.PLAIN, "ends best, at", "worst, at")
+    return f"{subject}: {sentences}{caveat}"
 
 
-def _all_equal(ranking: Ranking) -> bool:
-    best = ranking.best.spread.mean
-    for group in ranking.groups:
-        if not abs(best - group.spread.mean) <= EQUAL * abs(best):
-            return False
-    return True
+def _unequal_horizons(sweep: SweepResult, groups: list[str]) -> dict[str, float]:
+    """Return the examples that each group saw, or an empty dict if these are equal.
 
-
-def _unequal_horizons(
-    sweep: SweepResult, groups: list[str], figures: dict[str, Any]
-) -> str:
-    """Return a caveat if the groups end after unequal numbers of examples.
-
-    In that case, add these numbers to `figures`. Otherwise return an empty string.
+    They count as equal if they differ by at most the largest batch of the sweep.
     """
     horizons = {}
     for group in groups:
@@ -246,16 +314,38 @@ def _unequal_horizons(
         if math.isfinite(seen):
             horizons[group] = seen
     if not horizons:
-        return ""
-    fewest = min(horizons.values())
-    most = max(horizons.values())
-    if most - fewest <= sweep.largest_batch:
-        return ""
-    figures["horizons"] = horizons
-    return (
-        f" These ends are not at equal examples: the groups saw from {number(fewest)} "
-        f"to {number(most)}."
-    )
+        return {}
+    if max(horizons.values()) - min(horizons.values()) <= sweep.largest_batch:
+        return {}
+    return horizons
+
+
+@dataclass(frozen=True)
+class TargetTimes(Result):
+    """The groups ranked by their times to the target.
+
+    Attributes:
+        target: the target.
+        at_most: the upper bound on the seconds to the target, for each group with a job
+            that met it at its first point. These groups are not ranked.
+        ranking: the groups in order, or None if no group can be ranked.
+    """
+
+    target: TargetLoss
+    at_most: dict[str, float]
+    ranking: Ranking | None
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            "metric": self.target.metric,
+            "target": self.target.value,
+            "all_reach": self.target.all_reach,
+            "at_most": self.at_most,
+        }
+        if self.ranking is not None:
+            figures |= self.ranking.figures()
+            figures["seconds"] = self.ranking.best.spread.mean
+        return figures
 
 
 def time_to_target(sweep: SweepResult) -> SweepFinding:
@@ -273,40 +363,43 @@ def time_to_target(sweep: SweepResult) -> SweepFinding:
         text = f"No target can be chosen: {why}."
         return SweepFinding("time_to_target", text)
 
-    text = _target_sentence(sweep, target)
-    figures: dict[str, Any] = {
-        "metric": target.metric,
-        "target": target.value,
-        "all_reach": target.all_reach,
-    }
-    times = sweep.target_values("seconds")
     bounds = {}
     for group, jobs in sweep.groups.items():
         bound = target.bound(jobs, "seconds")
         if bound is not None:
             bounds[group] = bound
-    figures["at_most"] = bounds
-    not_ranked = _bounds_sentence(bounds)
-    if not times:
-        if not bounds:
-            text += "; no group reached it with all of its seeds"
-        text += f".{not_ranked}"
-        return SweepFinding("time_to_target", text, figures)
+    ranking = None
+    times = sweep.target_values("seconds")
+    if times:
+        ranking = Ranking.by_mean(times, lower_is_better=True)
+    result = TargetTimes(target, bounds, ranking)
 
-    ranking = Ranking.by_mean(times, lower_is_better=True)
+    text = f"{_target_sentence(sweep, target)}{_reached_sentences(result)}"
+    if ranking is None:
+        return SweepFinding("time_to_target", text, result)
+    text += shared_device_caveat(sweep)
+    return SweepFinding("time_to_target", text, result, "time_to_target")
+
+
+def _reached_sentences(result: TargetTimes) -> str:
+    """Return the end of the sentence on the target, and who reached it."""
+    not_ranked = _bounds_sentence(result.at_most)
+    ranking = result.ranking
+    if ranking is None:
+        if result.at_most:
+            return f".{not_ranked}"
+        return f"; no group reached it with all of its seeds.{not_ranked}"
+
     leads = "gets there first, after"
-    if bounds:
+    if result.at_most:
         leads = "gets there first of the others, after"
-    sentences = ranking.sentences(statistics.SECONDS, leads, "last, after")
+    sentences = ranking.sentences(wording.SECONDS, leads, "last, after")
     if len(ranking.groups) == 1:
         who = "It is reached"
-        if bounds or ranking.best.same:
+        if result.at_most or ranking.best.same:
             who = f"{ranking.best.title} reached it"
         sentences = f"{who} after {sentences}"
-    text += f".{not_ranked} {sentences}{shared_device_caveat(sweep)}"
-    figures |= ranking.figures()
-    figures["seconds"] = ranking.best.spread.mean
-    return SweepFinding("time_to_target", text, figures, "time_to_target")
+    return f".{not_ranked} {sentences}"
 
 
 def _bounds_sentence(bounds: dict[str, float]) -> str:
@@ -316,7 +409,7 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
     names = []
     for group, bound in bounds.items():
         if math.isfinite(bound):
-            names.append(f"{group} (≤ {number(bound, statistics.SECONDS)})")
+            names.append(f"{group} (≤ {number(bound, wording.SECONDS)})")
         else:
             names.append(group)
     return (
@@ -327,7 +420,14 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
 
 def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
     """Return a sentence on the target and how it was chosen, without its period."""
-    reach = "reached by half of the jobs, as others did not get near"
+    reached = [name for name in target.judged if name in target.costs]
+    if 2 * len(reached) >= len(target.judged):
+        reach = "reached by half of the jobs, as others did not get near"
+    else:
+        reach = (
+            f"reached by {len(reached)} of the {count(len(target.judged), 'job')}, as "
+            "others did not get near"
+        )
     if target.all_reach:
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"
         if len(target.judged) == 1:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.common.errors import count
-from pipeline.report.comparison import VALIDATION_LOSS, SweepResult
-from pipeline.report.findings import SweepFinding
-from pipeline.report.job_results import LOSS, JobResult, grouped
-from pipeline.report.statistics import Array, joined
+from pipeline.report.findings import Result, SweepFinding
+from pipeline.report.job_results import LOSS, VALIDATION_LOSS, JobResult, grouped
+from pipeline.report.statistics import Array
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import joined
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class BatchLosses:
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(Result):
     """How far the best learning rate of a recipe moves when the batch doubles.
 
     Attributes:
@@ -117,6 +118,22 @@ class Drift:
         low, high = self.interval
         return low <= 0 <= high
 
+    @property
+    def farthest(self) -> float:
+        """The largest magnitude of a drift in the interval, or infinity without one."""
+        if self.interval is None:
+            return math.inf
+        low, high = self.interval
+        return max(abs(low), abs(high))
+
+    @property
+    def nearest(self) -> float:
+        """The smallest magnitude of a drift in the interval, or 0 without one."""
+        if self.interval is None or self.stays:
+            return 0.0
+        low, high = self.interval
+        return min(abs(low), abs(high))
+
     def figures(self) -> dict[str, Any]:
         return {
             "recipe": self.recipe,
@@ -126,6 +143,19 @@ class Drift:
             "rates": self.rates,
             "losses": {losses.batch: losses.means.min() for losses in self.batches},
         }
+
+
+@dataclass(frozen=True)
+class LeastDrift(Result):
+    """The recipes by their drifts.
+
+    Attributes:
+        order: the recipes, that with the smallest drift first.
+        still: the recipes whose interval includes a drift of 0.
+    """
+
+    order: list[str]
+    still: list[str]
 
 
 def drifts(sweep: SweepResult) -> list[Drift]:
@@ -148,7 +178,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     judged = []
     for index, drift in enumerate(drifts(sweep)):
         text = _sentence(drift)
-        yield SweepFinding("rate_drift", text, drift.figures(), loss_by_rate_key(index))
+        yield SweepFinding("rate_drift", text, drift, loss_by_rate_key(index))
         if drift.interval is not None:
             judged.append(drift)
 
@@ -342,14 +372,12 @@ def _least_drift(judged: Sequence[Drift]) -> SweepFinding:
         if drift.stays:
             still.append(drift.recipe)
 
-    farthest_of_least = np.abs(order[0].interval or []).max()
-    nearest_of_next = np.abs(order[1].interval or []).min()
-    told_apart = farthest_of_least < nearest_of_next
+    farthest_of_least = order[0].farthest
+    told_apart = all(farthest_of_least < other.nearest for other in order[1:])
     chance = "" if told_apart else ", though not by more than chance may do"
     text = (
         f"The best rate moves least with {names[0]}{chance}: in octaves per doubling "
         f"of the batch, {joined(texts)}. Within the seeds it stays where it is with "
         f"{joined(still) or 'none of them'}."
     )
-    figures = {"order": names, "still": still}
-    return SweepFinding("rate_drift", text, figures)
+    return SweepFinding("rate_drift", text, LeastDrift(names, still))

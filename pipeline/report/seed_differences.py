@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.report.job_results import JobResult, Measure
-from pipeline.report.statistics import (
-    CHANCE,
-    EQUAL,
-    spread,
-    student_quantile,
-    welch,
-)
+from pipeline.report.statistics import CHANCE, EQUAL, spread, student_quantile, welch
 
 Values = Mapping[str, float]  # a value for each seed
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.report import rate_drift
-from pipeline.report.comparison import SweepResult
 from pipeline.report.html_page import RESULT, Plot, Trace, axis, plot_key, trace
 from pipeline.report.job_results import (
     AXES,
@@ -14,7 +13,6 @@ from pipeline.report.job_results import (
     UPDATE_SECONDS,
     JobResult,
     Measure,
-    by_setting,
     finished_jobs,
     grouped,
     pooled,
@@ -22,6 +20,7 @@ from pipeline.report.job_results import (
 from pipeline.report.noise_scale import noise_scale
 from pipeline.report.rate_drift import Drift
 from pipeline.report.statistics import Spread
+from pipeline.report.sweep_result import SweepResult
 
 BARS = "Bars: ± one sample standard deviation over seeds"
 _LAST_COLOR = 7  # gray
@@ -222,13 +221,15 @@ def _plot_by(sweep: SweepResult, key: str, quantity: _Quantity) -> Plot:
 
     There is one trace for each combination of the other swept keys.
     """
-    values = list(by_setting(sweep.jobs, key))
+    values = list(sweep.by_setting(sweep.jobs, key))
     numeric = _are_numbers(values)
     traces = []
     for color, (name, jobs) in enumerate(_jobs_by_other_settings(sweep, key).items()):
         if quantity.finished_only:
             jobs = finished_jobs(jobs)
-        spreads = _spreads_by_value(jobs, key, values, quantity.measure)
+        spreads = _spreads_by_value(
+            sweep.by_setting(jobs, key), values, quantity.measure
+        )
         x = list(spreads)
         if not numeric:
             x = [str(value) for value in x]
@@ -275,15 +276,14 @@ def _are_numbers(values: list[Any]) -> bool:
 
 
 def _spreads_by_value(
-    jobs: list[JobResult], key: str, values: list[Any], measure: Measure
+    jobs_by_value: dict[Any, list[JobResult]], values: list[Any], measure: Measure
 ) -> dict[Any, Spread]:
-    """Return the spread over jobs for each value of a swept key, in plot order.
+    """Return the spread over jobs for each of the values of a swept key, in plot order.
 
     Numbers are sorted, while strings keep the order of the sweep. Values without a
     finite measure are left out.
     """
     order = sorted(values) if _are_numbers(values) else values
-    jobs_by_value = by_setting(jobs, key)
     spreads = {}
     for value in order:
         spread = pooled(jobs_by_value.get(value, []), measure)

@@ -1,16 +1,16 @@
-"""Statistics for a report, and the formatting of its numbers.
+"""Statistics for a report: differences, spreads over seeds, crossings and fits.
 
-The statistics are differences and their intervals, spreads over seeds, crossings and
-fits. The default confidence level of an interval is 95%.
+The default confidence level of an interval is 95%.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pipeline.report.wording import PLAIN, Scale, number, plus_minus
 
 Array = NDArray[np.float64]
 
@@ -19,64 +19,6 @@ Array = NDArray[np.float64]
 EQUAL = 1e-6
 # The probability that a confidence interval misses the true value.
 CHANCE = 0.05
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A unit in which a number is written."""
-
-    least: float  # the smallest absolute value that is written in this unit
-    divisor: float  # the size of the unit
-    name: str
-
-
-Scale = tuple[Unit, ...]  # from the largest unit to the smallest, whose `least` is 0
-
-PLAIN: Scale = (Unit(0, 1.0, ""),)
-SECONDS: Scale = (
-    Unit(7200, 3600.0, " h"),
-    Unit(300, 60.0, " min"),
-    Unit(1, 1.0, " s"),
-    Unit(1e-3, 1e-3, " ms"),
-    Unit(0, 1e-6, " µs"),
-)
-SIZE: Scale = (Unit(1000 * 2**20, 2.0**30, " GiB"), Unit(0, 2.0**20, " MiB"))
-
-
-def number(value: float, scale: Scale = PLAIN) -> str:
-    """Return `value` as text in the unit of `scale` that fits its size.
-
-    Integers below a million are exact. Other values from 1,000 up to a million are
-    rounded to integers, and all remaining ones to four significant digits. These limits
-    are for absolute values after the conversion to the unit. A value that is not finite
-    has no unit.
-    """
-    if not math.isfinite(value):
-        return str(value)
-
-    unit = _unit(value, scale)
-    value /= unit.divisor
-    if value == int(value) and abs(value) < 1e6:
-        return f"{int(value)}{unit.name}"
-    if 1000 <= abs(value) < 1e6:
-        return f"{value:.0f}{unit.name}"
-    short_exponent = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.4g}")
-    return short_exponent + unit.name
-
-
-def _unit(value: float, scale: Scale) -> Unit:
-    for unit in scale:
-        if abs(value) >= unit.least:
-            return unit
-    raise ValueError(f"no unit of the scale is for {value}")
-
-
-def joined(names: list[str], most: int = 6) -> str:
-    """Join the first `most` names with commas, and add how many names remain."""
-    text = ", ".join(names[:most])
-    if len(names) > most:
-        text += f" and {len(names) - most} more"
-    return text
 
 
 @dataclass(frozen=True)
@@ -89,34 +31,28 @@ class Spread:
     count: int  # number of values, such as one per seed
 
     def text(self, scale: Scale = PLAIN) -> str:
-        """Return `mean ± deviation`, both in the unit of the mean.
-
-        Both have as many decimals as two significant digits of the deviation need. If
-        the deviation in this unit is 0, below 1e-7, or 100 or more, or if the magnitude
-        of the mean is a million or more, `number` formats both instead. Return the mean
-        alone if the deviation is None or not finite.
-        """
+        """Return `mean ± deviation`, or the mean alone if the deviation is unknown."""
         if self.deviation is None or not math.isfinite(self.deviation):
             return number(self.mean, scale)
-
-        unit = _unit(self.mean, scale)
-        mean = self.mean / unit.divisor
-        deviation = self.deviation / unit.divisor
-        digits = -1
-        if deviation > 0:
-            digits = 1 - math.floor(math.log10(deviation))
-        if 0 <= digits <= 8 and abs(mean) < 1e6:
-            return f"{mean:.{digits}f} ± {deviation:.{digits}f}{unit.name}"
-        return f"{number(mean)} ± {number(deviation)}{unit.name}"
+        return plus_minus(self.mean, self.deviation, scale)
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the spread of the finite values, or None if there are none."""
+    """Return the spread of the finite values, or None if there are none.
+
+    A deviation of at most `EQUAL` times the mean is 0: equal values, whose computed
+    mean is rounded, differ from it by about 1e-17.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
-    deviation = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
-    return Spread(float(np.mean(finite)), deviation, len(finite))
+    mean = float(np.mean(finite))
+    deviation = None
+    if len(finite) > 1:
+        deviation = float(np.std(finite, ddof=1))
+        if deviation <= EQUAL * abs(mean):
+            deviation = 0.0
+    return Spread(mean, deviation, len(finite))
 
 
 def student_quantile(freedom: float, probability: float) -> float:
@@ -132,26 +68,19 @@ def student_quantile(freedom: float, probability: float) -> float:
 
 @dataclass(frozen=True)
 class Welch:
-    """The difference between the means of two groups, whose variances may differ.
+    """The error of a difference between two means, whose variances may differ.
 
     Attributes:
-        value: `second.mean − first.mean`.
-        error: the standard error of `value`.
+        error: the standard error of the difference.
         freedom: the degrees of freedom of `error`.
     """
 
-    value: float
     error: float
     freedom: float
 
-    @property
-    def half_width(self) -> float:
-        """Half the width of the 95% interval of the difference."""
-        return student_quantile(self.freedom, 1 - CHANCE / 2) * self.error
-
 
 def welch(first: Spread, second: Spread) -> Welch | None:
-    """Return `second.mean − first.mean` with its standard error, as in Welch's test.
+    """Return the error of `second.mean − first.mean`, as in Welch's test.
 
     The variances of the two groups may differ (Welch 1947, Biometrika 34). With the
     squared standard errors `a` = s₁² / n₁ and `b` = s₂² / n₂ of the two means, the
@@ -168,7 +97,7 @@ def welch(first: Spread, second: Spread) -> Welch | None:
     if a + b == 0:
         return None
     freedom = (a + b) ** 2 / (a**2 / (first.count - 1) + b**2 / (second.count - 1))
-    return Welch(second.mean - first.mean, math.sqrt(a + b), freedom)
+    return Welch(math.sqrt(a + b), freedom)
 
 
 def relative_difference(first: Array, second: Array) -> Array:
@@ -207,7 +136,9 @@ def reached(x: Array, y: Array, target: float) -> float:
 def trailing_mean(examples: Array, values: Array, window: float) -> Array:
     """Return the mean of `values` over the last `window` examples.
 
-    Where fewer than `window` examples have been seen, the mean is over all of them.
+    Where fewer than `window` examples have been seen, the mean is over all of them. A
+    value that is not finite, or so large that sums are rounded to it, changes only the
+    means over it.
 
     Args:
         examples: the number of examples seen at each value, in ascending order.
@@ -216,13 +147,40 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
             number of its examples inside the window.
         window: a number of examples.
     """
-    sums = np.cumsum(np.diff(examples, prepend=0.0) * values)
-    seen_from_0 = np.append(0.0, examples)
-    sums_from_0 = np.append(0.0, sums)
-
     start = np.maximum(examples - window, 0.0)
-    sums_before = np.interp(start, seen_from_0, sums_from_0)
-    return (sums_from_0[1:] - sums_before) / (examples - start)
+    # The window of each value begins inside the examples of the value `first`.
+    first = np.searchsorted(examples, start, side="right")
+    last = np.arange(len(examples))
+    # An update without examples has an empty window: its own value is its mean.
+    first = np.minimum(first, last)
+
+    sizes = np.diff(examples, prepend=0.0)
+    inside = examples[first] - start
+    sums = inside * values[first] + _sums(sizes * values, first + 1, last + 1)
+    seen = examples - start
+    return np.where(seen > 0, sums / np.where(seen > 0, seen, 1.0), values)
+
+
+def _sums(values: Array, begin: NDArray[np.int64], end: NDArray[np.int64]) -> Array:
+    """Return the sum of `values[begin[i] : end[i]]` for each i.
+
+    A difference between two cumulative sums would not do: if a value outside of the
+    interval is not finite, both are not finite, and if it is huge, both are rounded to
+    it. So each sum is composed of sums over 1, 2, 4, … values.
+    """
+    sums = np.zeros(len(begin))
+    position = begin.copy()
+    remaining = end - begin
+    block_sums = values
+    block = 1
+    while (remaining > 0).any():
+        in_block = (remaining & block) > 0
+        sums[in_block] += block_sums[position[in_block]]
+        position[in_block] += block
+        remaining = remaining - np.where(in_block, block, 0)
+        block_sums = block_sums[:-block] + block_sums[block:]
+        block *= 2
+    return sums
 
 
 @dataclass(frozen=True)

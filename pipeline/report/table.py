@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from pipeline.common.errors import printable
-from pipeline.report.comparison import SweepResult
+from pipeline.report import statistics
 from pipeline.report.job_results import (
     EXAMPLES_PER_SECOND,
     EXAMPLES_SEEN,
@@ -22,20 +24,14 @@ from pipeline.report.job_results import (
     JobResult,
     Measure,
     by_group,
-    by_setting,
     comparable_jobs,
     finished_jobs,
     pooled,
 )
 from pipeline.report.noise_scale import noise_scale
-from pipeline.report.statistics import (
-    PLAIN,
-    SECONDS,
-    SIZE,
-    Scale,
-    Spread,
-    number,
-)
+from pipeline.report.statistics import Spread
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import PLAIN, SECONDS, SIZE, Scale, number
 
 _NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 # A spreadsheet evaluates a cell that begins with one of these characters as a formula.
@@ -104,18 +100,11 @@ def _updates(job: JobResult) -> float:
     return max(last_steps, default=math.nan)
 
 
-def sorted_groups(sweep: SweepResult) -> list[tuple[str, list[JobResult]]]:
-    """Return each group with its jobs, in the order of the table's rows.
-
-    Groups are ordered by their first job in the plan of the sweep.
-    """
-    return list(sweep.groups.items())
-
-
 def groups_table(sweep: SweepResult) -> Table:
     """Return the table with one row per group, which shows means over seeds.
 
-    Columns without a finite value are left out.
+    Groups are in the order of their first jobs in the plan of the sweep. Columns
+    without a finite value are left out.
     """
     shown = []
     for column in columns(sweep):
@@ -123,7 +112,7 @@ def groups_table(sweep: SweepResult) -> Table:
             shown.append(column)
 
     rows = []
-    for group, jobs in sorted_groups(sweep):
+    for group, jobs in sweep.groups.items():
         cells = [_mean_cell(jobs, column) for column in shown]
         rows.append([group, *cells, _status_cell(jobs)])
     return Table("Table", ["job", *_names(shown), "status"], rows)
@@ -169,12 +158,14 @@ def best_by_value(sweep: SweepResult) -> Table:
     for key in sweep.axes:
         if key == "group":
             continue
-        for value, jobs in by_setting(sweep.jobs, key).items():
+        for value, jobs in sweep.by_setting(sweep.jobs, key).items():
             best = _best_group(sweep, jobs)
             if best is None:
                 continue
             text = value if isinstance(value, str) else number(value)
-            rows.append([f"{key}={text}", sweep.ends[best].text(), best])
+            result = statistics.spread(list(sweep.ends[best].values()))
+            if result is not None:
+                rows.append([f"{key}={text}", result.text(), best])
     head = ["value", f"best final {sweep.quality}", "with"]
     return Table("Best by value", head, rows)
 
@@ -185,7 +176,8 @@ def _best_group(sweep: SweepResult, jobs: list[JobResult]) -> str | None:
     ends = []
     for group in by_group(jobs):
         if group in sweep.ends:
-            ends.append((sign * sweep.ends[group].mean, group))
+            mean = float(np.mean(list(sweep.ends[group].values())))
+            ends.append((sign * mean, group))
     if not ends:
         return None
     _, best = min(ends)

@@ -6,11 +6,11 @@ budget of examples. A budget is the amount at which the shortest job ends.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.errors import count
-from pipeline.report.comparison import SweepResult
 from pipeline.report.equal_budget import (
     BUDGETS,
     BudgetContrast,
@@ -18,7 +18,7 @@ from pipeline.report.equal_budget import (
     contrast_at_budget,
     losses_at_budget,
 )
-from pipeline.report.findings import SweepFinding, shared_device_caveat
+from pipeline.report.findings import Result, SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
     PEAK_MEMORY,
     JobResult,
@@ -27,7 +27,8 @@ from pipeline.report.job_results import (
     grouped,
     pooled,
 )
-from pipeline.report.statistics import joined, number
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import joined, number
 from pipeline.tracking.foreign_store import again_command
 
 # The states of a verdict with their headlines. If the states at the two budgets differ,
@@ -38,8 +39,124 @@ _HEADLINES = {
     "pays": "Accumulate by {factor}",
     "not": "Do not accumulate",
     "few": "There are not enough seeds to tell",
+    "unvaried": "Chance is not known, as the results do not vary over the seeds",
     "same": "Accumulating makes no difference within the seeds",
 }
+
+
+@dataclass(frozen=True)
+class Verdict(Result):
+    """Whether accumulating pays for jobs of one recipe and micro-batch size.
+
+    Attributes:
+        recipe: the settings that the jobs share, see `JobResult.recipe`.
+        micro: the micro-batch size of the jobs.
+        metric: the loss that is compared.
+        contrasts: the comparison at each budget of `BUDGETS` that allows one; at least
+            one.
+        reasons: why the other budgets do not, by budget.
+        memory_ratio: the peak memory with the larger factor relative to factor 1, or
+            NaN if it is unknown.
+        rates: the peak learning rate of the best setting with each factor, by factor.
+        command: the command that adds the seeds which a verdict needs; empty if none
+            are needed or the seed of a job is unknown.
+        remarks: sentences that follow the verdict.
+    """
+
+    recipe: str
+    micro: int | None
+    metric: str
+    contrasts: list[BudgetContrast]
+    reasons: dict[str, str]
+    memory_ratio: float
+    rates: dict[int, float]
+    command: str
+    remarks: str
+
+    @property
+    def chosen(self) -> BudgetContrast:
+        """The contrast that decides the state."""
+        return chosen_contrast(self.contrasts)
+
+    @property
+    def state(self) -> str:
+        """A key of `_HEADLINES`."""
+        return state_of(self.contrasts)
+
+    @property
+    def seeds(self) -> int:
+        return self.chosen.seeds
+
+    @property
+    def headline(self) -> str:
+        headline = _HEADLINES[self.state].format(
+            factor=self.chosen.other.factor, scarce=BUDGETS[self.chosen.axis]
+        )
+        return f"{_prefix(self.recipe)}{headline}"
+
+    @property
+    def better(self) -> Setting | None:
+        """The better setting at the first budget that is decided.
+
+        Time takes precedence, since it is the first budget. The result is None if no
+        budget is decided.
+        """
+        for contrast in self.contrasts:
+            if contrast.decided:
+                return contrast.better
+        return None
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        for contrast in self.contrasts:
+            figures[contrast.axis] = contrast.figures()
+        figures |= {
+            "recipe": self.recipe,
+            "micro": self.micro,
+            "state": self.state,
+            "headline": self.headline,
+            "seeds": self.seeds,
+            "memory": self.memory_ratio,
+            "take": None,
+            "take_factor": None,
+            "rates": self.rates,
+            "command": self.command,
+        }
+        if self.better is not None:
+            figures["take"] = self.better.group
+            figures["take_factor"] = self.better.factor
+        return figures
+
+    def text(self) -> str:
+        """Return the verdict in words."""
+        clauses = {}
+        for axis, reason in self.reasons.items():
+            clauses[axis] = _no_contrast(axis, reason)
+        for contrast in self.contrasts:
+            clauses[contrast.axis] = _clause(contrast, self.metric)
+        compared = " and ".join(clauses[axis] for axis in BUDGETS)
+
+        add_seeds = ""
+        if self.command:
+            add_seeds = f" To add them: {self.command}"
+        return (
+            f"{self.headline}: {_equal_memory(self)}, {compared} "
+            f"({_method(self.chosen)}).{_rates_sentence(self.rates)}{add_seeds}"
+            f"{self.remarks}"
+        )
+
+
+def chosen_contrast(contrasts: Sequence[BudgetContrast]) -> BudgetContrast:
+    """Return the contrast whose state comes first in `_HEADLINES`."""
+    order = list(_HEADLINES)
+    return min(contrasts, key=lambda contrast: order.index(contrast.state))
+
+
+def state_of(contrasts: Sequence[BudgetContrast]) -> str:
+    """Return the state of the verdict that follows from contrasts at some budgets."""
+    if {"pays", "not"} <= {contrast.state for contrast in contrasts}:
+        return "depends"
+    return chosen_contrast(contrasts).state
 
 
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
@@ -110,65 +227,40 @@ def _verdict(
     if metric is None:
         return None
     contrasts = []
-    figures: dict[str, Any] = {}
-    clauses = []
+    reasons = {}
     for axis in BUDGETS:
         losses = losses_at_budget(sweep, metric, jobs, axis)
         if losses.reason:
-            clauses.append(
-                f"at equal {BUDGETS[axis]} nothing can be said, as {losses.reason}"
-            )
-            continue
-        contrast = contrast_at_budget(losses, axis, sweep.looks)
-        contrasts.append(contrast)
-        figures[axis] = contrast.figures()
-        clauses.append(_clause(contrast, metric))
+            reasons[axis] = losses.reason
+        else:
+            contrasts.append(contrast_at_budget(losses, axis, sweep.looks))
 
     recipe = jobs[0].recipe
     if not contrasts:
-        text = f"{_prefix(jobs)}Whether accumulating pays cannot be said: "
-        text += f"{' and '.join(clauses)}.{remark}"
-        return SweepFinding("verdict", text, {})
+        clauses = [_no_contrast(axis, reason) for axis, reason in reasons.items()]
+        text = (
+            f"{_prefix(recipe)}Whether accumulating pays cannot be said: "
+            f"{' and '.join(clauses)}.{remark}"
+        )
+        return SweepFinding("verdict", text)
 
-    order = list(_HEADLINES)
-    chosen = min(contrasts, key=lambda contrast: order.index(contrast.state))
-    state = chosen.state
-    if {"pays", "not"} <= {contrast.state for contrast in contrasts}:
-        state = "depends"
-    memory_ratio = _memory_ratio(jobs, chosen)
-    rates = _rates(jobs, chosen)
-    more_seeds = max(contrast.more_seeds for contrast in contrasts)
+    chosen = chosen_contrast(contrasts)
     command = ""
-    if state == "few":
+    if state_of(contrasts) == "few":
+        more_seeds = max(contrast.more_seeds for contrast in contrasts)
         command = command_for_seeds(sweep, more_seeds)
-    headline = _HEADLINES[state].format(
-        factor=chosen.other.factor, scarce=BUDGETS[chosen.axis]
+    result = Verdict(
+        recipe=recipe,
+        micro=jobs[0].micro_batch_size,
+        metric=metric,
+        contrasts=contrasts,
+        reasons=reasons,
+        memory_ratio=_memory_ratio(jobs, chosen),
+        rates=_rates(jobs, chosen),
+        command=command,
+        remarks=shared_device_caveat(sweep) + remark,
     )
-    figures |= {
-        "recipe": recipe,
-        "micro": jobs[0].micro_batch_size,
-        "state": state,
-        "headline": f"{_prefix(jobs)}{headline}",
-        "seeds": chosen.seeds,
-        "memory": memory_ratio,
-        "take": None,
-        "take_factor": None,
-        "rates": rates,
-        "command": command,
-    }
-    better = _better_setting(contrasts)
-    if better is not None:
-        figures["take"] = better.group
-        figures["take_factor"] = better.factor
-    text = (
-        f"{_prefix(jobs)}{headline}: {_equal_memory(jobs, memory_ratio)}, "
-        f"{' and '.join(clauses)} ({_method(chosen)})."
-    )
-    text += _rates_sentence(rates)
-    if command:
-        text += f" To add them: {command}"
-    text += shared_device_caveat(sweep) + remark
-    return SweepFinding("verdict", text, figures)
+    return SweepFinding("verdict", result.text(), result)
 
 
 def command_for_seeds(sweep: SweepResult, more: int) -> str:
@@ -193,23 +285,14 @@ def command_for_seeds(sweep: SweepResult, more: int) -> str:
     return f"{again_command(sweep.name, sweep.run_id, sweep.uri)} seed={values}"
 
 
-def _better_setting(contrasts: list[BudgetContrast]) -> Setting | None:
-    """Return the better setting at the first budget that is decided.
-
-    Time takes precedence, since it is the first budget. Return None if no budget is
-    decided.
-    """
-    for contrast in contrasts:
-        if contrast.decided:
-            return contrast.better
-    return None
-
-
-def _prefix(jobs: list[JobResult]) -> str:
-    recipe = jobs[0].recipe
+def _prefix(recipe: str) -> str:
     if not recipe:
         return ""
     return f"{recipe}: "
+
+
+def _no_contrast(axis: str, reason: str) -> str:
+    return f"at equal {BUDGETS[axis]} nothing can be said, as {reason}"
 
 
 def _method(contrast: BudgetContrast) -> str:
@@ -219,13 +302,15 @@ def _method(contrast: BudgetContrast) -> str:
     return seeds
 
 
-def _equal_memory(jobs: list[JobResult], memory_ratio: float) -> str:
+def _equal_memory(verdict: Verdict) -> str:
     """Return the clause on the comparison with factor 1 at equal memory."""
     peak = ""
-    if not math.isnan(memory_ratio):
-        peak = f", peak ×{memory_ratio:.2f}"
-    micro = jobs[0].micro_batch_size
-    return f"compared with factor 1 at equal memory (micro-batches of {micro}{peak})"
+    if not math.isnan(verdict.memory_ratio):
+        peak = f", peak ×{verdict.memory_ratio:.2f}"
+    return (
+        "compared with factor 1 at equal memory (micro-batches of "
+        f"{verdict.micro}{peak})"
+    )
 
 
 def _memory_ratio(jobs: list[JobResult], contrast: BudgetContrast) -> float:
@@ -268,41 +353,48 @@ def _rates_sentence(rates: dict[int, float]) -> str:
 
 def _clause(contrast: BudgetContrast, metric: str) -> str:
     """Return the clause that compares the losses at one budget."""
-    result = contrast.result
-    direction = "higher"
-    least = result.lower
-    most = result.upper
-    if result.value < 0:
-        direction = "lower"
-        least = -result.upper
-        most = -result.lower
-
-    if contrast.seeds < 2:
-        certainty = "one seed"
-    elif math.isinf(least) or math.isinf(most):
-        certainty = "chance is not known, as the seeds do not vary"
-    else:
-        certainty = f"95%: {number(least)} to {number(most)}"
-    factor = contrast.other.factor
-    if contrast.state == "few":
-        seeds = count(contrast.more_seeds, "more seed")
-        would = "would tell"
-        if contrast.seeds < 2:
-            would = "would show how far seeds vary"
-        certainty += f"; {seeds} of factors 1 and {factor} {would}"
-    if contrast.state == "same":
-        certainty += ", within chance"
-
-    word = BUDGETS[contrast.axis]
-    if result.best.equal:
-        return (
-            f"at equal {word} {metric} with factor {factor}, the best above 1, is the "
-            "same with each seed"
-        )
-    text = (
-        f"at equal {word} {metric} with factor {factor}, the best above 1, is "
-        f"{direction} by {number(abs(result.value))} ({certainty})"
+    best = (
+        f"at equal {BUDGETS[contrast.axis]} {metric} with factor "
+        f"{contrast.other.factor}, the best above 1,"
     )
+    if contrast.result.best.equal:
+        return f"{best} is the same with each seed"
+
+    direction = "higher"
+    if contrast.result.value < 0:
+        direction = "lower"
+    difference = number(abs(contrast.result.value))
+    without = ""
     if contrast.without:
-        text += f", without {joined(contrast.without)}, which had no finite loss then"
-    return text
+        names = joined(contrast.without)
+        without = f", without {names}, which had no finite loss then"
+    certainty = f"{_interval(contrast)}{_consequence(contrast)}"
+    return f"{best} is {direction} by {difference} ({certainty}){without}"
+
+
+def _interval(contrast: BudgetContrast) -> str:
+    """Return the interval of the difference, or why there is none."""
+    if contrast.seeds < 2:
+        return "one seed"
+    least = contrast.result.lower
+    most = contrast.result.upper
+    if math.isinf(least) or math.isinf(most):
+        return "chance is not known, as the seeds do not vary"
+    if contrast.result.value < 0:
+        least = -contrast.result.upper
+        most = -contrast.result.lower
+    # The interval of a look has a higher level, see `chance_of_look`.
+    return f"95% over all looks: {number(least)} to {number(most)}"
+
+
+def _consequence(contrast: BudgetContrast) -> str:
+    """Return what follows from the interval if it decides nothing."""
+    if contrast.state == "same":
+        return ", within chance"
+    if contrast.state != "few":
+        return ""
+    seeds = count(contrast.more_seeds, "more seed")
+    would = "would tell"
+    if contrast.seeds < 2:
+        would = "would show how far seeds vary"
+    return f"; {seeds} of factors 1 and {contrast.other.factor} {would}"

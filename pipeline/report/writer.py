@@ -1,22 +1,21 @@
 """`pipeline report`: write the files of a sweep's report from data in MLflow only.
 
-comparison.read ─┬► summarize (findings) ─┐
-                 ├► table ────────────────┼► report.html, jobs.csv, findings.json
-                 └► plots.draw ───────────┘
+reading.read ─┬► summarize (findings) ─┐
+              ├► table ────────────────┼► report.html, jobs.csv, findings.json
+              └► plots.draw ───────────┘
 """
 
 import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pipeline.common.errors import ConfigError, Parser, count, printable, say
 from pipeline.config import compose
 from pipeline.report import (
-    comparison,
     critical_batch,
     factor_cost,
     findings,
@@ -27,20 +26,24 @@ from pipeline.report import (
     plots,
     ranking,
     rate_drift,
+    reading,
     table,
+    trajectories,
     verdict,
 )
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
-from pipeline.report.html_page import finite, render
+from pipeline.report.html_page import SweepParts, render
 from pipeline.report.job_results import (
     EXAMPLES_SEEN,
     LEARNING_RATE,
     LOSS,
     UPDATE_SECONDS,
     by_family,
+    comparable_state,
     jobs_with,
 )
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.wording import finite
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import artifact_locations
 
@@ -158,11 +161,11 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
         out: the folder for the files, which is created if necessary.
         allow: locations where artifacts may be.
     """
-    read_sweep = comparison.read(uri, sweep, allow)
+    read_sweep = reading.read(uri, sweep, allow)
     sweep_findings = summarize(read_sweep)
     page = out / "report.html"
     html = _page(read_sweep, sweep_findings)
-    data = finite([asdict(finding) for finding in sweep_findings])
+    data = finite([finding.entry() for finding in sweep_findings])
 
     out.mkdir(parents=True, exist_ok=True)
     page.write_text(html, encoding="utf-8")
@@ -182,7 +185,7 @@ def summarize(sweep: SweepResult) -> list[SweepFinding]:
     ordered = [
         *verdicts,
         findings.job_states(sweep),
-        *findings.same_trajectory(sweep),
+        *trajectories.same_trajectory(sweep),
         ranking.final_result(sweep),
         ranking.time_to_target(sweep),
         *factor_cost.findings(sweep),
@@ -219,16 +222,16 @@ def _page(sweep: SweepResult, sweep_findings: list[SweepFinding]) -> str:
         f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has "
         "the table."
     )
-    return render(
-        f"Sweep {sweep.name}",
-        about,
-        drawn,
-        footer,
+    averaged = ""
+    if len(sweep.groups) < len(sweep.jobs):
+        averaged = comparable_state(sweep.groups.values())
+    parts = SweepParts(
         findings=sweep_findings,
         topics=TOPICS,
         question=sweep.question,
         tables=[table.groups_table(sweep), table.best_by_value(sweep)],
         groups=list(sweep.groups),
-        repeated=len(sweep.groups) < len(sweep.jobs),
+        averaged=averaged,
         absent=absent,
     )
+    return render(f"Sweep {sweep.name}", about, drawn, footer, parts)

@@ -24,7 +24,7 @@ from pipeline.config import (
 )
 from pipeline.config.overrides import hydra_quoted
 from pipeline.config.plain import plain
-from pipeline.config.resolve import resolve
+from pipeline.config.resolve import XLA, resolve
 from pipeline.launch import recorded_job
 from pipeline.rerun import adapted_config, agreement, recorded_run
 from pipeline.rerun.recorded_run import RecordedRun
@@ -179,8 +179,8 @@ class Rerun:
         """Check the composed config, in which the recorded links are now resolved.
 
         Raises:
-            ConfigError: the config is not trusted, or it asks for a search for the
-                micro-batch size.
+            ConfigError: the config is not trusted, or it leaves the micro-batch size
+                or the use of XLA to a measurement.
         """
         with hydra_errors.translated():
             check_config(plain(config), self.gate, imports=False)
@@ -188,6 +188,10 @@ class Rerun:
         if micro_batch_size in sizes.SEARCHED:
             rule = "must be a number: a rerun does what the record says"
             raise ConfigError(sizes.MICRO, rule, micro_batch_size)
+        xla = config.hardware.xla
+        if xla == "fastest":
+            rule = "must be true, false or auto: a rerun does what the record says"
+            raise ConfigError(XLA, rule, xla)
 
     def _check_without_running(
         self, config: DictConfig, overrides: Sequence[str]

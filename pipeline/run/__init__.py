@@ -1,3 +1,3 @@
-"""Trains one run from a composed config, and searches for its micro-batch size."""
+"""Trains one run from a composed config; finds its micro-batch size and its use of XLA."""
 
 __all__ = ["run"]

@@ -9,31 +9,24 @@ module does not import TensorFlow.
 """
 
 import bisect
-import hashlib
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from pipeline.common import disk_cache, imports, memory_budget, nvidia
+from pipeline.common import disk_cache, imports, memory_budget
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.memory_budget import MARGIN
 from pipeline.common.secrets import mask
-from pipeline.config import key_kinds
-from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
-from pipeline.config.schema import Kind
 from pipeline.config.sizes import MICRO, Batching
-from pipeline.tracking import provenance
+from pipeline.run import measured_once
 
 # Sizes that reach this share of the best speed count as equally fast. The smallest of
 # them is used, as it leaves the most memory free.
@@ -41,7 +34,6 @@ ALIKE = 0.98
 # Once two sizes in a row reach less than this share of the best speed, smaller sizes
 # are not timed.
 SLOWER = 0.9
-SILENCE = 5.0  # seconds of waiting for another process before a message is printed
 # Columns of the table of trials, which the run logs as the artifact `TABLE`.
 COLUMNS = (
     "micro_batch_size",
@@ -133,7 +125,8 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
     """Find the micro-batch size of a run, in a cache or by a search.
 
     If several processes need the same size, one searches and the others wait. If the
-    effective batch size changes during the run, the search uses the largest one.
+    effective batch size changes during the run, the search uses the largest one. With
+    `hardware.xla=fastest`, it is made without XLA.
 
     Returns:
         The spec with the size, and the result of the search.
@@ -143,13 +136,15 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
             tries sizes has ended.
     """
     largest_spec = spec.at_largest()
+    if spec.times_xla:
+        # Which way is faster is measured later, at the size that is found.
+        largest_spec = largest_spec.with_xla(False)
     budget = {
         "resident": _resident_budget(spec),
         "address_space": memory_budget.address_space(),
     }
-    identity = json.dumps(_identity(largest_spec, budget), sort_keys=True)
-    file = disk_cache.place("micro_batch_size", identity)
-    with _locked(file):
+    file = _cache_file(largest_spec, budget)
+    with measured_once.locked(file, MICRO):
         found = _recalled(file, most=largest_spec.batching.share)
         if found is not None:
             size = found.micro_batch_size
@@ -245,21 +240,12 @@ def _resident_budget(spec: RunSpec) -> int | None:
     return memory_budget.parsed(memory)
 
 
-def _locked(file: Path) -> AbstractContextManager[Any]:
-    """Acquire the lock that lets only one process search at a time; return it.
-
-    If the lock file cannot be written, return a context that does nothing.
-    """
-    lock = FileLock(f"{file}.lock")
-    with suppress(OSError, NotImplementedError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            return lock.acquire(timeout=SILENCE)
-        except Timeout:
-            say(f"{MICRO}: another process looks for the same: waiting for it")
-            # Without a time limit: `Timeout` is an `OSError`, which is suppressed here.
-            return lock.acquire()
-    return nullcontext()
+def _cache_file(spec: RunSpec, budget: dict[str, Any]) -> Path:
+    """Return the file of the cache entry for a search."""
+    identity = measured_once.identity(spec)
+    identity["asked"] = spec.config.accumulation.micro_batch_size
+    identity["budget"] = budget
+    return disk_cache.place("micro_batch_size", json.dumps(identity, sort_keys=True))
 
 
 def _recalled(file: Path, most: int) -> Found | None:
@@ -341,98 +327,6 @@ def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
         return ConfigError("hardware.memory", f"must be enough for {example}", memory)
     mode = spec.config.accumulation.micro_batch_size
     return ConfigError(MICRO, f"must find room for {example}", mode)
-
-
-def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    """Return the cache key of a search: everything that can affect its result."""
-    config = spec.resolved
-    # Reduce numbers to whether they are 0: for example, the memory depends on whether
-    # there is momentum, but not on its value.
-    optimizer = dict(config["optimizer"])
-    for key, value in optimizer.items():
-        if isinstance(value, int | float):
-            optimizer[key] = bool(value)
-    hardware: dict[str, Any] = {}
-    # Leave out paths, ports and settings of logging, which do not affect a trial.
-    for key, value in config["hardware"].items():
-        facts = key_kinds.facts_of(f"hardware.{key}")
-        if facts.kind not in (Kind.PLACE, Kind.LOG) and not facts.of_one_call:
-            hardware[key] = value
-    environment = provenance.environment(Path())
-    hardware["gpus"] = []
-    if config["hardware"]["device"] != "cpu":
-        hardware["gpus"] = _gpus(environment["gpus"])
-
-    # Keep the keys that define the objective: those that a resumed run may not change.
-    training = {}
-    for key, value in config["training"].items():
-        if key_kinds.facts_of(f"training.{key}").fixed:
-            training[key] = value
-    machine = ("python", "processor", "processors", "driver", "package", "packages")
-    targets = []
-    for key, value in leaves(config).items():
-        if key.endswith("_target_"):
-            targets.append(value)
-    return {
-        "asked": config["accumulation"]["micro_batch_size"],
-        "effective_batch_size": spec.batching.effective_batch_size,
-        "budget": budget,
-        "dataset": config["dataset"],
-        "model": config["model"],
-        "hardware": hardware,
-        "optimizer": optimizer,
-        "training": training,
-        "same_noise": config["accumulation"]["same_noise"],
-        "moving_statistics": config["accumulation"]["moving_statistics"],
-        "noise_scale_every": config["accumulation"]["noise_scale_every"],
-        "machine": {key: environment[key] for key in machine},
-        "code": _code_hash(targets),
-    }
-
-
-def _gpus(names: Sequence[str]) -> Sequence[str]:
-    """Return the names of the GPUs that this process may use.
-
-    In `CUDA_VISIBLE_DEVICES`, CUDA ignores all entries after an invalid index, and so
-    does this function. A GPU listed by its UUID is returned by its UUID.
-
-    Args:
-        names: names of all GPUs of the machine.
-    """
-    if not names:
-        return names
-    chosen = []
-    for gpu in nvidia.visible():
-        if not gpu.isdecimal():
-            chosen.append(gpu)  # the UUID of a GPU
-        elif int(gpu) < len(names):
-            chosen.append(names[int(gpu)])
-        else:
-            break
-    return chosen
-
-
-def _code_hash(targets: Sequence[str]) -> str:
-    """Return a SHA-256 of the user's own code in the packages of `targets`.
-
-    The hash covers all Python files of a target's package, or all those in the folder
-    of a module that is not in a package.
-    """
-    tops = {target.partition(".")[0] for target in targets}
-    digest = hashlib.sha256()
-    for name in sorted(tops - {"pipeline", "keras", "tensorflow"}):
-        spec = importlib.util.find_spec(name)
-        # Skip installed packages: their versions are in the cache key already.
-        if spec is None or "site-packages" in str(spec.origin):
-            continue
-        files: list[Path] = []
-        for folder in spec.submodule_search_locations or ():
-            files += Path(folder).rglob("*.py")
-        if not files and spec.has_location and spec.origin:
-            files += Path(spec.origin).parent.glob("*.py")
-        for path in sorted(files):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @contextmanager

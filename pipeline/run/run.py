@@ -45,7 +45,10 @@ if TYPE_CHECKING:  # Importing these takes seconds; do it while the store opens.
     from pipeline.accumulation import Update
     from pipeline.components.assembly import Parts
     from pipeline.dataset.checksums import DataFiles
+    from pipeline.run.xla_choice import Choice
     from pipeline.training.recorder import Recorder
+
+XLA_TAG = "xla.found"  # tag of a run: the times by which `hardware.xla` was decided
 
 # Receives the record of the data (see `provenance.dataset`), and raises an error to
 # reject the data.
@@ -130,6 +133,8 @@ class _Job:
         start: the checkpoint from which training starts, or None to start anew.
         found: the result of the search for a micro-batch size, or None if there was no
             search.
+        choice: whether XLA compiles, and the times that decided it. None if the config
+            or a record decides it.
     """
 
     parts: Parts
@@ -139,6 +144,7 @@ class _Job:
     before: Continuation | None
     start: Checkpoint | Fork | None
     found: batch_size_search.Found | None
+    choice: Choice | None
 
 
 def _prepare(
@@ -185,17 +191,30 @@ def _prepare(
             journal.ready()
             spec, found = batch_size_search.search(spec)
         parts = _gather(spec, run_dir, start, check_dataset, workers)
+        choice = None
+        if parts.spec.times_xla:
+            if found is None:
+                # This takes seconds, so first wait until the store accepts the run.
+                journal.ready()
+            parts, choice = _choose_xla(parts)
         update = parts.update()
         if before is not None:
             before.check(update, parts.plan)
         if isinstance(start, Fork):
             start.check(update, parts.plan)
             start.load()
-        if found is None:
+        if found is None and choice is None:
             journal.ready()
         undo.pop_all()
     tracker = Tracker(journal, run_dir, parts.plan, parts.files)
-    return _Job(parts, update, tracker, tags, before, start, found)
+    return _Job(parts, update, tracker, tags, before, start, found, choice)
+
+
+def _choose_xla(parts: Parts) -> tuple[Parts, Choice]:
+    """Choose the faster way for `hardware.xla=fastest`; see `xla_choice.decide`."""
+    from pipeline.run import xla_choice  # imports TensorFlow
+
+    return xla_choice.decide(parts)
 
 
 def _gather(
@@ -334,6 +353,8 @@ def _begin(job: _Job) -> None:
         columns = batch_size_search.COLUMNS
         tracker.table(batch_size_search.TABLE, columns, job.found.tries)
         tracker.tag({batch_size_search.TAG: job.found.how})
+    if job.choice is not None:
+        tracker.tag({XLA_TAG: job.choice.why})
     if isinstance(job.start, Fork):
         say(*job.start.messages(callbacks))
     _link_fork(job)

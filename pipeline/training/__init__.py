@@ -12,4 +12,5 @@ __all__ = [
     "profiler",
     "progress",
     "recorder",
+    "xla_timing",
 ]

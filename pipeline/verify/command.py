@@ -25,7 +25,7 @@ from pipeline.common.errors import (
 )
 from pipeline.config import compose, plain, sizes
 from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
-from pipeline.config.resolve import RunSpec, resolve
+from pipeline.config.resolve import XLA, RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.run.run import resolve_for_all
 from pipeline.tracking.params import param_text
@@ -129,6 +129,9 @@ def _check(spec: RunSpec) -> None:
         rule = "must be a number: what is verified is that cut, in float64"
         size = spec.config.accumulation.micro_batch_size
         raise ConfigError(sizes.MICRO, rule, size)
+    if spec.times_xla:
+        rule = "must be true, false or auto: nothing is timed to verify"
+        raise ConfigError(XLA, rule, spec.config.hardware.xla)
     if spec.dataset.get("batched"):
         rule = (
             "must be false to verify: "

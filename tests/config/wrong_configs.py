@@ -86,9 +86,27 @@ CONFIG = {
         "hardware.replicas must be an integer. Received: null."
     ),
     "train hardware.xla=maybe": (
-        "hardware.xla must be true, false or auto. Received: 'maybe'."
+        "hardware.xla must be true, false, auto or fastest. Received: 'maybe'."
     ),
-    "train hardware.xla=2": "hardware.xla must be true, false or auto. Received: 2.",
+    "train hardware.xla=2": (
+        "hardware.xla must be true, false, auto or fastest. Received: 2."
+    ),
+    "train hardware.xla=fastest hardware.replicas=2": (
+        "hardware.xla must be true, false or auto with 2 replicas: one is timed. "
+        "Received: 'fastest'."
+    ),
+    "train hardware.xla=fastest dataset.batched=true": (
+        "hardware.xla must be auto or false with dataset.batched=true: … "
+        "Received: 'fastest'."
+    ),
+    "train hardware.xla=fastest hardware.fused_attention=true": (
+        "hardware.fused_attention must be false or auto with hardware.xla=fastest. "
+        "Received: true."
+    ),
+    "verify hardware.xla=fastest": (
+        "hardware.xla must be true, false or auto: nothing is timed to verify. "
+        "Received: 'fastest'."
+    ),
     "train hardware.fused_attention=fast": (
         "hardware.fused_attention must be true, false or auto. Received: 'fast'."
     ),

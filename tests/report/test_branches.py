@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.report import comparison, critical_batch, html_page, writer
+from pipeline.report import critical_batch, reading, wording, writer
 from pipeline.report.critical_batch import TOLERANCE, Branch, measure
+from pipeline.report.job_results import Curve, JobResult
 from tests import synthetic
 from tests.synthetic import PlantedSweep
 
@@ -244,12 +245,62 @@ def test_what_is_larger_than_a_missing_branch_is_not_judged(tmp_path):
     losses = {32: 2.0, 64: 2.005, 128: 2.004, 256: 2.003}
     finished = dict.fromkeys(losses, "FINISHED")
     complete = branches_sweep(store, losses, finished)
-    results = comparison.read(store.uri, complete.run_id)
+    results = reading.read(store.uri, complete.run_id)
     assert critical_batch.measured(results).critical == 256
 
     failed = branches_sweep(store, losses, finished | {128: "FAILED"})
-    results = comparison.read(store.uri, failed.run_id)
+    results = reading.read(store.uri, failed.run_id)
     assert critical_batch.measured(results).critical == 64
+
+
+NON_FINITE = "pipeline.training.recorder.NonFiniteError: gradient_norm=nan at update 3"
+
+
+@pytest.mark.parametrize(
+    ("last", "failure"),
+    [(math.nan, ""), (math.inf, ""), (-math.inf, ""), (1.9, NON_FINITE)],
+)
+def test_a_branch_that_failed_for_what_is_not_finite_diverged(last, failure):
+    jobs = []
+    for batch in (32, 64, 128, 256):
+        branch = line(batch)
+        losses = branch.losses
+        status = "FINISHED"
+        tags = {"start.update": "5"}
+        if batch == 256:
+            losses = np.array([2.0, 1.95, last])
+            status = "FAILED"
+            tags["failure"] = failure
+        steps = np.arange(1, len(losses) + 1)
+        curves = {
+            "train/loss": Curve(steps, losses),
+            "train/effective_batch_size": Curve(steps, branch.sizes[: len(steps)]),
+        }
+        job = JobResult(
+            f"batch={batch} seed=0",
+            status=status,
+            curves=curves,
+            tags=tags,
+            effective_batch_size=batch,
+        )
+        jobs.append(job)
+    sweep = replace(synthetic.swept(jobs), name="critical")
+    finding = next(iter(critical_batch.branch_findings(sweep)))
+    assert finding.figures["critical"] == 128
+    assert finding.figures["diverged"] == 256
+    assert " With 256 it diverged." in finding.text
+
+    # A branch that failed for another reason is missing.
+    lost = replace(jobs[-1], tags={"start.update": "5", "failure": "Killed"})
+    lost.curves["train/loss"].values[-1] = 1.9
+    sweep = replace(sweep, jobs=[*jobs[:-1], lost])
+    finding = next(iter(critical_batch.branch_findings(sweep)))
+    assert finding.figures["diverged"] is None
+
+    # So is one whose sizes were not logged.
+    del jobs[2].curves["train/effective_batch_size"]
+    sweep = replace(sweep, jobs=jobs)
+    assert critical_batch.measured(sweep).critical == 64
 
 
 def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
@@ -272,11 +323,11 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
         "40 examples. It is below the critical batch that was measured here"
     )
 
-    results = comparison.read(store.uri, sweep.run_id)
+    results = reading.read(store.uri, sweep.run_id)
     (plot,) = critical_batch.branch_plots(results)
     names = [drawn["name"] for drawn in plot.data]
     assert names == ["branches", "lowest + 0.01", "critical batch", "noise scale"]
     assert plot.data[0]["x"] == [32, 64, 128]
     html = written.page.read_text()
     assert "Loss by effective batch" in html
-    assert json.dumps(html_page.finite(by_topic["critical"].figures["losses"]))
+    assert json.dumps(wording.finite(by_topic["critical"].figures["losses"]))

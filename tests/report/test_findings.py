@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from pipeline.report import comparison, plots, writer
-from pipeline.report.comparison import SweepResult
+from pipeline.report import (
+    curve_plots,
+    job_results,
+    next_steps,
+    plots,
+    ranking,
+    reading,
+    table,
+    writer,
+)
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot
+from pipeline.report.job_results import Curve, JobResult
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.writer import summarize
 from pipeline.sweep.parent_run import set_tag
 from tests import synthetic
@@ -25,7 +36,7 @@ def store(tmp_path_factory):
 
 
 def read(sweep: PlantedSweep) -> SweepResult:
-    return comparison.read(sweep.store.uri, sweep.run_id)
+    return reading.read(sweep.store.uri, sweep.run_id)
 
 
 def all_findings(sweep: PlantedSweep) -> list[SweepFinding]:
@@ -406,6 +417,155 @@ def test_equal_results_of_all_seeds_are_no_certainty(store):
         "The next is factor=2, 0.005556 behind; as neither varies over its seeds, "
         "chance is not known"
     ) in finding.text
+
+
+# A seed of the second group is missing; at the seeds of both, it is the better one.
+REVERSED = {1: (0.90, 0.901, 0.99), 2: (0.92, 0.9205)}
+
+
+def with_accuracies(accuracies: dict[int, tuple[float, ...]]) -> SweepResult:
+    """Return a sweep whose rates end at these accuracies, one for each seed."""
+    jobs = []
+    for rate, of_seeds in accuracies.items():
+        for seed, accuracy in enumerate(of_seeds):
+            job = synthetic.job(f"rate={rate} seed={seed}", 1.0 + 0.1 * rate * seed)
+            steps = job.curves["val/loss"].steps
+            curve = Curve(steps, np.full(len(steps), accuracy))
+            jobs.append(replace(job, curves=job.curves | {"val/accuracy": curve}))
+    return synthetic.swept(jobs)
+
+
+def test_a_group_that_is_ahead_at_the_common_seeds_is_not_called_behind():
+    finding = ranking.final_result(with_accuracies(REVERSED))
+    # Differences of 0.02 and 0.0195; Student's quantile with one degree of freedom.
+    half_width = 12.7062 * 0.00025
+    assert finding.figures["best"] == "rate=1"
+    assert finding.figures["difference"] == pytest.approx(
+        (0.01975, half_width), rel=1e-4
+    )
+    assert finding.figures["told_apart"] is False
+    assert finding.figures["not_told_apart"] == ["rate=2"]
+    assert finding.text.endswith(
+        " The next is rate=2, 0.0197 ± 0.0032 ahead at the seeds that both have (95%, "
+        "over 2 pairs of one seed), so the order comes of seeds that only one of them "
+        "has."
+    )
+
+
+def test_a_final_result_that_is_better_by_other_seeds_is_named_so():
+    sweep = with_accuracies(REVERSED)
+    final = ranking.final_result(sweep)
+    text = next_steps._better_final(sweep, [final], "rate=2")
+    assert text == (
+        " By its final val/accuracy rate=1 is better, though not at the seeds that "
+        "both have."
+    )
+
+
+def test_why_chance_is_not_known_fits_the_number_of_seeds():
+    equal = with_accuracies({1: (0.1, 0.1, 0.1), 2: (0.3, 0.3, 0.3)})
+    assert "behind; as neither varies over its seeds" in (
+        ranking.final_result(equal).text
+    )
+    two = with_accuracies({1: (0.1, 0.2), 2: (0.3, 0.4)})
+    assert "as both seeds are equally far behind" in ranking.final_result(two).text
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name", "lower"),
+    [
+        ("false_positives", "keras.metrics.FalsePositives", True),
+        ("misses", "keras.metrics.FalseNegatives", True),
+        ("error_free", "keras.metrics.BinaryAccuracy", False),
+        ("fit", "keras.metrics.MeanSquaredLogarithmicError", True),
+        ("nll", "my.NLL", True),
+        ("msle", "my.MSLE", True),
+        ("wer", "my.WER", True),
+        ("quality", "my.WordErrorRate", True),
+        ("valloss", "my.Thing", True),
+        ("bits_per_token", "pipeline.metrics.BitsPerToken", True),
+        ("glossary_accuracy", "my.Accuracy", False),
+        ("interval_score", "my.Score", False),
+    ],
+)
+def test_which_direction_of_a_metric_is_better(name, class_name, lower):
+    job = JobResult("job", params={f"training.metrics.{name}._target_": class_name})
+    assert synthetic.swept([job]).lower_is_better(f"val/{name}") is lower
+    key = f"training.weighted_metrics.age.{name}._target_"
+    job = JobResult("job", params={key: class_name})
+    assert synthetic.swept([job]).lower_is_better(f"val/age_{name}") is lower
+
+
+def test_the_recorded_mode_decides_which_direction_is_better():
+    params = {
+        "training.metrics.wrong._target_": "my.Error",
+        "training.keep_best.metric": "val/wrong",
+        "training.keep_best.mode": "max",
+    }
+    sweep = synthetic.swept([JobResult("job", params=params)])
+    assert not sweep.lower_is_better("val/wrong")
+    assert not sweep.lower_is_better("train/wrong")
+    assert sweep.lower_is_better("val/error")
+
+
+# --- names and states ---
+
+
+def test_versions_are_not_numbers():
+    jobs = []
+    for version, end in (("1.1", 1.0), ("1.10", 2.0), ("1.2", 3.0)):
+        jobs.append(synthetic.job(f"data.version={version} rate=0.10", end))
+    sweep = synthetic.swept(jobs)
+    assert sweep.axes == ["data.version"]
+    assert list(sweep.by_setting(jobs, "data.version")) == ["1.1", "1.10", "1.2"]
+    assert jobs[0].setting("rate") == 0.1
+    for name in ("nan", "inf", "1_0", "1e999"):
+        assert JobResult(f"model.name={name}").setting("model.name") == name
+
+
+def test_a_number_beside_a_text_is_written_as_it_was_given():
+    jobs = [synthetic.job("data.size=100", 1.0), synthetic.job("data.size=all", 1.1)]
+    sweep = synthetic.swept(jobs)
+    (plot,) = (plot for plot in plots.draw(sweep) if plot.key.startswith("final_by"))
+    assert plot.data[0]["x"] == ["100", "all"]
+    assert [row[0] for row in table.best_by_value(sweep).rows] == [
+        "data.size=100",
+        "data.size=all",
+    ]
+
+
+def test_a_size_of_other_digits_is_no_size():
+    assert job_results._size({"derived.factor": "²"}, "factor") is None
+    assert job_results._size({"derived.factor": "8"}, "factor") == 8
+
+
+def test_equal_ends_after_unequal_examples_keep_the_caveat_in_the_figures():
+    jobs = [
+        synthetic.job("rate=1", 1.0, epochs=6),
+        synthetic.job("rate=2", 1.0, epochs=3),
+    ]
+    finding = ranking.final_result(synthetic.swept(jobs))
+    assert finding.figures["equal"]
+    assert finding.figures["horizons"] == {"rate=1": 6144, "rate=2": 3072}
+    assert finding.text.endswith("the groups saw from 3072 to 6144.")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "state"),
+    [
+        (("FINISHED", "FINISHED"), "that finished."),
+        (("RUNNING", "RUNNING"), "that have not finished."),
+        (("FINISHED", "RUNNING"), "that finished, or else of those that did not."),
+    ],
+)
+def test_a_caption_names_the_jobs_of_which_a_mean_is(statuses, state):
+    jobs = []
+    for rate, status in enumerate(statuses):
+        for seed in range(2):
+            job = synthetic.job(f"rate={rate} seed={seed}", 1.0)
+            jobs.append(replace(job, status=status))
+    plot = curve_plots.metric_plots(synthetic.swept(jobs))[0]
+    assert plot.caption.endswith(f"the thick one is the mean of those {state}")
 
 
 @pytest.mark.slow

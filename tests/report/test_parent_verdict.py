@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from pipeline.report import comparison, parent_verdict, writer
-from pipeline.report.findings import SweepFinding
+from pipeline.report import parent_verdict, reading, writer
+from pipeline.report.equal_budget import BudgetContrast, Setting
+from pipeline.report.seed_differences import BestAgainstBest, Difference
+from pipeline.report.verdict import Verdict
 from pipeline.sweep import mlflow_view
 from pipeline.tracking.foreign_store import LONGEST_TAG
 from tests import synthetic
@@ -79,7 +82,7 @@ def test_the_description_begins_with_the_verdict_and_keeps_the_rest(store, capsy
 def test_its_figures_are_metrics_of_the_parent_run(store):
     made = sweep_in(store)
     writer.publish(store.uri, made.run_id, [])
-    sweep = comparison.read(store.uri, made.run_id)
+    sweep = reading.read(store.uri, made.run_id)
     verdict = writer.summarize(sweep)[0]
     assert verdict.topic == "verdict"
     low, high = verdict.figures["examples"]["interval"]
@@ -95,14 +98,14 @@ def test_its_figures_are_metrics_of_the_parent_run(store):
 def test_a_verdict_with_more_seeds_is_one_more_look(store):
     """Seeds are added, and the interval is wider than that of a first look."""
     made = sweep_in(store)
-    assert comparison.read(store.uri, made.run_id).looks == ()
+    assert reading.read(store.uri, made.run_id).looks == ()
     writer.publish(store.uri, made.run_id, [])
     writer.publish(store.uri, made.run_id, [])
-    assert comparison.read(store.uri, made.run_id).looks == (3,)
+    assert reading.read(store.uri, made.run_id).looks == (3,)
 
     add_jobs(made, {1: [2.01], 4: [1.8]}, first=3)
     writer.publish(store.uri, made.run_id, [])
-    assert comparison.read(store.uri, made.run_id).looks == (3, 4)
+    assert reading.read(store.uri, made.run_id).looks == (3, 4)
     at_once = sweep_in(store, {1: [*LOSSES[1], 2.01], 4: [*LOSSES[4], 1.8]})
     writer.publish(store.uri, at_once.run_id, [])
 
@@ -121,24 +124,35 @@ def test_a_sweep_that_is_running_has_no_verdict_in_its_parent_run(store):
     assert not parent(made).tags[parent_verdict.NOTE].startswith("**Accum")
 
 
-def verdict_of(recipe: str, **more: Any) -> SweepFinding:
-    contrast = {"difference": -0.5, "interval": [-1.0, float("inf")]}
-    figures = {
-        "recipe": recipe,
-        "micro": 8,
-        "headline": f"{recipe}: Accumulate by 4",
-        "seeds": 1,
-        "take_factor": None,
-        "examples": contrast,
-        **more,
-    }
-    return SweepFinding(
-        "verdict", f"{recipe}: Accumulate by 4: " + "words " * 900, figures
+def verdict_of(recipe: str, state: str = "few") -> Verdict:
+    """Return a verdict with one seed, and 900 words of remarks."""
+    difference = Difference(-0.5, None, 0, 1, paired=True)
+    contrast = BudgetContrast(
+        axis="examples",
+        budget=1024,
+        state=state,
+        base=Setting("factor=1", 1, {"0": 2.0}),
+        other=Setting("factor=4", 4, {"0": 1.5}),
+        result=BestAgainstBest(0, 0, -0.5, -1.0, math.inf, difference),
+        best_by_factor={},
+        without=[],
+        more_seeds=2,
+    )
+    return Verdict(
+        recipe=recipe,
+        micro=8,
+        metric="val/loss",
+        contrasts=[contrast],
+        reasons={"seconds": "no job logged its time"},
+        memory_ratio=1.0,
+        rates={},
+        command="",
+        remarks=" words" * 900,
     )
 
 
 def test_several_verdicts_have_names_of_their_own():
-    verdicts = [verdict_of("scaling=none"), verdict_of("scaling=sqrt", take_factor=4)]
+    verdicts = [verdict_of("scaling=none"), verdict_of("scaling=sqrt", "pays")]
     values = parent_verdict.metrics(verdicts)
     # One seed is no look, and what is not finite is no metric.
     assert values == {
@@ -161,6 +175,51 @@ def test_a_long_verdict_leaves_room_for_the_results(store):
     assert described.endswith(note.partition("\n")[2].strip("\n"))
     # A description that somebody wrote is kept.
     own = parent_verdict.with_verdicts("My own words.", verdicts[:1])
-    assert own.startswith("> scaling=none: Accumulate by 4")
+    assert own.startswith(
+        "<!-- verdict -->\n> scaling=none: There are not enough seeds"
+    )
     assert own.endswith("\nMy own words.")
     assert parent_verdict.with_verdicts(own, verdicts[:1]) == own
+
+
+OWN_NOTE = """\
+**Read me.** [Compare the runs of this sweep](#x). They differ in nothing.
+
+**name**
+
+> A quotation of mine,
+>
+> in two parts.
+
+
+
+My last words.
+"""
+
+
+@pytest.mark.parametrize("note", [OWN_NOTE, OWN_NOTE.removeprefix("**Read me.** ")])
+def test_what_somebody_wrote_is_kept_through_any_number_of_reports(note):
+    verdicts = [verdict_of("scaling=none"), verdict_of("scaling=sqrt")]
+    once = parent_verdict.with_verdicts(note, verdicts)
+    described = once
+    for _ in range(4):
+        described = parent_verdict.with_verdicts(described, verdicts)
+    assert described == once
+    assert described.count("> scaling=") == 2
+    assert "\n>\n>\n" not in described
+    assert described.endswith(note.partition("\n")[2])
+
+    fewer = parent_verdict.with_verdicts(described, verdicts[:1])
+    assert "scaling=sqrt" not in fewer
+    assert fewer.endswith(note.partition("\n")[2])
+
+
+def test_a_verdict_of_an_earlier_version_is_replaced():
+    """Those had no comments around them."""
+    link = "[Compare the runs of this sweep](#x)."
+    former = f"**Old: yes.** {link}\n\n> Old: yes\n>\n> Old: no\n\n**name**\n\n> Mine."
+    verdict = verdict_of("scaling=none")
+    described = parent_verdict.with_verdicts(former, [verdict])
+    assert "Old" not in described
+    assert described.startswith(f"**{verdict.headline}.** {link}\n<!-- ")
+    assert described.endswith("-->\n\n**name**\n\n> Mine.")

@@ -10,8 +10,9 @@ import pytest
 from plotly import graph_objects
 
 from pipeline.report import plots, rate_drift
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
+from pipeline.report.rate_drift import Drift
+from pipeline.report.sweep_result import SweepResult
 from tests import synthetic
 
 RATES = [2.0**exponent for exponent in range(-9, -2)]
@@ -149,6 +150,28 @@ def test_the_rule_that_keeps_the_best_rate_still():
     *_, last = rate_drift.findings(sweep_of(about_equal, noise=0.01))
     assert last.figures["still"] == []
     assert "though not by more than chance may do: in octaves" in last.text
+
+
+def drift_between(name: str, value: float, low: float, high: float) -> Drift:
+    """Return a drift whose bootstrap samples are spread evenly over an interval."""
+    samples = np.linspace(low, high, 4001)
+    return Drift(name, [], [], np.concatenate([[value], samples]))
+
+
+def test_the_least_drift_is_told_apart_from_all_others():
+    still = drift_between("sqrt", 0.01, -0.02, 0.03)
+    far = drift_between("linear", 0.3, 0.25, 0.35)
+    wide = drift_between("none", 0.35, -0.9, 1.6)
+    around_zero = drift_between("linear", 0.06, -0.30, 0.40)
+    chance = "moves least with sqrt, though not by more than chance may do"
+    for judged, is_chance in (
+        ([still, far], False),
+        # An interval around 0 has a drift of 0 in it, however far its ends are.
+        ([still, around_zero], True),
+        ([still, far, wide], True),
+    ):
+        finding = rate_drift._least_drift(judged)
+        assert (chance in finding.text) is is_chance
 
 
 def test_a_plot_for_each_rule_with_a_curve_for_each_batch_and_the_best_rates():

@@ -150,6 +150,13 @@ def missing() -> Planted:
     return Planted(made, planned=["factor=8 batch=64 seed=0"])
 
 
+def reversed_lead() -> Planted:
+    """Return a best group that is best by a seed which failed in the second one."""
+    made = jobs({1: [1.5, 1.51, 1.0], 2: [1.4, 1.405, 1.45], 4: [1.7, 1.72, 1.71]})
+    made[5].status = "FAILED"
+    return Planted(made)
+
+
 def search() -> Planted:
     return Planted(jobs({1: [1.5], 4: [1.4], 16: [1.7]}), search=True)
 
@@ -164,6 +171,7 @@ PLANTED = {
         unequal_variances,
         diverged,
         missing,
+        reversed_lead,
         search,
     )
 }
@@ -398,6 +406,22 @@ def test_the_final_result(case):
         assert not caveat
 
 
+def test_who_is_ahead_at_the_seeds_of_both_groups(case):
+    planted, texts = case
+    ends: dict[str, dict[int, float]] = {}
+    for job in planted.jobs:
+        if job.finished:
+            ends.setdefault(job.group, {})[job.seed] = job.losses[max(job.losses)]
+    order = sorted(ends, key=lambda group: statistics.mean(ends[group].values()))
+    best = ends[order[0]]
+    second = next(ends[group] for group in order[1:] if ends[group] != best)
+    common = set(best) & set(second)
+    lead = statistics.mean(second[seed] - best[seed] for seed in common)
+    text = texts["final"]
+    assert (" ahead at the seeds that both have" in text) == (lead < 0)
+    assert (" behind" in text) == (lead > 0)
+
+
 def test_the_verdict(case):
     planted, texts = case
     text = texts["verdict"]
@@ -473,7 +497,7 @@ def check_contrast(text: str, word: str, differences: dict[int, list[float]]) ->
     interval = [min(lower_ends), min(upper_ends)]
     if direction == "lower":
         interval = [-interval[1], -interval[0]]
-    found = re.match(rf"95%: {NUMBER} to {NUMBER}", match[2])
+    found = re.match(rf"95% over all looks: {NUMBER} to {NUMBER}", match[2])
     assert found, match[2]
     assert float(found[1]) == pytest.approx(interval[0], rel=1e-3, abs=1e-6)
     assert float(found[2]) == pytest.approx(interval[1], rel=1e-3, abs=1e-6)

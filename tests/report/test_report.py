@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.common.errors import ConfigError
-from pipeline.report import comparison, html_page, plots, table, writer
+from pipeline.report import html_page, plots, reading, table, writer
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot
 from tests import synthetic
@@ -73,7 +73,7 @@ def first_on(written: writer.Report, topic: str) -> SweepFinding:
 
 
 def plots_of(store, written: writer.Report) -> list[Plot]:
-    return plots.draw(comparison.read(store.uri, written.run_id))
+    return plots.draw(reading.read(store.uri, written.run_id))
 
 
 # --- what a store may hold ---
@@ -124,18 +124,18 @@ def test_a_sweep_of_which_nothing_ran_is_reported(store, tmp_path):
 
 def test_a_sweep_is_found_by_its_name_and_by_the_start_of_its_run_id(store):
     sweep = PlantedSweep(store, [], name="only this one")
-    assert comparison.read(store.uri, "sweep only this one").run_id == sweep.run_id
-    assert comparison.read(store.uri, sweep.run_id[:12]).name == "only this one"
+    assert reading.read(store.uri, "sweep only this one").run_id == sweep.run_id
+    assert reading.read(store.uri, sweep.run_id[:12]).name == "only this one"
     # `pipeline sweep` names its newest sweep so.
     newer = PlantedSweep(store, [], name="only this one")
-    assert comparison.read(store.uri, "only this one").run_id == newer.run_id
+    assert reading.read(store.uri, "only this one").run_id == newer.run_id
     with pytest.raises(ConfigError, match="SWEEP must name one sweep of the store"):
-        comparison.read(store.uri, "another")
+        reading.read(store.uri, "another")
 
 
 def test_a_store_that_does_not_exist_is_rejected_and_not_made(tmp_path):
     with pytest.raises(ConfigError, match=r"tracking\.uri must be a store that exists"):
-        comparison.read(f"sqlite:///{tmp_path}/none/mlflow.db", "any")
+        reading.read(f"sqlite:///{tmp_path}/none/mlflow.db", "any")
     assert not list(tmp_path.iterdir())
 
 
@@ -182,10 +182,10 @@ def test_the_rows_of_the_page_stand_in_the_order_of_the_plan(store):
     sweep = PlantedSweep(store, ["factor=4", "factor=1", "factor=2"])
     sweep.job("factor=2", {"train/loss": [2, 1]}, factor=2)
     sweep.job("factor=1", {"train/loss": [2, 1]})
-    results = comparison.read(store.uri, sweep.run_id)
-    rows = [group for group, _ in table.sorted_groups(results)]
+    results = reading.read(store.uri, sweep.run_id)
+    rows = [row[0] for row in table.groups_table(results).rows]
     assert rows == ["factor=4", "factor=1", "factor=2"]
-    assert [row[0] for row in table.groups_table(results).rows] == rows
+    assert list(results.groups) == rows
 
 
 def test_findings_are_written_as_data_and_as_plain_text(nasty):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.report import statistics
+from pipeline.report import statistics, wording
 from pipeline.report.statistics import Spread
 
 
@@ -17,11 +17,21 @@ def test_spread_and_welch_interval_by_hand():
     assert statistics.spread([math.nan]) is None
 
     result = statistics.welch(Spread(10, 2, 4), Spread(13, 2, 4))
-    # t with 6 degrees of freedom at 97.5% is 2.446912; the standard error is
-    # √(4/4 + 4/4).
-    assert result.value == 3
-    assert result.half_width == pytest.approx(2.446912 * math.sqrt(2), rel=1e-6)
+    # The standard error is √(4/4 + 4/4).
+    assert result.error == pytest.approx(math.sqrt(2))
+    assert result.freedom == pytest.approx(6)
+    assert statistics.student_quantile(6, 0.975) == pytest.approx(2.446912, rel=1e-6)
     assert statistics.welch(Spread(10, None, 1), Spread(13, 2, 4)) is None
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_equal_values_do_not_vary(count):
+    """Of the accuracies over 180 examples, the mean of three is rounded for 34."""
+    for correct in range(181):
+        accuracy = correct / 180
+        assert statistics.spread([accuracy] * count).deviation == 0
+    apart = statistics.spread([0.1, 0.10001])
+    assert apart.deviation == pytest.approx(1e-5 / math.sqrt(2))
 
 
 def test_relative_difference_knows_zero_and_what_is_not_finite():
@@ -47,6 +57,31 @@ def test_a_trailing_mean_weighs_by_examples():
     expected = [1, (5 * 1 + 10 * 2) / 15, (10 * 2 + 5 * 4) / 15, (5 * 4 + 10 * 8) / 15]
     assert means.tolist() == pytest.approx(expected, rel=1e-12)
     assert statistics.trailing_mean(examples, values, 1).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("spike", [math.inf, -math.inf, math.nan, 1e30])
+def test_a_spike_changes_only_the_means_over_it(spike):
+    examples = np.arange(1, 41.0) * 10
+    values = np.linspace(2, 1, 40)
+    calm = statistics.trailing_mean(examples, values, 35)
+    values[3] = spike
+    means = statistics.trailing_mean(examples, values, 35)
+    # The window of 35 examples begins in the middle of an update.
+    assert means[:3].tolist() == calm[:3].tolist()
+    assert not (np.abs(means[3:7]) < 1e6).any()
+    assert means[7:].tolist() == calm[7:].tolist()
+
+
+def test_trailing_means_are_those_of_single_examples():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 9, 50)
+    values = rng.normal(size=50)
+    losses = np.repeat(values, sizes)
+    seen = np.cumsum(sizes)
+    for window in (1, 7, 30, 1000):
+        means = statistics.trailing_mean(seen.astype(float), values, window)
+        expected = [losses[max(end - window, 0) : end].mean() for end in seen]
+        assert means.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_loss_of_a_short_tail_is_no_target():
@@ -85,10 +120,12 @@ def test_the_fit_weighs_every_batch_by_its_relative_residual():
 
 def test_numbers_are_written_with_the_digits_that_count():
     assert Spread(0.97901, 0.00969, 3).text() == "0.9790 ± 0.0097"
-    assert Spread(0.303, 0.0862, 3).text(statistics.SECONDS) == "303 ± 86 ms"
+    assert Spread(0.303, 0.0862, 3).text(wording.SECONDS) == "303 ± 86 ms"
     assert Spread(7354.2, 40.8, 3).text() == "7354 ± 41"
-    assert statistics.number(2.0) == "2"
-    assert statistics.number(0.25) == "0.25"
-    assert statistics.number(1e-7) == "1e-7"
-    assert statistics.number(12345.6) == "12346"
-    assert statistics.number(3 * 2**30, statistics.SIZE) == "3 GiB"
+    assert Spread(672.4, 135.8, 3).text() == "672 ± 136"
+    assert Spread(0.5, 3e6, 3).text() == "0.5 ± 3e6"
+    assert wording.number(2.0) == "2"
+    assert wording.number(0.25) == "0.25"
+    assert wording.number(1e-7) == "1e-7"
+    assert wording.number(12345.6) == "12346"
+    assert wording.number(3 * 2**30, wording.SIZE) == "3 GiB"

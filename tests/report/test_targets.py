@@ -12,11 +12,11 @@ import yaml
 
 from pipeline.config import compose
 from pipeline.report import largest_batch, plots, table
-from pipeline.report.comparison import EVALUATIONS, SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.report.largest_batch import batch_costs
 from pipeline.report.statistics import CHANCE
+from pipeline.report.sweep_result import EVALUATIONS, SweepResult
 from pipeline.report.writer import summarize
 from tests import synthetic
 
@@ -96,6 +96,76 @@ def test_a_run_that_begins_at_the_target_needs_nothing():
     )
     sweep = synthetic.swept([one, with_evaluations(eight, losses), two])
     assert sweep.target.at_first == frozenset()
+
+
+def evaluated_before(losses_by_factor: dict[int, list[float]]) -> SweepResult:
+    """Return a sweep with these six losses, the first one before the first update."""
+    jobs = []
+    for factor, losses in losses_by_factor.items():
+        batch = 8 * factor
+        job = synthetic.job(f"factor={factor}", 1.0, factor=factor, batch=batch)
+        steps = [int(step) for step in job.curves["train/loss"].steps]
+        values = dict(zip([0, *steps[:5]], losses, strict=True))
+        jobs.append(with_evaluations(job, values))
+    return synthetic.swept(jobs)
+
+
+def test_a_batch_that_begins_at_the_target_has_no_ratio():
+    """The last job begins with the weights of another run."""
+    falling = [3, 2.5, 2, 1.5, 1.2, 1]
+    sweep = evaluated_before(
+        {1: falling, 2: falling, 4: [1.5, 1.5, 1.6, 1.5, 1.6, 1.7]}
+    )
+    assert sweep.target.value == 1.5
+    assert sweep.cost(sweep.jobs[2], "examples") == 0
+    finding = first_on(sweep, "largest_batch")
+    assert finding.figures == {}
+    assert finding.text.endswith(
+        "where a batch was at the target before its first update: 32."
+    )
+
+
+def test_losses_that_only_rose_set_no_target():
+    rising = [3, 3.2, 3.3, 3.4, 3.5, 3.6]
+    sweep = evaluated_before({1: [3, 2.5, 2, 1.5, 1.2, 1], 2: rising, 4: rising})
+    assert sweep.target.value == 1
+    finding = first_on(sweep, "time_to_target")
+    assert "reached by 1 of the 3 jobs, as others did not get near" in finding.text
+    assert list(finding.figures["groups"]) == ["factor=1"]
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_jobs_without_a_finite_loss_set_no_target(lost):
+    jobs = []
+    for number in range(3):
+        job = synthetic.job(f"rate={number}", 1.0 + 0.1 * number)
+        if number >= 3 - lost:
+            for metric in ("train/loss", "val/loss"):
+                job.curves[metric].values[:] = np.nan
+        jobs.append(job)
+    sweep = synthetic.swept(jobs)
+    # The losses fall straight from 5.
+    assert sweep.target.value == pytest.approx(1.0 + 0.1 * (2 - lost))
+    text = first_on(sweep, "time_to_target").text
+    if lost == 1:
+        assert "reached by half of the jobs" in text
+    else:
+        assert "reached by 1 of the 3 jobs, as others did not get near" in text
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_bound_of_unknown_examples_is_unknown_in_any_order(order):
+    sweep = censored()
+    one, eight, two = sweep.jobs
+    curves = {
+        metric: curve
+        for metric, curve in eight.curves.items()
+        if metric != "train/examples_seen"
+    }
+    unknown = replace(eight, name=f"{eight.name} #2", curves=curves)
+    twins = [eight, unknown][::order]
+    sweep = synthetic.swept([one, *twins, two])
+    assert math.isnan(sweep.target.bound(twins, "examples"))
 
 
 def test_one_lucky_batch_reaches_no_target():
@@ -226,6 +296,27 @@ def test_a_batch_that_ended_early_may_pay():
     costs = batch_costs(early, "", early.jobs)
     assert 512 not in costs.examples
     assert largest_batch.interval_of_largest(costs) == (256, 512)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_batch_of_unknown_length_may_pay_in_any_order(order):
+    """The jobs of 512 never reach the target; how long one of them ran is not known."""
+    sweep = sweep_with_costs(np.random.default_rng(2), critical=200.0, noise=0.01)
+    jobs = []
+    largest = []
+    for job in sweep.jobs:
+        if job.effective_batch_size != 512:
+            jobs.append(job)
+            continue
+        curves = {}
+        for key, curve in job.curves.items():
+            if largest or key != "train/examples_seen":
+                curves[key] = Curve(curve.steps[:15], curve.values[:15])
+        largest.append(replace(job, curves=curves, status="FAILED"))
+    sweep = synthetic.swept([*jobs, *largest[::order]])
+    costs = batch_costs(sweep, "", sweep.jobs)
+    assert math.isnan(costs.horizons[512])
+    assert largest_batch.interval_of_largest(costs)[1] == 512
 
 
 # --- families with little in them ---

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.report import comparison
-from pipeline.report.findings import SweepFinding, same_trajectory
+from pipeline.report import next_steps, reading
+from pipeline.report.findings import SweepFinding
+from pipeline.report.job_results import Curve, JobResult
+from pipeline.report.trajectories import same_trajectory
 from tests import synthetic
 from tests.synthetic import PlantedSweep
 
@@ -17,7 +19,7 @@ def store(tmp_path_factory):
 
 
 def finding_of(sweep: PlantedSweep) -> SweepFinding:
-    (finding,) = same_trajectory(comparison.read(sweep.store.uri, sweep.run_id))
+    (finding,) = same_trajectory(reading.read(sweep.store.uri, sweep.run_id))
     return finding
 
 
@@ -124,6 +126,85 @@ def test_rounding_that_starts_after_the_first_update_has_its_amplification(store
     assert (
         "apart by 1e-7 at update 3, and training amplified that 56815 times"
     ) in finding.text
+
+
+def pair_of(
+    apart: np.ndarray, precision: str = "float32", steps: np.ndarray | None = None
+) -> SweepFinding:
+    """Return the finding on two jobs whose losses have these relative differences."""
+    if steps is None:
+        steps = np.arange(1, len(apart) + 1)
+    losses = 2 * 0.99**steps
+    jobs = []
+    for factor, values in ((1, losses), (2, losses * (1 - apart))):
+        job = JobResult(
+            f"factor={factor}",
+            params={"hardware.precision": precision},
+            curves={"train/loss": Curve(steps, values)},
+            factor=factor,
+            effective_batch_size=64,
+        )
+        jobs.append(job)
+    (finding,) = same_trajectory(synthetic.swept(jobs))
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("precision", "before"),
+    [("float32", 0.0), ("float32", 1e-7), ("float64", 0.0), ("float64", 1e-14)],
+)
+def test_a_sudden_jump_is_not_called_rounding(precision, before):
+    """Equal or nearly so for 49 updates, then 0.3 apart, as of other examples."""
+    apart = np.full(60, before)
+    apart[49:] = 0.3
+    finding = pair_of(apart, precision)
+    assert finding.figures["rounding"] is False
+    assert finding.figures["by_rounding"] == 0
+    assert "amplified" not in finding.figures
+    assert "differ by 0.3 at update 50, so the jobs computed different things" in (
+        finding.text
+    )
+    assert not list(next_steps._run_in_float64([finding]))
+
+
+def test_losses_that_are_zero_but_for_rounding_do_not_jump():
+    """Of a batch that is learned by heart: 0 in one job, and 1e-8 in the other."""
+    losses = 2 * 0.7 ** np.arange(60)
+    losses[50] = 0.0
+    jobs = []
+    for factor, values in ((1, losses), (2, losses.copy())):
+        curve = Curve(np.arange(1, 61), values)
+        name = f"factor={factor}"
+        curves = {"train/loss": curve}
+        jobs.append(
+            JobResult(name, curves=curves, factor=factor, effective_batch_size=64)
+        )
+    jobs[1].curves["train/loss"].values[50] = 1e-8
+    (finding,) = same_trajectory(synthetic.swept(jobs))
+    assert finding.figures["largest"] == 1
+    assert finding.figures["rounding"] is True
+
+
+def test_a_loss_that_is_suddenly_not_finite_is_not_called_rounding():
+    apart = np.zeros(60)
+    apart[49:] = np.nan
+    finding = pair_of(apart)
+    assert finding.figures["rounding"] is False
+    assert (
+        "factor=1 and factor=2 are equal up to update 49, and only one of them is "
+        "finite at update 50"
+    ) in finding.text
+
+
+def test_a_difference_whose_begin_was_not_logged_has_no_known_cause():
+    steps = np.arange(20, 121, 20)
+    finding = pair_of(np.full(6, 0.01), steps=steps)
+    assert finding.figures["rounding"] is None
+    assert finding.figures["by_rounding"] == 0
+    assert "is not known, as not every update before was logged" in finding.text
+    # Rows that are missing later hide no jump.
+    amplified = pair_of(1e-7 * 1.15**steps, steps=steps)
+    assert amplified.figures["rounding"] is True
 
 
 def test_what_was_not_logged_is_not_called_more_than_rounding(store):

@@ -11,9 +11,9 @@ import pytest
 from scipy.special import stdtrit
 
 from pipeline.report import verdict
-from pipeline.report.comparison import SweepResult
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve
+from pipeline.report.sweep_result import SweepResult
 from pipeline.report.writer import TOPICS, summarize
 from tests import synthetic
 
@@ -136,7 +136,7 @@ def test_the_sentence_and_its_figures():
     assert figures["interval"] == pytest.approx(expected, abs=1e-5)
     assert (
         "at equal examples val/loss with factor 4, the best above 1, is lower by 0.2 "
-        "(95%: 0.1304 to 0.2485) (3 seeds, paired)"
+        "(95% over all looks: 0.1304 to 0.2485) (3 seeds, paired)"
     ) in finding.text
 
     equal = verdict_of(sweep_of({1: [2.0, 2.02], 4: [2.0, 2.01, 2.02]}))
@@ -236,6 +236,20 @@ def test_a_difference_that_would_take_too_many_seeds_is_within_them():
     equal = verdict_of(sweep_of({1: [2.0, 2.0], 4: [2.0, 2.0]}))
     assert equal.figures["state"] == "same"
     assert equal.figures["examples"]["interval"] == [0, 0]
+
+
+@pytest.mark.parametrize("seeds", [3, 6, 12])
+def test_seeds_that_change_nothing_are_not_asked_for_again(seeds):
+    finding = verdict_of(sweep_of({1: [2.0] * seeds, 4: [1.5] * seeds}))
+    figures = finding.figures["examples"]
+    assert figures["state"] == "unvaried"
+    assert figures["more"] == 0
+    assert finding.figures["command"] == ""
+    assert finding.figures["take"] is None
+    assert finding.text.startswith(
+        "Chance is not known, as the results do not vary over the seeds: "
+    )
+    assert "more seed" not in finding.text
 
 
 def test_equal_examples_and_equal_time_may_differ():

@@ -27,7 +27,7 @@ from pipeline.common import disk_cache, memory_budget
 from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, longest_batch
-from pipeline.run import batch_size_search, batch_size_trial
+from pipeline.run import batch_size_search, batch_size_trial, measured_once
 from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, environment, one_process, pipeline, start, wait
 
@@ -481,9 +481,9 @@ def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(
     done = pipeline(*line, cwd=project, XDG_CACHE_HOME="/proc/nowhere")
     assert "micro-batch of 4 fits" in done.stderr
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,GPU-7")
-    assert batch_size_search._gpus(["small", "large"]) == ["large", "small", "GPU-7"]
+    assert measured_once._gpus(["small", "large"]) == ["large", "small", "GPU-7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,-1,0")
-    assert batch_size_search._gpus(["small", "large"]) == ["large"]
+    assert measured_once._gpus(["small", "large"]) == ["large"]
 
 
 @pytest.mark.slow
@@ -623,15 +623,17 @@ def without(key):
 )
 def test_a_bad_entry_of_the_cache_counts_as_none(tmp_path, monkeypatch, entry):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(batch_size_search, "_identity", lambda *_: {})
+    file = disk_cache.place("micro_batch_size", "{}")
+    monkeypatch.setattr(batch_size_search, "_cache_file", lambda *_: file)
     result = batch_size_search.Found(**ENTRY)
     monkeypatch.setattr(batch_size_search, "_search", lambda *_: result)
     spec = SimpleNamespace(
         config=SimpleNamespace(hardware=SimpleNamespace(memory=None)),
         workers_on_machine=1,
+        times_xla=False,
         batching=SimpleNamespace(share=64),
         with_micro_batch=lambda size: size,
     )
     spec.at_largest = lambda: spec
-    disk_cache.remember(disk_cache.place("micro_batch_size", "{}"), entry)
+    disk_cache.remember(file, entry)
     assert batch_size_search.search(spec)[0] == 8

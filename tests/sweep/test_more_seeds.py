@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from pipeline.report import comparison
+from pipeline.report import reading
 from pipeline.report.verdict import command_for_seeds
 from tests import synthetic
 from tests.running import pipeline
@@ -29,7 +29,7 @@ def test_the_command_plans_the_same_jobs_and_one_more_seed_of_each(tmp_path):
         made.job(name, {"train/loss": [2, 1]}, seed=seed)
     made.end()
 
-    sweep = comparison.read(store.uri, made.run_id)
+    sweep = reading.read(store.uri, made.run_id)
     command = command_for_seeds(sweep, 1)
     assert command.startswith("pipeline sweep factor_at_fixed_micro_batch --again ")
     assert command.endswith(" seed=0,1,2,3")

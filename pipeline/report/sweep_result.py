@@ -1,109 +1,36 @@
-"""A sweep as read from MLflow: its jobs with their curves, and the target loss."""
+"""A sweep: its jobs, how they are grouped, and the values that are compared."""
 
-import json
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from pipeline.config.metric_names import UPDATE_METRICS
-from pipeline.config.plain import short
-from pipeline.report import statistics
+from pipeline.report import metric_direction, statistics
 from pipeline.report.job_results import (
-    AXES,
     LOSS,
     SIZES,
+    VALIDATION_LOSS,
     Curve,
     JobResult,
     by_group,
-    by_setting,
     comparable_jobs,
     finished_jobs,
-    job_result,
-    pooled,
+    grouped,
 )
 from pipeline.report.seed_differences import Values, values_by_seed
-from pipeline.report.statistics import Spread
-from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, SweepRecord, listed
-
-VALIDATION_LOSS = "val/loss"
+from pipeline.report.target import TargetLoss, choose
+from pipeline.tracking.foreign_store import CRITICAL
 
 # The minimum number of validation losses per judged job. With fewer, it would be too
 # uncertain when a job reached the target, so jobs are judged by the training loss.
 EVALUATIONS = 5
-# The target is the lowest loss that all jobs reach if it is at least this share of the
-# way down from the first to the lowest loss. Otherwise, it is the lowest loss that half
-# of the jobs reach.
-PROGRESS = 0.5
 # Training metrics are averaged over this share of the examples in the shortest run, so
 # that a single batch with a low loss does not reach the target.
 WINDOW = 0.1
-# A loss has not fallen if its relative fall is at most this: it may be rounding.
-FELL = 1e-6
-
-# The metric of the parent run that records the number of seeds at each verdict.
-SEEDS_OF_VERDICT = "verdict/seeds"
-
-_COST = re.compile(
-    r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh|^(r?mse|mae|mape)$",
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True)
-class TargetLoss:
-    """A target loss, chosen from the data of a sweep, and the cost of reaching it.
-
-    Attributes:
-        metric: `val/loss`, or `train/loss` averaged over `SweepResult.window` examples.
-        value: the target loss.
-        judged: the names of the jobs from whose curves the target was chosen.
-        all_reach: whether the target was chosen so that all judged jobs reach it;
-            otherwise at least half of them do.
-        costs: the cost of each job that reached the target, by job name and axis of
-            `AXES`, interpolated between two points. A cost is NaN if its axis was not
-            logged.
-        at_first: the names of the jobs whose first point, after at least one update,
-            already met the target. Their costs are upper bounds, since they may have
-            reached the target earlier.
-    """
-
-    metric: str
-    value: float
-    judged: list[str]
-    all_reach: bool
-    costs: dict[str, dict[str, float]]
-    at_first: frozenset[str] = frozenset()
-
-    def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
-        """Return the spread of the costs of the judged jobs among `jobs`.
-
-        Return None if none of these has a finite cost, if one of them did not reach the
-        target, or if the cost of one is only an upper bound.
-        """
-        judged = [job for job in jobs if job.name in self.judged]
-        if not all(job.name in self.costs for job in judged):
-            return None
-        if any(job.name in self.at_first for job in judged):
-            return None
-        return pooled(judged, lambda job: self.costs[job.name][axis])
-
-    def bound(self, jobs: list[JobResult], axis: str) -> float | None:
-        """Return an upper bound on the costs of the judged jobs among `jobs`.
-
-        Return None unless all of these jobs reached the target, and at least one of
-        their costs is only an upper bound.
-        """
-        judged = [job for job in jobs if job.name in self.judged]
-        if not all(job.name in self.costs for job in judged):
-            return None
-        if not any(job.name in self.at_first for job in judged):
-            return None
-        return max(self.costs[job.name][axis] for job in judged)
 
 
 @dataclass(frozen=True)
@@ -161,8 +88,44 @@ class SweepResult:
             for key, _ in job.settings:
                 if key not in {"seed", *SIZES}:
                     keys[key] = None
-        varied = [key for key in keys if len(by_setting(self.jobs, key)) > 1]
+        varied = [key for key in keys if len(self.by_setting(self.jobs, key)) > 1]
         return varied or ["group"]
+
+    def by_setting(
+        self, jobs: Sequence[JobResult], key: str
+    ) -> dict[Any, list[JobResult]]:
+        """Group some jobs of the sweep by their value of a swept key.
+
+        The values are numbers if all values of the key in the sweep are, and different
+        texts are different numbers. Otherwise they are the texts in the names: 1.1 and
+        1.10 may be versions, and 100 may stand beside `all`.
+        """
+        are_texts = key in self._text_keys
+
+        def value(job: JobResult) -> Any:
+            setting = job.setting(key)
+            if are_texts and isinstance(setting, float):
+                return dict(job.settings)[key]
+            return setting
+
+        return grouped(jobs, value)
+
+    @cached_property
+    def _text_keys(self) -> set[str]:
+        """The keys in the names of the jobs whose values are not all numbers."""
+        texts_by_value: dict[str, dict[Any, str]] = {}
+        keys = set()
+        for job in self.jobs:
+            for key, text in job.settings:
+                value = job.setting(key)
+                # A recorded size stands for its text, so only the others are compared.
+                if isinstance(value, str):
+                    keys.add(key)
+                if isinstance(value, float):
+                    texts = texts_by_value.setdefault(key, {})
+                    if texts.setdefault(value, text) != text:
+                        keys.add(key)
+        return keys
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -204,34 +167,11 @@ class SweepResult:
         return None
 
     def lower_is_better(self, metric: str) -> bool:
-        """Return whether lower values are better, by the metric's name or class."""
-        name = metric.split("/", 1)[1]
-        if _COST.search(name):
-            return True
-        for job in self.jobs:
-            target = job.params.get(f"training.metrics.{name}._target_", "")
-            class_name = target.rsplit(".", 1)[-1]
-            if _COST.search(class_name):
-                return True
-        return False
+        """Return whether lower values of a metric are better."""
+        return metric_direction.lower_is_better(metric, self.jobs)
 
     @cached_property
-    def ends(self) -> dict[str, Spread]:
-        """The spread of the final values of `quality`, by group.
-
-        A group is left out if none of its finished jobs has a finite final value.
-        """
-        metric = self.quality or ""
-        ends = {}
-        for group, jobs in self.groups.items():
-            finals = [self.final(job, metric) for job in finished_jobs(jobs)]
-            spread = statistics.spread(finals)
-            if spread is not None:
-                ends[group] = spread
-        return ends
-
-    @cached_property
-    def end_values(self) -> dict[str, Values]:
+    def ends(self) -> dict[str, Values]:
         """The final value of `quality` for each seed, by group.
 
         A group is left out if none of its finished jobs has a finite final value.
@@ -332,20 +272,19 @@ class SweepResult:
 
     @cached_property
     def target(self) -> TargetLoss | None:
-        """The target loss: the lowest loss that all finished jobs reach.
+        """The target loss, chosen by the finished jobs, or else by the running jobs.
 
-        If no job has finished, the running jobs are used. If the loss that all jobs
-        reach is less than `PROGRESS` of the way down, for example because a job
-        diverged, the target is the lowest loss that half of them reach. The target is
-        None for the branches of `pipeline critical`, or if no loss was logged or has
-        fallen.
+        See `target.choose`. It is None for the branches of `pipeline critical`, or if
+        no loss was logged or has fallen.
         """
         # Branches have no target: their examples are counted from the start of the run
         # from which they branch off.
-        if self.branches or self.judged_loss is None:
+        metric = self.judged_loss
+        if self.branches or metric is None:
             return None
-        curves = self._smooth_curves(self._judged_jobs, self.judged_loss)
-        return self._target_loss(self.judged_loss, curves)
+        curves = self._smooth_curves(self.jobs, metric)
+        judged = [job.name for job in self._judged_jobs if job.name in curves]
+        return choose(metric, self.jobs, curves, judged)
 
     @cached_property
     def judged_loss(self) -> str | None:
@@ -376,117 +315,3 @@ class SweepResult:
             if curve is not None:
                 curves[job.name] = curve
         return curves
-
-    def _target_loss(
-        self, metric: str, judged_curves: Mapping[str, Curve]
-    ) -> TargetLoss | None:
-        """Choose a target from the curves, or return None if no loss has fallen."""
-        minima = []
-        starts = []
-        for curve in judged_curves.values():
-            finite = curve.values[np.isfinite(curve.values)]
-            minima.append(float(finite.min(initial=np.inf)))
-            if finite.size:
-                starts.append(finite[0])
-        minima.sort()
-        lowest = minima[0]
-        reached_by_all = minima[-1]
-        if not np.isfinite(lowest):
-            return None
-
-        start = float(np.median(starts))
-        fall = start - lowest
-        if fall <= FELL * abs(start):
-            return None
-
-        all_reach = start - reached_by_all >= PROGRESS * fall
-        reached_by_half = minima[(len(minima) - 1) // 2]
-        value = reached_by_all if all_reach else reached_by_half
-        costs: dict[str, dict[str, float]] = {}
-        at_first = []
-        for job in self.jobs:
-            job_curve = self.smooth(job, metric)
-            if job_curve is None or not (job_curve.values <= value).any():
-                continue
-            if job_curve.values[0] <= value and job_curve.steps[0] > 0:
-                at_first.append(job.name)
-            costs[job.name] = {}
-            for axis in AXES:
-                x = job.along(axis, job_curve.steps)
-                costs[job.name][axis] = statistics.reached(x, job_curve.values, value)
-        return TargetLoss(
-            metric, value, list(judged_curves), all_reach, costs, frozenset(at_first)
-        )
-
-
-def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
-    """Read a sweep in any state.
-
-    Args:
-        uri: the address of the sweep's store.
-        sweep: the run ID of the sweep, a prefix of it, the run name, or the name of the
-            sweep file, which selects its newest sweep.
-        allow: locations where the sweep's artifacts may be.
-
-    Raises:
-        ConfigError: the store does not exist or does not answer, no sweep or several
-            sweeps match, or the artifacts of the sweep lie outside the allowed
-            locations.
-    """
-    store = ForeignStore.open(uri, allow)
-    client = store.client()
-    parent = store.sweep(sweep)
-    run_id = parent.info.run_id
-    tags = parent.data.tags
-
-    # Put the planned jobs first, in their order, then jobs that are not in the plan.
-    runs = SweepRecord(uri, run_id, parent.info.experiment_id).children()
-    names = dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])
-    jobs = []
-    for name in names:
-        job = job_result(client, name, runs.get(name))
-        if tags["sweep.name"] == CRITICAL:
-            job = _with_last_stage(job)
-        jobs.append(job)
-
-    return SweepResult(
-        uri=uri,
-        run_id=run_id,
-        name=tags["sweep.name"],
-        status=parent.info.status,
-        varied=listed(tags, "sweep.varied"),
-        jobs=jobs,
-        best=_best_settings(tags),
-        question=tags.get("sweep.question", ""),
-        search="sweep.search" in tags or "sweep.best" in tags,
-        looks=_looks(client, parent),
-    )
-
-
-def _looks(client: Any, parent: Any) -> tuple[int, ...]:
-    """Return the distinct numbers of seeds at earlier verdicts, in ascending order."""
-    if SEEDS_OF_VERDICT not in parent.data.metrics:
-        return ()
-    points = client.get_metric_history(parent.info.run_id, SEEDS_OF_VERDICT)
-    seeds = {int(point.value) for point in points if math.isfinite(point.value)}
-    return tuple(sorted(seeds))
-
-
-def _with_last_stage(branch: JobResult) -> JobResult:
-    """Return the branch with the effective batch of its last stage, and no factor.
-
-    The recorded sizes are those of the first stage, so the batch is read from the name
-    of the branch. A branch without a batch in its name keeps the recorded size.
-    """
-    batch = dict(branch.settings).get("batch", branch.effective_batch_size or 0)
-    return replace(branch, factor=None, effective_batch_size=int(batch))
-
-
-def _best_settings(tags: Mapping[str, str]) -> str:
-    """Return the best settings of a search, or an empty string for other sweeps."""
-    try:
-        overrides = json.loads(tags["sweep.best"])["overrides"]
-        return " ".join(short(*text.split("=", 1)) for text in overrides)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        # The sweep was not a search, or the tag was edited by hand.
-        return ""

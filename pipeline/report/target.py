@@ -1,0 +1,142 @@
+"""The target loss of a sweep, and what it cost each job to reach it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.report import statistics
+from pipeline.report.job_results import AXES, Curve, JobResult, pooled
+from pipeline.report.statistics import Array, Spread
+
+# The target is the lowest loss that all jobs reach if it is at least this share of the
+# way down from the first to the lowest loss. Otherwise, it is the lowest loss that half
+# of the jobs reach.
+PROGRESS = 0.5
+# A loss has not fallen if its relative fall is at most this: it may be rounding.
+FELL = 1e-6
+
+
+@dataclass(frozen=True)
+class TargetLoss:
+    """A target loss, chosen from the data of a sweep, and the cost of reaching it.
+
+    Attributes:
+        metric: `val/loss`, or `train/loss` averaged over `SweepResult.window` examples.
+        value: the target loss.
+        judged: the names of the jobs from whose curves the target was chosen.
+        all_reach: whether the target was chosen so that all judged jobs reach it.
+        costs: the cost of each job that reached the target, by job name and axis of
+            `AXES`, interpolated between two points. A cost is NaN if its axis was not
+            logged.
+        at_first: the names of the jobs whose first point, after at least one update,
+            already met the target. Their costs are upper bounds, since they may have
+            reached the target earlier.
+    """
+
+    metric: str
+    value: float
+    judged: list[str]
+    all_reach: bool
+    costs: dict[str, dict[str, float]]
+    at_first: frozenset[str] = frozenset()
+
+    def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
+        """Return the spread of the costs of the judged jobs among `jobs`.
+
+        Return None if none of these has a finite cost, if one of them did not reach the
+        target, or if the cost of one is only an upper bound.
+        """
+        judged = [job for job in jobs if job.name in self.judged]
+        if not all(job.name in self.costs for job in judged):
+            return None
+        if any(job.name in self.at_first for job in judged):
+            return None
+        return pooled(judged, lambda job: self.costs[job.name][axis])
+
+    def bound(self, jobs: list[JobResult], axis: str) -> float | None:
+        """Return an upper bound on the costs of the judged jobs among `jobs`.
+
+        Return None unless all of these jobs reached the target, and at least one of
+        their costs is only an upper bound. The bound is NaN if one of the costs is.
+        """
+        judged = [job for job in jobs if job.name in self.judged]
+        if not all(job.name in self.costs for job in judged):
+            return None
+        if not any(job.name in self.at_first for job in judged):
+            return None
+        return float(np.max([self.costs[job.name][axis] for job in judged]))
+
+
+def choose(
+    metric: str,
+    jobs: Sequence[JobResult],
+    curves: Mapping[str, Curve],
+    judged: Sequence[str],
+) -> TargetLoss | None:
+    """Return the target: the lowest loss that all judged jobs reach.
+
+    Jobs without a finite loss set no target. If the loss that all others reach is less
+    than `PROGRESS` of the way down, for example because a job diverged, the target is
+    the lowest loss that half of them reach; if that is no fall at all, it is the lowest
+    that all jobs reach which are that far down.
+
+    Args:
+        metric: the loss metric.
+        jobs: all jobs of the sweep.
+        curves: the smoothed losses of the jobs that logged the metric, by job name.
+        judged: the names of the jobs by whose curves the target is chosen.
+
+    Returns:
+        The target, or None if no loss of a judged job has fallen.
+    """
+    losses = []
+    for name in judged:
+        values = curves[name].values
+        finite = values[np.isfinite(values)]
+        if finite.size:
+            losses.append(finite)
+    value = _target_value(losses)
+    if value is None:
+        return None
+
+    costs: dict[str, dict[str, float]] = {}
+    at_first = []
+    for job in jobs:
+        curve = curves.get(job.name)
+        if curve is None or not (curve.values <= value).any():
+            continue
+        if curve.values[0] <= value and curve.steps[0] > 0:
+            at_first.append(job.name)
+        costs[job.name] = {}
+        for axis in AXES:
+            x = job.along(axis, curve.steps)
+            costs[job.name][axis] = statistics.reached(x, curve.values, value)
+    return TargetLoss(
+        metric=metric,
+        value=value,
+        judged=list(judged),
+        all_reach=all(name in costs for name in judged),
+        costs=costs,
+        at_first=frozenset(at_first),
+    )
+
+
+def _target_value(losses: Sequence[Array]) -> float | None:
+    """Return the target for the finite losses of each job; see `choose`."""
+    if not losses:
+        return None
+    minima = sorted(float(job_losses.min()) for job_losses in losses)
+    start = float(np.median([job_losses[0] for job_losses in losses]))
+    fall = start - minima[0]
+    if fall <= FELL * abs(start):
+        return None
+
+    near = [loss for loss in minima if start - loss >= PROGRESS * fall]
+    if len(near) == len(minima):
+        return minima[-1]
+    reached_by_half = minima[(len(minima) - 1) // 2]
+    # Where the losses of half of the jobs only rose, that is where they began.
+    if reached_by_half >= start:
+        return near[-1]
+    return reached_by_half
