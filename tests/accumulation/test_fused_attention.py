@@ -356,6 +356,7 @@ def traced(update):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_compiled_step_of_an_update_has_the_calls(precision, replicas):
     precision("mixed_bfloat16")

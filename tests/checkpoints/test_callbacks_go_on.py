@@ -71,6 +71,7 @@ class Plants(keras.callbacks.Callback):
         logs["val_loss"] = epoch
 
 
+@pytest.mark.slow
 def test_the_file_of_the_best_epoch_is_not_replaced_by_a_worse_one(tmp_path):
     file = tmp_path / "best.weights.h5"
 
@@ -147,6 +148,7 @@ class CountsOn(Counts):
         vars(self).update(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "update", "counts"),
     [

@@ -95,6 +95,7 @@ def test_its_figures_are_metrics_of_the_parent_run(store):
     assert high < 0
 
 
+@pytest.mark.slow
 def test_a_verdict_with_more_seeds_is_one_more_look(store):
     """Seeds are added, and the interval is wider than that of a first look."""
     made = sweep_in(store)

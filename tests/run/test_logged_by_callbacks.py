@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.running import TINY, Store, one_process
 
 MINE = """
@@ -48,6 +50,7 @@ RUN = (
 UPDATES = 24
 
 
+@pytest.mark.slow
 def test_what_a_callback_logs_is_there_once_after_a_resume_and_compared_by_rerun(
     tmp_path,
 ):
@@ -75,6 +78,7 @@ def test_what_a_callback_logs_is_there_once_after_a_resume_and_compared_by_rerun
     assert "train/mine at update 1: 1.0 then, 2.0 now" in answers["other"]["err"]
 
 
+@pytest.mark.slow
 def test_mlflow_s_own_functions_are_named_with_what_to_use(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     words = ("train", *TINY, "+training.callbacks.mine._target_=mine.Fluent")

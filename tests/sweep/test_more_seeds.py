@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 
+import pytest
+
 from pipeline.report import reading
 from pipeline.report.verdict import command_for_seeds
 from tests import synthetic
@@ -13,6 +15,7 @@ from tests.sweep.test_again import PLAN
 from tests.sweep.test_sweep import PLANNED
 
 
+@pytest.mark.slow
 def test_the_command_plans_the_same_jobs_and_one_more_seed_of_each(tmp_path):
     """Those that have finished have the same names, by which they are left out."""
     (tmp_path / "hydra_plugins").mkdir()

@@ -19,6 +19,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_in_its_run_beneath_the_sweep(folder):
     pipeline("resume", "swept/0", "training.updates=4", cwd=folder)
     store = Store(folder)

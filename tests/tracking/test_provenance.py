@@ -972,6 +972,7 @@ def test_a_record_that_was_changed_after_the_fact_is_said(refused):
     assert answers["changed since"]["status"] == 0
 
 
+@pytest.mark.slow
 def test_the_lock_that_was_installed_is_recorded(tmp_path, monkeypatch):
     """It is the copy that `make` leaves in the environment.
 

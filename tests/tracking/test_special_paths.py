@@ -109,6 +109,7 @@ def test_hydra_reads_a_quoted_folder_as_it_is(name):
     assert parsed.value() == name
 
 
+@pytest.mark.slow
 def test_a_run_in_a_folder_with_all_of_them(tmp_path):
     """It trains, is resumed, synced, rerun and reported; its checkpoints are there."""
     folder = tmp_path / CHARACTERS
