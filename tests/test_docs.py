@@ -393,6 +393,12 @@ def test_the_list_of_modules_is_that_of_the_package():
     assert listed == {path.relative_to(root).as_posix() for path in files}
 
 
+def test_the_config_reference_is_up_to_date():
+    written = PAGES["docs/config_reference.md"]
+    is_current = written == reference.with_tables(written)
+    assert is_current, "docs/config_reference.md is stale: python -m docs.reference"
+
+
 def described() -> str:
     """Return all tables of keys in the config reference."""
     tables = [reference.config_keys(), reference.dataset_keys()]
