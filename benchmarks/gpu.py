@@ -2,7 +2,7 @@
 
 Command:   python benchmarks/gpu.py [PART …] [--tiny] [--seconds-limit S]
                                     [--output FILE]
-Run time:  20 minutes on an H100, by estimate, most of it XLA compiling; with --tiny two
+Run time:  22 minutes on an H100, by estimate, most of it XLA compiling; with --tiny two
            minutes on two CPU cores.
 Expect:    a line of JSON after each piece, then a table that says of each target
            whether it is met; the same, with quartiles in place of the rounds, as JSON

@@ -392,7 +392,7 @@ class Update:
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:
             raise ValueError(
-                f"no gradient reaches a trainable variable of {self.model.name!r}: the "
+                f"no gradient reaches any trainable variable of {self.model.name!r}: the "
                 "loss depends on none of them"
             )
         norm = tf.linalg.global_norm(present)

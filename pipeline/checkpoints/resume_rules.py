@@ -216,7 +216,48 @@ def _continuation(
     )
     if required and latest is None:
         raise _no_checkpoint(run_dir, key, past, most)
+    if past.described:
+        _check_rows_stay_true(recorded, spec, past, latest, key)
     return Continuation(run_dir, key, spec, past, latest, lines)
+
+
+def _check_rows_stay_true(
+    recorded: Mapping[str, Any],
+    spec: RunSpec,
+    past: Past,
+    checkpoint: Checkpoint | None,
+    key: str,
+) -> None:
+    """Reject another horizon if updates that have rows are trained again.
+
+    The learning rates of these updates may depend on the horizon. Their rows cannot be
+    replaced in MLflow, so the run would keep the rows of other updates.
+
+    Args:
+        recorded: the recorded config.
+        spec: the spec of the current config.
+        past: the state of the run according to its journal.
+        checkpoint: the checkpoint from which the run would continue.
+        key: the argument or config key that names the run in errors.
+
+    Raises:
+        ConfigError: the horizon differs, and there are rows after the checkpoint.
+    """
+    done = 0 if checkpoint is None else checkpoint.updates_done
+    last = max(past.updates, default=0)
+    if last <= done or not _has_other_horizon(recorded, spec):
+        return
+    way_on = "train into another folder"
+    if done:
+        way_on = f"begin another run there, with start.run=RUN@{done}"
+    rule = (
+        f"must be resumed with its own horizon, as {count(last - done, 'update')} after "
+        f"update {done} will be trained again and have rows already; for another "
+        f"horizon, {way_on}"
+    )
+    values = spec.resolved["training"]
+    horizon = {unit: values[unit] for unit in HORIZONS if values[unit] is not None}
+    raise ConfigError(key, rule, str(horizon))
 
 
 def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:

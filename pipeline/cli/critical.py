@@ -131,7 +131,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--again",
         metavar="SWEEP",
-        help="go on with an interrupted measurement, by its sweep's ID",
+        help="continue an interrupted measurement, given the ID of its sweep",
     )
     return parser
 

@@ -50,7 +50,7 @@ def text(arguments: Sequence[str]) -> str:
     sections = [
         "usage: pipeline train [-h] [-m] [--cfg job] [--config-dir DIR] [overrides]",
         "Train one run, or with -m every job of a Hydra multirun.",
-        "\n".join(["The keys to begin with, with their values:", *first_keys]),
+        "\n".join(["Keys to begin with, and their values:", *first_keys]),
         "\n".join(["Config groups: GROUP=CHOICE replaces a whole group.", *groups]),
         _ALL_KEYS,
     ]

@@ -430,6 +430,7 @@ def _build_network(
         checked = objective_checks.check(goal, network, data, batch, spec)
         goal = checked.objective
         notes = added_losses.check(network, batch[0], goal.training.added_losses)
+        notes += objective.notes_on_files(goal.callbacks)
         objective.compile(
             goal, network, built_optimizer, checked.labels, checked.outputs
         )

@@ -1,7 +1,8 @@
 """Builds the loss, the metrics and the callbacks of a config."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,6 +15,9 @@ from pipeline.checkpoints import snapshot
 from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config.objective_nodes import metrics_of
 from pipeline.trust import instantiate
+
+# Attributes of Keras' callbacks that hold the path of a file or folder to write.
+_PATH_ARGUMENTS = ("filepath", "filename", "log_dir")
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,28 @@ def compile(
         with as_config_error(key, "must be able to do its work", kind):
             _check_callback(callback, model)
             snapshot.check_callback_can_be_saved(name, callback)
+
+
+def notes_on_files(callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
+    """Return a line for each callback that writes to a relative path.
+
+    The path is relative to the working folder, which other runs share.
+    """
+    lines = []
+    for name, callback in callbacks.items():
+        for argument in _PATH_ARGUMENTS:
+            path = getattr(callback, argument, None)
+            if isinstance(path, str) and path and not _is_absolute(path):
+                lines.append(
+                    f"training.callbacks.{name} writes to {path} in the working folder, "
+                    f"where another run overwrites it: {argument}: "
+                    f"${{hydra:runtime.output_dir}}/{path}"
+                )
+    return lines
+
+
+def _is_absolute(path: str) -> bool:
+    return "://" in path or Path(path).is_absolute()
 
 
 def _with_rank_of_outputs(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:

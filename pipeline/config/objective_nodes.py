@@ -8,7 +8,7 @@ from omegaconf import ListConfig, OmegaConf
 from pipeline.common.errors import ConfigError
 from pipeline.config.metric_names import NAME_RULE, UPDATE_METRICS, is_name
 
-NAMED = "a mapping of name → _target_, empty for none"
+NAMED = "a mapping of name → _target_, {} for none"
 METRIC_GROUPS = ("metrics", "weighted_metrics")
 
 

@@ -134,7 +134,8 @@ def derive(
             raise ConfigError(FACTOR, rule, factor, _nearest_factors(share, factor))
         rule = (
             f"must agree with effective batch {effective} and micro-batch {micro} "
-            f"on {count(replicas, 'replica')}"
+            f"on {count(replicas, 'replica')}, of which one may be null to follow "
+            "from the others"
         )
         raise ConfigError(FACTOR, rule, factor, [needed])
     return Batching(effective, micro, needed, replicas)

@@ -391,7 +391,9 @@ class Client:
                 rule = f"must all take part; refused: {reason[:LONGEST]}"
                 raise ConfigError(KEY, rule)
         where = "in PIPELINE_SECRET or in hardware.secret_file"
-        rule = f"must all know one secret, {where}; the chief knows another, or none"
+        rule = (
+            f"must all know the same secret, {where}; the chief knows another, or none"
+        )
         raise ConfigError(KEY, rule)
 
 

@@ -120,7 +120,7 @@ def report(arguments: Sequence[str]) -> int:
         help="a place where artifacts may be",
     )
     if not arguments:
-        raise ConfigError("SWEEP", "must name a sweep of the store", "")
+        raise ConfigError("SWEEP", "must name a sweep in the store", "")
 
     options, overrides = parser.parse_known_args(list(arguments))
     config = compose.composed(overrides)

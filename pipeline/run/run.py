@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from pipeline.checkpoints import fork, resume_rules
-from pipeline.checkpoints.files import Checkpoint
+from pipeline.checkpoints.files import Checkpoint, saved_updates
 from pipeline.checkpoints.fork import Fork
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common import imports
@@ -271,9 +271,10 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
 
     tracker = job.tracker
     recorder = fitting.recorder(job.parts, tracker)
+    is_job_of_sweep = job.parts.spec.config.tracking.sweep is not None
     log_model = job.parts.spec.config.tracking.log_model
     with (
-        _closing(tracker, recorder) as closing,
+        _closing(tracker, recorder, is_job_of_sweep) as closing,
         fitting.checkpoints(job.parts, tracker.run_dir, tracker.journal) as checkpoints,
     ):
         _begin(job)
@@ -399,10 +400,14 @@ class _Closing:
 
 
 @contextmanager
-def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
+def _closing(
+    tracker: Tracker, recorder: Recorder, is_job_of_sweep: bool
+) -> Iterator[_Closing]:
     """Close the run when the block ends.
 
-    This includes a block that ends with an error or is interrupted.
+    This includes a block that ends with an error or is interrupted. After an
+    interruption, print how to resume the run. The jobs of a sweep are resumed together,
+    by a command that the sweep prints.
     """
     closing = _Closing()
     status = "FINISHED"
@@ -436,6 +441,17 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[_Closing]:
             closing.unshipped = _unshipped_line(tracker.run_dir, uri, f" ({why})")
             if failure is not None:
                 say(closing.unshipped)
+        if status == "KILLED" and not is_job_of_sweep:
+            say(_resume_line(tracker.run_dir))
+
+
+def _resume_line(run_dir: Path) -> str:
+    """Return a line about how an interrupted run can be resumed."""
+    updates = saved_updates(run_dir / "checkpoints")
+    if not updates:
+        return "interrupted before the first checkpoint: the run cannot be resumed"
+    command = shlex.join(["pipeline", "resume", str(run_dir)])
+    return f"resume from update {updates[-1]}: {command}"
 
 
 def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:

@@ -170,6 +170,23 @@ def test_another_cut_agrees_within_rounding(tmp_path):
     assert list(curves["train/micro_steps"]) == list(range(1, UPDATES + 1))
 
 
+@pytest.mark.parametrize("at", [5, pytest.param(17, marks=pytest.mark.slow)])
+def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
+    """Updates after the checkpoint have rows, of which MLflow replaces none."""
+    folder = folder_of(tmp_path)
+    interrupted(folder, at, 9, *AUTO)
+    before = histories(folder)
+    other = ("training.epochs=null", "training.updates=19")
+    rejected = pipeline("train", *AUTO, *other, cwd=folder, status=2)
+    assert re.search(
+        r"hydra\.run\.dir must be resumed with its own horizon, as \d+ updates? after "
+        r"update \d+ will be trained again and have rows already; for another horizon, "
+        r"(train into another folder|begin another run there, with start\.run=RUN@\d+)",
+        rejected.stderr,
+    )
+    assert histories(folder) == before
+
+
 @pytest.mark.slow
 def test_a_longer_horizon(tmp_path):
     folder = folder_of(tmp_path)

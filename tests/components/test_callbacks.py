@@ -83,3 +83,16 @@ class BestSaver(keras.callbacks.Callback):
 def test_a_callback_of_your_own_need_not_monitor_anything():
     target = f"{__name__}.{BestSaver.__name__}"
     assert type(build(_target_=target)).__name__ == "BestSaver"
+
+
+def test_a_callback_that_writes_into_the_working_folder_is_named(tmp_path):
+    callbacks = {
+        "best": keras.callbacks.ModelCheckpoint("best.keras"),
+        "rows": keras.callbacks.CSVLogger(f"{tmp_path}/rows.csv"),
+        "stop": keras.callbacks.EarlyStopping(),
+        "board": keras.callbacks.TensorBoard("gs://bucket/logs"),
+    }
+    assert objective.notes_on_files(callbacks) == [
+        "training.callbacks.best writes to best.keras in the working folder, where "
+        "another run overwrites it: filepath: ${hydra:runtime.output_dir}/best.keras"
+    ]

@@ -5,7 +5,7 @@ Neither TensorFlow nor MLflow is imported for them. `…` stands for any text.
 
 from __future__ import annotations
 
-NAMED = "a mapping of name → _target_, empty for none"
+NAMED = "a mapping of name → _target_, {} for none"
 ONE_CONFIG = (
     "must be left out: this reads one config; `pipeline train` prints configs and "
     "sweeps over them."

@@ -165,9 +165,7 @@ def test_of_two_with_one_index_the_first_stays():
 def test_a_worker_with_another_secret_says_so_and_the_chief_waits_on():
     with chief() as (server, gathered):
         for secret in (b"another secret", b""):
-            rule = (
-                "must all know one secret, in PIPELINE_SECRET or in hardware[.]secret"
-            )
+            rule = "must all know the same secret, in PIPELINE_SECRET or in hardware[.]secret"
             with pytest.raises(ConfigError, match=rule):
                 client(server, secret=secret).join(OWN, 60)
         assert not gathered.done()
@@ -189,7 +187,7 @@ def test_a_worker_takes_nothing_from_a_chief_without_the_secret():
         connection.write(
             {"sealed": '{"answer": {"spec": "of a stranger"}}', "proof": heard["proof"]}
         )
-        with pytest.raises(ConfigError, match="must all know one secret"):
+        with pytest.raises(ConfigError, match="must all know the same secret"):
             joining.result(60)
         connection.socket.close()
 

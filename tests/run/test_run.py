@@ -297,6 +297,9 @@ def test_an_interrupted_run_is_closed_with_all_it_had_logged(
     assert list(store.history(store.run(), "train/loss")) == written
     if number != signal.SIGKILL:
         assert "Traceback" not in err
+        (line,) = [line for line in err.splitlines() if line.startswith("resume from")]
+        command = f": pipeline resume {tmp_path}/run"
+        assert line == f"resume from update {written[-1]}{command}"
 
 
 def _wait(condition, seconds=120):

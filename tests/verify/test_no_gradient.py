@@ -11,7 +11,7 @@ from pipeline.verify import engine
 
 BATCH = (np.ones((4, 3)), np.ones((4, 1)))
 LINE = (
-    "no gradient reaches a trainable variable of 'cut': the loss depends on none of "
+    "no gradient reaches any trainable variable of 'cut': the loss depends on none of "
     "them"
 )
 
