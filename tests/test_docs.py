@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from docs import reference
 from pipeline import accumulation
@@ -231,9 +233,16 @@ def sizes_of(overrides: list[str]) -> Batching:
     register()
     GlobalHydra.instance().clear()
     where = ["hydra/launcher=basic", f"hydra.searchpath=[{FOLDERS}]"]
+    where += ["hydra.runtime.output_dir=outputs"]
     with initialize_config_dir(directory(), version_base="1.3"):
-        config = compose("config", [*overrides, *where])
-    return resolve(config, overrides).batching
+        config = compose("config", [*overrides, *where], return_hydra_config=True)
+    # Callbacks name the run directory by `${hydra:runtime.output_dir}`.
+    HydraConfig.instance().set_config(config)
+    try:
+        keys = [key for key in config if key != "hydra"]
+        return resolve(OmegaConf.masked_copy(config, keys), overrides).batching
+    finally:
+        HydraConfig.instance().cfg = None
 
 
 @pytest.mark.parametrize("line", lines_of("sweep"), ids=str)
