@@ -293,7 +293,10 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
     """
     existing = files.saved_updates(run_dir / "checkpoints")
     if not existing:
-        rule = "must have a checkpoint: see training.checkpoint_every"
+        rule = (
+            "must have a checkpoint; without one, training.resume=auto trains it from "
+            "the start"
+        )
         return ConfigError(key, rule, str(run_dir))
     rule = (
         f"must have an intact checkpoint after at most {count(most, 'update')}, of "

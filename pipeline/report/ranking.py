@@ -374,15 +374,19 @@ def time_to_target(sweep: SweepResult) -> SweepFinding:
         ranking = Ranking.by_mean(times, lower_is_better=True)
     result = TargetTimes(target, bounds, ranking)
 
-    text = f"{_target_sentence(sweep, target)}{_reached_sentences(result)}"
+    reached = _reached_sentences(result, has_others=len(sweep.groups) > 1)
+    text = f"{_target_sentence(sweep, target)}{reached}"
     if ranking is None:
         return SweepFinding("time_to_target", text, result)
     text += shared_device_caveat(sweep)
     return SweepFinding("time_to_target", text, result, "time_to_target")
 
 
-def _reached_sentences(result: TargetTimes) -> str:
-    """Return the end of the sentence on the target, and who reached it."""
+def _reached_sentences(result: TargetTimes, has_others: bool) -> str:
+    """Return the end of the sentence on the target, and who reached it.
+
+    `has_others` is whether the sweep has several groups, so that one has to be named.
+    """
     not_ranked = _bounds_sentence(result.at_most)
     ranking = result.ranking
     if ranking is None:
@@ -396,7 +400,7 @@ def _reached_sentences(result: TargetTimes) -> str:
     sentences = ranking.sentences(wording.SECONDS, leads, "last, after")
     if len(ranking.groups) == 1:
         who = "It is reached"
-        if result.at_most or ranking.best.same:
+        if has_others:
             who = f"{ranking.best.title} reached it"
         sentences = f"{who} after {sentences}"
     return f".{not_ranked} {sentences}"

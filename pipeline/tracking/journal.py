@@ -206,7 +206,10 @@ class Journal:
             elif answer.fault == Fault.CONFIG:
                 raise ConfigError(answer.key, answer.rule, self.experiment)
             elif self._when_unreachable == "refuse":
-                raise ConfigError("tracking.uri", _unreachable_rule(answer), self.uri)
+                rule = _unreachable_rule(answer)
+                if self.uri.lower().startswith(("http:", "https:")):
+                    rule += ", or tracking.when_unreachable must be offline or wait"
+                raise ConfigError("tracking.uri", rule, self.uri)
             else:
                 self._wait_or_go_offline(answer)
 

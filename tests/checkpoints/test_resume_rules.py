@@ -342,8 +342,8 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         # 14 updates, or 7 where that was not written yet.
         "run training.updates=5": "training must have a horizon beyond the ",
         "": "RUN must be given: see pipeline resume --help.",
-        "none training.updates=50": "RUN must have a checkpoint: see "
-        "training.checkpoint_every.",
+        "none training.updates=50": "RUN must have a checkpoint; without one, "
+        "training.resume=auto trains it from the start.",
         "torn": "RUN must have an intact checkpoint after at most 2 updates, of which "
         "journal.jsonl has the rows (line ",
         "done": "RUN has finished: a longer horizon goes on with it, and pipeline sync "

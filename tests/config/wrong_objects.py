@@ -203,7 +203,8 @@ PREPARED = {
     ),
     f"train {MLP} tracking.uri=http://127.0.0.1:{{closed}}": (
         "tracking.uri must be a store that answers (127.0.0.1:{closed}: Connection "
-        "refused). Received: 'http://127.0.0.1:{closed}'."
+        "refused), or tracking.when_unreachable must be offline or wait. "
+        "Received: 'http://127.0.0.1:{closed}'."
     ),
 }
 
