@@ -184,7 +184,10 @@ def _check_address(uri: str, scheme: str) -> None:
         except ValueError:  # the port is not a number below 65536
             has_address = False
     if not has_address:
-        raise ConfigError("tracking.uri", f"must be as {scheme}://HOST:PORT", uri)
+        rule = f"must be as {scheme}://HOST:PORT"
+        if "@" in uri:
+            rule += ", with the signs of a password percent-encoded"
+        raise ConfigError("tracking.uri", rule, uri)
 
 
 def _check_keep_best(keep_best: Any) -> None:

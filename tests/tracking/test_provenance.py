@@ -208,7 +208,13 @@ def test_the_runs_with_secrets_did_what_they_should(told):
         assert (
             said[name]
             .splitlines()[-1]
-            .startswith("pipeline: tracking.uri must be a store that ")
+            .startswith(
+                (
+                    "pipeline: tracking.uri must be a store that ",
+                    "pipeline: tracking.uri must be as http://HOST:PORT, with the signs "
+                    "of a password percent-encoded. Received: 'http://***@127.0.0.1:9'",
+                )
+            )
         )
     assert [run.info.status for run in runs] == [
         "FINISHED",
