@@ -202,9 +202,15 @@ class Update:
                     measure_gradient_noise = begun % self.noise_every == 0
 
         context = self._context(batch, measure_gradient_noise)
-        step = self._in_one_program(batch, context)
+        loop = None
+        step = None
+        if self._one_program and self.counters and not self.objective.over_batch:
+            loop = self._loop_of_replica(batch, context)
+            step = self._in_one_program(batch, loop)
         self.update_compiled = step is not None
-        if step is None:
+        if step is None and loop is not None:
+            step = self._in_steps(batch, self._made_dense(batch, loop.run()))
+        elif step is None:
             step = self._in_steps(batch, self._sums(batch, context))
 
         sums = step.sums
@@ -286,15 +292,12 @@ class Update:
         return learning_rate
 
     def _in_one_program(
-        self, batch: Nest | Share | Batches, context: BatchContext
+        self, batch: Nest | Share | Batches, loop: MicroBatchLoop
     ) -> _Step | None:
         """Run the update as one compiled program, or as steps if the batch is uneven.
 
         Return None, without running anything, if no batch can be run as one program.
         """
-        if not self._one_program or not self.counters or self.objective.over_batch:
-            return None
-        loop = self._loop_of_replica(batch, context)
         fits_program = loop.fits_program()
         if fits_program is None:
             return None
@@ -347,8 +350,7 @@ class Update:
         if program is None:
             return None
 
-        with tf.control_dependencies(tf.nest.flatten(gradient_sums)):
-            return self._run(program, batch, _without_gradients(sums))
+        return self._run(program, batch, sums)
 
     def _run(
         self,
@@ -360,9 +362,11 @@ class Update:
 
         `sums` are the sums of the update, or None if the program computes them.
         """
-        # Count the update first: if memory runs out in the program, the update may be
-        # applied in part.
-        applying = self.applying.assign_add(1)
+        # Count the update as soon as all sums are computed, and before the program: if
+        # memory runs out in the program, the update may be applied in part.
+        summed = () if sums is None else sums.gradient_sums
+        with tf.control_dependencies(tf.nest.flatten(summed)):
+            applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
             applied = program.run()
         with tf.control_dependencies(tensors_of(batch)):
@@ -370,7 +374,12 @@ class Update:
         if sums is None:
             sums = applied.sums
         assert sums is not None
-        return _Step(sums, applied.norm, applied.loss_scale, program.learning_rate)
+        return _Step(
+            _without_gradients(sums),
+            applied.norm,
+            applied.loss_scale,
+            program.learning_rate,
+        )
 
     def _applied(self, sums: GradientSums) -> Applied:
         """Apply the gradient. XLA compiles this function."""

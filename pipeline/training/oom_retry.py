@@ -173,7 +173,9 @@ class OomRetry:
     ) -> None:
         if self._may_be_applied():
             raise OutOfMemoryError(
-                f"memory ran out while update {number} was applied: {first_line(error)}"
+                f"memory ran out while update {number} was applied, so it is not "
+                "repeated; try a smaller accumulation.micro_batch_size: "
+                f"{first_line(error)}"
             ) from error
 
 

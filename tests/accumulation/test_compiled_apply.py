@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 from keras import optimizers
 
-from pipeline.accumulation import AccumulatingModel, Update, compiled_apply
+from pipeline.accumulation import Update, compiled_apply
 from pipeline.accumulation.compiled_apply import ApplyProgram
 from tests.accumulation import matrix, reference
 from tests.accumulation.matrix import KINDS, Case, Weights, deviation, pieces
@@ -232,6 +232,44 @@ def test_counts_may_be_on_the_host(float64, name):
     assert deviation(trained, expected, before) < TOLERANCE
 
 
+def operations_before(operation: tf.Operation) -> set[tf.Operation]:
+    """Return the operations of a graph that one operation waits for."""
+    waited_for: set[tf.Operation] = set()
+    pending = [operation]
+    while pending:
+        latest = pending.pop()
+        inputs = [tensor.op for tensor in latest.inputs]
+        for earlier in (*inputs, *latest.control_inputs):
+            if earlier not in waited_for:
+                waited_for.add(earlier)
+                pending.append(earlier)
+    return waited_for
+
+
+def test_a_count_is_advanced_without_waiting_for_the_passes():
+    """So the host of a GPU can begin the next update while this one is computed."""
+    update, _ = on_second_device(VARIANTS["AdamW"])
+    graph = traced(update).get_concrete_function().graph
+    handle = update.counters[0].handle
+    (place,) = [inner for outer, inner in graph.captures if outer is handle]
+    advances = []
+    for operation in graph.get_operations():
+        adds = operation.type == "AssignAddVariableOp"
+        if adds and operation.inputs[0] is place:
+            advances.append(operation)
+    (advance,) = advances
+    kinds = {operation.type for operation in operations_before(advance)}
+    assert not kinds & {"While", "StatelessWhile", "StatefulPartitionedCall"}
+
+    # The control: the weights wait for the passes.
+    calls = []
+    for operation in graph.get_operations():
+        if operation.type == "StatefulPartitionedCall":
+            calls.append(operation)
+    kinds = {operation.type for operation in operations_before(calls[-1])}
+    assert kinds & {"While", "StatelessWhile"}
+
+
 def test_variables_of_two_devices_are_not_compiled_together(float64, monkeypatch):
     """Where the counts stay variables of the host, XLA would reject them."""
     monkeypatch.setattr(
@@ -389,9 +427,9 @@ def test_an_unknown_scope_is_rejected():
         Update(model, "mse", optimizer, 4, xla_scope="all")
 
 
-@pytest.mark.slow
-def test_fit_counts_each_update_once():
-    """Where data of unknown length end, a traced step runs once more, without a batch.
+@pytest.mark.parametrize("scope", ["apply", "update"])
+def test_each_update_is_counted_once_where_data_of_unknown_length_end(scope):
+    """A traced step starts once more there, without a batch.
 
     What does not depend on the batch runs before its end is known.
     """
@@ -404,9 +442,16 @@ def test_fit_counts_each_update_once():
         tf.TensorSpec([None, matrix.FEATURES], tf.float32),
         tf.TensorSpec([None], tf.int64),
     )
-    data = tf.data.Dataset.from_generator(examples, output_signature=specs)
-    model = AccumulatingModel(matrix._dense(), 4)
+    data = iter(tf.data.Dataset.from_generator(examples, output_signature=specs))
+    model, optimizer = built(VARIANTS["Adam"], of_keras("Adam"))
     (loss,) = KINDS["dense"].losses()
-    model.compile("adam", loss, jit_compile=True)
-    model.fit(data, epochs=2, verbose=0)
-    assert int(model.optimizer.iterations.numpy()) == 6
+    options = {"jit_compile": True, "xla_scope": scope, "noise_every": 2}
+    update = Update(model, loss, optimizer, 4, **options)
+    step = tf.function(lambda batches: update(next(batches)), autograph=False)
+    for _ in range(3):
+        step(data)
+    with pytest.raises(tf.errors.OutOfRangeError):
+        step(data)
+    assert update.apply_compiled
+    counts = [optimizer.iterations, update.begun, update.applying]
+    assert [int(count.numpy()) for count in counts] == [3, 3, 3]

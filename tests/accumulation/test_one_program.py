@@ -203,4 +203,5 @@ def test_a_loss_over_the_effective_batch_is_computed_in_steps():
     options = ONE_PROGRAM | {"loss_over": "effective_batch"}
     update = update_of(model_of_words(), keras.optimizers.Adam(0.1), **options)
     batch = batch_of(update.model, 8, np.random.default_rng(0))
-    assert update._in_one_program(batch, update._context(batch, False)) is None
+    traced(update)(*batch)
+    assert not update.update_compiled

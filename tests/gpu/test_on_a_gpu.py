@@ -149,6 +149,9 @@ def updated(
     step = tf.function(lambda x, y: update((x, y)), autograph=False)
     for _ in range(UPDATES):
         step(x, y)
+    assert update.compiled is jit_compile
+    assert update.apply_compiled is (scope != "step")
+    assert update.update_compiled is (scope == "update")
     return model.get_weights()
 
 
