@@ -6,6 +6,8 @@ import tensorflow as tf
 
 from pipeline.accumulation import internals
 from pipeline.components.assembly import Parts
+from pipeline.config.schema import HardwareConfig
+from pipeline.config.sizes import Batching
 
 
 def tags(parts: Parts) -> dict[str, str]:
@@ -28,11 +30,41 @@ def tags(parts: Parts) -> dict[str, str]:
 def first_lines(parts: Parts) -> list[str]:
     """Return the lines that a new run prints before it trains.
 
-    The lines give the changes by the scaling rule, notes about the data and the model,
-    and the `differences_from_large_batch`.
+    The lines give the changes by the scaling rule, notes about the data, the model and
+    what is compiled, and the `differences_from_large_batch`.
     """
-    lines = [parts.record.scaling] if parts.record.scaling else []
+    scope_note = xla_scope_note(
+        parts.spec.config.hardware, parts.plan.batching, parts.devices.on_gpu
+    )
+    lines = [line for line in (parts.record.scaling, scope_note) if line]
     return [*lines, *parts.record.notes, *differences_from_large_batch(parts)]
+
+
+def xla_scope_note(hardware: HardwareConfig, batching: Batching, on_gpu: bool) -> str:
+    """Return a line if `hardware.xla_scope` has not its full effect, or else ""."""
+    scope = hardware.xla_scope.name
+    effect = "has no effect"
+    reason = ""
+    if scope == "step":
+        return ""
+    if hardware.xla is False:
+        reason = "hardware.xla is false"
+    elif hardware.xla == "auto" and not on_gpu:
+        reason = "hardware.xla=auto compiles nothing on a CPU"
+    elif batching.replicas > 1:
+        reason = "it is for one replica"
+    elif (
+        scope == "update"
+        and batching.effective_batch_size % batching.micro_batch_size != 0
+    ):
+        effect = "acts as apply"
+        reason = (
+            f"micro-batches of {batching.micro_batch_size} do not divide "
+            f"{batching.effective_batch_size} examples"
+        )
+    if not reason:
+        return ""
+    return f"hardware.xla_scope={scope} {effect}: {reason}"
 
 
 def differences_from_large_batch(parts: Parts) -> list[str]:
