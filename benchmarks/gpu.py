@@ -203,7 +203,7 @@ def pieces(parts: Sequence[str], tiny: bool, folder: Path = Path()) -> list[Piec
     known = [*_first_pieces(), *_correctness_pieces(tiny), *_other_pieces(folder)]
     for piece in known:
         # In a test a small network is enough.
-        too_large = tiny and piece.arguments.get("name") == "resnet50"
+        too_large = tiny and piece.arguments.get("name") in ("resnet50", "cnn")
         if piece.part in parts and not too_large:
             selected.append(piece)
     return selected
