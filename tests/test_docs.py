@@ -465,7 +465,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     expected = {
         "accumulation.html": "accumulate_gradients",
         "config_reference.html": "accumulation.same_noise",
-        "index.html": 'href="configuration.html#batchnormalization"',
+        "index.html": 'href="noise.html#batchnormalization"',
     }
     for page, text in expected.items():
         assert text in (tmp_path / page).read_text(encoding="utf-8")
