@@ -53,7 +53,7 @@ from .loss_sums import (
     function_losses,
     micro_batch_losses,
 )
-from .micro_batches import MicroBatchLoop, run_micro_batches
+from .micro_batches import MicroBatchLoop
 from .moving_statistics import normalizing_layers, statistics_held
 from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
@@ -225,14 +225,7 @@ def accumulate_share(
     position: tf.Tensor | int = 0,
 ) -> GradientSums:
     """Return the sums over a share of an effective batch; see `loop_over_share`."""
-    step, parts = _step_over_share(settings, share, context, position)
-    return run_micro_batches(
-        step,
-        parts,
-        settings.micro_batch_size,
-        settings.jit_compile,
-        settings.fused_attention,
-    )
+    return loop_over_share(settings, share, context, position).run()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -254,23 +247,6 @@ def loop_over_share(
     Raises:
         ValueError: see `accumulate_gradients`.
     """
-    step, parts = _step_over_share(settings, share, context, position)
-    return MicroBatchLoop(
-        step,
-        parts,
-        settings.micro_batch_size,
-        settings.jit_compile,
-        settings.fused_attention,
-    )
-
-
-def _step_over_share(
-    settings: MicroBatchSettings,
-    share: Nest | Batches,
-    context: BatchContext,
-    position: tf.Tensor | int,
-) -> tuple[Callable[..., GradientSums], Nest | Batches]:
-    """Return the step on a micro-batch, and the batch for `run_micro_batches`."""
     step = _MicroStep.for_share(settings, share, context)
 
     def micro_step(
@@ -285,7 +261,13 @@ def _step_over_share(
     parts: Nest = (x, (y, tuple(context.output_gradients)), sample_weight)
     if isinstance(share, Batches):
         parts = share._replace(batch=parts)
-    return micro_step, parts
+    return MicroBatchLoop(
+        micro_step,
+        parts,
+        settings.micro_batch_size,
+        settings.jit_compile,
+        settings.fused_attention,
+    )
 
 
 class MicroBatch(NamedTuple):

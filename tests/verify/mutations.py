@@ -59,19 +59,19 @@ def mean_of_means(patch):
     patch.setattr(loss_sums, "weighted_sum", means)
 
 
-def lost_tail(patch, module=update):
-    run_micro_batches = module.run_micro_batches
+def lost_tail(patch, module=update, name="MicroBatchLoop"):
+    loop = getattr(module, name)
 
     def without_tail(step, batch, size, *more):
         stop = module.examples_in(batch) // size * size
         cut = tf.nest.map_structure(lambda leaf: leaf[:stop], batch)
-        return run_micro_batches(step, cut, size, *more)
+        return loop(step, cut, size, *more)
 
-    patch.setattr(module, "run_micro_batches", without_tail)
+    patch.setattr(module, name, without_tail)
 
 
 def lost_tail_of_validation(patch):
-    lost_tail(patch, evaluation)
+    lost_tail(patch, evaluation, "run_micro_batches")
 
 
 def schedule_by_micro_step(patch):
