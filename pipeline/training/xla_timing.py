@@ -57,19 +57,20 @@ def time_updates(
         batches: the effective batches. An iterator of its own reads the first one.
         clock: returns the time in seconds.
     """
-    iterator = iter(batches.take(1).cache().repeat())
+    first_batch = batches.take(1).cache().repeat()
     random_states = (random.getstate(), np.random.get_state())
-    ways = [_Way(update) for update in updates]
+    # Each way has its own iterator: an update that fails ends the reading of its batch.
+    ways = [_Way(update, iter(first_batch)) for update in updates]
     for way in ways:
-        way.trace(iterator)
+        way.trace()
     state = _State.copied(ways, *random_states)
     try:
         for _ in range(UNTIMED):
-            _run_each(ways, iterator, state, clock)
+            _run_each(ways, state, clock)
         for way in ways:
             way.seconds.clear()
         while not _timed_enough(ways):
-            _run_each(ways, iterator, state, clock)
+            _run_each(ways, state, clock)
             ways.reverse()  # a drift of the machine's speed favors neither
     finally:
         state.put_back()
@@ -79,14 +80,15 @@ def time_updates(
 
 @dataclass(eq=False)
 class _Way:
-    """An update that is timed, its trace, and its times in seconds."""
+    """An update that is timed, its batches, its trace, and its times in seconds."""
 
     update: Update
+    iterator: Any
     seconds: list[float] = field(default_factory=list)
     why: str = ""
     _program: Any = None
 
-    def trace(self, iterator: Any) -> None:
+    def trace(self) -> None:
         """Trace the update without running it."""
 
         def next_update(iterator: Any) -> dict[str, tf.Tensor]:
@@ -94,7 +96,7 @@ class _Way:
 
         function = tf.function(next_update, autograph=False)
         try:
-            self._program = function.get_concrete_function(iterator)
+            self._program = function.get_concrete_function(self.iterator)
         except Exception as error:  # The run reports it, if the other way fails, too.
             self.why = first_line(error)
 
@@ -104,11 +106,11 @@ class _Way:
             return []
         return list(self._program.variables)
 
-    def run(self, iterator: Any, clock: Clock) -> None:
+    def run(self, clock: Clock) -> None:
         """Run the update, and keep its time."""
         began = clock()
         try:
-            self._program(iterator)
+            self._program(self.iterator)
             tf.test.experimental.sync_devices()
         except Exception as error:  # The run reports it, if the other way fails, too.
             self.why = first_line(error)
@@ -148,13 +150,13 @@ class _State:
         np.random.set_state(self.numpy_state)
 
 
-def _run_each(ways: Sequence[_Way], iterator: Any, state: _State, clock: Clock) -> None:
+def _run_each(ways: Sequence[_Way], state: _State, clock: Clock) -> None:
     """Run each update that has not failed once, from the same state."""
     for way in ways:
         if not way.why:
             state.put_back()
             tf.test.experimental.sync_devices()  # Do not time the copies to the device.
-            way.run(iterator, clock)
+            way.run(clock)
 
 
 def _timed_enough(ways: Sequence[_Way]) -> bool:

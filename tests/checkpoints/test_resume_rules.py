@@ -340,7 +340,7 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         "run hydra.run.dir=x": "arguments must set nothing of Hydra: a run goes on in "
         "its own directory.",
         # 14 updates, or 7 where that was not written yet.
-        "run training.updates=5": "training must have a horizon beyond the ",
+        "run training.updates=5": "RUN must be resumed with its own horizon, as ",
         "": "RUN must be given: see pipeline resume --help.",
         "none training.updates=50": "RUN must have a checkpoint; without one, "
         "training.resume=auto trains it from the start.",

@@ -98,9 +98,10 @@ def test_its_first_half_runs_with_the_wheel(tmp_path):
 
     first_half = PAGE.partition("\n## A sweep")[0]
     steps = Walkthrough(tmp_path, run).follow(read_blocks({TUTORIAL: first_half}))
+    # Memory is not compared: the first imports of a new environment may take more of it
+    # at once than the training.
     assert len(steps) == 4
     assert_shown(steps)
-    assert_less_memory(steps)
 
 
 def test_each_command_has_its_output():

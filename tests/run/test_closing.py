@@ -28,7 +28,7 @@ def parts_of(error):
 @pytest.mark.parametrize("error", INTERRUPTIONS, ids=repr)
 def test_a_run_that_has_trained_is_not_killed_by_an_interruption_of_its_upload(error):
     """It is FINISHED in the store once `sync` has shipped the rest: exit status 4."""
-    with run._closing(*parts_of(error)) as closing:
+    with run._closing(*parts_of(error), True) as closing:
         pass
     line = "not all of the run is in the store (interrupted): pipeline sync run"
     assert closing.unshipped.startswith(line)
@@ -36,11 +36,14 @@ def test_a_run_that_has_trained_is_not_killed_by_an_interruption_of_its_upload(e
 
 @pytest.mark.parametrize("error", INTERRUPTIONS, ids=repr)
 def test_a_run_that_was_killed_stays_so(error):
-    with pytest.raises(type(error)), run._closing(*parts_of(error)):
+    with pytest.raises(type(error)), run._closing(*parts_of(error), True):
         raise KeyboardInterrupt
 
 
 def test_another_error_stays_an_error(capsys):
-    with pytest.raises(OSError, match="no"), run._closing(*parts_of(OSError("no"))):
+    with (
+        pytest.raises(OSError, match="no"),
+        run._closing(*parts_of(OSError("no")), True),
+    ):
         pass
     assert "not all of the run is in the store: " in capsys.readouterr().err
