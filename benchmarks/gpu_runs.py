@@ -25,6 +25,18 @@ import tensorflow as tf
 
 from benchmarks.figures import Figure
 
+# A run in which one update fits into memory only in micro-batches of one example.
+OUT_OF_MEMORY = (
+    "~dataset",
+    "+dataset={_target_: benchmarks.gpu_runs.examples, in_memory: true}",
+    "~model",
+    "+model={_target_: benchmarks.gpu_runs.scarce}",
+    "objective=regression",
+    "training.metrics={}",
+    "accumulation.effective_batch_size=8",
+    "accumulation.micro_batch_size=2",
+    "hardware.xla=false",  # XLA computes the sum of a fill without the fill
+)
 QUIET = ("tracking.log_model=false", "tracking.system_metrics=false")
 PROFILED = 10  # updates
 PROFILE = "profile_4.xplane.pb"
@@ -72,16 +84,8 @@ def out_of_memory(tiny: bool) -> Iterator[Figure]:
     """
     epochs = 1 if tiny else 5
     arguments = [
-        "~dataset",
-        "+dataset={_target_: benchmarks.gpu_runs.examples, in_memory: true}",
-        "~model",
-        "+model={_target_: benchmarks.gpu_runs.scarce}",
-        "objective=regression",
-        "training.metrics={}",
-        "accumulation.effective_batch_size=8",
-        "accumulation.micro_batch_size=2",
+        *OUT_OF_MEMORY,
         f"training.epochs={epochs}",
-        "hardware.xla=false",  # XLA computes the sum of a fill without the fill
     ]
     with tempfile.TemporaryDirectory() as folder:
         _run(folder, *arguments, *QUIET)

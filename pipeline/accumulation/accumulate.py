@@ -202,9 +202,9 @@ class BatchContext(NamedTuple):
         totals: the totals of the effective batch.
         measure_gradient_noise: whether to measure the gradient noise, which takes a
             pass over the gradient per micro-batch.
-        noise_seeds: the result of `draw_noise_seeds(noisy_layers(model, x))`, computed once per
-            effective batch. The noise for an example then does not depend on the cut.
-            If empty, Keras draws the noise for each micro-batch.
+        noise_seeds: the result of `draw_noise_seeds(noisy_layers(model, x))`, computed
+            once per effective batch. The noise for an example then does not depend on
+            the cut. If empty, Keras draws the noise for each micro-batch.
         output_gradients: gradients of losses over the effective batch with respect to
             the outputs, in the order of `over_effective_batch.differentiable`. The
             micro-steps backpropagate them to the variables, and compute no loss but

@@ -18,6 +18,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
+from benchmarks.gpu_runs import OUT_OF_MEMORY
 from pipeline.accumulation import Update
 from tests.accumulation import reference
 from tests.checkpoints.left import metrics_in, weights_in
@@ -302,16 +303,8 @@ def test_an_update_that_does_not_fit_is_repeated_in_smaller_pieces(tmp_path):
     """One example of 64 needs more memory than there is, beside any other one."""
     done = pipeline(
         "train",
-        "~dataset",
-        "+dataset={_target_: benchmarks.gpu_runs.examples, in_memory: true}",
-        "~model",
-        "+model={_target_: benchmarks.gpu_runs.scarce}",
-        "objective=regression",
-        "training.metrics={}",
-        "accumulation.effective_batch_size=8",
-        "accumulation.micro_batch_size=2",
+        *OUT_OF_MEMORY,
         "training.epochs=1",
-        "hardware.xla=false",  # XLA computes the sum of a fill without the fill
         f"hardware.device={DEVICE}",
         "tracking.log_model=false",
         "tracking.system_metrics=false",
