@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from pipeline.cli import train_help
 from pipeline.common import nvidia, secrets
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.config import compose, former_names, session, trust_entries
 from pipeline.config.overrides import hydra_quoted, keys_set
+from pipeline.config.plain import leaves, value_at
 from pipeline.launch import hydra_job
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
@@ -66,6 +68,8 @@ def sweep(arguments: Sequence[str]) -> int:
     overrides = rest
     if options.again:
         overrides = _recorded_overrides(options, file, rest)
+
+    say(*_lines_of_kept_keys(files[options.name], rest))
 
     def command_again(run_id: str) -> list[str]:
         command = ["sweep", options.name, "--again", run_id]
@@ -120,6 +124,34 @@ def _sweep_file_arguments(name: str, file: Path, config_dir: str | None) -> list
         entries = ",".join(hydra_quoted(f"file://{path}") for path in searched)
         arguments.append(f"hydra.searchpath=[{entries}]")
     return arguments
+
+
+def _lines_of_kept_keys(file: Path, overrides: Sequence[str]) -> list[str]:
+    """Return a line for each group that the user selects and the sweep file also sets.
+
+    For example, `model=mlp` keeps `model.width` of the file, which another model may
+    not have.
+    """
+    try:
+        content = OmegaConf.load(file)
+    except (OSError, ValueError, YAMLError):  # Hydra reports it when it composes.
+        return []
+    values = OmegaConf.to_container(content, resolve=False)
+    keys = keys_set(overrides)
+    lines = []
+    for text in overrides:
+        group, _, option = text.partition("=")
+        settings = value_at(values, group)
+        if not option or not isinstance(settings, dict):
+            continue
+        kept = [key for key in leaves(settings, group) if key not in keys]
+        if kept:
+            deletions = shlex.join(f"~{key}" for key in kept)
+            lines.append(
+                f"with {text}, {file.name} still sets {', '.join(kept)}: "
+                f"{deletions} removes what does not apply"
+            )
+    return lines
 
 
 def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int:

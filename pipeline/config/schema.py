@@ -26,19 +26,69 @@ from omegaconf import MISSING, OmegaConf
 
 from pipeline.common.errors import ConfigError
 
-Rule = Enum(
-    "Rule",
-    ["none", "linear", "sqrt", "sde", "half_life", "timescale", "surge"],
-)
-Device = Enum("Device", ["auto", "cpu", "gpu"])
-Resume = Enum("Resume", ["auto"])
-Mode = Enum("Mode", ["min", "max"])
-Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
-Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
-XlaScope = Enum("XlaScope", ["step", "apply", "update"])
-Statistics = Enum("Statistics", ["effective", "micro"])
-Added = Enum("Added", ["mean", "sum"])
-LossOver = Enum("LossOver", ["example", "effective_batch"])
+# The value of each choice is its word. If it were a number, a config could choose by
+# that number.
+
+
+class Rule(Enum):
+    none = "none"
+    linear = "linear"
+    sqrt = "sqrt"
+    sde = "sde"
+    half_life = "half_life"
+    timescale = "timescale"
+    surge = "surge"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+class Resume(Enum):
+    auto = "auto"
+
+
+class Mode(Enum):
+    min = "min"
+    max = "max"
+
+
+class Unreachable(Enum):
+    refuse = "refuse"
+    wait = "wait"
+    offline = "offline"
+
+
+class Precision(Enum):
+    float32 = "float32"
+    float64 = "float64"
+    mixed_bfloat16 = "mixed_bfloat16"
+    mixed_float16 = "mixed_float16"
+
+
+class XlaScope(Enum):
+    step = "step"
+    apply = "apply"
+    update = "update"
+
+
+class Statistics(Enum):
+    effective = "effective"
+    micro = "micro"
+
+
+class Added(Enum):
+    mean = "mean"
+    sum = "sum"
+
+
+class LossOver(Enum):
+    example = "example"
+    effective_batch = "effective_batch"
+
+
 # The version of this schema. `former_names.migrated` and `pipeline.rerun.recorded_run`
 # handle older records.
 SCHEMA = 3

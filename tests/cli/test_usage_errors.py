@@ -25,3 +25,21 @@ def test_a_rerun_takes_any_number_of_overrides_in_any_place():
     assert request.overrides == ["seed=2"]
     request = parse_command_line(["abc", "a=1", "--allow", "mine", "b=2"], None)
     assert (request.overrides, request.allow) == (["a=1", "b=2"], ["mine"])
+
+
+def test_keys_that_a_sweep_file_sets_for_another_group_are_named(capsys):
+    wrong = "training.epochs=-1"  # ends the command before anything is created
+    assert main(["sweep", "does_it_pay", "model=mlp", "dataset=digits", wrong]) == 2
+    kept, kept_of_dataset, rejection = capsys.readouterr().err.splitlines()
+    assert kept == (
+        "with model=mlp, does_it_pay.yaml still sets model.width, model.blocks: "
+        "'~model.width' '~model.blocks' removes what does not apply"
+    )
+    assert kept_of_dataset.startswith("with dataset=digits, does_it_pay.yaml still")
+    assert "training.epochs" in rejection
+
+    deletions = ["~model.width", "~model.blocks"]
+    assert main(["sweep", "does_it_pay", "model=mlp", *deletions, wrong]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["sweep", "does_it_pay", "model.width=16", wrong]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -148,6 +148,10 @@ CONFIG = {
         "hardware.precision must be one of its choices. Received: 'float16'. Choices: "
         "float32, float64, mixed_bfloat16, mixed_float16. Did you mean 'float64'?"
     ),
+    "train hardware.precision=2": (
+        "hardware.precision must be one of its choices. Received: 2. Choices: float32, "
+        "float64, mixed_bfloat16, mixed_float16."
+    ),
     "train hardware.device=gpu": (
         "hardware.device must be a device of this machine, which has no GPU. Received: "
         "'gpu'. Choices: auto, cpu."
