@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
-from pipeline.config import session
+from pipeline.config import installed_configs, session
 from pipeline.sweep import basic, local, search, slurm
 
 _MINUTES_OF_A_DAY = 24 * 60
@@ -35,7 +35,9 @@ class SearchSweeper(search.SearchSweeper):
 
 
 class Names(SearchPathPlugin):
-    """Stores the configs of these plugins, and adds the user's config folder.
+    """Stores the configs of these plugins, and adds folders of configs.
+
+    These are the folders of other installed packages, and the user's own.
 
     Hydra calls `manipulate_search_path` after all plugins are loaded, so these configs
     replace those that other installed plugins have stored under the same names. The
@@ -43,6 +45,8 @@ class Names(SearchPathPlugin):
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in installed_configs.folders():
+            search_path.append("installed package", f"file://{folder}")
         config_dir = session.session().config_dir
         if config_dir is not None:
             search_path.append("command-line", f"file://{Path(config_dir).absolute()}")

@@ -10,6 +10,7 @@ __all__ = [
     "former_names",
     "hydra_errors",
     "hydra_internals",
+    "installed_configs",
     "key_guide",
     "key_kinds",
     "metric_names",

@@ -26,6 +26,7 @@ from pipeline.common.sqlite_uri import SQLITE
 from pipeline.config import (
     former_names,
     hydra_errors,
+    installed_configs,
     key_kinds,
     plain,
     schema,
@@ -57,7 +58,7 @@ class CommandLine:
     Attributes:
         options: the result of Hydra's own parser, including the overrides.
         flags: the arguments that are not overrides.
-        folders: the config folders, beginning with the package's own.
+        folders: the config folders, beginning with this package's own.
     """
 
     options: argparse.Namespace
@@ -77,6 +78,11 @@ def directory(name: str = "conf") -> str:
     return str(package.parent / name)
 
 
+def config_folders() -> list[str]:
+    """Return the folders of config groups of this and of other installed packages."""
+    return [directory(), *installed_configs.folders()]
+
+
 @dataclass(frozen=True)
 class Composition:
     """A composed config, and what it was composed from.
@@ -85,7 +91,7 @@ class Composition:
         config: the config.
         chosen: the chosen config of each group, by the name of the group; None if no
             config of the group is chosen.
-        folders: the config folders, beginning with the package's own.
+        folders: the config folders, beginning with this package's own.
     """
 
     config: DictConfig
@@ -175,7 +181,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             options.config_dir = own
             flags += ["--config-dir", own]
 
-    folders = [directory()]
+    folders = config_folders()
     if options.config_dir:
         folders.append(options.config_dir)
         if not options.shell_completion:
@@ -216,7 +222,7 @@ def check_config_dir(folder: str) -> None:
     """Reject a config folder that does not exist or has a file that is too large.
 
     Once per process, print that the user's own folder is used, and which of its files
-    are not used because a built-in config has the same name.
+    are not used because a config of an installed package has the same name.
     """
     if not Path(folder).is_dir():
         raise ConfigError("--config-dir", "must be a folder that exists", folder)
@@ -225,13 +231,15 @@ def check_config_dir(folder: str) -> None:
         say(f"pipeline: with the configs in {folder}")
     for file in sorted(Path(folder).glob("*/**/*.yaml")):
         name = file.relative_to(folder)
-        ours = Path(directory()) / name
-        if ours.exists() and ours.read_bytes() != file.read_bytes():
-            choice = f"{name.parent}={name.stem}"
-            say(
-                f"pipeline: {choice} is the built-in config; "
-                f"{file} is not used, rename it"
-            )
+        choice = f"{name.parent}={name.stem}"
+        for installed in config_folders():
+            theirs = Path(installed, name)
+            if theirs.exists() and theirs.read_bytes() != file.read_bytes():
+                owner = f"the config in {theirs.parent}"
+                if installed == directory():
+                    owner = "the built-in config"
+                say(f"pipeline: {choice} is {owner}; {file} is not used, rename it")
+                break
 
 
 class RunFolders(Callback):

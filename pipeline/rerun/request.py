@@ -139,8 +139,8 @@ class Request:
 
     @property
     def _folders(self) -> list[str]:
-        """The folders with config groups: the package's, then the user's own."""
-        return [compose.directory(), *self.own_folders]
+        """The folders with config groups: of installed packages, then the user's own."""
+        return [*compose.config_folders(), *self.own_folders]
 
 
 def parse_command_line(arguments: Sequence[str], description: str | None) -> Request:
