@@ -10,9 +10,8 @@ from pipeline.report.findings import SweepFinding, results_of
 from pipeline.report.reading import SEEDS_OF_VERDICT
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.verdict import Verdict
-from pipeline.tracking.foreign_store import LONGEST_TAG
+from pipeline.tracking.foreign_store import LONGEST_TAG, NOTE
 
-NOTE = "mlflow.note.content"  # the description, in Markdown
 # The description that `pipeline.sweep.mlflow_view` writes begins with this link.
 _LINK = "[Compare the runs of this sweep]"
 _HEADLINE = re.compile(rf"\A\*\*[^*]*\*\* (?={re.escape(_LINK)})")

@@ -8,6 +8,7 @@ of the UI.
 
 import base64
 import json
+import re
 import threading
 import time
 import zlib
@@ -26,7 +27,7 @@ from pipeline.sweep.view_settings import (
     AxisRange,
     view_settings,
 )
-from pipeline.tracking.foreign_store import LONGEST_TAG
+from pipeline.tracking.foreign_store import LONGEST_TAG, NOTE
 
 LOCAL_SERVER = "http://127.0.0.1:5000"  # default address of `pipeline ui`
 # Experiment tag of a saved view, followed by the sweep's ID.
@@ -40,6 +41,14 @@ RANGES_EVERY = 60.0
 _READING_SHARE = 0.05
 # Number of characters in the description that are reserved for the report's verdict.
 _RESERVED_FOR_VERDICT = 2400
+# A comment in Markdown, which is not shown: the user's own text may follow it.
+_END = "<!-- end of the sweep's description -->"
+# The part of a parent's description that was written here: the link, which the headline
+# of a verdict may precede, and all that follows up to the comment.
+_OWN_PART = re.compile(
+    r"(?:^\*\*[^*\n]*\*\* )?\[Compare the runs of this sweep\].*?" + re.escape(_END),
+    re.DOTALL | re.MULTILINE,
+)
 # Colors that color-blind readers can tell apart (Okabe and Ito 2008), without black and
 # yellow: each of these is hard to see on one of the UI's two backgrounds.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -86,7 +95,10 @@ def complete(parent: ParentRun) -> dict[str, Any]:
 
 
 def description(
-    parent: ParentRun, fragment: str, result_table: Sequence[Sequence[object]]
+    parent: ParentRun,
+    fragment: str,
+    result_table: Sequence[Sequence[object]],
+    other_text: int = 0,
 ) -> str:
     """Return the parent's description in Markdown.
 
@@ -96,6 +108,7 @@ def description(
         result_table: the cells of each row, the header first; empty before the sweep
             has ended. Rows that would exceed the tag's limit, less
             `_RESERVED_FOR_VERDICT` characters, are replaced by their number.
+        other_text: the number of characters in the tag that the user wrote.
     """
     varied_keys = ", ".join(f"`{key}`" for key in parent.varied) or "nothing"
     title = f"**{parent.name}**"
@@ -110,17 +123,19 @@ def description(
         "",
     ]
     if not result_table:
-        return "\n".join([*lines, "The results come here when the sweep has ended."])
+        lines += ["The results come here when the sweep has ended.", _END]
+        return "\n".join(lines)
 
     header, *rows = [_markdown_row(cells) for cells in result_table]
     lines += [header, "|" + " --- |" * len(result_table[0])]
+    most = LONGEST_TAG - _RESERVED_FOR_VERDICT - other_text
     for number, row in enumerate(rows):
-        omission = f"\n\nand {len(rows) - number} more"
-        length = len("\n".join([*lines, row])) + len(omission)
-        if length > LONGEST_TAG - _RESERVED_FOR_VERDICT:
-            return "\n".join(lines) + omission
+        omission = ["", f"and {len(rows) - number} more", _END]
+        if len("\n".join([*lines, row, *omission])) > most:
+            lines += omission
+            return "\n".join(lines)
         lines.append(row)
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _END])
 
 
 def runs_fragment(experiment_id: str) -> str:
@@ -263,9 +278,21 @@ def metric_values(client: Any, runs: Iterable[Any], metric: str) -> list[float]:
 def _set_description(
     parent: ParentRun, fragment: str, result_table: Sequence[Sequence[object]]
 ) -> None:
-    """Set the parent's description. For the arguments, see `description`."""
-    text = description(parent, fragment, result_table)
-    parent.client().set_tag(parent.run_id, "mlflow.note.content", text)
+    """Set the parent's description, but keep what a user wrote before or after it.
+
+    For the arguments, see `description`.
+    """
+    client = parent.client()
+    note = client.get_run(parent.run_id).data.tags.get(NOTE, "")
+    before = ""
+    after = ""
+    match = _OWN_PART.search(note)
+    if match is not None:
+        before = note[: match.start()]
+        after = note[match.end() :]
+    of_user = len(before) + len(after)
+    text = description(parent, fragment, result_table, of_user)
+    client.set_tag(parent.run_id, NOTE, f"{before}{text}{after}")
 
 
 def _result_table(parent: ParentRun, children: Mapping[str, Any]) -> list[list[object]]:

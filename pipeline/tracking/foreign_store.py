@@ -22,6 +22,7 @@ from pipeline.trust import artifact_locations
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep without a sweep file
 CRITICAL = "critical"  # the name of a sweep that `pipeline critical` runs
+NOTE = "mlflow.note.content"  # the tag with a run's description, in Markdown
 LONGEST_TAG = 5000  # maximum number of characters of a tag in all MLflow stores
 RUN_ID = re.compile("[0-9a-f]{32}")
 _MOST_RUNS = 50_000  # MLflow's maximum number of results per search

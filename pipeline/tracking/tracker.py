@@ -24,7 +24,7 @@ from pipeline.config.schema import Precision
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import DataFiles
 from pipeline.tracking import provenance
-from pipeline.tracking.foreign_store import LONGEST_TAG
+from pipeline.tracking.foreign_store import LONGEST_TAG, NOTE
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import (
     DATASET_RECORD,
@@ -337,7 +337,7 @@ class Tracker:
         tracking = spec.config.tracking
         tags = dict(tracking.tags)
         if tracking.description is not None:
-            tags["mlflow.note.content"] = tracking.description
+            tags[NOTE] = tracking.description
         tags |= provenance.origin()
         run_dir = str(self.run_dir.absolute())
         tags["config.hash"] = provenance.config_hash(recorded, run_dir)

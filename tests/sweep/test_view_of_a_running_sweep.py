@@ -11,6 +11,7 @@ import zlib
 import pytest
 
 from pipeline.sweep import mlflow_view, view_settings
+from pipeline.tracking.foreign_store import LONGEST_TAG, NOTE
 from tests import synthetic
 from tests.running import wait
 
@@ -64,3 +65,48 @@ def test_two_charts_are_side_by_side():
     sections = view_settings._sections()
     own = [section for section in sections if section["display"]]
     assert [section["columns"] for section in own] == [2, 2, 2]
+
+
+def test_a_description_keeps_what_a_user_wrote_around_it(sweep):
+    mlflow_view.announce(sweep.planned, threading.Event())
+    written = note_of(sweep)
+    assert written.startswith("[Compare the runs of this sweep]")
+    assert "come here when the sweep has ended" in written
+
+    sweep.client.set_tag(sweep.run_id, NOTE, f"Mine first.\n\n{written}\nMine last.")
+    sweep.job(sweep.names[0], {"train/loss": [2.0, 1.0]})
+    mlflow_view.complete(sweep.planned)
+    note = note_of(sweep)
+    assert note.startswith("Mine first.\n\n[Compare the runs of this sweep]")
+    assert note.endswith("\nMine last.")
+    assert "come here when" not in note
+    assert "| factor=1 seed=0 | FINISHED | 1 |" in note
+
+    # A second time, as after --again, changes nothing.
+    mlflow_view.complete(sweep.planned)
+    assert note_of(sweep) == note
+
+
+def test_a_verdict_before_the_description_is_replaced_with_it(sweep):
+    mlflow_view.announce(sweep.planned, threading.Event())
+    written = note_of(sweep)
+    sweep.client.set_tag(sweep.run_id, NOTE, f"**Factor 4 pays.** {written}\nMine.")
+    mlflow_view.announce(sweep.planned, threading.Event())
+    assert note_of(sweep) == f"{written}\nMine."
+
+
+def test_a_long_text_of_a_user_leaves_the_table_less_space(sweep):
+    mlflow_view.announce(sweep.planned, threading.Event())
+    written = note_of(sweep)
+    of_user = "x" * 2000
+    sweep.client.set_tag(sweep.run_id, NOTE, written + of_user)
+    sweep.planned.job_names = [f"factor={number}" for number in range(1000)]
+    mlflow_view.complete(sweep.planned)
+    note = note_of(sweep)
+    assert note.endswith(of_user)
+    assert len(note) <= LONGEST_TAG
+    assert " more\n" in note
+
+
+def note_of(sweep):
+    return sweep.client.get_run(sweep.run_id).data.tags[NOTE]
