@@ -28,6 +28,7 @@ from tests.parameters import mostly_slow
 TOLERANCE = 1e-12
 UPDATES = 7
 CUTS = ("factor 1", "factor 3", "factor 8", "ragged")
+SCOPES = ("apply", "update")
 
 Built = Callable[[], keras.optimizers.Optimizer]
 
@@ -159,23 +160,25 @@ def by_update(variant: Variant, cut: str, **options: Any) -> tuple[Update, Weigh
 
 
 def cases() -> list[Any]:
-    """Return every variant with a cut, and soak tests with every other one."""
-    fast = [
+    """Return every variant with a cut and a scope, soak tests with every other one."""
+    fast = []
+    for name, cut in (
         ("AdamW", "ragged"),
         ("SGD", "factor 3"),
         ("LossScaleOptimizer", "ragged"),
         ("global clipnorm", "factor 8"),
         ("constraint", "factor 1"),
-    ]
+    ):
+        fast += [(name, cut, scope) for scope in SCOPES]
+
     one_each = []
     for index, name in enumerate(VARIANTS):
-        one_each.append((name, CUTS[index % len(CUTS)]))
-    pairs = list(product(VARIANTS, CUTS))
-    return mostly_slow(pairs, fast, [pair for pair in one_each if pair not in fast])
+        one_each.append((name, CUTS[index % len(CUTS)], SCOPES[index // 4 % 2]))
+    every = list(product(VARIANTS, CUTS, SCOPES))
+    return mostly_slow(every, fast, [case for case in one_each if case not in fast])
 
 
-@pytest.mark.parametrize("scope", ["apply", "update"])
-@pytest.mark.parametrize(("name", "cut"), cases())
+@pytest.mark.parametrize(("name", "cut", "scope"), cases())
 def test_updates_are_those_of_whole_batches(float64, name, cut, scope):
     variant = VARIANTS[name]
     before, expected = by_keras(variant, cut)
