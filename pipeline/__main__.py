@@ -48,8 +48,8 @@ VERBS = {  # name → function in this package, and help text
         "measure the critical batch by branches of a checkpoint, RUN@UPDATE",
     ),
     "report": (
-        "report.writer:report",
-        "write the report of a sweep: findings, a table and plots",
+        "report.command:report",
+        "write the report of a sweep, of runs, or of what changed between two sweeps",
     ),
     "ui": ("cli.ui:ui", "serve MLflow's UI for the configured store on 127.0.0.1"),
 }

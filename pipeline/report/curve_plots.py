@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.report.html_page import RESULT, Plot, Trace, axis, plot_key, trace
 from pipeline.report.job_results import (
@@ -20,7 +21,9 @@ from pipeline.report.statistics import Array
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.trajectories import trajectory_pairs
 
-POINTS = 600  # maximum points per curve; a longer curve is plotted as means
+# A long curve is drawn by the lowest and the highest value in each of this many parts of
+# its axis, which are about a pixel wide.
+BINS = 600
 FEW_POINTS = 30  # A curve with fewer points has markers.
 # An axis is logarithmic if lower values of the metric are better, or it is the noise
 # scale, and the largest value is more than this many times the smallest one.
@@ -37,6 +40,12 @@ CAPTIONS = {
         "update are left out."
     ),
 }
+
+# The caption of a plot with a curve that was reduced; see `extremes`.
+REDUCED = (
+    f"Of a long curve, the lowest and the highest value in each of {BINS} parts are "
+    "drawn, so that no spike is lost."
+)
 
 # The style of the curve of a single seed behind the mean of its group.
 _FAINT = {"mode": "lines", "opacity": 0.4, "hoverinfo": "skip", "hovertemplate": None}
@@ -84,10 +93,11 @@ def _curve_plot(
     if any("hoverinfo" in drawn for drawn in traces):
         state = comparable_state(sweep.groups.values())
         caption += f" Thin lines are seeds, the thick one is the mean of those {state}."
-    if _longest_curve(sweep, metric) > POINTS:
-        caption += f" Long curves are drawn as means over at most {POINTS} stretches."
+    if _longest_curve(sweep.jobs, metric) > 2 * BINS:
+        caption += f" {REDUCED}"
 
-    log = _has_log_axis(sweep, metric, traces)
+    is_cost = metric == NOISE or sweep.lower_is_better(metric)
+    log = metric != LEARNING_RATE and is_cost and falls_far(traces)
     layout: dict[str, Any] = {"xaxis": axis(AXES[along]), "yaxis": axis(metric, log)}
     target = sweep.target
     if target is not None and target.metric == metric:
@@ -96,10 +106,10 @@ def _curve_plot(
     return Plot(plot_key(title), section, title, caption, traces, layout)
 
 
-def _longest_curve(sweep: SweepResult, metric: str) -> int:
+def _longest_curve(jobs: Sequence[JobResult], metric: str) -> int:
     """Return the number of points in the longest curve of the metric."""
-    jobs = jobs_with(sweep.jobs, metric)
-    return max((len(job.curves[metric].steps) for job in jobs), default=0)
+    lengths = [len(job.curves[metric].steps) for job in jobs_with(jobs, metric)]
+    return max(lengths, default=0)
 
 
 def _group_traces(
@@ -114,7 +124,7 @@ def _group_traces(
     for job in jobs_with(jobs, metric):
         curve = job.curves[metric]
         x = job.along(along, curve.steps)
-        traces.append(_curve_trace(group, x, curve.values, color))
+        traces.append(curve_trace(group, x, curve.values, color))
     if len(traces) < 2:
         return traces
 
@@ -122,7 +132,7 @@ def _group_traces(
     averaged = jobs_with(comparable_jobs(jobs), metric)
     if averaged:
         mean = _mean_curve(averaged, metric, along)
-        traces.append(_curve_trace(group, mean.x, mean.y, color))
+        traces.append(curve_trace(group, mean.x, mean.y, color))
     return traces
 
 
@@ -131,21 +141,49 @@ def _faint(drawn: Trace) -> Trace:
     return drawn | _FAINT | {"line": line}
 
 
-def _curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
-    """Return the trace of a curve's finite points, averaged to at most `POINTS`."""
+def curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
+    """Return the trace of a curve's finite points, reduced as by `extremes`.
+
+    Args:
+        name: the name in the legend.
+        x: the positions of the points, in ascending order.
+        y: their values.
+        color: the index into the colors of the theme.
+    """
     known = np.isfinite(x) & np.isfinite(y)
     x = x[known]
     y = y[known]
-    if len(x) > POINTS:
-        x = _stretch_means(x)
-        y = _stretch_means(y)
+    drawn = extremes(x, y)
+    x = x[drawn]
+    y = y[drawn]
     mode = "lines+markers" if len(x) < FEW_POINTS else "lines"
     return trace(name, x, y, color, mode)
 
 
-def _stretch_means(values: Array) -> Array:
-    """Return the means over `POINTS` consecutive parts of about equal length."""
-    return np.array([part.mean() for part in np.array_split(values, POINTS)])
+def extremes(x: Array, y: Array) -> NDArray[np.int64]:
+    """Return the indices of the points that are drawn of a curve, in ascending order.
+
+    Of a curve with more than `2 * BINS` points these are the lowest and the highest
+    point in each of `BINS` parts of the axis, which are of equal width, and the first
+    and the last point. So no spike is lost, and each point that is drawn was logged.
+    These are all points of any other curve.
+
+    Args:
+        x: the positions of the points, in ascending order and finite.
+        y: their finite values.
+    """
+    if len(x) <= 2 * BINS:
+        return np.arange(len(x))
+    edges = np.linspace(x[0], x[-1], BINS + 1)
+    bins = np.searchsorted(edges[1:-1], x, side="right")
+
+    # In this order, each bin begins with its lowest point and ends with its highest.
+    by_bin_and_value = np.lexsort((y, bins))
+    begins = np.flatnonzero(np.diff(bins[by_bin_and_value], prepend=-1))
+    ends = np.append(begins[1:], len(x)) - 1
+    lowest = by_bin_and_value[begins]
+    highest = by_bin_and_value[ends]
+    return np.unique(np.concatenate([[0], lowest, highest, [len(x) - 1]]))
 
 
 @dataclass(frozen=True)
@@ -171,16 +209,11 @@ def _mean_curve(jobs: Sequence[JobResult], metric: str, along: str) -> _Points:
     return _Points(np.mean(xs, axis=0), np.mean(ys, axis=0))
 
 
-def _has_log_axis(sweep: SweepResult, metric: str, traces: list[Trace]) -> bool:
-    """Return whether the values call for a logarithmic axis.
+def falls_far(traces: list[Trace]) -> bool:
+    """Return whether the values call for a logarithmic axis, if lower ones are better.
 
-    They do if lower values of the metric are better, or it is the noise scale, and all
-    values are positive and vary by more than a factor of `FALLS`.
+    They do if all values are positive and vary by more than a factor of `FALLS`.
     """
-    if metric == LEARNING_RATE:
-        return False
-    if metric != NOISE and not sweep.lower_is_better(metric):
-        return False
     values: list[float] = []
     for drawn in traces:
         values += drawn["y"]
@@ -212,7 +245,7 @@ def difference_plot(sweep: SweepResult) -> Plot:
         shown = np.where(values > 0, values, zero)
         steps = pair.curve.steps.astype(float)
         name = f"{pair.other.name} / {pair.base.name}"
-        traces.append(_curve_trace(name, steps, shown, color))
+        traces.append(curve_trace(name, steps, shown, color))
 
     caption = (
         "How far the training losses of two jobs with equal effective batch, seed and "

@@ -5,11 +5,11 @@ module of its own.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from pipeline.common.errors import count
+from pipeline.common.errors import count, printable
 from pipeline.report.job_results import NO_RUN, JobResult, grouped
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import joined
@@ -64,6 +64,33 @@ class SweepFinding:
         }
 
 
+@dataclass(frozen=True)
+class FindingsPage:
+    """A page with findings.
+
+    Attributes:
+        findings: the findings in the order of the page.
+        topics: the headings of the findings, by topic.
+        html: the page.
+    """
+
+    findings: list[SweepFinding]
+    topics: Mapping[str, str]
+    html: str
+
+    def lines(self) -> list[str]:
+        """Return the findings as lines for a terminal."""
+        return lines(self.findings, self.topics)
+
+
+def lines(findings: Sequence[SweepFinding], topics: Mapping[str, str]) -> list[str]:
+    """Return findings as lines for a terminal, each after the heading of its topic."""
+    texts = []
+    for finding in findings:
+        texts.append(printable(f"{topics[finding.topic]}: {finding.text}"))
+    return texts
+
+
 def results_of(
     findings: Sequence[SweepFinding], kind: type[AnyResult]
 ) -> list[AnyResult]:
@@ -89,21 +116,35 @@ class JobStates(Result):
 
 def job_states(sweep: SweepResult) -> SweepFinding:
     """Report the number of finished jobs, and the names and failures of the others."""
-    jobs_by_status = grouped(sweep.jobs, lambda job: job.status)
-    counts = {status: len(jobs) for status, jobs in jobs_by_status.items()}
+    return states(sweep.jobs, "jobs", "job", running=sweep.status == "RUNNING")
+
+
+def states(
+    jobs: Sequence[JobResult], topic: str, noun: str, *, running: bool = False
+) -> SweepFinding:
+    """Report the number of finished jobs, and the names and failures of the others.
+
+    Args:
+        jobs: the jobs, or other runs.
+        topic: the topic of the finding.
+        noun: the word for one of `jobs`.
+        running: whether jobs without a run may still begin.
+    """
+    jobs_by_status = grouped(jobs, lambda job: job.status)
+    counts = {status: len(others) for status, others in jobs_by_status.items()}
     finished = counts.get("FINISHED", 0)
-    text = f"{finished} of {count(len(sweep.jobs), 'job')} finished."
-    for status, jobs in jobs_by_status.items():
+    text = f"{finished} of {count(len(jobs), noun)} finished."
+    for status, others in jobs_by_status.items():
         if status != "FINISHED":
-            names = [_name_and_failure(job) for job in jobs]
-            state = _state(status, sweep)
-            text += f" {len(jobs)} {state}: {joined(names)}."
-    return SweepFinding("jobs", text, JobStates(len(sweep.jobs), counts))
+            names = [_name_and_failure(job) for job in others]
+            state = _state(status, running)
+            text += f" {len(others)} {state}: {joined(names)}."
+    return SweepFinding(topic, text, JobStates(len(jobs), counts))
 
 
-def _state(status: str, sweep: SweepResult) -> str:
+def _state(status: str, running: bool) -> str:
     """Return the phrase that describes the status of a job."""
-    if status == NO_RUN and sweep.status == "RUNNING":
+    if status == NO_RUN and running:
         return "not started yet"
     words = {
         "FAILED": "failed",

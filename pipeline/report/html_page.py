@@ -154,13 +154,13 @@ def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str
 
 
 @dataclass(frozen=True)
-class SweepParts:
-    """The parts of a page that only the page of a sweep has.
+class PageParts:
+    """The parts of a page beside its plots.
 
     Attributes:
         findings: the findings, each with its `topic`, `text`, `figures` and `plot`.
         topics: the headings of the findings, by topic.
-        question: the question that the sweep asks.
+        question: the question that a sweep asks.
         tables: the tables, each with its `heading`, `head` and `rows`.
         groups: the names of the groups that can be hidden.
         averaged: the state of the jobs that were averaged, if there are seeds to
@@ -182,7 +182,7 @@ def render(
     about: str,
     plots: Sequence[Plot],
     footer: str,
-    sweep: SweepParts = SweepParts(),
+    parts: PageParts = PageParts(),
 ) -> str:
     """Render the template `report.html` as a page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -202,5 +202,5 @@ def render(
         dark=DARK,
         dashes=DASHES,
         plotly=get_plotlyjs(),
-        sweep=sweep,
+        parts=parts,
     )

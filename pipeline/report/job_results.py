@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -307,7 +307,7 @@ def pooled(jobs: Sequence[JobResult], measure: Measure) -> Spread | None:
 
 
 def job_result(client: Any, name: str, run: Any) -> JobResult:
-    """Return the result of the job `name`.
+    """Return the result of the job `name`, with its metrics of training and validation.
 
     Args:
         client: an MLflow client for the sweep's store.
@@ -316,17 +316,33 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
     """
     if run is None:
         return JobResult(name)
-    run_id = run.info.run_id
-
-    params = {}
-    for key, value in run.data.params.items():
-        params[former_names.with_current_key(key)] = former_names.current(value)
-
-    curves = {}
+    metrics = []
     for metric in run.data.metrics:
         if metric.startswith(("train/", "val/", "perf/")):
-            curves[metric] = _curve(client.get_metric_history(run_id, metric))
+            metrics.append(metric)
+    return stored_result(client, name, run, metrics)
 
+
+def stored_result(
+    client: Any, name: str, run: Any, metrics: Iterable[str]
+) -> JobResult:
+    """Return the result of a run in MLflow.
+
+    Args:
+        client: an MLflow client for the run's store.
+        name: the name of the result.
+        run: the run.
+        metrics: the names of the metrics to read.
+    """
+    run_id = run.info.run_id
+    curves = {}
+    for metric in metrics:
+        points = client.get_metric_history(run_id, metric)
+        # If a step has several values, keep the latest one.
+        points = sorted(points, key=lambda point: point.timestamp)
+        curves[metric] = curve({point.step: point.value for point in points})
+
+    params = current_params(run.data.params)
     return JobResult(
         name=name,
         run_id=run_id,
@@ -336,13 +352,25 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
         curves=curves,
         started=run.info.start_time,
         ended=run.info.end_time,
-        factor=_size(params, "factor"),
-        effective_batch_size=_size(params, "effective_batch_size"),
-        micro_batch_size=_size(params, "micro_batch_size"),
+        **sizes(params),
     )
 
 
-def _size(params: dict[str, str], key: str) -> int | None:
+def current_params(params: Mapping[str, str]) -> dict[str, str]:
+    """Return the params of a run, with the current names of keys and functions."""
+    renamed = {}
+    for key, value in params.items():
+        renamed[former_names.with_current_key(key)] = former_names.current(value)
+    return renamed
+
+
+def sizes(params: Mapping[str, str]) -> dict[str, int | None]:
+    """Return the factor and the batch sizes of a run, as fields of `JobResult`."""
+    keys = ("factor", "effective_batch_size", "micro_batch_size")
+    return {key: _size(params, key) for key in keys}
+
+
+def _size(params: Mapping[str, str], key: str) -> int | None:
     """Return the derived size, or else the configured size, or else None."""
     for group in ("derived", "accumulation"):
         text = params.get(f"{group}.{key}", "")
@@ -351,13 +379,10 @@ def _size(params: dict[str, str], key: str) -> int | None:
     return None
 
 
-def _curve(points: Sequence[Any]) -> Curve:
-    """Build a curve from a history in MLflow, with the latest value at each step."""
-    value_by_step = {}
-    for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
-        value_by_step[point.step] = point.value
-
-    values = np.array(list(value_by_step.values()), float)
+def curve(value_by_step: Mapping[int, float]) -> Curve:
+    """Return the curve of a metric from its values at each step, in any order."""
+    steps = sorted(value_by_step)
+    values = np.array([value_by_step[step] for step in steps], float)
     is_infinite = np.abs(values) > _STORED_INFINITY
     values = np.where(is_infinite, np.copysign(np.inf, values), values)
-    return Curve(np.array(list(value_by_step), np.int64), values)
+    return Curve(np.array(steps, np.int64), values)

@@ -79,10 +79,11 @@ def lower_is_better(metric: str, jobs: Sequence[JobResult]) -> bool:
     the words in the names of the metric and of its class.
 
     Args:
-        metric: the metric with the name of its split, such as `val/accuracy`.
+        metric: the metric, with the name of its split if it has one, such as
+            `val/accuracy`.
         jobs: the jobs that may have logged it.
     """
-    name = metric.split("/", 1)[1]
+    name = metric.partition("/")[2] or metric
     for job in jobs:
         kept = job.params.get("training.keep_best.metric", "")
         mode = job.params.get("training.keep_best.mode", "").lower()

@@ -51,11 +51,19 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table on the page. The first cell of each row is the heading of the row."""
+    """A table on the page.
+
+    Attributes:
+        heading: the heading above the table.
+        head: the headings of the columns.
+        rows: the rows; the first cell of each is the heading of the row.
+        has_texts: whether cells are texts, which may be long, instead of numbers.
+    """
 
     heading: str
     head: list[str]
     rows: list[list[str]]
+    has_texts: bool = False
 
 
 def columns(sweep: SweepResult) -> list[Column]:

@@ -1,4 +1,4 @@
-"""`pipeline report`: write the files of a sweep's report from data in MLflow only.
+"""Writes the files of a sweep's report from data in MLflow only.
 
 reading.read ─┬► summarize (findings) ─┐
               ├► table ────────────────┼► report.html, jobs.csv, findings.json
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from pipeline.common.errors import ConfigError, Parser, count, printable, say
-from pipeline.config import compose
+from pipeline.common.errors import count, say
 from pipeline.report import (
     critical_batch,
     factor_cost,
@@ -32,7 +31,7 @@ from pipeline.report import (
     verdict,
 )
 from pipeline.report.findings import SweepFinding
-from pipeline.report.html_page import SweepParts, render
+from pipeline.report.html_page import PageParts, render
 from pipeline.report.job_results import (
     EXAMPLES_SEEN,
     LEARNING_RATE,
@@ -93,40 +92,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return the findings as text for a terminal, one per line."""
-        lines = []
-        for finding in self.findings:
-            lines.append(printable(f"{TOPICS[finding.topic]}: {finding.text}"))
-        return "\n".join(lines)
-
-
-def report(arguments: Sequence[str]) -> int:
-    """Write a sweep's report from what MLflow recorded: findings, a table and plots."""
-    parser = Parser(
-        prog="pipeline report", description=report.__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "sweep",
-        metavar="SWEEP",
-        help=(
-            "run ID of the sweep, its start, the name of its run, or NAME of `pipeline "
-            "sweep NAME`: its newest sweep"
-        ),
-    )
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="PLACE",
-        help="a place where artifacts may be",
-    )
-    if not arguments:
-        raise ConfigError("SWEEP", "must name a sweep in the store", "")
-
-    options, overrides = parser.parse_known_args(list(arguments))
-    config = compose.composed(overrides)
-    allow = [*config.trust.allow, *options.allow]
-    publish(config.tracking.uri, options.sweep, allow)
-    return 0
+        return "\n".join(findings.lines(self.findings, TOPICS))
 
 
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
@@ -225,7 +191,7 @@ def _page(sweep: SweepResult, sweep_findings: list[SweepFinding]) -> str:
     averaged = ""
     if len(sweep.groups) < len(sweep.jobs):
         averaged = comparable_state(sweep.groups.values())
-    parts = SweepParts(
+    parts = PageParts(
         findings=sweep_findings,
         topics=TOPICS,
         question=sweep.question,

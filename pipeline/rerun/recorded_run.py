@@ -4,41 +4,21 @@ The record is untrusted input: its content is checked before it is used.
 """
 
 import re
-import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import recorded
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.config import former_names, key_kinds, plain, schema
-from pipeline.tracking import provenance
+from pipeline.tracking import provenance, record_files
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
 
-# The files of a record, with the required types of their values.
-_FORMS = {
-    "config.yaml": {
-        "dataset?": dict,
-        "optimizer?": dict,
-        "start?": dict,
-        "tracking?": dict,
-    },
-    "environment.json": {
-        "git?": dict,
-        "code?": dict,
-        "package?": dict,
-        "packages?": dict,
-    },
-    "dataset.json": provenance.DATASET,
-    "links.json": {str: str},
-}
 # Links in these groups, and links to their keys, are ignored: for example, the store's
 # URI may contain a password.
 _NOT_LINKED = {"hydra", *key_kinds.groups_apart()}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-LARGEST = 16 * 2**20  # maximum size of one file of a record, in bytes
 _LONGEST_VERSION = 40  # maximum characters of a version in an error
 
 
@@ -180,7 +160,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         rule = "is a sweep: rerun it with --sweep, or one of its runs"
         raise ConfigError("RUN_ID", rule, run_id)
     try:
-        contents = _download(store.client(), run_id)
+        contents = record_files.download(store.client(), run_id)
     except (MlflowException, OSError, ValueError) as error:
         rule = f"must have a record that can be read ({first_line(error)})"
         raise ConfigError("RUN_ID", rule, run_id) from error
@@ -282,27 +262,3 @@ def _with_links(
             for number, entry in enumerate(node)
         ]
     return node
-
-
-def _download(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
-    """Return the contents of a record's files, by the files' names.
-
-    Raises:
-        ValueError: a file is too large, or its values have wrong types or sizes.
-    """
-    contents = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for artifact in client.list_artifacts(run_id):
-            # Skip folders: their size cannot be checked before the download.
-            if artifact.path not in _FORMS or artifact.is_dir:
-                continue
-            if (artifact.file_size or 0) > LARGEST:
-                size = artifact.file_size
-                raise ValueError(f"{artifact.path} is of {size} bytes")
-            file = Path(client.download_artifacts(run_id, artifact.path, folder))
-            contents[artifact.path] = recorded.read(file, _FORMS[artifact.path])
-
-    examples = contents.get("dataset.json", {}).get("examples", {})
-    if any(abs(count) >= 2**63 for count in examples.values()):
-        raise ValueError("examples of dataset.json are no numbers")
-    return contents

@@ -25,6 +25,8 @@ CRITICAL = "critical"  # the name of a sweep that `pipeline critical` runs
 NOTE = "mlflow.note.content"  # the tag with a run's description, in Markdown
 LONGEST_TAG = 5000  # maximum number of characters of a tag in all MLflow stores
 RUN_ID = re.compile("[0-9a-f]{32}")
+_RUN_ID_START = re.compile("[0-9a-f]{4,32}")
+_IS_SWEEP = "tags.`sweep.name` != ''"  # MLflow's filter string for parents of sweeps
 _MOST_RUNS = 50_000  # MLflow's maximum number of results per search
 _MOST_CHOICES = 10  # maximum number of runs that an error lists
 
@@ -84,7 +86,7 @@ class ForeignStore:
                 runs = [self.client().get_run(start)]
             except MlflowException as error:
                 raise ConfigError("RUN_ID", self._unknown("run"), start) from error
-        elif re.fullmatch("[0-9a-f]{4,32}", start):
+        elif _RUN_ID_START.fullmatch(start):
             runs = self._search(f"attributes.run_id LIKE '{start}%'")
         else:
             rule = "must be the ID of a run, or at least 4 digits of its start"
@@ -102,16 +104,46 @@ class ForeignStore:
             ConfigError: no sweep or several sweeps match, or the artifacts of the
                 parent run lie outside the allowed locations.
         """
-        sweeps = self._search("tags.`sweep.name` != ''")
-        named = []
-        of_file = []
-        for run in sweeps:
-            if run.info.run_id.startswith(start) or run.info.run_name == start:
-                named.append(run)
-            if run.data.tags["sweep.name"] == start:
-                of_file.append(run)
-        newest = sorted(of_file, key=lambda run: run.info.start_time)[-1:]
-        return self._only("SWEEP", "sweep", start, named or newest, sweeps)
+        sweeps = self._search(_IS_SWEEP)
+        return self._only("SWEEP", "sweep", start, _named(start, sweeps), sweeps)
+
+    def run_or_sweep(self, start: str) -> Any:
+        """Return the run, or the parent run of the sweep, that `start` names.
+
+        Args:
+            start: as in `sweep`, or else as in `run`.
+
+        Raises:
+            ConfigError: as in `sweep` and in `run`.
+        """
+        sweeps = self._search(_IS_SWEEP)
+        named = _named(start, sweeps)
+        if not named and _RUN_ID_START.fullmatch(start):
+            named = self._search(f"attributes.run_id LIKE '{start}%'")
+        return self._only("SWEEP or RUN", "sweep or run", start, named, sweeps)
+
+    def matching(self, condition: str, experiment: str | None = None) -> list[Any]:
+        """Return the active runs that match a filter string, without sweeps' parents.
+
+        Args:
+            condition: a filter string of MLflow.
+            experiment: the name of the experiment that is searched, or None for all.
+
+        Raises:
+            ConfigError: the filter string is not valid, the store has no such
+                experiment, or a run is rejected as in `run`.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            runs = self._search(condition, experiment)
+        except MlflowException as error:
+            rule = f"must be a filter string of MLflow ({first_line(error)})"
+            raise ConfigError("--filter", rule, condition) from error
+        matches = [run for run in runs if "sweep.name" not in run.data.tags]
+        for run in matches:
+            self._check(run, "--filter", "run")
+        return matches
 
     def check_experiment(self, name: str) -> None:
         """Reject an experiment whose artifacts lie outside the allowed locations.
@@ -127,16 +159,30 @@ class ForeignStore:
             location = experiment.artifact_location
             artifact_locations.check(location, self.uri, self.places)
 
-    def _search(self, condition: str) -> list[Any]:
+    def _search(self, condition: str, name: str | None = None) -> list[Any]:
         """Return the active runs that match an MLflow filter string.
 
         At most `_MOST_RUNS` runs are returned.
+
+        Args:
+            condition: the filter string.
+            name: the name of the experiment that is searched, or None for all.
+
+        Raises:
+            ConfigError: there is no active experiment with this name.
         """
         # Import the module only here, since it imports MLflow, which takes seconds.
         from pipeline.tracking.store import all_experiments
 
         client = self.client()
-        ids = [experiment.experiment_id for experiment in all_experiments(client)]
+        experiments = all_experiments(client)
+        if name is not None:
+            names = [experiment.name for experiment in experiments]
+            if name not in names:
+                rule = "must be an experiment of the store"
+                raise ConfigError("tracking.experiment", rule, name, names)
+            experiments = [experiments[names.index(name)]]
+        ids = [experiment.experiment_id for experiment in experiments]
         return list(client.search_runs(ids, condition, max_results=_MOST_RUNS))
 
     def _unknown(self, kind: str) -> str:
@@ -177,11 +223,31 @@ class ForeignStore:
             raise ConfigError(key, rule, start, choices or None)
 
         run = matches[0]
+        self._check(run, key, kind)
+        return run
+
+    def _check(self, run: Any, key: str, kind: str) -> None:
+        """Reject a run with a wrong ID, or with artifacts outside the allowed places.
+
+        For `key` and `kind`, see `_only`.
+        """
         if not RUN_ID.fullmatch(run.info.run_id):  # the ID is used in commands
             rule = f"must be a {kind} with an ID of MLflow's own"
             raise ConfigError(key, rule, run.info.run_id)
         artifact_locations.check(run.info.artifact_uri, self.uri, self.places)
-        return run
+
+
+def _named(start: str, sweeps: Sequence[Any]) -> list[Any]:
+    """Return the parent runs that `start` names; see `ForeignStore.sweep`."""
+    named = []
+    of_file = []
+    for run in sweeps:
+        if run.info.run_id.startswith(start) or run.info.run_name == start:
+            named.append(run)
+        if run.data.tags["sweep.name"] == start:
+            of_file.append(run)
+    newest = sorted(of_file, key=lambda run: run.info.start_time)[-1:]
+    return named or newest
 
 
 def listed(tags: Mapping[str, str], key: str) -> list[str]:

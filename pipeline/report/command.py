@@ -1,0 +1,230 @@
+"""`pipeline report`: the report of a sweep, of runs, or of what two sweeps differ in.
+
+one SWEEP ─────► writer: its report, logged to its parent run
+RUN …, --filter ► run_results ─► runs_page ─┐
+two SWEEPs ────► reading ─► sweep_changes ──┴► one HTML file on this machine
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.common.errors import ConfigError, Parser, as_config_error, say
+from pipeline.config import compose, trust_entries
+from pipeline.config.overrides import keys_set
+from pipeline.report import run_results, runs_page, sweep_changes, writer
+from pipeline.report.findings import FindingsPage
+from pipeline.report.html_page import plot_key
+from pipeline.report.job_results import JobResult
+from pipeline.tracking.foreign_store import ForeignStore
+
+_OVERRIDE = re.compile(r"(\+{0,2}|~)[\w.@/-]+=.*|~[\w.@/-]+", re.DOTALL)
+_OUT = Path("outputs")  # the folder of pages without `--out`
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the command line asks for.
+
+    Attributes:
+        names: runs or sweeps.
+        filter: MLflow's filter string for runs, or None.
+        out: the file of the page, or None for the default.
+        uri: the URI of the store.
+        allow: the places where artifacts may be.
+        experiment: the experiment that the filter string is for, or None for all.
+    """
+
+    names: list[str]
+    filter: str | None
+    out: str | None
+    uri: str
+    allow: list[str]
+    experiment: str | None
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Write a report: of a sweep, of runs beside each other, or of two sweeps."""
+    request = _request(arguments)
+    if request.filter is not None:
+        _write_runs(request, _matching(request), request.filter)
+        return 0
+
+    # Run directories need no store: their journals have all rows.
+    store = None
+    stored = []
+    if not all(map(run_results.is_run_directory, request.names)):
+        store = ForeignStore.open(request.uri, request.allow)
+        for name in request.names:
+            if not run_results.is_run_directory(name):
+                stored.append(store.run_or_sweep(name))
+    sweeps = [run for run in stored if "sweep.name" in run.data.tags]
+    if not sweeps:
+        _write_runs(request, _named(request, store, stored))
+    elif len(request.names) == 1:
+        if request.out is not None:
+            rule = "must be left out: the report of a sweep is logged to its parent run"
+            raise ConfigError("--out", rule, request.out)
+        writer.publish(request.uri, sweeps[0].info.run_id, request.allow)
+    elif len(sweeps) == len(request.names) == 2:
+        first, second = (run.info.run_id for run in sweeps)
+        page = sweep_changes.page(request.uri, first, second, request.allow)
+        _write(request, page, f"{first[:8]}-{second[:8]}")
+    else:
+        rule = "must be runs alone, one sweep, or two sweeps"
+        raise ConfigError("SWEEP or RUN", rule, request.names)
+    return 0
+
+
+def _request(arguments: Sequence[str]) -> _Request:
+    options, unknown = _parser().parse_known_intermixed_args(list(arguments))
+    overrides = []
+    names = []
+    for word in options.names:
+        if _OVERRIDE.fullmatch(word) and not os.path.exists(word):
+            overrides.append(word)
+        else:
+            names.append(word)
+    if options.config_dir is not None:
+        overrides += ["--config-dir", options.config_dir]
+    config = compose.composed([*overrides, *unknown])
+
+    if options.filter is None and not names:
+        rule = "must name a sweep, two sweeps or runs in the store"
+        raise ConfigError("SWEEP or RUN", rule, "")
+    if options.filter is not None and names:
+        rule = "must be left out with --filter, which selects runs"
+        raise ConfigError("SWEEP or RUN", rule, names)
+    allow = [*config.trust.allow, *options.allow]
+    trust_entries.check_allowed(allow)
+    experiment = None
+    if "tracking.experiment" in keys_set(overrides):
+        experiment = config.tracking.experiment
+    return _Request(
+        names=names,
+        filter=options.filter,
+        out=options.out,
+        uri=config.tracking.uri,
+        allow=allow,
+        experiment=experiment,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="pipeline report", description=report.__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "names",
+        metavar="SWEEP or RUN",
+        nargs="*",
+        help=(
+            "a sweep: its run ID, the start of it, the name of its run, or NAME of "
+            "`pipeline sweep NAME`, its newest sweep. Two sweeps: what changed between "
+            "them. Runs: run directories, IDs or their starts"
+        ),
+    )
+    parser.add_argument(
+        "--filter",
+        metavar="TEXT",
+        help="the runs that MLflow's filter string selects, such as "
+        "\"tags.team='vision'\"",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the page of runs or of two sweeps; by default it is written to "
+        f"{_OUT}/report-….html",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="a place where artifacts may be",
+    )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="a folder with config groups of your own",
+    )
+    return parser
+
+
+def _matching(request: _Request) -> list[JobResult]:
+    """Return the runs that the filter string selects.
+
+    Raises:
+        ConfigError: it selects no run, or more than a page shows.
+    """
+    store = ForeignStore.open(request.uri, request.allow)
+    runs = store.matching(str(request.filter), request.experiment)
+    if not 0 < len(runs) <= runs_page.MOST_RUNS:
+        rule = (
+            f"must select from 1 to {runs_page.MOST_RUNS} runs of the store, and "
+            f"selects {len(runs)}"
+        )
+        raise ConfigError("--filter", rule, request.filter)
+    client = store.client()
+    return [run_results.from_store(client, run) for run in runs]
+
+
+def _named(
+    request: _Request, store: ForeignStore | None, stored: Sequence[Any]
+) -> list[JobResult]:
+    """Return the runs that are named, in the order of the command line.
+
+    Args:
+        request: the names.
+        store: the store, which is None if all names are run directories.
+        stored: the runs in the store, in the order of their names.
+
+    Raises:
+        ConfigError: there are more runs than a page shows, or a journal cannot be read.
+    """
+    if len(request.names) > runs_page.MOST_RUNS:
+        rule = f"must be at most {runs_page.MOST_RUNS} runs"
+        raise ConfigError("SWEEP or RUN", rule, len(request.names))
+    remaining = iter(stored)
+    runs = []
+    for name in request.names:
+        if store is None or run_results.is_run_directory(name):
+            runs.append(run_results.from_directory(Path(name)))
+        else:
+            runs.append(run_results.from_store(store.client(), next(remaining)))
+    return runs
+
+
+def _write_runs(
+    request: _Request, runs: Sequence[JobResult], selection: str = ""
+) -> None:
+    runs = run_results.with_unique_names(runs)
+    page = runs_page.page(runs, selection)
+    ids = [(run.run_id or run.name)[:8] for run in runs]
+    name = "-".join(ids[:4])
+    if len(ids) > 4:
+        name += f"-and-{len(ids) - 4}-more"
+    _write(request, page, name)
+
+
+def _write(request: _Request, page: FindingsPage, name: str) -> None:
+    """Write a page, and print its findings and where it is.
+
+    Args:
+        request: has the file, if the user named one.
+        page: the page.
+        name: the end of the name of the file otherwise.
+    """
+    file = _OUT / f"report-{plot_key(name)}.html"
+    if request.out is not None:
+        file = Path(request.out)
+    with as_config_error("--out", "must be a file that can be written", str(file)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page.html, encoding="utf-8")
+    say(*page.lines(), f"report: {file.absolute()}", to=sys.stdout)

@@ -1,0 +1,115 @@
+"""Reads runs for a report, from a store or from run directories."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.common.recorded import FormError
+from pipeline.report.job_results import (
+    JobResult,
+    current_params,
+    curve,
+    sizes,
+    stored_result,
+)
+from pipeline.tracking import journal_file
+from pipeline.tracking.journal_file import JOURNAL_NAME, LineReader, Past
+from pipeline.tracking.journal_lines import Row
+from pipeline.tracking.params import param_text
+
+# The step of MLflow's system metrics is the number of a sample, and not an update.
+_NOT_BY_UPDATE = "system/"
+
+
+def from_store(client: Any, run: Any) -> JobResult:
+    """Return the result of a run in MLflow, with all metrics except those of the system.
+
+    Args:
+        client: an MLflow client for the run's store.
+        run: the run.
+    """
+    name = run.info.run_name or run.info.run_id
+    return stored_result(client, name, run, _of_updates(run.data.metrics))
+
+
+def from_directory(run_dir: Path) -> JobResult:
+    """Return the result of the run in a directory, from its journal alone.
+
+    So the store need not have all of the run. Rows after a damaged line are left out.
+
+    Raises:
+        ConfigError: the directory has no journal that can be read.
+    """
+    past = Past.read(run_dir, "RUN", running=True)
+    values_by_metric: dict[str, dict[int, float]] = {}
+    times: list[int] = []
+    with (
+        (run_dir / JOURNAL_NAME).open("rb") as file,
+        suppress(FormError),  # The lines before the damage are valid.
+    ):
+        for line in LineReader(file.fileno()).lines():
+            if line.time is not None:
+                times.append(line.time)
+            if isinstance(line, Row):
+                for metric, value in line.metrics.items():
+                    values_by_metric.setdefault(metric, {})[line.step] = value
+
+    curves = {}
+    for metric in _of_updates(values_by_metric):
+        curves[metric] = curve(values_by_metric[metric])
+    texts = {key: param_text(value) for key, value in past.start.params.items()}
+    params = current_params(texts)
+    return JobResult(
+        name=past.start.name or run_dir.name,
+        run_id=past.run_id or None,
+        status=past.status or _status_of_open(run_dir),
+        params=params,
+        tags={**past.start.tags, **past.tags},
+        curves=curves,
+        started=min(times, default=None),
+        ended=max(times, default=None),
+        **sizes(params),
+    )
+
+
+def _status_of_open(run_dir: Path) -> str:
+    """Return the status of a run whose journal does not say that it has ended."""
+    # Open the file to write, as only then can its lock be tried.
+    with (run_dir / JOURNAL_NAME).open("r+b") as file:
+        if journal_file.lock(file.fileno(), journal_file.WRITER):
+            return "INTERRUPTED"
+        return "RUNNING"
+
+
+def _of_updates(metrics: Iterable[str]) -> list[str]:
+    """Return the names of the metrics whose step is an update, in order."""
+    return sorted(name for name in metrics if not name.startswith(_NOT_BY_UPDATE))
+
+
+def is_run_directory(name: str) -> bool:
+    """Return whether a name is the path of a run directory."""
+    return os.path.exists(os.path.join(name, JOURNAL_NAME))
+
+
+def with_unique_names(runs: Sequence[JobResult]) -> list[JobResult]:
+    """Return the runs with a name of its own for each.
+
+    Where several have the same name, the start of the run's ID, or else a number,
+    follows it.
+    """
+    counts = Counter(run.name for run in runs)
+    taken: set[str] = set()
+    unique = []
+    for number, run in enumerate(runs, start=1):
+        name = run.name
+        if counts[name] > 1:
+            name = f"{name} {(run.run_id or '')[:8] or number}"
+        if name in taken:
+            name = f"{name} {number}"
+        taken.add(name)
+        unique.append(replace(run, name=name))
+    return unique

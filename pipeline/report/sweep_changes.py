@@ -1,0 +1,444 @@
+"""What changed between two sweeps: config, code, packages, and each setting's result."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.common.errors import ConfigError, count, first_line
+from pipeline.report import key_differences, reading, statistics
+from pipeline.report.findings import FindingsPage, Result, SweepFinding
+from pipeline.report.html_page import RESULT, PageParts, Plot, axis, render, trace
+from pipeline.report.job_results import JobResult, finished_jobs
+from pipeline.report.seed_differences import Difference, difference, values_by_seed
+from pipeline.report.statistics import CHANCE
+from pipeline.report.sweep_result import SweepResult
+from pipeline.report.table import Table
+from pipeline.report.wording import joined, number, plus_minus
+from pipeline.tracking import record_files
+from pipeline.tracking.foreign_store import ForeignStore
+from pipeline.trust import artifact_locations
+
+# The headings of the findings, by topic.
+TOPICS = {
+    "settings": "Settings",
+    "keys": "What differs",
+    "result": "Result",
+}
+# The values of environment.json that are compared, beside the versions of packages.
+_MACHINE = ("python", "platform", "processor", "gpus", "driver", "cuda", "cudnn")
+_ENVIRONMENT = "environment.json"
+
+# The verdicts on the second sweep at a setting.
+BETTER = "better"
+WORSE = "worse"
+NOT_TOLD_APART = "not told apart"
+EQUAL = "equal"
+UNKNOWN = "chance not known"
+# The sentences that begin the lists of settings with each verdict.
+_SENTENCES = {
+    BETTER: "The second sweep is better at",
+    WORSE: "The second sweep is worse at",
+    NOT_TOLD_APART: "The data do not tell the sweeps apart at",
+    EQUAL: "The sweeps are equal at",
+    UNKNOWN: "Chance is not known, as it takes several seeds that vary, at",
+}
+
+Columns = list[dict[str, str]]  # the values by key of the first and the second sweep
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """The final results of one setting in two sweeps.
+
+    Attributes:
+        setting: the name of the setting: of the group of jobs, without the seed.
+        first: the spread of the results over the seeds of the first sweep.
+        second: the same in the second sweep.
+        difference: the second minus the first.
+        half_width: half the width of the interval of the difference, which is infinite
+            if chance is not known.
+    """
+
+    setting: str
+    first: statistics.Spread
+    second: statistics.Spread
+    difference: Difference
+    half_width: float
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the results differ, and the interval of the difference is known."""
+        return math.isfinite(self.half_width) and not self.difference.equal
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether 0 lies outside the interval of the difference."""
+        return self.has_interval and abs(self.difference.value) > self.half_width
+
+
+@dataclass(frozen=True)
+class ResultChanges(Result):
+    """The changes of a final metric in all settings that both sweeps have.
+
+    The intervals of all settings hold together with a probability of 95%.
+
+    Attributes:
+        metric: the metric.
+        lower_is_better: whether lower values are better.
+        changes: the changes, in the order of the first sweep.
+    """
+
+    metric: str
+    lower_is_better: bool
+    changes: list[SettingChange]
+
+    def verdict(self, change: SettingChange) -> str:
+        """Return the verdict on the second sweep at a setting, such as `BETTER`."""
+        if change.difference.equal:
+            return EQUAL
+        if not change.has_interval:
+            return UNKNOWN
+        if not change.told_apart:
+            return NOT_TOLD_APART
+        if (change.difference.value < 0) == self.lower_is_better:
+            return BETTER
+        return WORSE
+
+    def figures(self) -> dict[str, Any]:
+        verdicts = {change.setting: self.verdict(change) for change in self.changes}
+        return {"metric": self.metric, "verdicts": verdicts}
+
+
+def page(uri: str, first: str, second: str, allow: Sequence[str]) -> FindingsPage:
+    """Return the page on what changed between two sweeps of one store.
+
+    Args:
+        uri: the URI of the store.
+        first: the run ID of the first sweep.
+        second: that of the second sweep.
+        allow: locations where artifacts may be.
+
+    Raises:
+        ConfigError: as for `reading.read`, or a job has a record that cannot be read.
+    """
+    sweeps = [reading.read(uri, sweep, allow) for sweep in (first, second)]
+    names = _names(sweeps)
+    shared = _shared_settings(sweeps)
+    keys = key_differences.between(_columns(sweeps, shared, lambda job: job.params))
+    environments = _environments(uri, sweeps, allow)
+    code = key_differences.between(
+        _columns(sweeps, [], lambda job: environments[job.run_id or ""])
+    )
+
+    findings = [
+        _settings_finding(sweeps, shared),
+        key_differences.finding(keys, code),
+    ]
+    all_changes = changes(sweeps)
+    for result in all_changes:
+        findings.append(SweepFinding("result", _result_sentences(result), result))
+    if not all_changes:
+        text = "No setting has finished in both sweeps, so no results are compared."
+        findings.append(SweepFinding("result", text))
+
+    tables = [_result_table(result, names) for result in all_changes]
+    tables += key_differences.tables(names, keys, code)
+    parts = PageParts(findings=findings, topics=TOPICS, tables=tables, groups=names)
+    plots: list[Plot] = []
+    for position, result in enumerate(all_changes):
+        plots += _plots(result, names, position)
+    title = f"What changed from {names[0]} to {names[1]}"
+    about = f"MLflow runs {first} and {second}"
+    footer = "Computed from the metrics, params and records of both sweeps in MLflow."
+    return FindingsPage(findings, TOPICS, render(title, about, plots, footer, parts))
+
+
+def changes(sweeps: Sequence[SweepResult]) -> list[ResultChanges]:
+    """Return the changes of each metric that has final results in both sweeps.
+
+    The metric that ranks the jobs of the first sweep comes first. The chance that an
+    interval misses its difference is divided among the settings (Bonferroni), so a
+    metric that did not change has a setting that is told apart in at most 5%.
+
+    Args:
+        sweeps: the first and the second sweep.
+    """
+    first, second = sweeps
+    metrics = [metric for metric in first.metrics if metric in second.metrics]
+    metrics.sort(key=lambda metric: metric != first.quality)
+    all_changes = []
+    for metric in metrics:
+        of_metric = _changes_of(sweeps, metric)
+        if of_metric:
+            lower = first.lower_is_better(metric)
+            all_changes.append(ResultChanges(metric, lower, of_metric))
+    return all_changes
+
+
+def _changes_of(sweeps: Sequence[SweepResult], metric: str) -> list[SettingChange]:
+    pairs = {}
+    for setting in _shared_settings(sweeps):
+        values = []
+        for sweep in sweeps:
+            finals = _finals(sweep, setting, metric)
+            if finals:
+                values.append(finals)
+        if len(values) == 2:
+            pairs[setting] = values
+
+    of_metric = []
+    for setting, (first, second) in pairs.items():
+        first_spread = statistics.spread(list(first.values()))
+        second_spread = statistics.spread(list(second.values()))
+        if first_spread is None or second_spread is None:
+            continue
+        change = difference(first, second)
+        half_width = change.half_width(CHANCE / 2 / len(pairs))
+        of_metric.append(
+            SettingChange(setting, first_spread, second_spread, change, half_width)
+        )
+    return of_metric
+
+
+def _finals(sweep: SweepResult, setting: str, metric: str) -> dict[str, float]:
+    """Return the final values of a metric by seed, of the finished jobs of a setting."""
+    jobs = finished_jobs(sweep.groups[setting])
+    return values_by_seed(jobs, lambda job: sweep.final(job, metric))
+
+
+def _shared_settings(sweeps: Sequence[SweepResult]) -> list[str]:
+    """Return the settings that both sweeps have, in the order of the first one."""
+    first, second = sweeps
+    return [setting for setting in first.groups if setting in second.groups]
+
+
+def _names(sweeps: Sequence[SweepResult]) -> list[str]:
+    """Return the names of two sweeps, with the start of the run ID if they are equal."""
+    names = [sweep.name for sweep in sweeps]
+    if len(set(names)) > 1:
+        return names
+    return [f"{sweep.name} {sweep.run_id[:8]}" for sweep in sweeps]
+
+
+def _columns(
+    sweeps: Sequence[SweepResult],
+    settings: Sequence[str],
+    values_of: Callable[[JobResult], dict[str, str]],
+) -> Columns:
+    """Return the values of each key in two sweeps, without those that are the same.
+
+    The values of a key are compared setting by setting. Where they differ, all its
+    values in the settings are listed.
+
+    Args:
+        sweeps: the first and the second sweep.
+        settings: the settings to compare, or none to compare all jobs at once.
+        values_of: returns the values of a job by key.
+    """
+    blocks = []
+    for setting in settings:
+        blocks.append([_runs(sweep.groups[setting]) for sweep in sweeps])
+    if not blocks:
+        blocks = [[_runs(sweep.jobs) for sweep in sweeps]]
+
+    differing: set[str] = set()
+    for first_jobs, second_jobs in blocks:
+        first_texts = _texts(first_jobs, values_of)
+        second_texts = _texts(second_jobs, values_of)
+        for item in key_differences.between([first_texts, second_texts]):
+            differing.add(item.key)
+
+    columns = []
+    for position in range(len(sweeps)):
+        jobs = []
+        for block in blocks:
+            jobs += block[position]
+        texts = _texts(jobs, values_of)
+        columns.append({key: texts[key] for key in texts if key in differing})
+    return columns
+
+
+def _runs(jobs: Sequence[JobResult]) -> list[JobResult]:
+    return [job for job in jobs if job.run_id is not None]
+
+
+def _texts(
+    jobs: Sequence[JobResult], values_of: Callable[[JobResult], dict[str, str]]
+) -> dict[str, str]:
+    """Return the different values of each key over some jobs, as one text."""
+    values_by_key: dict[str, dict[str, None]] = {}
+    for job in jobs:
+        for key, value in values_of(job).items():
+            values_by_key.setdefault(key, {})[value] = None
+    return {key: joined(sorted(values)) for key, values in values_by_key.items()}
+
+
+def _environments(
+    uri: str, sweeps: Sequence[SweepResult], allow: Sequence[str]
+) -> dict[str, dict[str, str]]:
+    """Return the code, the machine and the packages of each job, by run ID.
+
+    Raises:
+        ConfigError: a job has a record that cannot be read.
+    """
+    from mlflow.exceptions import MlflowException
+
+    store = ForeignStore.open(uri, allow)
+    client = store.client()
+    environments = {}
+    with artifact_locations.confined(uri, store.places):
+        for sweep in sweeps:
+            for job in _runs(sweep.jobs):
+                run_id = str(job.run_id)
+                try:
+                    files = record_files.download(client, run_id, [_ENVIRONMENT])
+                except (MlflowException, OSError, ValueError) as error:
+                    rule = f"has a record that cannot be read ({first_line(error)})"
+                    raise ConfigError("SWEEP", rule, run_id) from error
+                environment = files.get(_ENVIRONMENT, {})
+                environments[run_id] = _described(job, environment)
+    return environments
+
+
+def _described(job: JobResult, environment: dict[str, Any]) -> dict[str, str]:
+    """Return the code, the machine and the packages of a job, as texts by name."""
+    described = key_differences.code_of(job)
+    for key in _MACHINE:
+        if key in environment:
+            described[key] = str(environment[key])
+    package = environment.get("package") or {}
+    if "sha256" in package:
+        described["package.sha256"] = str(package["sha256"])
+    for name, version in (environment.get("packages") or {}).items():
+        described[f"{name} (package)"] = str(version)
+    return described
+
+
+@dataclass(frozen=True)
+class SharedSettings(Result):
+    """The settings that both sweeps have, and those that only one of them has."""
+
+    both: list[str]
+    only_first: list[str]
+    only_second: list[str]
+
+
+def _settings_finding(sweeps: Sequence[SweepResult], shared: list[str]) -> SweepFinding:
+    first, second = sweeps
+    result = SharedSettings(
+        both=shared,
+        only_first=[setting for setting in first.groups if setting not in shared],
+        only_second=[setting for setting in second.groups if setting not in shared],
+    )
+    text = f"{count(len(shared), 'setting')} in both sweeps."
+    if shared:
+        text = f"{count(len(shared), 'setting')} in both sweeps: {joined(shared)}."
+    if result.only_first:
+        text += f" Only in the first one: {joined(result.only_first)}."
+    if result.only_second:
+        text += f" Only in the second one: {joined(result.only_second)}."
+    return SweepFinding("settings", text, result)
+
+
+def _result_sentences(result: ResultChanges) -> str:
+    """Describe at which settings the second sweep ends better or worse."""
+    settings = count(len(result.changes), "setting")
+    direction = "lower" if result.lower_is_better else "higher"
+    text = f"Final {result.metric}, where {direction} is better:"
+    changes_by_verdict: dict[str, list[str]] = {}
+    for change in result.changes:
+        verdict = result.verdict(change)
+        changes_by_verdict.setdefault(verdict, []).append(_described_change(change))
+    if list(changes_by_verdict) == [EQUAL]:
+        return f"{text} both sweeps end with the same values at all {settings}."
+
+    if BETTER not in changes_by_verdict and WORSE not in changes_by_verdict:
+        text += " no setting is told apart."
+    for verdict, sentence in _SENTENCES.items():
+        if verdict in changes_by_verdict:
+            text += f" {sentence} {joined(changes_by_verdict[verdict])}."
+    if any(change.has_interval for change in result.changes):
+        text += f" Intervals: 95% for {settings} together."
+    return text
+
+
+def _described_change(change: SettingChange) -> str:
+    """Return the setting, and the difference with its interval if that is known."""
+    if change.difference.equal:
+        return change.setting
+    value = number(change.difference.value)
+    if change.has_interval:
+        interval = plus_minus(change.difference.value, change.half_width)
+        value = f"{interval}, {_method(change)}"
+    return f"{change.setting} (difference {value})"
+
+
+def _method(change: SettingChange) -> str:
+    if change.difference.paired:
+        return f"over {count(change.difference.seeds, 'pair')} of one seed"
+    return "Welch"
+
+
+def _result_table(result: ResultChanges, names: Sequence[str]) -> Table:
+    rows = []
+    for change in result.changes:
+        value = number(change.difference.value)
+        if change.has_interval:
+            value = plus_minus(change.difference.value, change.half_width)
+        cells = [change.first.text(), change.second.text(), value]
+        rows.append([change.setting, *cells, result.verdict(change)])
+    head = ["setting", *names, "difference", "second sweep"]
+    return Table(f"Final {result.metric}", head, rows)
+
+
+def _plots(result: ResultChanges, names: Sequence[str], position: int) -> list[Plot]:
+    """Plot the final results of both sweeps, and their differences, by setting."""
+    settings = [change.setting for change in result.changes]
+    spreads = {
+        names[0]: [change.first for change in result.changes],
+        names[1]: [change.second for change in result.changes],
+    }
+    traces = []
+    for color, (name, of_sweep) in enumerate(spreads.items()):
+        means = [spread.mean for spread in of_sweep]
+        deviations = [spread.deviation or 0.0 for spread in of_sweep]
+        drawn = trace(name, settings, means, color, "markers", deviations)
+        meta = {"color": color, "group": name}
+        traces.append(drawn | {"showlegend": False, "meta": meta})
+    category = axis("setting") | {"type": "category"}
+    ends = Plot(
+        key=f"final-{position}",
+        section=RESULT,
+        title=f"Final {result.metric}",
+        caption="Bars: ± one sample standard deviation over seeds, of several.",
+        data=traces,
+        layout={"xaxis": category, "yaxis": axis(result.metric)},
+    )
+
+    known = [change for change in result.changes if math.isfinite(change.half_width)]
+    by_setting = trace(
+        "difference",
+        [change.setting for change in known],
+        [change.difference.value for change in known],
+        color=2,
+        mode="markers",
+        error=[change.half_width for change in known],
+    )
+    settings_text = count(len(result.changes), "setting")
+    zero = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 0, "y1": 0}
+    differences = Plot(
+        key=f"difference-{position}",
+        section=RESULT,
+        title=f"Difference of the final {result.metric}",
+        caption=(
+            f"The second sweep minus the first. Bars: 95% for {settings_text} together."
+        ),
+        data=[by_setting | {"showlegend": False}],
+        layout={
+            "xaxis": category,
+            "yaxis": axis("difference"),
+            "shapes": [zero],
+        },
+    )
+    return [plot for plot in (ends, differences) if plot.has_points()]
