@@ -271,7 +271,7 @@ def _texts(
     for job in jobs:
         for key, value in values_of(job).items():
             values_by_key.setdefault(key, {})[value] = None
-    return {key: joined(sorted(values)) for key, values in values_by_key.items()}
+    return {key: ", ".join(sorted(values)) for key, values in values_by_key.items()}
 
 
 def _environments(
@@ -345,16 +345,16 @@ def _result_sentences(result: ResultChanges) -> str:
     """Describe at which settings the second sweep ends better or worse."""
     settings = count(len(result.changes), "setting")
     direction = "lower" if result.lower_is_better else "higher"
-    text = f"Final {result.metric}, where {direction} is better:"
+    text = f"Final {result.metric}, where {direction} is better."
     changes_by_verdict: dict[str, list[str]] = {}
     for change in result.changes:
         verdict = result.verdict(change)
         changes_by_verdict.setdefault(verdict, []).append(_described_change(change))
     if list(changes_by_verdict) == [EQUAL]:
-        return f"{text} both sweeps end with the same values at all {settings}."
+        return f"{text} Both sweeps end with the same values at all {settings}."
 
     if BETTER not in changes_by_verdict and WORSE not in changes_by_verdict:
-        text += " no setting is told apart."
+        text += " No setting is told apart."
     for verdict, sentence in _SENTENCES.items():
         if verdict in changes_by_verdict:
             text += f" {sentence} {joined(changes_by_verdict[verdict])}."
