@@ -1,9 +1,11 @@
-"""The report of a sweep: findings in words, a table, and plots on one HTML page.
+"""The report of a sweep, of runs, or of what changed between two sweeps.
 
-The input is a sweep's name or run ID; all data comes from MLflow. The output is files,
-which are logged to the sweep's parent run. `reading` reads the sweep, one module per
-topic writes its findings, `table` and `plots` present the figures, and `writer`
-assembles the report.
+The input is the name or the run ID of sweeps or runs, or run directories; all data
+comes from MLflow or from the journals of run directories. `command` reads the command
+line. The report of one sweep is findings in words, a table, and plots on one HTML page;
+its files are logged to the sweep's parent run. `reading` reads the sweep, one module
+per topic writes its findings, `table` and `plots` present the figures, and `writer`
+assembles the report. `runs_page` and `sweep_changes` write the other pages.
 """
 
-__all__ = ["html_page", "writer"]
+__all__ = ["command", "html_page", "writer"]
