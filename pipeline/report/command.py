@@ -52,27 +52,21 @@ def report(arguments: Sequence[str]) -> int:
     """Write a report: of a sweep, of runs beside each other, or of two sweeps."""
     request = _request(arguments)
     if request.filter is not None:
-        _write_runs(request, _matching(request), request.filter)
+        matches = _matching(request, request.filter)
+        _write_runs(request, _results(request, matches), request.filter)
         return 0
 
-    # Run directories need no store: their journals have all rows.
-    store = None
-    stored = []
-    if not all(map(run_results.is_run_directory, request.names)):
-        store = ForeignStore.open(request.uri, request.allow)
-        for name in request.names:
-            if not run_results.is_run_directory(name):
-                stored.append(store.run_or_sweep(name))
-    sweeps = [run for run in stored if "sweep.name" in run.data.tags]
+    sources = _sources(request)
+    sweeps = [source for source in sources if _is_sweep(source)]
     if not sweeps:
-        _write_runs(request, _named(request, store, stored))
-    elif len(request.names) == 1:
+        _write_runs(request, _results(request, sources))
+    elif len(sources) == 1:
         if request.out is not None:
             rule = "must be left out: the report of a sweep is logged to its parent run"
             raise ConfigError("--out", rule, request.out)
         writer.publish(request.uri, sweeps[0].info.run_id, request.allow)
-    elif len(sweeps) == len(request.names) == 2:
-        first, second = (run.info.run_id for run in sweeps)
+    elif len(sweeps) == len(sources) == 2:
+        first, second = (sweep.info.run_id for sweep in sweeps)
         page = sweep_changes.page(request.uri, first, second, request.allow)
         _write(request, page, f"{first[:8]}-{second[:8]}")
     else:
@@ -157,48 +151,59 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _matching(request: _Request) -> list[JobResult]:
-    """Return the runs that the filter string selects.
+def _matching(request: _Request, condition: str) -> list[Any]:
+    """Return the runs in the store that a filter string selects.
 
     Raises:
         ConfigError: it selects no run, or more than a page shows.
     """
     store = ForeignStore.open(request.uri, request.allow)
-    runs = store.matching(str(request.filter), request.experiment)
+    runs = store.matching(condition, request.experiment)
     if not 0 < len(runs) <= runs_page.MOST_RUNS:
         rule = (
             f"must select from 1 to {runs_page.MOST_RUNS} runs of the store, and "
             f"selects {len(runs)}"
         )
-        raise ConfigError("--filter", rule, request.filter)
-    client = store.client()
-    return [run_results.from_store(client, run) for run in runs]
+        raise ConfigError("--filter", rule, condition)
+    return runs
 
 
-def _named(
-    request: _Request, store: ForeignStore | None, stored: Sequence[Any]
-) -> list[JobResult]:
-    """Return the runs that are named, in the order of the command line.
+def _sources(request: _Request) -> list[Any]:
+    """Return for each name a run directory, or a run or a sweep's parent in the store.
 
-    Args:
-        request: the names.
-        store: the store, which is None if all names are run directories.
-        stored: the runs in the store, in the order of their names.
+    The store is opened only if a name is no run directory: a journal has all rows.
 
     Raises:
-        ConfigError: there are more runs than a page shows, or a journal cannot be read.
+        ConfigError: there are more names than a page shows, or a name is not known.
     """
     if len(request.names) > runs_page.MOST_RUNS:
         rule = f"must be at most {runs_page.MOST_RUNS} runs"
         raise ConfigError("SWEEP or RUN", rule, len(request.names))
-    remaining = iter(stored)
-    runs = []
+    others = []
     for name in request.names:
-        if store is None or run_results.is_run_directory(name):
-            runs.append(run_results.from_directory(Path(name)))
+        if not run_results.is_run_directory(name):
+            others.append(name)
+    run_by_name = {}
+    if others:
+        store = ForeignStore.open(request.uri, request.allow)
+        run_by_name = {name: store.run_or_sweep(name) for name in others}
+    return [run_by_name.get(name, Path(name)) for name in request.names]
+
+
+def _is_sweep(source: Any) -> bool:
+    return not isinstance(source, Path) and "sweep.name" in source.data.tags
+
+
+def _results(request: _Request, sources: Sequence[Any]) -> list[JobResult]:
+    """Return the results of run directories and of runs in the store."""
+    results = []
+    for source in sources:
+        if isinstance(source, Path):
+            results.append(run_results.from_directory(source))
         else:
-            runs.append(run_results.from_store(store.client(), next(remaining)))
-    return runs
+            client = ForeignStore(request.uri).client()
+            results.append(run_results.from_store(client, source))
+    return results
 
 
 def _write_runs(

@@ -107,7 +107,8 @@ def with_unique_names(runs: Sequence[JobResult]) -> list[JobResult]:
     for number, run in enumerate(runs, start=1):
         name = run.name
         if counts[name] > 1:
-            name = f"{name} {(run.run_id or '')[:8] or number}"
+            mark = run.run_id[:8] if run.run_id else number
+            name = f"{name} {mark}"
         if name in taken:
             name = f"{name} {number}"
         taken.add(name)

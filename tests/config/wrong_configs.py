@@ -662,4 +662,11 @@ CONFIG = {
     # It would start the jobs of a sweep.
     "verify -m model=mlp,cnn": f"--multirun {ONE_CONFIG}",
     "report abc --info": f"--info {ONE_CONFIG}",
+    "report": (
+        "SWEEP or RUN must name a sweep, two sweeps or runs in the store. Received: ''."
+    ),
+    "report abc --filter tags.a=1": (
+        "SWEEP or RUN must be left out with --filter, which selects runs. Received: "
+        "['abc']."
+    ),
 }

@@ -290,6 +290,7 @@ def test_a_query_selects_runs_in_all_experiments_or_in_one(
         command.report(team)
 
 
+@pytest.mark.slow
 def test_what_is_no_request_is_one_line_and_creates_nothing(runs, tmp_path):
     uri = f"tracking.uri={runs.store.uri}"
     first, second, _ = ids(runs)

@@ -109,6 +109,7 @@ def test_a_planted_difference_is_found_with_its_interval(store):
     assert result_on(page).verdict(four) == sweep_changes.NOT_TOLD_APART
 
 
+@pytest.mark.slow
 def test_a_difference_that_is_clear_is_better_or_worse(store):
     first = planted(store, {1: [1.0, 1.2, 1.4], 2: [1.0, 1.2, 1.4], 4: [1.0, 1.2, 1.4]})
     second = planted(
@@ -147,6 +148,7 @@ def test_one_seed_says_nothing_about_chance(store):
     assert "Intervals" not in page.findings[2].text
 
 
+@pytest.mark.slow
 def test_sweeps_without_a_setting_in_common(store):
     page = compared(store, planted(store, {1: [1.0]}), planted(store, {2: [1.0]}))
     assert page.findings[0].text.startswith("0 settings in both sweeps.")
@@ -192,6 +194,7 @@ def test_a_planted_effect_is_found_in_nearly_all_sweeps():
     assert found >= 47
 
 
+@pytest.mark.slow
 def test_a_record_that_is_too_large_or_of_another_form_is_rejected(
     store, tmp_path, monkeypatch
 ):

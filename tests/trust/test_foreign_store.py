@@ -390,7 +390,7 @@ def test_only_what_the_user_allows_is_written_elsewhere(hostile):
         ),
         (
             "report, start of an ID that no run has",
-            "SWEEP must name one sweep of the store",
+            "SWEEP or RUN must name one sweep or run of the store",
         ),
     ],
 )
