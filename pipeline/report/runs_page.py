@@ -62,7 +62,7 @@ def page(runs: Sequence[JobResult], selection: str = "") -> FindingsPage:
     about = selection or joined(names)
     if len(runs) == 1:
         title = f"Run {names[0]}"
-        about = selection or f"MLflow run {runs[0].run_id}"
+        about = selection or f"MLflow run: {_id_of(runs[0])}"
     parts = PageParts(findings=findings, topics=TOPICS, tables=tables, groups=names)
     footer = (
         "Computed from all rows of these runs, without MLflow's system metrics. A "
@@ -99,7 +99,7 @@ def _facts_of(run: JobResult) -> dict[str, str]:
     return {
         "status": run.status.lower(),
         "failure": run.tags.get("failure", ""),
-        "MLflow run": run.run_id or "not in a store yet: pipeline sync",
+        "MLflow run": _id_of(run),
         "started": started,
         "duration": duration,
         "updates": str(max(steps, default="")),
@@ -111,6 +111,13 @@ def _facts_of(run: JobResult) -> dict[str, str]:
         "command": run.tags.get("mlflow.source.name", ""),
         **{tag: run.tags.get(tag, "") for tag in key_differences.CODE},
     }
+
+
+def _id_of(run: JobResult) -> str:
+    """Return the ID of a run in MLflow, or how it gets there."""
+    if run.run_id is None:
+        return "not in a store yet, before pipeline sync"
+    return run.run_id
 
 
 def _metrics(runs: Sequence[JobResult]) -> list[str]:

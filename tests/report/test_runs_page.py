@@ -211,6 +211,29 @@ def test_runs_of_other_batches_are_drawn_by_examples(store):
     assert [trace["x"] for trace in plot["data"]] == [[8, 16], [9, 18]]
 
 
+def test_runs_of_other_programs_and_of_equal_names(store):
+    client = store.client()
+    results = []
+    for _ in range(2):
+        run = client.create_run(store.experiment("theirs"), run_name="mine")
+        for step, loss in enumerate([3.0, 1.0, 2.0]):
+            client.log_metric(run.info.run_id, "loss", loss, step=step)
+            client.log_metric(run.info.run_id, "system/cpu", 1.0, step=step)
+        run = client.get_run(run.info.run_id)
+        results.append(run_results.from_store(client, run))
+    runs = run_results.with_unique_names(results)
+    assert [run.name for run in runs] == [f"mine {run.run_id[:8]}" for run in runs]
+    assert len({run.name for run in runs}) == 2
+    page = runs_page.page(runs).html
+    assert '<th scope="row">loss</th><td>2, best 1 at 1</td>' in page
+    (plot,) = plots_on(page)
+    groups = [trace["meta"]["group"] for trace in plot["data"]]
+    assert groups == [run.name for run in runs]
+
+    twice = run_results.with_unique_names([runs[0], runs[0]])
+    assert twice[0].name != twice[1].name
+
+
 # --- run directories ---
 
 
@@ -225,7 +248,7 @@ def test_a_run_that_was_not_shipped_is_read_from_its_journal(tmp_path, monkeypat
     assert curve.steps.tolist() == [1, 2, 3]
     assert command.report(["run", "--out", "page.html"]) == 0
     page = Path("page.html").read_text()
-    assert "not in a store yet: pipeline sync" in page
+    assert "not in a store yet, before pipeline sync" in page
     assert "Without 1 value that cannot be drawn" in page
     # No store was needed, and none was made.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
