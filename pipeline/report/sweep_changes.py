@@ -158,8 +158,8 @@ def changes(sweeps: Sequence[SweepResult]) -> list[ResultChanges]:
     """Return the changes of each metric that has final results in both sweeps.
 
     The metric that ranks the jobs of the first sweep comes first. The chance that an
-    interval misses its difference is divided among the settings (Bonferroni), so a
-    metric that did not change has a setting that is told apart in at most 5%.
+    interval misses its difference is divided among the settings (Bonferroni). So where
+    nothing changed, a setting of a metric is told apart in at most 5% of all cases.
 
     Args:
         sweeps: the first and the second sweep.
