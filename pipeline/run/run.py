@@ -36,6 +36,7 @@ from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
+from pipeline.run.stop_reason import StopReason
 from pipeline.tracking.foreign_store import OwnStore, store_argument, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
@@ -283,6 +284,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
         mlflow_import = threading.Thread(target=_warm_up, args=(traced,), daemon=True)
         if log_model:
             mlflow_import.start()
+        stop = StopReason(interruption, tracker.journal)
         with workers.as_worker_error(), interruption.between_updates():
             loss = fitting.fit(
                 job.parts,
@@ -290,7 +292,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
                 recorder,
                 checkpoints,
                 job.start,
-                interruption.asked,
+                stop,
                 traced.set,
             )
         recorder.progress.close()
