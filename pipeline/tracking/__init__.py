@@ -7,6 +7,7 @@ which a separate process ships to the store.
 - `provenance` describes the environment and the data.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
+- `journal_summary` reads what a list of runs shows.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.
@@ -22,6 +23,7 @@ __all__ = [
     "foreign_store",
     "journal",
     "journal_file",
+    "journal_summary",
     "logged_model",
     "params",
     "provenance",
