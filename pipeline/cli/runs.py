@@ -22,8 +22,9 @@ from pipeline.tracking.journal_summary import JournalSummary, ranked_metric
 _LIMIT = 100  # default number of runs
 # Widths of columns, in characters.
 _STATUS = 11
-_EXPERIMENT = 14
-_NAME = 30
+_EXPERIMENT = 10
+_NAME = 24
+_METRIC = 12  # at most
 
 
 @dataclass(frozen=True)
@@ -249,9 +250,9 @@ def _lines(run: ListedRun) -> list[str]:
         _cut(run.name, _NAME),
     ]
     if run.last is not None:
-        values = f"{run.metric} {_number(run.last)}"
+        values = f"{_cut(run.metric, _METRIC).rstrip()} {_number(run.last)}"
         if run.best is not None:
-            values += f" (best {_number(run.best)})"
+            values += f" best {_number(run.best)}"
         columns.append(values)
     lines = [" ".join(columns).rstrip()]
     if run.next_command:

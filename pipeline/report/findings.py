@@ -13,6 +13,7 @@ from pipeline.common.errors import count
 from pipeline.report.job_results import NO_RUN, JobResult, grouped
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import joined
+from pipeline.tracking.journal_lines import LOSS_EXPLODED
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,18 @@ class JobStates(Result):
     Attributes:
         planned: the number of all jobs.
         by_status: the number of jobs with each status that occurs.
+        exploded: the number of jobs whose loss exploded, though it was finite.
     """
 
     planned: int
     by_status: dict[str, int]
+    exploded: int = 0
 
     def figures(self) -> dict[str, Any]:
-        return {"planned": self.planned, **self.by_status}
+        figures = {"planned": self.planned, **self.by_status}
+        if self.exploded:
+            figures["exploded"] = self.exploded
+        return figures
 
 
 def job_states(sweep: SweepResult) -> SweepFinding:
@@ -98,7 +104,12 @@ def job_states(sweep: SweepResult) -> SweepFinding:
             names = [_name_and_failure(job) for job in jobs]
             state = _state(status, sweep)
             text += f" {len(jobs)} {state}: {joined(names)}."
-    return SweepFinding("jobs", text, JobStates(len(sweep.jobs), counts))
+    exploded = [job for job in sweep.jobs if LOSS_EXPLODED in job.tags]
+    if exploded:
+        names = [f"{job.name} ({job.tags[LOSS_EXPLODED]})" for job in exploded]
+        text += f" The loss exploded in {len(exploded)}: {joined(names)}."
+    states = JobStates(len(sweep.jobs), counts, len(exploded))
+    return SweepFinding("jobs", text, states)
 
 
 def _state(status: str, sweep: SweepResult) -> str:

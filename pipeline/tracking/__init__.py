@@ -23,6 +23,7 @@ __all__ = [
     "foreign_store",
     "journal",
     "journal_file",
+    "journal_lines",
     "journal_summary",
     "logged_model",
     "params",

@@ -15,6 +15,7 @@ from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.journal_lines import Created, End, Resume, Row, RunStart, Start
 
 _UPDATE = b'"train/loss"'  # part of each row of an update, and of no other line
+_NULL = "null"  # the param of a key that is null
 _LOGGED = b'"logged":true'  # part of each row from the user's own code
 
 
@@ -31,6 +32,7 @@ class JournalSummary:
         last: the latest value of each metric.
         best: the best value of the metric of `training.keep_best`, by default of the
             validation loss; None if there is none.
+        best_update: number of completed updates at the first evaluation with this value.
     """
 
     start: RunStart = field(default_factory=RunStart)
@@ -40,6 +42,7 @@ class JournalSummary:
     updates: int = 0
     last: dict[str, float] = field(default_factory=dict)
     best: float | None = None
+    best_update: int = 0
 
     @classmethod
     def read(cls, run_dir: Path) -> Self | None:
@@ -91,6 +94,7 @@ class JournalSummary:
             return
         if self.best is None or metric.is_better(value, self.best):
             self.best = value
+            self.best_update = row.step
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ def ranked_metric(params: Mapping[str, Any]) -> RankedMetric:
     Args:
         params: the params of the run.
     """
-    metric = params.get("training.keep_best.metric", "loss")
-    mode = params.get("training.keep_best.mode", "min")
-    return RankedMetric(f"val/{metric}", mode == "max")
+    metric = params.get("training.keep_best.metric", _NULL)
+    if metric == _NULL:
+        return RankedMetric("val/loss", higher_is_better=False)
+    mode = params.get("training.keep_best.mode")
+    return RankedMetric(f"val/{metric}", higher_is_better=mode == "max")

@@ -37,7 +37,7 @@ def planted(folder, name, began, run_id="", status=None, updates=4, params=None)
         "store": f"sqlite:///{folder}/mlruns/mlflow.db",
         "experiment": EXPERIMENT,
         "name": name,
-        "params": params or {},
+        "params": params or {"training.keep_best.metric": "null"},
         "tags": {"journal": name},
     }
     lines = [{"time": began, "start": start}]
@@ -161,7 +161,7 @@ def test_each_state_is_shown_once_with_what_to_do(folder):
     assert max(map(len, lines)) <= 100
     place = lines.index("    pipeline resume interrupted")
     assert lines[place - 1].startswith("interrupted ")
-    assert lines[place - 1].endswith(" val/loss 4.5 (best 2.5)")
+    assert lines[place - 1].endswith(" val/loss 4.5 best 2.5")
     sync = "not in the store: pipeline sync"
     assert lines[place + 1] == f"    1 update {sync} interrupted"
     assert lines[-1] == f"    4 updates {sync} offline"
