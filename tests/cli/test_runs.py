@@ -124,6 +124,7 @@ def test_each_state_is_shown_once_with_what_to_do(folder):
                 "away": "runs tracking.uri=http://127.0.0.1:9",
             },
             folder,
+            warm=False,
         )
     assert {answer["status"] for answer in answers.values()} == {0}
     runs = json.loads(answers["json"]["out"])

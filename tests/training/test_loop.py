@@ -352,8 +352,9 @@ def test_a_loss_that_has_exploded_is_said_and_tagged_once(capsys):
     rows.tag = tagged.append
     first = recorder(rows, [2.0, 3e6, 4e6])
     first.fetch()
-    resumed = recorder(rows, [5e6])
+    resumed = recorder(rows, [])
     resumed.set_state(first.get_state())
+    resumed.add(2, results(5e6), traces=1)
     resumed.fetch()
     description = "3e+06 at update 3; the first loss was 1"
     assert tagged == [{"loss.exploded": description}]
