@@ -34,6 +34,11 @@ VERBS = {  # name → function in this package, and help text
         "cli.resume:resume",
         "resume an interrupted run from its last checkpoint",
     ),
+    "runs": ("cli.runs:runs", "list the runs of this folder and of the store"),
+    "stop": (
+        "cli.stop:stop",
+        "end a running run, or a sweep's jobs, with a checkpoint",
+    ),
     "sync": ("cli.sync:sync", "upload to MLflow what a run could not"),
     "rerun": (
         "rerun.command:rerun",

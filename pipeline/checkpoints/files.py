@@ -62,6 +62,7 @@ _RECORDER = {  # see `Recorder.get_state`
     "unlogged": list,
     "epoch_sums": dict,
     "epoch_examples": (dict, int),  # one number for all results in older checkpoints
+    "explosion?": {"first?": (int, float), "update?": int},
 }
 _VALUES = {
     "loop": _LOOP,

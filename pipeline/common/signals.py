@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 GRACE = 30.0  # seconds for the current update to finish before it is interrupted
+# Tag of a run in MLflow that asks the run, or all jobs of the sweep, to end. It may
+# have any value. It is removed when the run ends.
+STOP_TAG = "stop"
 
 
 class Terminated(BaseException):
-    """SIGTERM, SIGHUP or SIGUSR2 was received.
+    """SIGTERM, SIGHUP or SIGUSR2 was received, or the run has the tag `STOP_TAG`.
 
     Like KeyboardInterrupt, it is not caught by `except Exception`.
     """

@@ -13,6 +13,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from pipeline.common import memory_budget, secrets, sqlite_uri
 from pipeline.common.errors import ConfigError
+from pipeline.common.signals import STOP_TAG
 from pipeline.config import (
     metric_names,
     schema,
@@ -136,6 +137,10 @@ def check_values(config: DictConfig) -> None:
 def check_settings(config: DictConfig) -> None:
     """Check the store, the files to log, `keep_best`, `start` and `trust`."""
     _check_store(config.tracking.uri)
+    if STOP_TAG in config.tracking.tags:
+        rule = "must be left out: this tag ends the run that has it"
+        value = config.tracking.tags[STOP_TAG]
+        raise ConfigError(f"tracking.tags.{STOP_TAG}", rule, value)
     for path in config.tracking.code or ():
         if not Path(path).exists():
             rule = "must list files and folders that exist, or be null"

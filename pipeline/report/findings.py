@@ -13,6 +13,7 @@ from pipeline.common.errors import count, printable
 from pipeline.report.job_results import NO_RUN, JobResult, grouped
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.wording import joined
+from pipeline.tracking.journal_lines import LOSS_EXPLODED
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,18 @@ class JobStates(Result):
     Attributes:
         planned: the number of all jobs.
         by_status: the number of jobs with each status that occurs.
+        exploded: the number of jobs whose loss exploded, though it was finite.
     """
 
     planned: int
     by_status: dict[str, int]
+    exploded: int = 0
 
     def figures(self) -> dict[str, Any]:
-        return {"planned": self.planned, **self.by_status}
+        figures = {"planned": self.planned, **self.by_status}
+        if self.exploded:
+            figures["exploded"] = self.exploded
+        return figures
 
 
 def job_states(sweep: SweepResult) -> SweepFinding:
@@ -139,7 +145,11 @@ def states(
             names = [_name_and_failure(job) for job in others]
             state = _state(status, running)
             text += f" {len(others)} {state}: {joined(names)}."
-    return SweepFinding(topic, text, JobStates(len(jobs), counts))
+    exploded = [job for job in jobs if LOSS_EXPLODED in job.tags]
+    if exploded:
+        names = [f"{job.name} ({job.tags[LOSS_EXPLODED]})" for job in exploded]
+        text += f" The loss exploded in {len(exploded)}: {joined(names)}."
+    return SweepFinding(topic, text, JobStates(len(jobs), counts, len(exploded)))
 
 
 def _state(status: str, running: bool) -> str:

@@ -35,8 +35,9 @@ from pipeline.config.plan import recorded_cuts
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
-from pipeline.run import batch_size_search
-from pipeline.tracking.foreign_store import OwnStore, store_argument, sync_command
+from pipeline.run import batch_size_search, ending_lines
+from pipeline.run.stop_reason import StopReason
+from pipeline.tracking.foreign_store import OwnStore, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.tracker import Tracker
@@ -97,9 +98,9 @@ def run(
                 return before.run_id, _finished(before, workers)
             job = _prepare(spec, run_dir, tags, before, check_dataset, workers)
             loss = _train(job, interruption, workers)
-    store = store_argument(job.parts.spec.config.tracking.uri)
-    say(f"open it with: {shlex.join(['pipeline', 'ui', *store])}")
-    return job.tracker.run_id, loss
+    run_id = job.tracker.run_id
+    say(ending_lines.open_or_repeat(run_id, job.parts.spec))
+    return run_id, loss
 
 
 def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
@@ -283,6 +284,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
         mlflow_import = threading.Thread(target=_warm_up, args=(traced,), daemon=True)
         if log_model:
             mlflow_import.start()
+        stop = StopReason(interruption, tracker.journal)
         with workers.as_worker_error(), interruption.between_updates():
             loss = fitting.fit(
                 job.parts,
@@ -290,7 +292,7 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
                 recorder,
                 checkpoints,
                 job.start,
-                interruption.asked,
+                stop,
                 traced.set,
             )
         recorder.progress.close()
@@ -405,9 +407,10 @@ def _closing(
 ) -> Iterator[_Closing]:
     """Close the run when the block ends.
 
-    This includes a block that ends with an error or is interrupted. After an
-    interruption, print how to resume the run. The jobs of a sweep are resumed together,
-    by a command that the sweep prints.
+    This includes a block that ends with an error or is interrupted. Unless it ends with
+    an error, print the results and the times. After an interruption, print how to
+    resume the run. The jobs of a sweep print neither: a sweep has a report, and prints
+    the command that resumes all of its jobs.
     """
     closing = _Closing()
     status = "FINISHED"
@@ -441,6 +444,8 @@ def _closing(
             closing.unshipped = _unshipped_line(tracker.run_dir, uri, f" ({why})")
             if failure is not None:
                 say(closing.unshipped)
+        if status != "FAILED" and not is_job_of_sweep:
+            say(*ending_lines.results_and_times(tracker.run_dir, recorder))
         if status == "KILLED" and not is_job_of_sweep:
             say(_resume_line(tracker.run_dir))
 

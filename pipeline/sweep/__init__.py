@@ -10,9 +10,11 @@ __all__ = [
     "basic",
     "closing",
     "files",
+    "liveness",
     "local",
     "mlflow_view",
     "running_sweep",
     "search",
     "slurm",
+    "sweep_file",
 ]

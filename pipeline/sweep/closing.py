@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import count, say
-from pipeline.sweep import sweep_file
+from pipeline.sweep import stop_request, sweep_file
 from pipeline.sweep.ending import JobEndings
 from pipeline.sweep.parent_run import set_tag
 from pipeline.tracking.foreign_store import OwnStore, SweepRecord, listed
@@ -64,6 +64,7 @@ def close(
     all_finished = finished == len(rows)
     if not status:
         status = "FINISHED" if all_finished else "FAILED"
+    stop_request.withdraw(parent)
     client.set_terminated(parent.run_id, status)
     if all_finished:
         return 0

@@ -50,11 +50,7 @@ def reject_if_alive(
     Raises:
         ConfigError: the sweep, or one of the jobs, is alive.
     """
-    signs = []  # times of signs of life, in ms since the epoch
-    if stored_parent.info.status == "RUNNING":
-        heartbeat = stored_parent.data.tags.get(ALIVE, "")
-        if re.fullmatch("[0-9]{1,15}", heartbeat):
-            signs.append(int(heartbeat))
+    signs = [_heartbeat(stored_parent)]  # signs of life, in ms since the epoch
     for run in running_jobs:
         signs.append(run.info.start_time)
         for key in _METRICS_OF_LIFE:
@@ -62,10 +58,27 @@ def reject_if_alive(
                 for point in client.get_metric_history(run.info.run_id, key):
                     signs.append(point.timestamp)
 
-    silence = time.time() - max(signs, default=0) / 1000
+    silence = time.time() - max(signs) / 1000
     if silence < SILENCE_LIMIT:
         rule = (
             f"must have ended: {silence:.0f} s ago it still gave a sign of life "
             f"({SILENCE_LIMIT:.0f} s of silence are enough)"
         )
         raise ConfigError("SWEEP", rule, stored_parent.info.run_id)
+
+
+def is_run(stored_parent: Any) -> bool:
+    """Return whether a process runs a sweep, by its last heartbeat."""
+    return time.time() - _heartbeat(stored_parent) / 1000 < SILENCE_LIMIT
+
+
+def _heartbeat(stored_parent: Any) -> int:
+    """Return the time of a sweep's last heartbeat, in ms since the epoch.
+
+    It is 0 if there is none, or if the sweep is not RUNNING.
+    """
+    heartbeat = stored_parent.data.tags.get(ALIVE, "")
+    is_time = re.fullmatch("[0-9]{1,15}", heartbeat)
+    if stored_parent.info.status != "RUNNING" or not is_time:
+        return 0
+    return int(heartbeat)

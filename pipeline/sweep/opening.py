@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.common.errors import ConfigError, count, say, say_id
 from pipeline.config import session, trust_entries
 from pipeline.config.overrides import keys_set
-from pipeline.sweep import again, files, liveness, sweep_file
+from pipeline.sweep import again, files, liveness, stop_request, sweep_file
 from pipeline.sweep.closing import close_as_killed
 from pipeline.sweep.parent_run import ParentRun
 from pipeline.sweep.running_sweep import RunningSweep
@@ -42,8 +42,8 @@ def open_sweep(
 ) -> RunningSweep:
     """Create the parent run of a new sweep, or reopen that of `tracking.sweep`.
 
-    Also store the sweep in the session, record the jobs, start a thread that writes
-    heartbeats, and lock the sweep's folder.
+    Also store the sweep in the session, record the jobs, start the threads that write
+    heartbeats and obey a request to stop, and lock the sweep's folder.
 
     Args:
         config: the config of the multirun.
@@ -62,10 +62,9 @@ def open_sweep(
     session.session().sweep = sweep
 
     sweep.parent.plan(names, varied)
-    heartbeats = threading.Thread(
-        target=liveness.write_heartbeats, args=[sweep.parent, sweep.closed], daemon=True
-    )
-    heartbeats.start()
+    for function in (liveness.write_heartbeats, stop_request.obey):
+        arguments = [sweep.parent, sweep.closed]
+        threading.Thread(target=function, args=arguments, daemon=True).start()
     sweep_file.write_locked(Path(sweep.folder), sweep.parent)
     return sweep
 
@@ -157,6 +156,7 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
 
     close_dead_jobs(client, stored_parent, parent.children())
     _claim(client, parent.run_id)
+    stop_request.withdraw(parent)
     client.update_run(parent.run_id, "RUNNING")
     liveness.write_heartbeat(parent)
     with suppress(Exception):  # a claim that remains is ignored after a while

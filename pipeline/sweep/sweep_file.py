@@ -12,9 +12,9 @@ from typing import Any
 from pipeline.common.secrets import mask
 from pipeline.common.sqlite_uri import absolute
 from pipeline.tracking.foreign_store import SweepRecord
-from pipeline.tracking.journal_file import WRITER, lock
+from pipeline.tracking.journal_file import WRITER, is_locked, lock
 
-_NAME = "sweep.json"
+NAME = "sweep.json"
 
 
 def write_locked(folder: Path, parent: SweepRecord) -> None:
@@ -23,10 +23,11 @@ def write_locked(folder: Path, parent: SweepRecord) -> None:
         "store": mask(absolute(parent.uri)),
         "run_id": parent.run_id,
         "experiment_id": parent.experiment_id,
+        "pid": os.getpid(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     # Keep the descriptor open, as closing it would release the lock.
-    descriptor = os.open(folder / _NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     lock(descriptor, WRITER)
     os.write(descriptor, f"{json.dumps(content)}\n".encode())
     os.fsync(descriptor)
@@ -34,11 +35,15 @@ def write_locked(folder: Path, parent: SweepRecord) -> None:
 
 def read_unlocked(folder: Path) -> dict[str, Any] | None:
     """Return the content of the file; None if it is locked, missing or malformed."""
+    if is_locked(folder / NAME):
+        return None
+    return read(folder)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """Return the content of the file; None if it is missing or malformed."""
     try:
-        with (folder / _NAME).open("r+", encoding="utf-8") as file:
-            if not lock(file.fileno(), WRITER):
-                return None
-            content: dict[str, Any] = json.load(file)
-            return content
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return content if isinstance(content, dict) else None

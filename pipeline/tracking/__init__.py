@@ -8,6 +8,7 @@ which a separate process ships to the store.
   record of a run, and checks its form.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
+- `journal_summary` reads what a list of runs shows.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.
@@ -24,6 +25,7 @@ __all__ = [
     "journal",
     "journal_file",
     "journal_lines",
+    "journal_summary",
     "logged_model",
     "params",
     "provenance",

@@ -69,11 +69,12 @@ class ForeignStore:
 
         return MlflowClient(self.uri)
 
-    def run(self, start: str) -> Any:
+    def run(self, start: str, key: str = "RUN_ID") -> Any:
         """Return the only run whose ID begins with `start`.
 
         Args:
             start: a run's ID, or at least its first 4 hexadecimal digits.
+            key: the argument that names the run in an error.
 
         Raises:
             ConfigError: no run or several runs match, or the run's artifacts lie
@@ -85,13 +86,13 @@ class ForeignStore:
             try:
                 runs = [self.client().get_run(start)]
             except MlflowException as error:
-                raise ConfigError("RUN_ID", self._unknown("run"), start) from error
+                raise ConfigError(key, self._unknown("run"), start) from error
         elif _RUN_ID_START.fullmatch(start):
             runs = self._search(f"attributes.run_id LIKE '{start}%'")
         else:
             rule = "must be the ID of a run, or at least 4 digits of its start"
-            raise ConfigError("RUN_ID", rule, start)
-        return self._only("RUN_ID", "run", start, runs)
+            raise ConfigError(key, rule, start)
+        return self._only(key, "run", start, runs)
 
     def sweep(self, start: str) -> Any:
         """Return the parent run of a sweep.

@@ -65,6 +65,7 @@ from pipeline.tracking.shipper_protocol import (
     Ship,
     ShipNow,
     Shipped,
+    StopRequested,
 )
 from pipeline.trust import artifact_locations
 
@@ -92,9 +93,13 @@ class ShipperProcess:
 
     Args:
         opening: the first command.
+
+    Attributes:
+        stop_requested: whether the shipper has sent `StopRequested`.
     """
 
     def __init__(self, opening: Open):
+        self.stop_requested = False
         self.process = imports.started(
             "pipeline.tracking.shipper", stdout=subprocess.PIPE
         )
@@ -139,7 +144,11 @@ class ShipperProcess:
             # killed, and for a line that a library has printed.
             with contextlib.suppress(ValueError), self.process.stdout as answers:
                 for line in answers:
-                    self._answers.put(shipper_protocol.decoded(line))
+                    answer = shipper_protocol.decoded(line)
+                    if isinstance(answer, StopRequested):
+                        self.stop_requested = True
+                    else:
+                        self._answers.put(answer)
         finally:
             self._answers.put(Failed("the shipper ended without an answer", Fault.DIED))
 
@@ -264,7 +273,7 @@ class Journal:
             RuntimeError: the store did not accept the run.
         """
         self._run_id = past.run_id
-        ids = self._attach(past.path, may_exist=True)
+        ids = self._attach(past.path, resumes=True)
         self._writer = past.truncated_writer()
         if ids is not None and ids != past.run:
             self.write(Created(ids))
@@ -284,6 +293,13 @@ class Journal:
             if time.monotonic() - self._checked_at > REVIVE:
                 self._read_reports()
                 self._revive(report=True)
+
+    def stop_requested(self) -> bool:
+        """Return whether somebody has asked this run to end, by its tag `STOP_TAG`.
+
+        The shipper asks the store, so the call takes no time.
+        """
+        return self.shipper.stop_requested
 
     def position(self) -> Position:
         """Return the position after the last line that was written."""
@@ -338,19 +354,20 @@ class Journal:
         places = artifact_locations.confined_to
         return ShipperProcess(Open(self.uri, self.experiment, self.patience, places))
 
-    def _attach(self, path: Path, *, may_exist: bool = False) -> RunIds | None:
+    def _attach(self, path: Path, *, resumes: bool = False) -> RunIds | None:
         """Make the shipper create or find the run.
 
         Args:
             path: the journal.
-            may_exist: whether the run may already be in the store.
+            resumes: whether the run is resumed, and may already be in the store.
 
         Returns:
             The IDs of the run, or None if the run is offline.
         """
         self._path = path
+        may_exist = resumes
         while not self._is_offline:
-            self._ship(may_exist=may_exist)
+            self._ship(may_exist=may_exist, resumes=resumes)
             answer = self._wait_for_answer()
             if isinstance(answer, Attached):
                 self._run_id = answer.run_id
@@ -375,9 +392,9 @@ class Journal:
             may_exist = True
         return None
 
-    def _ship(self, *, may_exist: bool) -> None:
+    def _ship(self, *, may_exist: bool, resumes: bool = False) -> None:
         """Send the command to ship this run."""
-        self.shipper.send(Ship(str(self._path), may_exist, self._run_id))
+        self.shipper.send(Ship(str(self._path), may_exist, self._run_id, resumes))
 
     def _attach_error(self, failure: Failed) -> Exception:
         """Return the exception for a shipper that could not create or find the run."""

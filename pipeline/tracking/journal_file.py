@@ -120,6 +120,18 @@ def has_begun(path: Path) -> bool:
     return path.exists() and b"\n" in path.read_bytes()
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether another process has locked a journal, or a sweep's file.
+
+    This process must not have locked the file, since it would lose its lock.
+    """
+    try:
+        with path.open("r+b") as file:
+            return not lock(file.fileno(), WRITER)
+    except OSError:  # the file is missing, or belongs to another user
+        return False
+
+
 @dataclass(frozen=True)
 class Position:
     """A position at the end of a complete line; it identifies all lines before it.
@@ -373,6 +385,16 @@ class Past:
     def run_id(self) -> str:
         """The ID of the run, or "" if the run was never in a store."""
         return "" if self.run is None else self.run.run_id
+
+    @property
+    def pid(self) -> int | None:
+        """The ID of the process that began the last segment, on its machine.
+
+        None for a run of an older version.
+        """
+        segments = [self.start.segment, *self.resumed]
+        pid = segments[-1].get("pid")
+        return pid if isinstance(pid, int) else None
 
     @property
     def updates(self) -> set[int]:

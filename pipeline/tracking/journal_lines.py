@@ -28,6 +28,8 @@ from typing import Any, ClassVar, Self
 from pipeline.common.recorded import FormError, check
 
 FORMAT = 1  # version of the line format, recorded in the first line
+# Tag of a run: when its loss exploded, and from which value.
+LOSS_EXPLODED = "loss.exploded"
 NOT_LOGGED = "model.not_logged"  # tag of a run: why its model is not in the store
 
 Form = dict[Any, Any]  # the form of a line on disk; see `pipeline.common.recorded`

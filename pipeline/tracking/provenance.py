@@ -135,7 +135,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
 
 
 def segment(after: int, spec: resolve.RunSpec) -> dict[str, Any]:
-    """Describe the settings that may change when a run is resumed.
+    """Describe the process and the settings, which may change when a run is resumed.
 
     Args:
         after: the number of updates completed before this segment.
@@ -152,6 +152,7 @@ def segment(after: int, spec: resolve.RunSpec) -> dict[str, Any]:
         "cut": asdict(spec.batching),
         "hardware": hardware,
         "versions": versions,
+        "pid": os.getpid(),
     }
 
 

@@ -11,7 +11,8 @@ import os
 import select
 import signal
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from pipeline.tracking.shipper_protocol import (
     Progress,
     Ship,
     Shipped,
+    StopRequested,
 )
 from pipeline.trust import artifact_locations
 
@@ -44,7 +46,8 @@ with imports.without_collections():
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
 # Seconds between two looks at the journal once all written lines are shipped. Each look
-# also takes a sample of the system metrics.
+# also takes a sample of the system metrics. It is also the minimum number of seconds
+# between two requests for the run's tag `STOP_TAG`.
 INTERVAL = 5.0
 
 
@@ -124,6 +127,8 @@ def _ship(store: Store, command: Ship, patience: float) -> Message:
         seconds=2 * patience,
         tell=lambda left: _answer(Progress(left)),
     )
+    if command.resumes:
+        uploader.withdraw_stop_request()
     _answer(Attached(uploader.run_id, uploader.experiment_id))
     sampler = None
     if uploader.start.system_metrics:
@@ -139,6 +144,7 @@ def _follow(uploader: Uploader, sampler: SystemSampler | None) -> None:
     """Ship the written lines at intervals, until the trainer closes standard input.
 
     A request that fails is repeated after `INTERVAL` seconds, or at the next command.
+    Also notify the trainer once if the run is asked to end.
 
     Args:
         uploader: ships the journal.
@@ -146,6 +152,7 @@ def _follow(uploader: Uploader, sampler: SystemSampler | None) -> None:
     """
     has_more = False
     is_failing = False
+    stop_check = _StopCheck(uploader)
     if sampler is not None:
         uploader.add_sample(sampler.sample())  # a run may be shorter than the interval
     while True:
@@ -172,6 +179,28 @@ def _follow(uploader: Uploader, sampler: SystemSampler | None) -> None:
         except Exception as error:
             is_failing = True
             _answer(Failing(first_line(error), uploader.left()))
+        if not is_failing:
+            stop_check.run_if_due()
+
+
+class _StopCheck:
+    """Asks the store at intervals whether a run is to end, until it is."""
+
+    def __init__(self, uploader: Uploader):
+        self._uploader = uploader
+        self._due_at = 0.0
+        self._is_requested = False
+
+    def run_if_due(self) -> None:
+        """Ask the store if `INTERVAL` has passed, and notify the trainer."""
+        if self._is_requested or time.monotonic() < self._due_at:
+            return
+        self._due_at = time.monotonic() + INTERVAL
+        # Ignore a failure: it must not keep the lines from being shipped.
+        with suppress(Exception):
+            self._is_requested = self._uploader.stop_is_requested()
+        if self._is_requested:
+            _answer(StopRequested())
 
 
 def _command() -> Any:

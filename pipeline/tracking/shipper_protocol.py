@@ -6,7 +6,8 @@ The trainer sends commands in this order:
 - `Ship`, answered by `Attached`. There may be `Progress` before it.
 - `ShipNow` and `AddLines`, any number of times and without an answer. Meanwhile, and
   until everything is shipped, the shipper reports the requests to the store with
-  `Progress` and `Failing`.
+  `Progress` and `Failing`. It sends `StopRequested` once if somebody asks the run to
+  end.
 
 Then the trainer closes the pipe. The shipper ships the rest, and its last answer is
 `Shipped`. A shipper that cannot continue answers `Failed` instead, at any time, and
@@ -56,11 +57,14 @@ class Ship(Message):
         path: the journal.
         may_exist: whether the run may be in the store already.
         run_id: the run's ID, or "" if it is not known.
+        resumes: whether the trainer resumes the run. The run then loses its tag
+            `STOP_TAG`, which somebody has set before.
     """
 
     path: str
     may_exist: bool
     run_id: str
+    resumes: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,11 @@ class Failing(Message):
 
     error: str
     left: int = 0
+
+
+@dataclass(frozen=True)
+class StopRequested(Message):
+    """Somebody has set the run's tag `STOP_TAG` in the store."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,7 @@ _CLASSES: tuple[type, ...] = (
     Attached,
     Progress,
     Failing,
+    StopRequested,
     Shipped,
     Failed,
 )

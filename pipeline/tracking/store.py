@@ -21,6 +21,7 @@ from mlflow.tracking import MlflowClient
 from pipeline.common import durable, sqlite_uri
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import mask, remember
+from pipeline.common.signals import STOP_TAG
 from pipeline.common.sqlite_uri import SQLITE
 
 # The default port of a server, by the scheme of its URI.
@@ -252,6 +253,17 @@ def all_experiments(
         token = page.token
         if not token:
             return experiments
+
+
+def has_stop_tag(client: MlflowClient, run_id: str) -> bool:
+    """Return whether somebody has asked a run to end, by its tag `STOP_TAG`."""
+    return STOP_TAG in client.get_run(run_id).data.tags
+
+
+def remove_stop_tag(client: MlflowClient, run_id: str) -> None:
+    """Remove the tag `STOP_TAG` of a run, if the run has it."""
+    if has_stop_tag(client, run_id):
+        client.delete_tag(run_id, STOP_TAG)
 
 
 def check_id(new_id: str, kind: str) -> None:

@@ -27,7 +27,7 @@ from pipeline.tracking.journal_lines import (
     Resume,
     Tags,
 )
-from pipeline.tracking.store import Store
+from pipeline.tracking.store import Store, remove_stop_tag
 
 MOST_FORKS = 140  # maximum number of run IDs in a tag
 
@@ -200,8 +200,9 @@ class StoredRun:
     def _end_run(self, line: End) -> None:
         """Close the run, and check that other processes see the new status.
 
-        If the store is an HTTP server, first check that it has the `expected` items. A
-        database needs no such check.
+        The tag `stop` is removed, so that the run can be resumed. If the store is an
+        HTTP server, first check that it has the `expected` items. A database needs no
+        such check.
         """
         if self.store.is_served:
             lacking = self.expected.lacking(self.client, self.run_id)
@@ -210,6 +211,7 @@ class StoredRun:
                     f"the store lacks {lacking} when it is read again, "
                     "which it has confirmed"
                 )
+        remove_stop_tag(self.client, self.run_id)
         self.client.set_terminated(self.run_id, line.end, line.time)
         status = self.store.status(self.run_id)
         if status != line.end:

@@ -39,7 +39,7 @@ from pipeline.tracking.journal_file import SHIPPER, lock
 from pipeline.tracking.journal_lines import Line, Row
 from pipeline.tracking.params import param_text
 from pipeline.tracking.run_creation import RunDirError, find_or_create
-from pipeline.tracking.store import Store
+from pipeline.tracking.store import Store, has_stop_tag, remove_stop_tag
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.trust import artifact_locations
 
@@ -217,6 +217,14 @@ class Uploader:
         while self._lines:
             self._ship_next_line()
             self._tell(self.left())
+
+    def stop_is_requested(self) -> bool:
+        """Return whether somebody has set the run's tag `stop` in the store."""
+        return has_stop_tag(self.client, self.run_id)
+
+    def withdraw_stop_request(self) -> None:
+        """Remove the run's tag `stop` in the store."""
+        remove_stop_tag(self.client, self.run_id)
 
     def finish(
         self,

@@ -46,17 +46,35 @@ class Progress:
         self._bar: tqdm[Any] | None = None
         now = time.monotonic()
         self._started = now
+        self._compile_seconds = 0.0
         self._last_shown = now
         self._last_evaluation_shown = now
         # The latest unprinted line of each kind. A kind is `train` or a split's name.
         self._postponed: dict[str, str] = {}
 
+    def start_clock(self) -> None:
+        """Begin to count the time of updates now."""
+        self._started = time.monotonic()
+
     def show(
-        self, update: int, row: Mapping[str, float], examples_per_second: float | None
+        self,
+        update: int,
+        row: Mapping[str, float],
+        examples_per_second: float | None,
+        compile_seconds: float = 0.0,
     ) -> None:
-        """Show the row of `update`, the last update whose results were fetched."""
+        """Show the row of `update`, the last update whose results were fetched.
+
+        Args:
+            update: the number of the update.
+            row: its results.
+            examples_per_second: the speed, or None if all updates so far compiled.
+            compile_seconds: the time that compilation has taken in this process. The
+                estimate of the time that is left excludes it.
+        """
         if self._silent:
             return
+        self._compile_seconds = compile_seconds
         if examples_per_second is None:
             rate = "compiled"
         else:
@@ -130,7 +148,8 @@ class Progress:
     def _seconds_left(self, update: int, now: float) -> float:
         work_done = self._work(update) - self._work(self.done_before)
         work_left = self._work(self.updates) - self._work(update)
-        return (now - self._started) / work_done * work_left
+        seconds = max(0.0, now - self._started - self._compile_seconds)
+        return seconds / work_done * work_left
 
     def _print(self, kind: str, line: str) -> None:
         self._postponed.pop(kind, None)

@@ -7,15 +7,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipeline.accumulation import NoiseScale
+from pipeline.common.errors import say
 from pipeline.config.plan import RunPlan
+from pipeline.tracking.journal_lines import LOSS_EXPLODED
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Best
+from pipeline.training.explosion import Explosion
 from pipeline.training.progress import Progress
 
 # An update triggers a fetch if the last fetch was at least this many seconds ago.
@@ -173,6 +176,8 @@ class Recorder:
         layout: packs and unpacks the results of an update.
         last: results of the last update that was fetched.
         compile_seconds: total time of the updates that were traced or compiled.
+        train_seconds: total time of the other updates.
+        updates: number of updates in this process whose results were fetched.
     """
 
     tracker: Tracker | None
@@ -185,6 +190,10 @@ class Recorder:
     layout: ResultLayout = field(default_factory=ResultLayout)
     last: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
+    train_seconds: float = 0.0
+    updates: int = 0
+    _explosion: Explosion = field(default_factory=Explosion)
+    _began: float = field(default_factory=time.perf_counter)
     # Kinds of updates so far: pairs of the number of traces and the result of
     # `shapes_compiled`. The first update of a kind includes tracing or compilation.
     _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
@@ -238,7 +247,9 @@ class Recorder:
             # Remove each entry just before it is logged, so that after an interruption,
             # the remaining entries are fetched at the end of the run.
             del self._unfetched[0]
+            self.updates += 1
             self.last = results.metrics
+            self._check_for_explosion(entry.update)
             self._smooth_noise(self.last)
             self._add_to_epoch(entry.update, self.last)
             non_finite = _non_finite(self.last)
@@ -264,7 +275,9 @@ class Recorder:
                     entry.update,
                 )
         examples_per_second = performance.get("examples_per_second")
-        self.progress.show(group[-1].update, self.last, examples_per_second)
+        self.progress.show(
+            group[-1].update, self.last, examples_per_second, self.compile_seconds
+        )
 
     def finish(self) -> None:
         """Fetch the remaining results. Log the last row, whatever `log_every` is."""
@@ -301,6 +314,12 @@ class Recorder:
     def start_clock(self) -> None:
         """Count the time from now on as the time of updates."""
         self._clock_start = time.perf_counter()
+        self._began = self._clock_start
+        self.progress.start_clock()
+
+    def total_seconds(self) -> float:
+        """Return the time since `start_clock`."""
+        return time.perf_counter() - self._began
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -337,6 +356,7 @@ class Recorder:
             "unlogged": unlogged,
             "epoch_sums": dict(self._epoch.sums),
             "epoch_examples": dict(self._epoch.examples),
+            "explosion": asdict(self._explosion),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -348,6 +368,16 @@ class Recorder:
         if state["unlogged"]:
             self._unlogged = _Row(*state["unlogged"])
         self._epoch.set_state(state["epoch_sums"], state["epoch_examples"])
+        # Older checkpoints lack it: the next loss then counts as the first one.
+        explosion = state.get("explosion") or {}
+        self._explosion = Explosion(explosion.get("first"), explosion.get("update"))
+
+    def _check_for_explosion(self, update: int) -> None:
+        """Print and tag once that the loss has exploded; the run continues."""
+        description = self._explosion.add(update, self.last["loss"])
+        if description and self.tracker is not None:
+            say(f"the loss has exploded: {description}")
+            self.tracker.tag({LOSS_EXPLODED: description})
 
     def _smooth_noise(self, results: dict[str, float]) -> None:
         """Replace the noise estimates of an update by averages and the noise scale.
@@ -397,6 +427,7 @@ class Recorder:
         seconds = now - self._clock_start - compiling
         self._clock_start = now
         self.compile_seconds += compiling
+        self.train_seconds += seconds
         return _TimedUpdates(computed, seconds)
 
     def _performance(self, timed: _TimedUpdates) -> dict[str, float]:

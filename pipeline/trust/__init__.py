@@ -6,4 +6,4 @@ A store may name code, paths and hosts; a name that is not accepted raises a
 the object that a checked `_target_` names.
 """
 
-__all__ = ["artifact_locations", "gate", "instantiate"]
+__all__ = ["artifact_locations", "gate", "instantiate", "trusted_names"]

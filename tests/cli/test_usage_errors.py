@@ -10,7 +10,12 @@ from pipeline.rerun.request import parse_command_line
 
 @pytest.mark.parametrize(
     ("verb", "missing"),
-    [("rerun", "RUN_ID"), ("resume", "RUN"), ("critical", "RUN@UPDATE")],
+    [
+        ("rerun", "RUN_ID"),
+        ("resume", "RUN"),
+        ("stop", "RUN"),
+        ("critical", "RUN@UPDATE"),
+    ],
 )
 def test_what_is_missing_is_named_and_nothing_else(verb, missing, capsys):
     assert main([verb]) == 2

@@ -514,6 +514,10 @@ CONFIG = {
         "training.callbacks.a//b._target_ must be a name that MLflow takes for a "
         "param: … Received: '…'."
     ),
+    "train +tracking.tags.stop=now": (
+        "tracking.tags.stop must be left out: this tag ends the run that has it. "
+        "Received: 'now'."
+    ),
     "train tracking.uri=mlruns": (
         "tracking.uri must be an MLflow tracking URI of a known scheme. Received: "
         "'mlruns'. Choices: sqlite, http, https, postgresql, mysql, mssql."

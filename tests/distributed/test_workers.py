@@ -232,7 +232,7 @@ def test_nothing_is_said_after_the_result_however_long_the_process_lives(tmp_pat
     place_store(tmp_path)
     process = python("-c", program, "train", *RUN, "hardware.workers=2", cwd=tmp_path)
     stderr = process.communicate(timeout=300)[1]
-    assert stderr.splitlines()[-1] == "open it with: pipeline ui"
+    assert stderr.splitlines()[-1].startswith("open it with: pipeline ui; repeat it")
     wait(lambda: workers_in(tmp_path) == [], 10)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.report import (
     curve_plots,
+    findings,
     job_results,
     next_steps,
     plots,
@@ -586,3 +587,17 @@ def test_a_sweep_without_a_file_is_run_again_as_it_was_run(store):
         f"pipeline train -m … tracking.sweep={sweep.run_id} tracking.uri={store.uri}"
     )
     assert command in finding.text
+
+
+def test_a_job_whose_loss_exploded_is_named():
+    exploded = synthetic.job("rate=9", 3.0)
+    exploded.tags["loss.exploded"] = "3e+06 at update 3; the first loss was 1"
+    jobs = [synthetic.job("rate=1", 1.0), exploded]
+    finding = findings.job_states(synthetic.swept(jobs))
+    assert finding.text == (
+        "2 of 2 jobs finished. The loss exploded in 1: "
+        "rate=9 (3e+06 at update 3; the first loss was 1)."
+    )
+    assert finding.figures == {"planned": 2, "FINISHED": 2, "exploded": 1}
+    finding = findings.job_states(synthetic.swept(jobs[:1]))
+    assert finding.text == "1 of 1 job finished."

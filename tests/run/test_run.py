@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -64,6 +65,27 @@ def test_digits_are_learned_and_the_run_is_printed(main_job):
     assert run.info.run_id in done.stderr
     assert "pipeline ui" in done.stderr
     assert str(store.folder / "run") in done.stderr
+
+
+def test_a_run_ends_with_its_results_its_times_and_the_way_on(main_job):
+    done, store = main_job
+    run = store.run()
+    losses = store.history(run, "val/loss")
+    best = min(losses, key=losses.get)
+    result, times, way_on = done.stderr.splitlines()[-3:]
+    assert result == (
+        f"last val/loss {losses[UPDATES]:.4f}, "
+        f"best {losses[best]:.4f} after update {best}"
+    )
+    form = (
+        rf"{UPDATES} updates in ([\d.]+) s: training ([\d.]+) s, "
+        r"compilation ([\d.]+) s, evaluation and the rest ([\d.]+) s"
+    )
+    seconds, *parts = map(float, re.fullmatch(form, times).groups())
+    assert seconds == pytest.approx(sum(parts), abs=0.3)
+    assert parts[1] == pytest.approx(run.data.metrics["perf/compile_seconds"], abs=0.1)
+    repeat = f"pipeline rerun {run.info.run_id}"
+    assert way_on == f"open it with: pipeline ui; repeat it with: {repeat}"
 
 
 def test_every_metric_is_there_once_on_every_update(main_job):

@@ -21,18 +21,20 @@ from pipeline.tracking.shipper_protocol import (
     Ship,
     ShipNow,
     Shipped,
+    StopRequested,
 )
 
 MESSAGES = [
     Open("sqlite:///x", "e", 60.0, None),
     Open("sqlite:///x", "e", 60.0, ["s3://bucket"]),
-    Ship("run/journal.jsonl", may_exist=True, run_id=""),
+    Ship("run/journal.jsonl", may_exist=True, run_id="", resumes=True),
     ShipNow(),
     AddLines('{"crc":"…"}\n'),
     Opened(),
     Attached("r", "1"),
     Progress(3),
     Failing("no\nanswer", 3),
+    StopRequested(),
     Shipped(7, "why"),
     Failed("gone", Fault.RUN_DIR, "RUN_DIR", "is deleted"),
 ]

@@ -346,6 +346,22 @@ def recorder(rows: Rows, losses: list[float]) -> Recorder:
     return recorder
 
 
+def test_a_loss_that_has_exploded_is_said_and_tagged_once(capsys):
+    tagged = []
+    rows = Rows()
+    rows.tag = tagged.append
+    first = recorder(rows, [2.0, 3e6, 4e6])
+    first.fetch()
+    resumed = recorder(rows, [])
+    resumed.set_state(first.get_state())
+    resumed.add(2, results(5e6), traces=1)
+    resumed.fetch()
+    description = "3e+06 at update 3; the first loss was 1"
+    assert tagged == [{"loss.exploded": description}]
+    printed = capsys.readouterr().err
+    assert printed.count(f"the loss has exploded: {description}\n") == 1
+
+
 class SlowToTrace(layers.Layer):
     def call(self, x):
         time.sleep(tf.inside_function())  # 1 s

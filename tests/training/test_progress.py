@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +99,16 @@ def test_a_run_that_does_not_know_its_last_update_shows_it_when_it_ends(
     assert [line.partition("  lr ")[0] for line in lines] == last_lines
     shown.close()
     assert capsys.readouterr().err == ""
+
+
+def test_the_time_left_is_without_compilation(capsys, monkeypatch):
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(progress, "time", clock)
+    shown = Progress(100)
+    now[0] = 140.0  # what is built before the first update
+    shown.start_clock()
+    now[0] = 140.0 + 60 + 10  # compilation, and ten updates of a second
+    row = {"loss": 1.0, "learning_rate": 0.1}
+    shown.show(10, row, 100.0, compile_seconds=60.0)
+    assert capsys.readouterr().err.endswith("  90 s left\n")

@@ -1,0 +1,75 @@
+"""The lines that a run prints at its end: results, times, and the commands to go on."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.common.errors import ConfigError, count
+from pipeline.config.plain import leaves
+from pipeline.config.resolve import RunSpec
+from pipeline.tracking.foreign_store import store_argument
+from pipeline.tracking.journal_summary import JournalSummary, ranked_metric
+from pipeline.trust import trusted_names
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from pipeline.training.recorder import Recorder
+
+
+def results_and_times(run_dir: Path, recorder: Recorder) -> list[str]:
+    """Return a line about the last and the best result, and one about the times.
+
+    The results are those of the whole run, the times those of this process. Without a
+    completed update in this process, return no lines.
+    """
+    summary = JournalSummary.read(run_dir)
+    if summary is None or not recorder.updates:
+        return []
+    return [_results(summary), _times(recorder)]
+
+
+def open_or_repeat(run_id: str, spec: RunSpec) -> str:
+    """Return a line with the command that shows a finished run.
+
+    The command that repeats the run follows, unless the run has code of the user's own:
+    that command would have to allow it.
+    """
+    store = store_argument(spec.config.tracking.uri)
+    line = f"open it with: {shlex.join(['pipeline', 'ui', *store])}"
+    if _is_trusted(spec):
+        repeat = shlex.join(["pipeline", "rerun", run_id, *store])
+        line += f"; repeat it with: {repeat}"
+    return line
+
+
+def _is_trusted(spec: RunSpec) -> bool:
+    """Return whether `pipeline rerun` accepts all targets without `--allow`."""
+    try:
+        for key, value in leaves(spec.resolved).items():
+            if key.endswith("_target_"):
+                trusted_names.check_name(str(value), key, ())
+    except ConfigError:
+        return False
+    return True
+
+
+def _results(summary: JournalSummary) -> str:
+    metric = ranked_metric(summary.start.params).name
+    if metric not in summary.last:
+        metric = "train/loss"
+    line = f"last {metric} {summary.last[metric]:.4f}"
+    if summary.best is not None:
+        line += f", best {summary.best:.4f} after update {summary.best_update}"
+    return line
+
+
+def _times(recorder: Recorder) -> str:
+    seconds = recorder.total_seconds()
+    rest = max(0.0, seconds - recorder.train_seconds - recorder.compile_seconds)
+    return (
+        f"{count(recorder.updates, 'update')} in {seconds:.1f} s: "
+        f"training {recorder.train_seconds:.1f} s, "
+        f"compilation {recorder.compile_seconds:.1f} s, "
+        f"evaluation and the rest {rest:.1f} s"
+    )

@@ -1,0 +1,127 @@
+"""What a list of runs shows of one run, read from its journal in milliseconds.
+
+The rows of updates are counted and not parsed, except the last one, and no checksum is
+verified. `pipeline.tracking.journal_file.Past` reads a journal completely.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pipeline.tracking import journal_lines
+from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.journal_lines import Created, End, Resume, Row, RunStart, Start
+
+_UPDATE = b'"train/loss"'  # part of each row of an update, and of no other line
+_NULL = "null"  # the param of a key that is null
+_LOGGED = b'"logged":true'  # part of each row from the user's own code
+
+
+@dataclass
+class JournalSummary:
+    """The state of a run according to its journal.
+
+    Attributes:
+        start: the description of the run.
+        started_at: when the run began, in milliseconds since 1970.
+        run_id: the ID of the run, or "" if the run was never in a store.
+        status: FINISHED, FAILED or KILLED, or None if the last segment has no end.
+        updates: number of updates with a row.
+        last: the latest value of each metric.
+        best: the best value of the metric of `training.keep_best`, by default of the
+            validation loss; None if there is none.
+        best_update: number of completed updates at the first evaluation with this value.
+    """
+
+    start: RunStart = field(default_factory=RunStart)
+    started_at: int = 0
+    run_id: str = ""
+    status: str | None = None
+    updates: int = 0
+    last: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    best_update: int = 0
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Self | None:
+        """Return the state of the run in `run_dir`.
+
+        Return None if its journal does not begin with the start of a run. Lines after a
+        damaged one are left out.
+        """
+        summary = cls()
+        last_update = b""
+        # The last piece is empty, or a line that is being written.
+        lines = (run_dir / JOURNAL_NAME).read_bytes().split(b"\n")[:-1]
+        try:
+            for line in lines:
+                if _LOGGED in line:
+                    continue
+                if _UPDATE in line:
+                    summary.updates += 1
+                    last_update = line
+                else:
+                    summary._add(line)
+            if last_update:
+                summary._add(last_update)
+        except (ValueError, RecursionError):
+            pass
+        return summary if summary.started_at else None
+
+    def _add(self, text: bytes) -> None:
+        line = journal_lines.parsed(json.loads(text))
+        match line:
+            case Start(start):
+                self.start = start
+                self.started_at = line.time or 0
+            case Created(run):
+                self.run_id = run.run_id
+            case Row():
+                self._add_row(line)
+            case Resume():
+                self.status = None
+            case End(status):
+                self.status = status
+
+    def _add_row(self, row: Row) -> None:
+        self.last |= row.metrics
+        metric = ranked_metric(self.start.params)
+        value = row.metrics.get(metric.name)
+        # Not a number is never the best, and is unequal to itself.
+        if value is None or value != value:
+            return
+        if self.best is None or metric.is_better(value, self.best):
+            self.best = value
+            self.best_update = row.step
+
+
+@dataclass(frozen=True)
+class RankedMetric:
+    """The metric by which the evaluations of a run are compared.
+
+    Attributes:
+        name: the name, such as `val/loss`.
+        higher_is_better: whether a higher value is better.
+    """
+
+    name: str
+    higher_is_better: bool
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Return whether a value is better than another one."""
+        return value > other if self.higher_is_better else value < other
+
+
+def ranked_metric(params: Mapping[str, Any]) -> RankedMetric:
+    """Return the metric of `training.keep_best`, by default the validation loss.
+
+    Args:
+        params: the params of the run.
+    """
+    metric = params.get("training.keep_best.metric", _NULL)
+    if metric == _NULL:
+        return RankedMetric("val/loss", higher_is_better=False)
+    mode = params.get("training.keep_best.mode")
+    return RankedMetric(f"val/{metric}", higher_is_better=mode == "max")

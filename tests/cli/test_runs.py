@@ -1,0 +1,193 @@
+"""`pipeline runs` lists the runs of a folder and of a store, in every state."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from pipeline.tracking import journal_file
+from pipeline.tracking.journal_file import JOURNAL_NAME
+from tests.running import one_process, pipeline
+from tests.shared import place_store
+
+EXPERIMENT = "pipeline"
+KEEP_BEST = {"training.keep_best.metric": "accuracy", "training.keep_best.mode": "max"}
+LOCK = """
+import fcntl, sys, time
+file = open(sys.argv[1], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def planted(folder, name, began, run_id="", status=None, updates=4, params=None):
+    """Write the journal of a run to FOLDER/name, as a trainer would leave it."""
+    run_dir = folder / name
+    run_dir.mkdir()
+    start = {
+        "format": 1,
+        "store": f"sqlite:///{folder}/mlruns/mlflow.db",
+        "experiment": EXPERIMENT,
+        "name": name,
+        "params": params or {"training.keep_best.metric": "null"},
+        "tags": {"journal": name},
+    }
+    lines = [{"time": began, "start": start}]
+    if run_id:
+        lines.append({"time": began, "run": {"run_id": run_id, "experiment_id": "1"}})
+    for step in range(1, updates + 1):
+        metrics = {"train/loss": 1 / step, "train/learning_rate": 0.1}
+        lines.append({"time": began, "step": step, "metrics": metrics})
+        metrics = {"train/mine": 7.0}
+        lines.append({"time": began, "step": step, "metrics": metrics, "logged": True})
+        if step % 2 == 0:
+            # The best evaluation is the first one.
+            metrics = {"val/loss": 0.5 + step, "val/accuracy": 0.9 - 0.1 * step}
+            lines.append({"time": began, "step": step, "metrics": metrics})
+    if status is not None:
+        lines.append({"time": began, "end": status})
+    writer = journal_file.create(run_dir / JOURNAL_NAME)
+    for line in lines:
+        writer.write(line)
+    writer.close()
+    return run_dir
+
+
+def stored(client, name, began, status, steps=0, **params):
+    """Create a run in the store, and return its ID."""
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    experiment_id = experiment.experiment_id if experiment else None
+    if experiment_id is None:
+        experiment_id = client.create_experiment(EXPERIMENT)
+    run = client.create_run(experiment_id, start_time=began, run_name=name)
+    points = [
+        Metric("train/loss", 1 / step, began, step) for step in range(1, steps + 1)
+    ]
+    entries = [Param(key, value) for key, value in params.items()]
+    client.log_batch(run.info.run_id, points, entries)
+    if status != "RUNNING":
+        client.set_terminated(run.info.run_id, status)
+    return run.info.run_id
+
+
+@contextmanager
+def locked(run_dir):
+    """Lock the journal of a run, as the process that trains it does."""
+    command = [sys.executable, "-c", LOCK, str(run_dir / JOURNAL_NAME)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "locked\n"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a run in each state, and a store with further runs."""
+    place_store(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    planted(tmp_path, "offline", 1_000, status="FINISHED")
+    run_id = stored(client, "finished", 2_000, "FINISHED", 4)
+    planted(tmp_path, "finished", 2_000, run_id, "FINISHED", params=KEEP_BEST)
+    run_id = stored(client, "failed", 3_000, "FAILED", 4)
+    planted(tmp_path, "failed", 3_000, run_id, "FAILED")
+    run_id = stored(client, "killed", 4_000, "KILLED", 4)
+    planted(tmp_path, "killed", 4_000, run_id, "KILLED")
+    # Its machine died: nobody closed it, and the last row did not arrive.
+    run_id = stored(client, "interrupted", 5_000, "RUNNING", 3)
+    run_dir = planted(tmp_path, "interrupted", 5_000, run_id)
+    (run_dir / "checkpoints" / "4").mkdir(parents=True)
+    (run_dir / "checkpoints" / "4" / "meta.json").touch()
+    run_id = stored(client, "running", 6_000, "RUNNING", 2)
+    planted(tmp_path, "running", 6_000, run_id)
+    stored(client, "elsewhere", 7_000, "FINISHED", 2)
+    return tmp_path
+
+
+def test_each_state_is_shown_once_with_what_to_do(folder):
+    with locked(folder / "running"):
+        answers = one_process(
+            {
+                "table": "runs",
+                "json": "runs --json",
+                "newest": "runs --limit 2 --json",
+                "away": "runs tracking.uri=http://127.0.0.1:9",
+            },
+            folder,
+            warm=False,
+        )
+    assert {answer["status"] for answer in answers.values()} == {0}
+    runs = json.loads(answers["json"]["out"])
+    by_name = {run["name"]: run for run in runs}
+    assert [run["name"] for run in runs] == [
+        *("elsewhere", "running", "interrupted", "killed", "failed", "finished"),
+        "offline",
+    ]
+    assert by_name["elsewhere"]["status"] == "finished"
+    for name in ("running", "interrupted", "killed", "failed", "finished"):
+        assert by_name[name]["status"] == name
+    missing = {run["name"]: run["not_shipped"] for run in runs}
+    assert missing == {
+        "elsewhere": None,
+        "running": None,
+        "interrupted": 1,
+        "killed": 0,
+        "failed": 0,
+        "finished": 0,
+        "offline": 4,
+    }
+    values = (by_name["killed"]["best"], by_name["killed"]["last"])
+    assert values == (2.5, 4.5)  # of the validation loss
+    finished = by_name["finished"]
+    assert finished["metric"] == "val/accuracy"
+    assert finished["best"] == pytest.approx(0.7)
+    assert finished["last"] == pytest.approx(0.5)
+    assert by_name["elsewhere"]["metric"] == "train/loss"
+    assert by_name["elsewhere"]["last"] == 0.5
+
+    newest = json.loads(answers["newest"]["out"])
+    assert [run["name"] for run in newest] == ["elsewhere", "running"]
+    table = answers["table"]["out"]
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= 100
+    place = lines.index("    pipeline resume interrupted")
+    assert lines[place - 1].startswith("interrupted ")
+    assert lines[place - 1].endswith(" val/loss 4.5 best 2.5")
+    sync = "not in the store: pipeline sync"
+    assert lines[place + 1] == f"    1 update {sync} interrupted"
+    assert lines[-1] == f"    4 updates {sync} offline"
+    assert len(lines) == len(runs) + 3
+
+    away = answers["away"]
+    assert "the runs of the store are left out: tracking.uri must" in away["err"]
+    assert len(away["err"].splitlines()) == 1
+    assert "elsewhere" not in away["out"]
+    assert "interrupted" in away["out"]
+    for answer in answers.values():
+        assert "tensorflow" not in answer["loaded"]
+
+
+@pytest.mark.slow
+def test_two_hundred_runs_are_listed_in_seconds(tmp_path):
+    place_store(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    params = {f"key.{number}": "value" for number in range(150)}
+    for number in range(200):
+        run_id = stored(client, f"run {number}", number + 1, "FINISHED", 1, **params)
+        planted(tmp_path, f"run {number}", number + 1, run_id, "FINISHED", 1000)
+    begin = time.process_time(), time.monotonic()
+    listed = pipeline("runs", "--limit", "200", cwd=tmp_path, warm=False)
+    seconds = time.monotonic() - begin[1]
+    print(f"{seconds:.1f} s")
+    assert len(listed.stdout.splitlines()) == 200
+    assert seconds < 20  # 2 s on a machine with nothing else to do
