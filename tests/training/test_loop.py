@@ -18,7 +18,7 @@ from pipeline.checkpoints import files, snapshot
 from pipeline.checkpoints.files import Checkpoints
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
-from pipeline.training.evaluator import Evaluations, SplitEvaluator
+from pipeline.training.evaluator import EvaluatedSet, Evaluations, SplitEvaluator
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import NonFiniteError, Recorder, ResultLayout
@@ -81,6 +81,9 @@ class Run:
         micro_batch_size=SIZE,
         tokens=None,
         metrics=(),
+        sets=(),
+        best=None,
+        evaluate_at_start=False,
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
@@ -98,12 +101,22 @@ class Run:
             Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE))
         )
         evaluate = self.evaluate if validate else None
+        # Each set of `sets`, name → interval, has the first 8 examples.
+        evaluated_sets = {}
+        for name, every in dict(sets).items():
+            evaluated = SplitEvaluator(
+                Evaluation(self.model, loss, SIZE), examples.take(SIZE).batch(5), name
+            )
+            evaluated_sets[name] = EvaluatedSet(evaluated, every)
         objective = Objective(loss, metrics=list(metrics))
         self.trainer = Trainer(
             Update(self.model, objective, optimizer, micro_batch_size),
             through(examples.batch(SIZE)).repeat(),
             recorder,
-            evaluations=Evaluations(evaluate, every=evaluate_every),
+            evaluations=Evaluations(
+                evaluate, every=evaluate_every, best=best, sets=evaluated_sets
+            ),
+            evaluate_at_start=evaluate_at_start,
             callbacks={str(i): callback for i, callback in enumerate(callbacks)},
             stop=stop,
             count_tokens=tokens,
