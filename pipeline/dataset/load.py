@@ -168,8 +168,8 @@ def _build(node: DictConfig, key: str, prepare: bool) -> Any:
     target = instantiate.locate(node, key)
     arguments = node.copy()
     with open_dict(arguments):
-        for key in _KEYS_OF_PROGRAM:
-            arguments.pop(key, None)
+        for name in _KEYS_OF_PROGRAM:
+            arguments.pop(name, None)
         # Drop a null, the default in conf/: the target may not have this parameter.
         if arguments.get("test_split") is None:
             arguments.pop("test_split", None)
