@@ -432,7 +432,7 @@ def _build_network(
         built_optimizer, scaling = optimizer.build(spec, plan.updates, stages_known)
         batch = _first_batch(spec, data, source.files, run_devices)
         checked = objective_checks.check(goal, network, data, batch, spec)
-        _check_validation_sets(spec, data, network)
+        _check_validation_sets(spec, source, network)
         goal = checked.objective
         notes = added_losses.check(network, batch[0], goal.training.added_losses)
         notes += objective.notes_on_files(goal.callbacks)
@@ -517,12 +517,15 @@ def _best(
     return Best(keep.metric.removeprefix("val/"), keep.mode.name)
 
 
-def _check_validation_sets(spec: RunSpec, data: Data, model: keras.Model) -> None:
+def _check_validation_sets(spec: RunSpec, source: _Source, model: keras.Model) -> None:
     """Raise a ConfigError if the model does not take the inputs of a validation set."""
+    data = source.data
     for name in data.validations:
-        batch = first_examples(data, name, 2, spec.dataset.get("pad"))
+        with _reading(spec.dataset, data, source.files, f"dataset.{name}"):
+            batch = first_examples(data, name, 2, spec.dataset.get("pad"))
         rule = f"must give inputs that {model.name} takes"
-        with as_config_error(f"dataset.{name}", rule, str(data.splits[name])):
+        received = str(data.splits[name].element_spec[0])
+        with as_config_error(f"dataset.{name}", rule, received):
             model(batch[0], training=False)
 
 

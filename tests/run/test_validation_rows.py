@@ -17,7 +17,6 @@ from pipeline.config.compose import composed
 from pipeline.config.resolve import resolve
 from tests.checkpoints.test_fork import histories as histories_of
 from tests.checkpoints.test_resume_rules import folder_of, interrupted
-from tests.parameters import mostly_slow
 from tests.running import Store, pipeline
 
 UPDATES = 26  # the examples of two epochs, and two updates
@@ -138,15 +137,20 @@ def test_a_rerun_compares_all_rows_and_the_data_of_each_set(folder):
     assert "validations.late differs" in other.stderr
 
 
-@pytest.mark.parametrize("at", mostly_slow([21], [], [21, 24]))
-def test_a_fork_is_evaluated_where_it_begins(folder, at):
-    """Its step 0 does not exist; the evaluation after its checkpoint is that of it."""
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["last but one", "best"])
+def test_a_fork_is_evaluated_once_where_it_begins(folder, checkpoint):
+    """Its step 0 does not exist. Of the best checkpoint, the evaluation is pending."""
+    at = 21
+    if checkpoint == "best":
+        at = int(Store(folder).runs()[0].data.metrics["best/update"])
     fork = [
         text for text in RUN if not text.startswith(("hydra.run", "training.resume"))
     ]
     start = f"start.run=run@{at}"
-    pipeline("train", *fork, start, "hydra.run.dir=fork", cwd=folder)
-    rows = histories_of(folder, "fork")
+    name = f"fork at {at}"
+    pipeline("train", *fork, start, f"hydra.run.dir='{name}'", cwd=folder)
+    rows = histories_of(folder, name)
     assert list(rows["val/loss"]) == [at, *(step for step in STEPS[""] if step > at)]
     late = [at, *(step for step in STEPS["late/"] if step > at)]
     assert list(rows["val/late/loss"]) == late
