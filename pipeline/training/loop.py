@@ -1,7 +1,13 @@
 """The training loop: update, record, evaluate, checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
@@ -179,7 +185,9 @@ class Trainer:
             self.test()
 
         self.agree(True)  # Wait until every worker has finished computing.
-        return self.validation.get("loss", self.recorder.last["loss"])
+        if "loss" in self.validation:
+            return self.validation["loss"]
+        return self.recorder.last["loss"]
 
     @property
     def ended(self) -> bool:
@@ -236,8 +244,9 @@ class Trainer:
     def evaluate_first(self, iterator: Any) -> None:
         """Evaluate all validation sets before the first update of this run.
 
-        If the evaluation after the last update of a fork's checkpoint is pending, it is
-        this one. These results are never the best, as no checkpoint has their weights.
+        The results are not the best so far, as no checkpoint of this run has their
+        weights. If the evaluation at a fork's checkpoint is pending, nothing is done
+        here: `after_update` evaluates all sets then.
 
         Args:
             iterator: the iterator that `update_once` reads.
@@ -250,6 +259,7 @@ class Trainer:
         self._next_update.get_concrete_function(iterator)
         with self.recorder.paused():
             results = self._evaluate(names, self.raise_if_stopped)
+        self.validation = results
         self.recorder.evaluated("val", self.done, results)
 
     def update_once(self, iterator: Any) -> tf.Tensor:
@@ -325,7 +335,11 @@ class Trainer:
         return results
 
     def _evaluate(self, names: Sequence[str], check: Check) -> dict[str, float]:
-        with averaged_weights(self.updater.optimizer, self.model):
+        # Before the first update, the moving averages are zeros.
+        weights: AbstractContextManager[None] = nullcontext()
+        if self.done:
+            weights = averaged_weights(self.updater.optimizer, self.model)
+        with weights:
             self._hooks.on_test_begin()
             with self.user_metrics.closed():
                 results = self.evaluations.evaluate(names, check)

@@ -40,10 +40,15 @@ def test_all_are_evaluated_before_the_first_update():
         3: {"late/loss"},
         PER_EPOCH: LOSSES,
     }
-    # These are the results of the initial weights.
-    initial = Run(fit=False).evaluate()
-    assert rows.validations[0][1]["loss"] == initial["loss"]
     assert rows.validations[0][1]["loss"] > rows.validations[-1][1]["loss"]
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_the_first_evaluation_is_of_the_initial_weights(use_ema):
+    """The moving averages of an optimizer begin with its first update."""
+    rows = Run(epochs=1, use_ema=use_ema, evaluate_at_start=True).rows
+    initial = Run(fit=False).evaluate()
+    assert rows.validations[0] == (0, {"loss": initial["loss"]})
 
 
 def test_they_change_nothing_of_the_training():
