@@ -21,6 +21,7 @@ from pipeline.components import (
     added_losses,
     attention,
     devices,
+    kept_best,
     model,
     objective,
     objective_checks,
@@ -31,7 +32,6 @@ from pipeline.components.objective import RunObjective
 from pipeline.config import sizes, stages, validation_sets
 from pipeline.config.plan import Plan, RunPlan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
-from pipeline.config.schema import KeepBestConfig
 from pipeline.config.validation_sets import ValidationSet
 from pipeline.dataset import cache, load, single_examples
 from pipeline.dataset.bad_example import errors_located
@@ -229,9 +229,11 @@ def assemble(
     keras.utils.set_random_seed(seed)
     network = _build_network(spec, source, planned.plan, run_devices)
     sets = validation_sets.parse(spec.resolved["dataset"].get("validations"))
-    results = _results(network)
+    results = kept_best.result_names(
+        network.model, network.objective.evaluation, network.outputs
+    )
     validation_sets.check_results(sets, results)
-    best = _best(spec.config.training.keep_best, data, sets, results)
+    best = kept_best.build(spec.config.training.keep_best, data, sets, results)
     spec, run_devices = attention.decide(
         spec,
         run_devices,
@@ -468,53 +470,6 @@ def _check_same_data(data: Data, batch: Any, run_devices: Devices) -> None:
     if not run_devices.same(checksum & 0xFFFFFF):
         rule = "must be the same for all workers, whose first examples are not"
         raise ConfigError("dataset", rule, data.name)
-
-
-def _results(network: _Network) -> list[str]:
-    """Return the names of the loss and the metrics of an evaluation."""
-    goal = network.objective.evaluation
-    outputs = list(internals.by_name(network.model, network.outputs))
-    losses_by_output = internals.spread(goal.loss, outputs, "loss", to_all=True)
-    with_loss = [name for name, loss in losses_by_output.items() if loss is not None]
-    names = ["loss"]
-    if len(with_loss) > 1:
-        names += [f"{output}_loss" for output in with_loss]
-    return [*names, *goal.measured()]
-
-
-def _best(
-    keep: KeepBestConfig | None,
-    data: Data,
-    sets: Sequence[ValidationSet],
-    results: Sequence[str],
-) -> Best | None:
-    """Return the tracker of the best evaluation, or None if no checkpoint is kept.
-
-    Args:
-        keep: `training.keep_best`.
-        data: the loaded dataset.
-        sets: the sets of `dataset.validations`.
-        results: the names of the loss and the metrics of an evaluation.
-
-    Raises:
-        ConfigError: there is no validation split, or no evaluation returns the metric
-            of `keep`.
-    """
-    if keep is None or keep.metric is None or keep.mode is None:
-        return None
-    key = "training.keep_best.metric"
-    choices = []
-    if data.validation is not None:
-        choices += [f"val/{name}" for name in results]
-    for validation_set in sets:
-        choices += [f"val/{validation_set.name}/{name}" for name in results]
-    if not choices:
-        rule = "is of the validation split, but the dataset has none: set it to null"
-        raise ConfigError(key, rule, keep.metric)
-    if keep.metric not in choices:
-        rule = "must be a metric of the validation split"
-        raise ConfigError(key, rule, keep.metric, choices)
-    return Best(keep.metric.removeprefix("val/"), keep.mode.name)
 
 
 def _check_validation_sets(spec: RunSpec, source: _Source, model: keras.Model) -> None:

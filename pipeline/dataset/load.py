@@ -110,13 +110,17 @@ def _source_of_set(
     of its own validation split.
     """
     key = validation_set.key
-    if validation_set.split is None:
-        own_node = OmegaConf.select(node, key.removeprefix("dataset.")).copy()
-        with open_dict(own_node):
-            own_node.pop(validation_sets.EVERY, None)
-        source = _as_data(own_node, _build(own_node, key, prepare), key)
-    else:
-        source = _same_dataset(node, validation_set, prepare)
+    try:
+        if validation_set.split is None:
+            own_node = OmegaConf.select(node, key.removeprefix("dataset.")).copy()
+            with open_dict(own_node):
+                own_node.pop(validation_sets.EVERY, None)
+            source = _as_data(own_node, _build(own_node, key, prepare), key)
+        else:
+            source = _same_dataset(node, validation_set, prepare)
+    except ConfigError as error:
+        error.key = _key_of_set(error.key, validation_set)
+        raise
     if source.validation is None:
         rule = "must be a dataset with a validation split: it has only a training split"
         raise ConfigError(key, rule, source.name)
@@ -141,13 +145,21 @@ def _same_dataset(
         raise ConfigError(key, rule, validation_set.split)
     with open_dict(again):
         again.validation_split = validation_set.split
-    try:
-        return _as_data(again, _build(again, "dataset", prepare))
-    except ConfigError as error:
-        # The wrong split is named where the user wrote it.
-        if error.key == "dataset.validation_split":
-            error.key = key
-        raise
+    return _as_data(again, _build(again, "dataset", prepare))
+
+
+def _key_of_set(key: str, validation_set: ValidationSet) -> str:
+    """Return the key at which the user wrote what an error of a dataset names.
+
+    Args:
+        key: the key in the error, as if the set were the dataset itself.
+        validation_set: the set that was loaded.
+    """
+    if validation_set.split is not None:
+        return validation_set.key if key == "dataset.validation_split" else key
+    if key.startswith(validation_set.key):
+        return key
+    return f"{validation_set.key}{key.removeprefix('dataset')}"
 
 
 def _check_classes(data: Data, source: Data, key: str) -> None:

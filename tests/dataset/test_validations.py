@@ -152,6 +152,13 @@ def test_splits_of_tfds_are_stored_records_with_their_files():
             "_target_. Received: 'test'.",
         ),
         (
+            {
+                "_target_": DIGITS,
+                "validations": {"late": {"_target_": DIGITS, "test_split": "dev"}},
+            },
+            "dataset.validations.late.test_split must be a split of digits",
+        ),
+        (
             {"validations": {"late": {"_target_": f"{HERE}.only_trains"}}},
             "dataset.validations.late must be a dataset with a validation split: it "
             f"has only a training split. Received: '{HERE}.only_trains'.",
