@@ -38,6 +38,7 @@ def test_a_set_whose_inputs_the_model_does_not_take_is_refused_before_training()
     assert parts.evaluation_batches("validations.late") is not None
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_set_can_be_kept_the_best_of():
     best = "training.keep_best={{metric: {}, mode: max}}"
     parts = assembled(LATE, best.format("val/late/accuracy"))
