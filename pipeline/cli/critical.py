@@ -40,6 +40,7 @@ _BRANCH: dict[str, dict[str, Any]] = {
         "resume": None,
         "callbacks": {},
         "keep_best": {},
+        "evaluate_at_start": False,
     },
     "tracking": {
         **key_kinds.outside_a_sweep(),
@@ -263,6 +264,7 @@ def _branch_config(
         "batch_schedule": schedule,
     }
     branch["training"]["evaluate_every"] = _NEVER
+    branch["dataset"] = {**config["dataset"], "validations": None}
     rate = start.meta.values["recorder"]["last"]["learning_rate"]
     branch["schedule"] = {
         "_target_": "pipeline.components.optimizer.constant",

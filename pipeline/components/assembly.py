@@ -21,6 +21,7 @@ from pipeline.components import (
     added_losses,
     attention,
     devices,
+    kept_best,
     model,
     objective,
     objective_checks,
@@ -28,10 +29,10 @@ from pipeline.components import (
 )
 from pipeline.components.devices import Devices
 from pipeline.components.objective import RunObjective
-from pipeline.config import sizes, stages
+from pipeline.config import sizes, stages, validation_sets
 from pipeline.config.plan import Plan, RunPlan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
-from pipeline.config.schema import KeepBestConfig
+from pipeline.config.validation_sets import ValidationSet
 from pipeline.dataset import cache, load, single_examples
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.batches import (
@@ -79,6 +80,7 @@ class Parts:
     objective: RunObjective
     inputs: Any  # the inputs of up to four training examples, on the host
     reader: ShareReader | None  # reads this worker's share; None without other workers
+    validation_sets: Sequence[ValidationSet]  # of `dataset.validations`
     best: Best | None  # tracks the best evaluation; None if its checkpoint is not kept
     record: PartsRecord
 
@@ -159,15 +161,16 @@ class Parts:
         """Return the unshuffled batches of a split, or None if the split is missing.
 
         Args:
-            name: `validation` or `test`.
+            name: `validation`, `test`, or the name of a set among the splits, such as
+                `validations.late`.
             reader: a worker's reader, to get only its share of each batch, or None for
                 whole batches.
         """
         if name not in self.data.splits:
             return None
         node = self.spec.dataset
-        keep = name == "validation" and cache.keeps_validation(
-            node, self.data, self.spec.workers_on_machine
+        keep = cache.keeps_validation(
+            node, self.data, self.spec.workers_on_machine, name
         )
         size = self.plan.batching.effective_batch_size
         return evaluation_batches(self.data, name, size, node.get("pad"), reader, keep)
@@ -225,12 +228,12 @@ def assemble(
     # prepares the dataset would otherwise start from other weights than later runs.
     keras.utils.set_random_seed(seed)
     network = _build_network(spec, source, planned.plan, run_devices)
-    best = _best(
-        spec.config.training.keep_best,
-        network.objective.evaluation,
-        data,
-        list(internals.by_name(network.model, network.outputs)),
+    sets = validation_sets.parse(spec.resolved["dataset"].get("validations"))
+    results = kept_best.result_names(
+        network.model, network.objective.evaluation, network.outputs
     )
+    validation_sets.check_results(sets, results)
+    best = kept_best.build(spec.config.training.keep_best, data, sets, results)
     spec, run_devices = attention.decide(
         spec,
         run_devices,
@@ -251,6 +254,7 @@ def assemble(
         objective=network.objective,
         inputs=inputs,
         reader=reader,
+        validation_sets=sets,
         best=best,
         record=PartsRecord(
             source.record, network.scaling, [*source.notes, *network.notes]
@@ -276,7 +280,7 @@ def _open_dataset(
 ) -> _Source:
     """Load and record the dataset; decide whether its examples are kept in memory."""
     data = load.load(spec.dataset)
-    files = DataFiles(data.files)
+    files = DataFiles(data.all_files)
     with _reading(spec.dataset, data, files):
         values, line = cache.decide_in_memory(
             spec.dataset, data, run_devices.agree, spec.workers_on_machine
@@ -289,8 +293,7 @@ def _open_dataset(
             files=files,
             of_files=check_dataset is not None,
         )
-    if data.shards:
-        files.reread = _read_again(spec.dataset, data)
+    files.reread = _read_again(spec.dataset, data)
     if check_dataset is not None:
         check_dataset(record)
     return _Source(spec, data, files, record, [note for note in notes if note])
@@ -301,13 +304,16 @@ def _read_again(node: DictConfig, data: Data) -> tuple[Any, ...]:
 
     A training split in memory is read before training, so its files are left out. The
     files of other splits are included: even a split that is then kept in memory is
-    first read during training.
+    first read during training. If it is unknown which files a split is read from, all
+    files of its dataset are included.
     """
     paths: set[Any] = set()
-    for name, shards in data.shards.items():
-        if name == "train" and node.get("in_memory", True):
-            continue
-        paths.update(shard.path for shard in shards)
+    for name in data.splits:
+        shards = data.shards.get(name)
+        if shards is None:
+            paths.update(data.files_of(name))
+        elif name != "train" or not node.get("in_memory", True):
+            paths.update(shard.path for shard in shards)
     return tuple(paths)
 
 
@@ -428,6 +434,7 @@ def _build_network(
         built_optimizer, scaling = optimizer.build(spec, plan.updates, stages_known)
         batch = _first_batch(spec, data, source.files, run_devices)
         checked = objective_checks.check(goal, network, data, batch, spec)
+        _check_validation_sets(spec, source, network)
         goal = checked.objective
         notes = added_losses.check(network, batch[0], goal.training.added_losses)
         notes += objective.notes_on_files(goal.callbacks)
@@ -465,35 +472,16 @@ def _check_same_data(data: Data, batch: Any, run_devices: Devices) -> None:
         raise ConfigError("dataset", rule, data.name)
 
 
-def _best(
-    keep: KeepBestConfig | None,
-    goal: internals.Objective,
-    data: Data,
-    outputs: list[str],
-) -> Best | None:
-    """Return the tracker of the best evaluation, or None if no checkpoint is kept.
-
-    Raises:
-        ConfigError: there is no validation split, or its evaluation does not return
-            the metric of `keep`.
-    """
-    if keep is None or keep.metric is None or keep.mode is None:
-        return None
-    key = "training.keep_best.metric"
-    if data.validation is None:
-        rule = "is of the validation split, but the dataset has none: set it to null"
-        raise ConfigError(key, rule, keep.metric)
-
-    losses_by_output = internals.spread(goal.loss, outputs, "loss", to_all=True)
-    with_loss = [name for name, loss in losses_by_output.items() if loss is not None]
-    names = ["loss"]
-    if len(with_loss) > 1:
-        names += [f"{output}_loss" for output in with_loss]
-    choices = [f"val/{name}" for name in (*names, *goal.measured())]
-    if keep.metric not in choices:
-        rule = "must be a metric of the validation split"
-        raise ConfigError(key, rule, keep.metric, choices)
-    return Best(keep.metric.removeprefix("val/"), keep.mode.name)
+def _check_validation_sets(spec: RunSpec, source: _Source, model: keras.Model) -> None:
+    """Raise a ConfigError if the model does not take the inputs of a validation set."""
+    data = source.data
+    for name in data.validations:
+        with _reading(spec.dataset, data, source.files, f"dataset.{name}"):
+            batch = first_examples(data, name, 2, spec.dataset.get("pad"))
+        rule = f"must give inputs that {model.name} takes"
+        received = str(data.splits[name].element_spec[0])
+        with as_config_error(f"dataset.{name}", rule, received):
+            model(batch[0], training=False)
 
 
 def _check_cut(parts: Parts) -> None:

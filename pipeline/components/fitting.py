@@ -18,7 +18,7 @@ from pipeline.config.plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example, non_finite, tokens
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
-from pipeline.training.evaluator import Evaluations, SplitEvaluator
+from pipeline.training.evaluator import EvaluatedSet, Evaluations, SplitEvaluator
 from pipeline.training.loop import Trainer
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
@@ -123,6 +123,7 @@ def fit(
             _evaluator(parts, "test", tracker, assigned),
             parts.spec.config.training.evaluate_every,
             parts.best,
+            _evaluated_sets(parts, tracker, assigned),
         )
         # Measure the peak from here on, without the initialization of the model.
         if parts.devices.on_gpu:
@@ -138,6 +139,7 @@ def fit(
             stop=stop,
             profiler=profiler,
             agree=parts.devices.agree,
+            evaluate_at_start=parts.spec.config.training.evaluate_at_start,
             count_tokens=_token_counter(parts),
             on_traced=on_traced,
         ).fit(start)
@@ -222,3 +224,19 @@ def _evaluator(
     if tracker is None:
         return evaluator
     return replace(evaluator, on_halved=tracker.evaluation_halved, changed=assigned)
+
+
+def _evaluated_sets(
+    parts: Parts, tracker: Tracker | None, assigned: Sequence[tf.Variable]
+) -> dict[str, EvaluatedSet]:
+    """Return the evaluators of the sets in `dataset.validations`, by name."""
+    config = parts.spec.config
+    evaluated = {}
+    for validation_set in parts.validation_sets:
+        evaluator = _evaluator(parts, validation_set.split_key, tracker, assigned)
+        assert evaluator is not None
+        every = validation_set.every
+        if every is None:
+            every = config.training.evaluate_every
+        evaluated[validation_set.name] = EvaluatedSet(evaluator, every)
+    return evaluated

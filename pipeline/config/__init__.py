@@ -27,4 +27,5 @@ __all__ = [
     "text_keys",
     "trust_entries",
     "validate",
+    "validation_sets",
 ]

@@ -66,6 +66,7 @@ KEY_GROUPS = (
             "training.updates",
             "training.examples",
             "training.evaluate_every",
+            "training.evaluate_at_start",
             "training.checkpoint_every",
             "training.keep_best.metric",
             "training.keep_best.mode",

@@ -273,6 +273,10 @@ class TrainingConfig(_SetOnce):
     evaluate_every: Any = field(
         default="epoch", metadata=about(Kind.TRAINING, fixed=False)
     )
+    # (true | false) also evaluate before the first update, as rows of step 0
+    evaluate_at_start: Any = field(
+        default=False, metadata=about(Kind.TRAINING, fixed=False)
+    )
     # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
     checkpoint_every: Any = field(default=None, metadata=about(Kind.PLACE))
     # (node | mapping | list | null) the loss to minimize, or one per output; set by

@@ -20,6 +20,7 @@ from pipeline.config import (
     sizes,
     text_keys,
     trust_entries,
+    validation_sets,
 )
 from pipeline.config.objective_nodes import (
     METRIC_GROUPS,
@@ -38,6 +39,7 @@ _MOST_REPLICAS = max(16, os.cpu_count() or 1)
 _COUNTED = re.compile(
     r"(accumulation|training|hardware|scaling|tracking)\.(?!\w*memory$)\w+"
     r"|dataset\.shuffle_buffer|dataset\.pad\.multiple|hardware\.profile\.\w+"
+    r"|dataset\.validations\.\w+\.every"
 )
 # Beginnings of the names of Keras' optimizers.
 _KERAS = ("keras.", "tensorflow.keras.")
@@ -135,7 +137,7 @@ def check_values(config: DictConfig) -> None:
 
 
 def check_settings(config: DictConfig) -> None:
-    """Check the store, the files to log, `keep_best`, `start` and `trust`."""
+    """Check the store, files to log, `keep_best`, `validations`, `start`, `trust`."""
     _check_store(config.tracking.uri)
     if STOP_TAG in config.tracking.tags:
         rule = "must be left out: this tag ends the run that has it"
@@ -146,6 +148,7 @@ def check_settings(config: DictConfig) -> None:
             rule = "must list files and folders that exist, or be null"
             raise ConfigError("tracking.code", rule, path)
     _check_keep_best(config.training.keep_best)
+    _check_validations(config)
     if config.start.weights_only and config.start.run is None:
         rule = "must come with start.run, whose weights are meant"
         raise ConfigError("start.weights_only", rule, True)
@@ -212,6 +215,23 @@ def _check_keep_best(keep_best: Any) -> None:
         modes = schema.Mode.__members__
         rule = f"must say which {metric} is best"
         raise ConfigError("training.keep_best.mode", rule, None, modes)
+
+
+def _check_validations(config: DictConfig) -> None:
+    """Check the form, the names and the intervals of `dataset.validations`."""
+    dataset: Any = OmegaConf.to_container(config.dataset, resolve=True)
+    sets = validation_sets.parse(dataset.get("validations"))
+    metrics = []
+    for group in METRIC_GROUPS:
+        for metric in metrics_of(config.training, group):
+            metrics.append(metric.full_name)
+    validation_sets.check_names(sets, metrics)
+    for validation_set in sets:
+        every = validation_set.every
+        if every is not None and not _EVALUATION_INTERVAL.holds(every):
+            rule = f"must be {_EVALUATION_INTERVAL.rule}"
+            raise ConfigError(f"{validation_set.key}.every", rule, every)
+        validation_sets.check_node(validation_set, dataset)
 
 
 def _check_targets(config: DictConfig) -> None:
@@ -336,6 +356,10 @@ _XLA = Check(
     lambda value: _is_bool(value) or value in ("auto", "fastest"),
 )
 _FLAG = Check("true or false", _is_bool)
+_EVALUATION_INTERVAL = Check(
+    "a positive number of updates, 'epoch', or a part of it such as 'epoch/4'",
+    _is_evaluation_interval,
+)
 
 # Other values are rejected, as Keras mostly accepts them without a warning, and then
 # does not clip, or diverges.
@@ -394,10 +418,8 @@ _CHECKS = {
         "null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}",
         lambda pad: _is_null_or_has(pad, multiple=_is_count, value=_is_number),
     ),
-    "training.evaluate_every": Check(
-        "a positive number of updates, 'epoch', or a part of it such as 'epoch/4'",
-        _is_evaluation_interval,
-    ),
+    "training.evaluate_every": _EVALUATION_INTERVAL,
+    "training.evaluate_at_start": _FLAG,
     "training.checkpoint_every": Check(
         "a positive number of updates, 'epoch', 'auto' or null",
         lambda value: value in (None, "auto", "epoch") or _is_count(value),

@@ -21,8 +21,8 @@ from pipeline.dataset.splits import Data
 
 # The training split is kept if it fits in 1/4 of the memory.
 SHARE = 4
-# If the training split is kept, the validation split is kept too if it fits in 1/32 of
-# the memory, which is less than the search for a micro-batch size leaves free.
+# If the training split is kept, the validation splits are kept too if together they fit
+# in 1/32 of the memory, which is less than the search for a micro-batch size leaves free.
 EVALUATED = 32
 # Default size of the shuffle buffer for streamed examples, in bytes.
 BUFFER = 128 * 2**20
@@ -87,14 +87,27 @@ def shuffles_files(node: DictConfig, data: Data) -> bool:
     return data.shuffled is not None or stored_in_files
 
 
-def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:
-    """Return whether the validation split stays in memory after its first pass."""
-    if not node.get("in_memory", True):
+def keeps_validation(
+    node: DictConfig, data: Data, processes: int = 1, name: str = "validation"
+) -> bool:
+    """Return whether a validation split stays in memory after its first pass.
+
+    Args:
+        node: the `dataset` group of the config.
+        data: the loaded dataset.
+        processes: number of processes of the run that share the memory.
+        name: the name of the split. It stays if it fits together with those before it.
+    """
+    if not node.get("in_memory", True) or name in data.loaders:
         return False
-    if data.validation is None or "validation" in data.loaders:
+    validations = [split for split in data.splits if split not in ("train", "test")]
+    if name not in validations:
         return False
-    split_bytes = _example_bytes(data.validation) * int(data.validation.cardinality())
-    return split_bytes <= limit() / EVALUATED / processes
+    total_bytes = 0.0
+    for split_name in validations[: validations.index(name) + 1]:
+        split = data.splits[split_name]
+        total_bytes += _example_bytes(split) * int(split.cardinality())
+    return total_bytes <= limit() / EVALUATED / processes
 
 
 def in_memory(data: Data) -> SourceOfEpoch:

@@ -13,10 +13,12 @@ import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, as_config_error, first_line
+from pipeline.config import validation_sets
+from pipeline.config.validation_sets import ValidationSet
 from pipeline.dataset import elements, single_examples, stream, tfds_files
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.checksums import DataFiles
-from pipeline.dataset.splits import Data
+from pipeline.dataset.splits import Data, ValidationSplit
 from pipeline.trust import gate, instantiate
 
 # Keys of the `dataset` group that this package reads. All others are arguments of the
@@ -29,6 +31,7 @@ _KEYS_OF_PROGRAM = (
     "pad",
     "shuffle_buffer",
     "shuffle_files",
+    "validations",
 )
 
 
@@ -42,19 +45,24 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     Raises:
         ConfigError: the target is invalid, or its data are missing or malformed.
     """
-    data = _as_data(node, _build(node, prepare))
+    data = _as_data(node, _build(node, "dataset", prepare))
+    if data.train is None:
+        raise ConfigError(elements.TARGET, "must give a training split", None)
+    data = _with_validations(node, data, prepare)
     if node.get("batched"):
         loaders = _loaders(node, data)
         splits = {name: loader.examples() for name, loader in loaders.items()}
-        data = replace(data, **splits, loaders=loaders)
+        data = replace(data.with_splits(splits), loaders=loaders)
     else:
         # The first examples may be read to find out their form.
         with (
             as_config_error("dataset", "must give examples", node._target_),
-            errors_located(data, DataFiles(data.files)),
+            errors_located(data, DataFiles(data.all_files)),
         ):
             data = _normalized(data, fix_sizes=node.get("pad") is None)
     _check_labels(data.splits)
+    for name, validation in data.validations.items():
+        _check_form(data.train.element_spec, validation.split.element_spec, name)
     return data
 
 
@@ -68,13 +76,112 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"pipeline.dataset.builtin.{name}"), name)
 
 
-def _build(node: DictConfig, prepare: bool) -> Any:
-    """Call the target of the `dataset` group; return its result."""
+def _with_validations(node: DictConfig, data: Data, prepare: bool) -> Data:
+    """Return the data with the splits of `dataset.validations`.
+
+    Raises:
+        ConfigError: a split or its dataset cannot be loaded, or does not have the form
+            of the dataset's examples.
+    """
+    plain: Any = OmegaConf.to_container(node, resolve=True)
+    validations = {}
+    stored = dict(data.stored)
+    shards = dict(data.shards)
+    for validation_set in validation_sets.parse(plain.get("validations")):
+        name = validation_set.split_key
+        source = _source_of_set(node, validation_set, prepare)
+        _check_classes(data, source, validation_set.key)
+        validations[name] = ValidationSplit(
+            source.validation, source.name, source.version, source.files
+        )
+        if "validation" in source.stored:
+            stored[name] = source.stored["validation"]
+        if "validation" in source.shards:
+            shards[name] = source.shards["validation"]
+    return replace(data, validations=validations, stored=stored, shards=shards)
+
+
+def _source_of_set(
+    node: DictConfig, validation_set: ValidationSet, prepare: bool
+) -> Data:
+    """Return the dataset whose validation split is the given set.
+
+    For a split of the same dataset, this is the dataset again, with the split in place
+    of its own validation split.
+    """
+    key = validation_set.key
+    try:
+        if validation_set.split is None:
+            own_node = OmegaConf.select(node, key.removeprefix("dataset.")).copy()
+            with open_dict(own_node):
+                own_node.pop(validation_sets.EVERY, None)
+            source = _as_data(own_node, _build(own_node, key, prepare), key)
+        else:
+            source = _same_dataset(node, validation_set, prepare)
+    except ConfigError as error:
+        error.key = _key_of_set(error.key, validation_set)
+        raise
+    if source.validation is None:
+        rule = "must be a dataset with a validation split: it has only a training split"
+        raise ConfigError(key, rule, source.name)
+    return source
+
+
+def _same_dataset(
+    node: DictConfig, validation_set: ValidationSet, prepare: bool
+) -> Data:
+    key = validation_set.key
+    again = node.copy()
+    with open_dict(again):
+        has_argument = again.pop("validation_split", None) is not None
+        again.pop("test_split", None)
+    offer = {"validation_split": validation_set.split}
     target = instantiate.locate(node, "dataset")
+    if not has_argument and not instantiate.accepted(target, again, **offer):
+        rule = (
+            f"names a split, but {node._target_} has no argument validation_split: "
+            "it must be the node of a dataset, with a _target_"
+        )
+        raise ConfigError(key, rule, validation_set.split)
+    with open_dict(again):
+        again.validation_split = validation_set.split
+    return _as_data(again, _build(again, "dataset", prepare))
+
+
+def _key_of_set(key: str, validation_set: ValidationSet) -> str:
+    """Return the key at which the user wrote what an error of a dataset names.
+
+    Args:
+        key: the key in the error, as if the set were the dataset itself.
+        validation_set: the set that was loaded.
+    """
+    if validation_set.split is not None:
+        return validation_set.key if key == "dataset.validation_split" else key
+    if key.startswith(validation_set.key):
+        return key
+    return f"{validation_set.key}{key.removeprefix('dataset')}"
+
+
+def _check_classes(data: Data, source: Data, key: str) -> None:
+    """Reject a set with more classes than the dataset, whose labels have no output.
+
+    Args:
+        data: the dataset.
+        source: the dataset of the set.
+        key: the config key of the set.
+    """
+    if data.classes and source.classes and source.classes > data.classes:
+        rule = f"must have at most the {data.classes} classes of {data.name}"
+        raise ConfigError(key, rule, source.classes)
+
+
+def _build(node: DictConfig, key: str, prepare: bool) -> Any:
+    """Call the target of a node at `key`, that of a dataset; return its result."""
+    target = instantiate.locate(node, key)
     arguments = node.copy()
     with open_dict(arguments):
-        for key in _KEYS_OF_PROGRAM:
-            arguments.pop(key, None)
+        for name in _KEYS_OF_PROGRAM:
+            arguments.pop(name, None)
         # Drop a null, the default in conf/: the target may not have this parameter.
         if arguments.get("test_split") is None:
             arguments.pop("test_split", None)
@@ -85,7 +192,7 @@ def _build(node: DictConfig, prepare: bool) -> Any:
     if not prepare:
         no_download = instantiate.accepted(target, arguments, download=False)
     with _quiet_downloads():
-        return instantiate.build(arguments, "dataset", **no_download)
+        return instantiate.build(arguments, key, **no_download)
 
 
 @contextlib.contextmanager
@@ -107,11 +214,12 @@ def _quiet_downloads() -> Iterator[None]:
         absl.setLevel(level)
 
 
-def _as_data(node: DictConfig, built: Any) -> Data:
+def _as_data(node: DictConfig, built: Any, key: str = "dataset") -> Data:
     """Return the result of a target, a `Data` or a tuple of splits, as a `Data`.
 
     Raises:
-        ConfigError: the result is neither of these, or has no training split.
+        ConfigError: the result is neither of these. The error names the target of the
+            node at `key`.
     """
     if isinstance(built, tuple) and len(built) in (2, 3):
         parts = dict(zip(("train", "validation", "test"), built, strict=False))
@@ -123,9 +231,7 @@ def _as_data(node: DictConfig, built: Any) -> Data:
             "must give (train, validation[, test]) as tf.data.Datasets, "
             "or a pipeline.dataset.Data"
         )
-        raise ConfigError(elements.TARGET, rule, type(built).__name__)
-    if data.train is None:
-        raise ConfigError(elements.TARGET, "must give a training split", None)
+        raise ConfigError(f"{key}._target_", rule, type(built).__name__)
     return data
 
 
@@ -140,6 +246,27 @@ def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
                 "as its training split"
             )
             raise ConfigError(elements.TARGET, rule, str(split.element_spec))
+
+
+def _check_form(trained: tuple, evaluated: tuple, name: str) -> None:
+    """Reject a validation set whose examples have other parts than the training split.
+
+    Args:
+        trained: the element spec of the training split.
+        evaluated: the element spec of the set.
+        name: the name of the set among the splits.
+    """
+    # Sample weights may be there or not.
+    for part, of_train, of_set in zip(("x", "y"), trained, evaluated, strict=False):
+        ranks = [_ranks(spec) for spec in (of_train, of_set)]
+        if ranks[0] != ranks[1]:
+            rule = f"must give {part} in the form of the training split, {of_train}"
+            raise ConfigError(f"dataset.{name}", rule, str(of_set))
+
+
+def _ranks(spec: Any) -> Any:
+    """Return a nest of specs with the rank of each in its place."""
+    return tf.nest.map_structure(lambda leaf: leaf.shape.rank, spec)
 
 
 def from_tfds(  # noqa: PLR0913  keys of the config
@@ -304,9 +431,10 @@ def _normalized_split(data: Data, name: str, fix_sizes: bool) -> Data:
             lambda *example: single_examples.with_shapes(example, image_shapes)
         )
 
-    changes: dict[str, Any] = {name: normalized(split)}
+    normalized_split = normalized(split)
+    changes: dict[str, Any] = {}
     stored = data.made_of(name)
-    if stored is not None and changes[name] is not split:
+    if stored is not None and normalized_split is not split:
         # Convert with AutoGraph, as `map` does: the function may branch on tensors.
         converted = tf.function(stored.make)
 
@@ -317,9 +445,9 @@ def _normalized_split(data: Data, name: str, fix_sizes: bool) -> Data:
                 elements.parts_of_element(example, name), image_shapes
             )
 
-        normalized_stored = replace(stored, split=changes[name], make=make)
+        normalized_stored = replace(stored, split=normalized_split, make=make)
         changes["stored"] = {**data.stored, name: normalized_stored}
     if name == "train" and data.shuffled is not None:
         shuffled = data.shuffled
         changes["shuffled"] = lambda seed: normalized(shuffled(seed))
-    return replace(data, **changes)
+    return replace(data.with_splits({name: normalized_split}), **changes)

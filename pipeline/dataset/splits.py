@@ -1,9 +1,9 @@
-"""Defines `Data`, the splits of a dataset, and `Stored`, the records of a split."""
+"""Defines `Data`, the splits of a dataset, and the parts of it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -45,6 +45,21 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class ValidationSplit:
+    """A split of `dataset.validations`, with the dataset that it is from.
+
+    Attributes:
+        split: the examples.
+        name, version, files: those of the dataset, see `Data`.
+    """
+
+    split: tf.data.Dataset
+    name: str
+    version: str
+    files: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
 class Data:
     """The splits of a dataset, example by example, in a fixed order.
 
@@ -65,6 +80,8 @@ class Data:
             workers makes only the examples of its share.
         loaders: with `dataset.batched`, the loader of each split, by the split's name.
             The split itself then has only the examples of the first batch.
+        validations: the splits of `dataset.validations`, by the split's name, such as
+            `validations.late`. `load` sets them.
     """
 
     train: tf.data.Dataset
@@ -78,12 +95,40 @@ class Data:
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
     stored: Mapping[str, Stored] = field(default_factory=dict)
     loaders: Mapping[str, Loader] = field(default_factory=dict)
+    validations: Mapping[str, ValidationSplit] = field(default_factory=dict)
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
         """The splits that are not None, by their names."""
         splits = {"train": self.train, "validation": self.validation, "test": self.test}
+        for name, validation in self.validations.items():
+            splits[name] = validation.split
         return {name: split for name, split in splits.items() if split is not None}
+
+    def with_splits(self, splits: Mapping[str, tf.data.Dataset]) -> "Data":
+        """Return the data with these splits in place of those of the same names."""
+        own: dict[str, Any] = {}
+        validations = dict(self.validations)
+        for name, split in splits.items():
+            if name in validations:
+                validations[name] = replace(validations[name], split=split)
+            else:
+                own[name] = split
+        return replace(self, **own, validations=validations)
+
+    @property
+    def all_files(self) -> tuple[Path, ...]:
+        """The prepared files of all splits, each file once."""
+        files = dict.fromkeys(self.files)
+        for validation in self.validations.values():
+            files |= dict.fromkeys(validation.files)
+        return tuple(files)
+
+    def files_of(self, name: str) -> tuple[Path, ...]:
+        """Return the prepared files of the dataset that a split is from."""
+        if name in self.validations:
+            return self.validations[name].files
+        return self.files
 
     def count(self, name: str) -> int | None:
         """Return the number of examples in a split, or None if it has a loader."""

@@ -151,6 +151,16 @@ class JobResult:
         return " ".join(words)
 
     @cached_property
+    def validation_sets(self) -> set[str]:
+        """The names of the sets in `dataset.validations`."""
+        names = set()
+        for key in self.params:
+            parts = key.split(".")
+            if len(parts) > 2 and parts[:2] == ["dataset", "validations"]:
+                names.add(parts[2])
+        return names
+
+    @cached_property
     def seconds(self) -> Curve | None:
         """The cumulative time spent in updates.
 

@@ -80,14 +80,15 @@ def lower_is_better(metric: str, jobs: Sequence[JobResult]) -> bool:
 
     Args:
         metric: the metric, with the name of its split if it has one, such as
-            `val/accuracy`.
+            `val/accuracy`, or of a further validation set, such as `val/late/accuracy`.
         jobs: the jobs that may have logged it.
     """
-    name = metric.partition("/")[2] or metric
+    name = _without_set(metric.partition("/")[2] or metric, jobs)
     for job in jobs:
         kept = job.params.get("training.keep_best.metric", "")
         mode = job.params.get("training.keep_best.mode", "").lower()
-        if kept.partition("/")[2] == name and mode in ("min", "max"):
+        kept_name = _without_set(kept.partition("/")[2], jobs)
+        if kept_name == name and mode in ("min", "max"):
             return mode == "min"
 
     classes = _classes(name, jobs)
@@ -103,6 +104,14 @@ def lower_is_better(metric: str, jobs: Sequence[JobResult]) -> bool:
             if word in _COSTS or word.endswith(_COST_ENDINGS):
                 return True
     return False
+
+
+def _without_set(name: str, jobs: Sequence[JobResult]) -> str:
+    """Return the name of a metric without that of its validation set, if it has one."""
+    first, _, rest = name.partition("/")
+    if any(first in job.validation_sets for job in jobs):
+        return rest
+    return name
 
 
 def _classes(name: str, jobs: Sequence[JobResult]) -> list[str]:

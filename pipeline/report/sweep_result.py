@@ -132,7 +132,8 @@ class SweepResult:
         """The names of the losses, then those of the user's metrics.
 
         The user's metrics are the validation metrics, or the training metrics if there
-        are no validation metrics.
+        are no validation metrics. Those of further validation sets come last, with
+        their losses.
         """
         names: set[str] = set()
         for job in self.jobs:
@@ -140,6 +141,7 @@ class SweepResult:
 
         losses = []
         validation = []
+        of_sets = []
         training = []
         for name in sorted(names):
             prefix, _, rest = name.partition("/")
@@ -147,24 +149,37 @@ class SweepResult:
                 losses.append(name)
             elif prefix == "perf" or rest in UPDATE_METRICS:
                 continue
+            elif rest.partition("/")[0] in self._validation_sets and prefix == "val":
+                of_sets.append(name)
             elif prefix == "val":
                 validation.append(name)
             else:
                 training.append(name)
-        return losses + (validation or training)
+        return losses + ((validation + of_sets) or training)
 
     @property
     def quality(self) -> str | None:
         """The metric that ranks the jobs, or None if there are no metrics.
 
-        It is the first metric that is not a loss, or the last loss if all are losses.
+        It is the first metric that is not a loss. If all are losses, it is the
+        validation loss, or the last one.
         """
         for metric in self.metrics:
             if not metric.endswith("/loss"):
                 return metric
+        if VALIDATION_LOSS in self.metrics:
+            return VALIDATION_LOSS
         if self.metrics:
             return self.metrics[-1]
         return None
+
+    @cached_property
+    def _validation_sets(self) -> set[str]:
+        """The names of the further validation sets of all jobs."""
+        names: set[str] = set()
+        for job in self.jobs:
+            names |= job.validation_sets
+        return names
 
     def lower_is_better(self, metric: str) -> bool:
         """Return whether lower values of a metric are better."""
@@ -298,7 +313,9 @@ class SweepResult:
             curves = self._smooth_curves(self._judged_jobs, metric)
             if not curves:
                 continue
-            if min(len(curve.steps) for curve in curves.values()) >= fewest_points:
+            # An evaluation before the first update does not show how a run trains.
+            points = [int((curve.steps > 0).sum()) for curve in curves.values()]
+            if min(points) >= fewest_points:
                 return metric
         return None
 

@@ -21,9 +21,15 @@ from pipeline.report.wording import joined, number
 
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 PRECISION = "hardware.precision"
-# Params in which jobs of the same trajectory may differ. The effective batch size is
-# compared by the param that is derived from it, and evaluations do not change updates.
-_OF_NO_UPDATE = ("accumulation.effective_batch_size", "training.evaluate_every")
+# Params in which jobs of the same trajectory may differ, themselves or in a param below.
+# The effective batch size is compared by the param that is derived from it, and
+# evaluations do not change updates.
+_OF_NO_UPDATE = (
+    "accumulation.effective_batch_size",
+    "training.evaluate_every",
+    "training.evaluate_at_start",
+    "dataset.validations",
+)
 # The largest growth of a difference in one update that training may cause. It doubled
 # rounding in each of 20 updates, see `rounding.Rounding`; single updates do more.
 _GROWTH = 100.0
@@ -174,8 +180,11 @@ def _trajectory(job: JobResult) -> tuple | None:
 
 def _decides_the_updates(key: str) -> bool:
     """Return whether different values of this param may give other trajectories."""
-    if key in key_kinds.DERIVED_CUT or key in _OF_NO_UPDATE:
+    if key in key_kinds.DERIVED_CUT:
         return False
+    for name in _OF_NO_UPDATE:
+        if f"{key}.".startswith(f"{name}."):
+            return False
     return key_kinds.kind_of(key) == Kind.TRAINING
 
 

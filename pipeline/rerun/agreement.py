@@ -6,6 +6,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.common import rounding
@@ -15,6 +16,7 @@ from pipeline.config import metric_names
 from pipeline.config.key_kinds import DERIVED_CUT
 from pipeline.config.plan import HALVED
 from pipeline.config.schema import SCHEMA
+from pipeline.config.validation_sets import split_key
 from pipeline.report.html_page import Plot, Trace, axis, render, trace
 
 # The verdicts, which are recorded as the tag `rerun.verdict`.
@@ -88,7 +90,7 @@ def compare(
     new: History,
     precision: str,
     *,
-    validation_examples: int = 0,
+    examples: Mapping[str, int] = MappingProxyType({}),
     same_cut: bool = True,
     until: float = math.inf,
     changed: Collection[str] = (),
@@ -102,7 +104,7 @@ def compare(
         new: the history of its rerun.
         precision: the coarser precision of the two runs, a key of
             `rounding.BY_PRECISION`.
-        validation_examples: the size of the validation split; 0 if it is unknown.
+        examples: the number of examples of each split that is known, by its name.
         same_cut: whether both runs have equal numbers of micro-batches and replicas.
             Otherwise, metrics that depend on these numbers are left out.
         until: the last update to compare; infinity if the recorded run finished.
@@ -129,10 +131,11 @@ def compare(
     batch_sizes = old.get("train/effective_batch_size", {})
     beyond_rounding = []
     for point in differing:
-        examples: float | None = validation_examples
         if point.metric.startswith("train/"):
-            examples = batch_sizes.get(point.step)
-        if not _is_rounding(point, precision, examples):
+            count_of_point = batch_sizes.get(point.step)
+        else:
+            count_of_point = _evaluated_examples(point.metric, examples)
+        if not _is_rounding(point, precision, count_of_point):
             beyond_rounding.append(point)
 
     if not points:
@@ -152,7 +155,7 @@ def compare_runs(
     client: Any,
     old: Any,
     new: Any,
-    validation_examples: int | None,
+    examples: Mapping[str, int],
     in_tf32: bool = False,
     schema: int = SCHEMA,
 ) -> tuple[Agreement, str]:
@@ -162,7 +165,7 @@ def compare_runs(
         client: an MLflow client for the store.
         old: the recorded run.
         new: the rerun.
-        validation_examples: the size of the validation split, or None if it is unknown.
+        examples: the number of examples of each split that is known, by its name.
         in_tf32: whether one of the runs computed float32 in TF32.
         schema: the schema of the old run's record.
 
@@ -179,7 +182,7 @@ def compare_runs(
         old_history,
         new_history,
         rounding.coarsest(precisions),
-        validation_examples=validation_examples or 0,
+        examples=examples,
         same_cut=_have_same_cut(old, new),
         until=_last_update(old, old_history),
         changed=metric_names.changed_since(schema),
@@ -240,6 +243,14 @@ def page(old: History, new: History, title: str, about: str) -> str:
     plots = [plot for plot in (loss_plot, difference_plot) if plot.has_points()]
     footer = "Computed from the metrics of both runs in MLflow."
     return render(title, about, plots, footer)
+
+
+def _evaluated_examples(metric: str, examples: Mapping[str, int]) -> int | None:
+    """Return the number of examples behind a validation metric, or None if unknown."""
+    set_key = split_key(metric.removeprefix("val/").partition("/")[0])
+    if set_key in examples:
+        return examples[set_key]
+    return examples.get("validation")
 
 
 def _follows_from_cut(metric: str) -> bool:

@@ -242,12 +242,11 @@ class Rerun:
         """Compare the new run with the recorded one; return the exit status."""
         client = self.store.client()
         new = client.get_run(new_run_id)
-        examples = self.recorded.dataset.get("examples") or {}
         outcome, page = agreement.compare_runs(
             client,
             self.recorded.run,
             new,
-            examples.get("validation"),
+            self.recorded.dataset.get("examples") or {},
             self.recorded.is_in_tf32() or _is_in_tf32(new),
             schema=self.recorded.config.get("schema", 0),
         )

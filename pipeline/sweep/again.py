@@ -58,7 +58,8 @@ _FOREIGN_PARAMETERS = {
 _PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # safe in a line of a batch script
 _SWEEPER_PARAMS = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
-_DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")
+# Matches the keys that select a dataset of TFDS, also of a further validation set.
+_DOWNLOADING = re.compile(r"dataset\.(validations\.\w+\.)?(name|builder|download)")
 _MAX_VALUES = 10_000  # maximum number of values of one swept override
 
 _OWN_CONFIG = "must be of your own config, not of one from a tracking store"
@@ -259,7 +260,7 @@ def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
             raise ConfigError(key, _OWN_CONFIG, text)
         if key == "hardware":  # the user's own `hardware` groups may open ports
             raise ConfigError(key, "may open ports of this machine", text)
-        if key in _DOWNLOADING or "from_tfds" in str(value):
+        if _DOWNLOADING.fullmatch(key) or "from_tfds" in str(value):
             raise ConfigError(key, "may start a download", text)
         # Skip the arguments of a `_target_`: the gate checks them.
         is_argument = f"{key.rpartition('.')[0]}._target_" in leaves

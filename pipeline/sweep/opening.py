@@ -179,7 +179,11 @@ def _sweep_name(config: DictConfig) -> str:
 
 
 def _metric_names(config: DictConfig) -> list[str]:
-    return [str(metric) for metric in config.training.metrics]
+    metrics = [str(metric) for metric in config.training.metrics]
+    names = list(metrics)
+    for validation_set in config.dataset.get("validations") or ():
+        names += [f"{validation_set}/{metric}" for metric in ("loss", *metrics)]
+    return names
 
 
 def _check_experiment_override(config: DictConfig, experiment: str) -> None:

@@ -17,7 +17,8 @@ class ParentRun(SweepRecord):
         name: the name of the sweep file, or `multirun`.
         job_names: the names of all planned jobs, in order.
         varied: config keys that the sweep varies.
-        metrics: names of the metrics that the jobs measure besides the loss.
+        metrics: names of the validation metrics of the jobs besides the loss, without
+            `val/`.
     """
 
     name: str

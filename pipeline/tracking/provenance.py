@@ -50,6 +50,7 @@ DATASET = {
     "examples": {str: int},
     "files": {str: str},
     "content": {str: str},
+    "validations?": {str: {"name": object, "version": object}},
 }
 # The packages to compare, in addition to those whose names start with `nvidia-`.
 NAMED = (
@@ -294,7 +295,7 @@ def dataset(
 ) -> dict[str, Any]:
     """Return the record of a dataset: its name, version, sizes and checksums.
 
-    There is a checksum per file, or per split if the dataset has no files.
+    There is a checksum per file, or per split if the split's dataset has no files.
 
     Args:
         data: the dataset.
@@ -304,7 +305,7 @@ def dataset(
             known checksums are recorded.
     """
     is_wanted = checksum == "full"
-    files = files or DataFiles(data.files)
+    files = files or DataFiles(data.all_files)
     if is_wanted and of_files:
         files.compute_now()
 
@@ -314,9 +315,13 @@ def dataset(
         if count is not None:
             examples[name] = count
     content = {}
-    if is_wanted and not data.files:
+    if is_wanted:
         for name, split in data.splits.items():
-            content[name] = _content_hash(split)
+            if not data.files_of(name):
+                content[name] = _content_hash(split)
+    validations = {}
+    for name, validation in data.validations.items():
+        validations[name] = {"name": validation.name, "version": validation.version}
     return {
         "name": data.name,
         "version": data.version,
@@ -324,6 +329,7 @@ def dataset(
         "files": files.checksums,
         "examples": examples,
         "content": content,
+        "validations": validations,
     }
 
 
@@ -348,6 +354,13 @@ def check_dataset(
         if recorded[key] != now[key]:
             rule = f"must have the {key} {recorded[key]!r} of run {run_id}"
             raise ConfigError("dataset", rule, now[key])
+    # Records of older versions have no validation sets.
+    sets_now = now.get("validations") or {}
+    for name, source in (recorded.get("validations") or {}).items():
+        if sets_now.get(name) != source:
+            rule = f"must be that of run {run_id}, {source}"
+            received = sets_now.get(name, "absent")
+            raise ConfigError(f"dataset.{name}", rule, received)
 
     kinds = {
         "files": "file",

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from pipeline.dataset.splits import Data
+    from pipeline.dataset.splits import Data, ValidationSplit
     from pipeline.training.evaluator import Best
 
 # Maximum numbers of characters.
@@ -231,7 +231,13 @@ class Tracker:
         self.tag({"mlflow.loggedArtifacts": logged})
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
-        """Write the row of the evaluation after `update` updates."""
+        """Write the row of the evaluations after `update` updates.
+
+        Args:
+            update: the number of completed updates.
+            results: the metrics to log as `val/…`: of the validation split, and of
+                further sets, such as `late/loss`. Only one row is written for a step.
+        """
         row = _prefixed("val", results)
         # Repeat the counter: MLflow's charts need the x-axis metric at the same steps.
         row["val/examples_seen"] = self.plan.examples_seen(update)
@@ -385,7 +391,7 @@ class Tracker:
         for name, text in texts.items():
             self._artifact(name, text)
 
-        is_wanted = dataset["checksum"] == "full" and bool(data.files)
+        is_wanted = dataset["checksum"] == "full" and bool(data.all_files)
         self._computes_checksums = is_wanted and not dataset["files"]
         if self._computes_checksums:
             self._files.compute(
@@ -454,13 +460,14 @@ def _dataset_entry(
     data: Data, context: str, split: tf.data.Dataset, examples: int | None
 ) -> dict[str, str]:
     """Return the fields of MLflow's `Dataset` for one split."""
+    source: Data | ValidationSplit = data.validations.get(context, data)
     schema = str(split.element_spec)
-    identity = f"{data.name} {data.version} {context} {examples} {schema}"
+    identity = f"{source.name} {source.version} {context} {examples} {schema}"
     return {
-        "name": data.name[:LONGEST_DATASET_NAME],
+        "name": source.name[:LONGEST_DATASET_NAME],
         "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
         "source_type": "code",
-        "source": json.dumps({"tags": {"version": data.version}}),
+        "source": json.dumps({"tags": {"version": source.version}}),
         "schema": json.dumps({"elements": schema}),
         "profile": json.dumps({"num_examples": examples}),
     }

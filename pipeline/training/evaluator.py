@@ -18,6 +18,9 @@ from pipeline.training.oom_retry import assign_all, halve
 
 # Called between two batches of an evaluation. To end it, the call raises an exception.
 Check = Callable[[], None]
+# The name of the dataset's own validation split among the validation sets. No set of
+# `dataset.validations` can have it.
+OWN_SPLIT = ""
 # Evaluates a split; returns the loss and the metrics by name.
 Evaluate = Callable[[Check], dict[str, float]]
 
@@ -29,7 +32,7 @@ class Best:
     Of two evaluations with the same value, the first one counts as the best.
 
     Attributes:
-        metric: name of the metric, without `val/`.
+        metric: name of the metric, without `val/`, such as `loss` or `late/loss`.
         mode: `min` or `max`.
         value: best value of the metric so far, or None. NaN is ignored.
         update: number of completed updates at the best evaluation.
@@ -41,9 +44,12 @@ class Best:
     update: int = 0
 
     def take(self, update: int, results: Mapping[str, float]) -> bool:
-        """Store `results` if they are the best so far; return whether they are."""
-        value = results[self.metric]
-        if math.isnan(value) or not self._improves(value):
+        """Store `results` if they are the best so far; return whether they are.
+
+        Results without the metric, of other validation sets only, are never the best.
+        """
+        value = results.get(self.metric)
+        if value is None or math.isnan(value) or not self._improves(value):
             return False
         self.value = value
         self.update = update
@@ -68,6 +74,19 @@ class Best:
 
 
 @dataclass(frozen=True)
+class EvaluatedSet:
+    """A set of `dataset.validations`.
+
+    Attributes:
+        evaluate: returns the loss and the metrics over the set.
+        every: its own interval, as `Evaluations.every`.
+    """
+
+    evaluate: Evaluate
+    every: int | str
+
+
+@dataclass(frozen=True)
 class Evaluations:
     """The evaluations of a run, and their schedule.
 
@@ -76,29 +95,73 @@ class Evaluations:
         test: returns the loss and the metrics over the test split. Called once, after
             training.
         every: number of updates between two evaluations, `epoch`, or a fraction of an
-            epoch such as `epoch/4`. The validation split is always evaluated after the
+            epoch such as `epoch/4`. All validation sets are always evaluated after the
             last update.
         best: the best evaluation so far, or None if its checkpoint is not kept. `test`
             uses the weights of this checkpoint.
+        sets: further validation sets, by name.
     """
 
     validation: Evaluate | None = None
     test: Evaluate | None = None
     every: int | str = "epoch"
     best: Best | None = None
+    sets: Mapping[str, EvaluatedSet] = field(default_factory=dict)
 
-    def due(self, update: int, plan: RunPlan, *, last: bool) -> bool:
-        """Return whether the validation split is evaluated after `update` updates."""
-        if self.validation is None:
-            return False
-        if last:
-            return True
-        if isinstance(self.every, int):
-            return update % self.every == 0
-        if self.every == "epoch":
-            return plan.ends_epoch(update)
-        parts = int(self.every.removeprefix("epoch/"))
-        return _parts_done(plan, update, parts) > _parts_done(plan, update - 1, parts)
+    def due(self, update: int, plan: RunPlan, *, last: bool) -> list[str]:
+        """Return the names of the sets that are evaluated after `update` updates.
+
+        The validation split is named `OWN_SPLIT`. With `last`, all sets are due.
+        """
+        names = []
+        if self.validation is not None and (last or _is_due(self.every, update, plan)):
+            names.append(OWN_SPLIT)
+        for name, evaluated in self.sets.items():
+            if last or _is_due(evaluated.every, update, plan):
+                names.append(name)
+        return names
+
+    def evaluate(self, names: Sequence[str], check: Check) -> dict[str, float]:
+        """Evaluate some sets; return the loss and the metrics of each.
+
+        Those of the set `late` are named `late/loss` and so on, and those of the
+        validation split only `loss`.
+
+        Args:
+            names: the names of the sets, as `due` returns them.
+            check: called between two sets, and between two batches.
+        """
+        results: dict[str, float] = {}
+        for name in names:
+            if results:
+                check()
+            if name == OWN_SPLIT:
+                assert self.validation is not None
+                results |= self.validation(check)
+                continue
+            for metric, value in self.sets[name].evaluate(check).items():
+                results[f"{name}/{metric}"] = value
+        return results
+
+    def log_name(self, result: str) -> str:
+        """Return the name of a result in the logs of callbacks.
+
+        It is `val_loss` for `loss`, and `val_late_loss` for `late/loss`.
+        """
+        name, _, metric = result.partition("/")
+        if name in self.sets:
+            return f"val_{name}_{metric}"
+        return f"val_{result}"
+
+
+def _is_due(every: int | str, update: int, plan: RunPlan) -> bool:
+    """Return whether an evaluation with this interval follows `update` updates."""
+    if isinstance(every, int):
+        return update % every == 0
+    if every == "epoch":
+        return plan.ends_epoch(update)
+    parts = int(every.removeprefix("epoch/"))
+    return _parts_done(plan, update, parts) > _parts_done(plan, update - 1, parts)
 
 
 def _parts_done(plan: RunPlan, update: int, parts: int) -> int:

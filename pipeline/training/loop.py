@@ -1,7 +1,13 @@
 """The training loop: update, record, evaluate, checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +22,7 @@ from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
 from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import (
+    Check,
     Evaluations,
     averaged_weights,
     averaged_weights_for_callbacks,
@@ -77,6 +84,8 @@ class Trainer:
             due, and raises the exception.
         profiler: traces some of the updates.
         agree: waits for all workers; returns whether each of them passed True.
+        evaluate_at_start: whether to evaluate before the first update, unless the run
+            is resumed.
         count_tokens: counts the tokens in an effective batch. None if the examples are
             not sequences.
         on_traced: called each time the update has been traced.
@@ -100,6 +109,7 @@ class Trainer:
     stop: Callable[[], BaseException | None] = _never_stop
     profiler: Profiler = field(default_factory=Profiler)
     agree: Callable[[bool], bool] = bool
+    evaluate_at_start: bool = False
     count_tokens: Callable[[Any], tf.Tensor] | None = None
     on_traced: Callable[[], None] = _do_nothing
     done: int = field(default=0, init=False)
@@ -122,6 +132,7 @@ class Trainer:
             epochs=plan.epochs,
             steps=plan.updates_per_epoch,
         )
+        self._first_step: int | None = None
         self._known_logs: set[str] = set()
         self._monitored = MonitoredMetrics(self.evaluations)
         self._has_batch_hooks = any(map(_has_batch_hooks, self.callbacks.values()))
@@ -157,6 +168,8 @@ class Trainer:
             self.recorder.start_clock()
             if start is not None:
                 self.restore(start, iterator)
+            if self.evaluate_at_start and not isinstance(start, Checkpoint):
+                self.evaluate_first(iterator)
             while self.pending or not self.ended:
                 if not self.pending:
                     with self.profiler.update(self.done + 1, self.recorder):
@@ -172,7 +185,7 @@ class Trainer:
             self.test()
 
         self.agree(True)  # Wait until every worker has finished computing.
-        if self.validation:
+        if "loss" in self.validation:
             return self.validation["loss"]
         return self.recorder.last["loss"]
 
@@ -228,6 +241,27 @@ class Trainer:
         for callback in snapshot.expecting_epoch_begin(self.callbacks):
             callback.on_epoch_begin(epoch)
 
+    def evaluate_first(self, iterator: Any) -> None:
+        """Evaluate all validation sets before the first update of this run.
+
+        The results are not the best so far, as no checkpoint of this run has their
+        weights. If the evaluation at a fork's checkpoint is pending, nothing is done
+        here: `after_update` evaluates all sets then.
+
+        Args:
+            iterator: the iterator that `update_once` reads.
+        """
+        self._first_step = self.done
+        names = self._due()
+        if self.pending or not names:
+            return
+        # Trace the update first, as without this evaluation: see `restore`.
+        self._next_update.get_concrete_function(iterator)
+        with self.recorder.paused():
+            results = self._evaluate(names, self.raise_if_stopped)
+        self.validation = results
+        self.recorder.evaluated("val", self.done, results)
+
     def update_once(self, iterator: Any) -> tf.Tensor:
         """Apply the next effective batch; return its results for `Recorder.add`.
 
@@ -279,31 +313,37 @@ class Trainer:
         The callbacks' `on_epoch_end` is due at the end of an epoch and of the run.
         """
         results: dict[str, float] = {}
-        if self._validation_is_due() or self._epoch_end_is_due():
+        if self._due() or self._epoch_end_is_due():
             with self.recorder.paused():
                 results = self._validate_and_end_epoch()
         self.validation = results
         self.pending = False
 
-    def validate(self) -> dict[str, float]:
-        """Return the results over the validation split.
+    def validate(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the results over some validation sets; see `Evaluations.evaluate`.
 
         If the best evaluation is tracked and these results are the best so far, also
         write a checkpoint. `stop` can end the evaluation only while `pending` is True.
         """
-        evaluate = self.evaluations.validation
-        assert evaluate is not None
         check = self.raise_if_stopped if self.pending else _do_nothing
-        with averaged_weights(self.updater.optimizer, self.model):
-            self._hooks.on_test_begin()
-            with self.user_metrics.closed():
-                results = evaluate(check)
-            self._hooks.on_test_end(results)
+        results = self._evaluate(names, check)
 
         best = self.evaluations.best
         is_best = best is not None and best.take(self.done, results)
         if is_best and self.checkpoints is not None:
             self._save(self.checkpoints, results, best=True)
+        return results
+
+    def _evaluate(self, names: Sequence[str], check: Check) -> dict[str, float]:
+        # Before the first update, the moving averages are zeros.
+        weights: AbstractContextManager[None] = nullcontext()
+        if self.done:
+            weights = averaged_weights(self.updater.optimizer, self.model)
+        with weights:
+            self._hooks.on_test_begin()
+            with self.user_metrics.closed():
+                results = self.evaluations.evaluate(names, check)
+            self._hooks.on_test_end(results)
         return results
 
     def checkpoint(self, *, always: bool = False) -> None:
@@ -371,9 +411,14 @@ class Trainer:
         self.on_traced()
         return self.recorder.layout.pack(results)
 
-    def _validation_is_due(self) -> bool:
+    def _due(self) -> list[str]:
+        """Return the names of the validation sets to evaluate after the last update.
+
+        After the last update of the run, and before its first, these are all.
+        """
         plan = self.recorder.plan
-        return self.evaluations.due(self.done, plan, last=self.ended)
+        all_sets = self.ended or self.done == self._first_step
+        return self.evaluations.due(self.done, plan, last=all_sets)
 
     def _epoch_end_is_due(self) -> bool:
         if not self.callbacks:
@@ -383,19 +428,21 @@ class Trainer:
     def _validate_and_end_epoch(self) -> dict[str, float]:
         """Evaluate if due, and call `on_epoch_end` if due; return the results.
 
-        If a callback ends the run in `on_epoch_end`, the evaluation may be due only
-        then. The callbacks then do not get its results.
+        If a callback ends the run in `on_epoch_end`, the evaluation of some sets may be
+        due only then. The callbacks then do not get their results.
         """
         results: dict[str, float] = {}
-        if self._validation_is_due():
-            results = self.validate()
+        names = self._due()
+        if names:
+            results = self.validate(names)
         try:
             # A callback may have ended the run during the evaluation.
             if self._epoch_end_is_due():
                 self._end_epoch(results)
-            if not results and self._validation_is_due():
+            others = [name for name in self._due() if name not in names]
+            if others:
                 self.pending = False  # A resumed run does not call the callbacks again.
-                results = self.validate()
+                results = results | self.validate(others)
         finally:
             # Log the row even if a callback raises an error.
             if results:
@@ -410,7 +457,7 @@ class Trainer:
         """
         logs = self.recorder.epoch_means()
         for name, value in validation.items():
-            logs[f"val_{name}"] = value
+            logs[self.evaluations.log_name(name)] = value
         epoch, _ = self.recorder.plan.place(self.done - 1)
         self._known_logs = set(logs)
         with averaged_weights_for_callbacks(self.updater.optimizer, self.model):

@@ -49,11 +49,18 @@ class MonitoredMetrics:
         )
 
     def _remedy(self, monitor: str, logs: Mapping[str, Any]) -> str:
+        for name in self._evaluations.sets:
+            prefix = self._evaluations.log_name(f"{name}/")
+            if monitor.startswith(prefix) and not _any_with(prefix, logs):
+                return (
+                    f"`every: epoch` in dataset.validations.{name} evaluates at the end "
+                    "of each epoch"
+                )
         evaluated = self._evaluations.validation is not None
-        if evaluated and monitor.startswith("val_") and not _any_evaluated(logs):
+        if evaluated and monitor.startswith("val_") and not _any_with("val_", logs):
             return "training.evaluate_every=epoch evaluates at the end of each epoch"
         return f"there are {', '.join(sorted(logs))}"
 
 
-def _any_evaluated(logs: Mapping[str, Any]) -> bool:
-    return any(name.startswith("val_") for name in logs)
+def _any_with(prefix: str, logs: Mapping[str, Any]) -> bool:
+    return any(name.startswith(prefix) for name in logs)

@@ -116,14 +116,14 @@ def test_a_rerun_has_bounds_of_its_own(step):
 
     client = SimpleNamespace(get_metric_history=get_metric_history)
     runs = [run(name) for name in losses]
-    in_tf32, _ = agreement.compare_runs(client, *runs, None, True)
-    in_float32, _ = agreement.compare_runs(client, *runs, None, False)
+    in_tf32, _ = agreement.compare_runs(client, *runs, {}, True)
+    in_float32, _ = agreement.compare_runs(client, *runs, {}, False)
     assert in_tf32.verdict == "equal within rounding"
     assert "TF32" in str(in_tf32)
     assert in_float32.verdict == "different"
     assert "TF32" not in str(in_float32)
     losses["rerun"] = 2.0 * (1 - 1.1e-2)
-    assert agreement.compare_runs(client, *runs, None, True)[0].verdict == "different"
+    assert agreement.compare_runs(client, *runs, {}, True)[0].verdict == "different"
 
 
 def test_what_is_verified_rounds_as_tf32_does(gpu):

@@ -322,6 +322,43 @@ CONFIG = {
         "training.evaluate_every must be a positive number of updates, 'epoch', or a "
         "part of it such as 'epoch/4'. Received: 'often'."
     ),
+    "train training.evaluate_at_start=1": (
+        "training.evaluate_at_start must be true or false. Received: 1."
+    ),
+    "train dataset.validations=test": (
+        "dataset.validations must be null, or a mapping of name → split or node. "
+        "Received: 'test'."
+    ),
+    "train 'dataset.validations={late: 5}'": (
+        "dataset.validations.late must be a split of the dataset, as text or as "
+        "{split: …, every: …}, or the node of another dataset, with a _target_. "
+        "Received: 5."
+    ),
+    "train 'dataset.validations={late: {split: test, evry: 3}}'": (
+        "dataset.validations.late must be a split of the dataset, …"
+    ),
+    "train 'dataset.validations={late: {split: test, every: 0}}'": (
+        "dataset.validations.late.every must be a positive number of updates, 'epoch', "
+        "or a part of it such as 'epoch/4'. Received: 0."
+    ),
+    "train 'dataset.validations={accuracy: test}'": (
+        "dataset.validations.accuracy must have another name: metrics of the dataset's "
+        "own split have it. Received: 'accuracy'."
+    ),
+    "train 'dataset.validations={examples_seen: test}'": (
+        "dataset.validations.examples_seen must have another name: …"
+    ),
+    "train 'dataset.validations={loss: test}'": (
+        "dataset.validations.loss must have another name: …"
+    ),
+    "train 'dataset.validations={a-b: test}'": (
+        "dataset.validations.a-b must have a plain word for its name: letters, digits "
+        "and _. Received: 'a-b'."
+    ),
+    "train 'dataset.validations={late: {_target_: pipeline.dataset.digits, pad: 4}}'": (
+        "dataset.validations.late.pad must be that of the dataset, None, or be left "
+        "out. Received: 4."
+    ),
     "train training.evaluate_every=0": (
         "training.evaluate_every must be a positive number of updates, 'epoch', or a "
         "part of it such as 'epoch/4'. Received: 0."

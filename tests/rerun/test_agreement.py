@@ -167,8 +167,15 @@ def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
     assert verdict_of(in_training(old), in_training(new)) == verdict
     then = history(val_accuracy={12: old})
     now = history(val_accuracy={12: new})
-    assert verdict_of(then, now, validation_examples=128) == verdict
+    assert verdict_of(then, now, examples={"validation": 128}) == verdict
     assert verdict_of(then, now) == "different"
+    # The examples of a further validation set are those of that set.
+    then = {"val/late/accuracy": {0: old}}
+    now = {"val/late/accuracy": {0: new}}
+    counts = {"validation": 3, "validations.late": 128}
+    assert verdict_of(then, now, examples=counts) == verdict
+    counts = {"validation": 128, "validations.late": 3}
+    assert verdict_of(then, now, examples=counts) == "different"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +205,7 @@ def test_nothing_else_may_move_by_two_examples(metric, old, new, examples):
         assert verdict_of(then, now) == "different"
         then = {f"val/{metric}": {1: first}}
         now = {f"val/{metric}": {1: second}}
-        options = {"validation_examples": examples}
+        options = {"examples": {"validation": examples}}
         assert verdict_of(then, now, "float64", **options) == "different"
 
 
@@ -209,7 +216,7 @@ def test_a_share_is_known_in_float32(examples):
 
     for count in (0, 1, examples // 3, examples - 2):
         verdict = verdict_of(
-            share(count), share(count + 2), validation_examples=examples
+            share(count), share(count + 2), examples={"validation": examples}
         )
         assert verdict == "equal within rounding"
 

@@ -18,7 +18,12 @@ from pipeline.checkpoints import files, snapshot
 from pipeline.checkpoints.files import Checkpoints
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
-from pipeline.training.evaluator import Evaluations, SplitEvaluator
+from pipeline.training.evaluator import (
+    OWN_SPLIT,
+    EvaluatedSet,
+    Evaluations,
+    SplitEvaluator,
+)
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import NonFiniteError, Recorder, ResultLayout
@@ -81,6 +86,9 @@ class Run:
         micro_batch_size=SIZE,
         tokens=None,
         metrics=(),
+        sets=(),
+        best=None,
+        evaluate_at_start=False,
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
@@ -98,12 +106,22 @@ class Run:
             Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE))
         )
         evaluate = self.evaluate if validate else None
+        # Each set of `sets`, name → interval, has the first 8 examples.
+        evaluated_sets = {}
+        for name, every in dict(sets).items():
+            evaluated = SplitEvaluator(
+                Evaluation(self.model, loss, SIZE), examples.take(SIZE).batch(5), name
+            )
+            evaluated_sets[name] = EvaluatedSet(evaluated, every)
         objective = Objective(loss, metrics=list(metrics))
         self.trainer = Trainer(
             Update(self.model, objective, optimizer, micro_batch_size),
             through(examples.batch(SIZE)).repeat(),
             recorder,
-            evaluations=Evaluations(evaluate, every=evaluate_every),
+            evaluations=Evaluations(
+                evaluate, every=evaluate_every, best=best, sets=evaluated_sets
+            ),
+            evaluate_at_start=evaluate_at_start,
             callbacks={str(i): callback for i, callback in enumerate(callbacks)},
             stop=stop,
             count_tokens=tokens,
@@ -299,9 +317,9 @@ def test_an_evaluation_after_the_last_callbacks_is_not_interrupted():
     trainer = Run(fit=False, stop=KeyboardInterrupt).trainer
     trainer.pending = True
     with pytest.raises(Interrupted):
-        trainer.validate()
+        trainer.validate([OWN_SPLIT])
     trainer.pending = False
-    assert trainer.validate()["loss"] > 0
+    assert trainer.validate([OWN_SPLIT])["loss"] > 0
 
 
 def test_a_lost_worker_leaves_a_checkpoint_and_no_row_that_is_not_due(tmp_path):

@@ -468,6 +468,21 @@ REFUSED = [
         {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/.."},
         "mnist/..",
     ),
+    (
+        "dataset.validations",
+        {"late": {"_target_": "evil.run", "every": 5}},
+        "evil.run",
+    ),
+    (
+        "dataset.validations",
+        {"late": {"_target_": "pipeline.dataset.digits", "data_dir": "/etc"}},
+        "/etc",
+    ),
+    (
+        "dataset.validations",
+        {"late": {"_target_": "pipeline.dataset.from_tfds", "name": "huggingface:x"}},
+        "huggingface:x",
+    ),
     ("tracking.uri", "https://example.org", "https://example.org"),
     (
         "start.run",

@@ -14,7 +14,10 @@ from pipeline.dataset.splits import Data
 
 
 def digits(
-    data_dir: str | None = None, download: bool = True, test_split: str | None = None
+    data_dir: str | None = None,
+    download: bool = True,
+    test_split: str | None = None,
+    validation_split: str | None = "validation",
 ) -> Data:
     """Load scikit-learn's handwritten digits, with inputs from 0 to 1.
 
@@ -24,11 +27,12 @@ def digits(
         data_dir: folder of TFDS datasets, or None for the default of TFDS.
         download: whether to prepare the dataset if it is missing.
         test_split: name of the test split in TFDS, or None to load none.
+        validation_split: the same for the validation split.
     """
     return tfds_files.read(
         Digits(data_dir=data_dir),
         download,
-        ("train", "validation", test_split),
+        ("train", validation_split, test_split),
         tfds_files.inputs_and_labels("image", "label", 1 / 16, None),
     )
 

@@ -19,7 +19,10 @@ PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def topics(
-    data_dir: str | None = None, download: bool = True, test_split: str | None = None
+    data_dir: str | None = None,
+    download: bool = True,
+    test_split: str | None = None,
+    validation_split: str | None = "validation",
 ) -> Data:
     """Load Python's help topics as byte sequences, for next-byte prediction.
 
@@ -31,6 +34,7 @@ def topics(
         data_dir: folder of TFDS datasets, or None for the default of TFDS.
         download: whether to prepare the dataset if it is missing.
         test_split: name of the test split in TFDS, or None to load none.
+        validation_split: the same for the validation split.
     """
 
     @tf.autograph.experimental.do_not_convert
@@ -41,7 +45,7 @@ def topics(
     data = tfds_files.read(
         Topics(data_dir=data_dir),
         download,
-        ("train", "validation", test_split),
+        ("train", validation_split, test_split),
         preprocess,
     )
     return replace(data, classes=257)

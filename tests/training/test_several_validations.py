@@ -1,0 +1,140 @@
+"""Further validation sets, and an evaluation before the first update, in the loop."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+from keras import layers
+
+from pipeline.training.evaluator import Best
+from tests.training.test_loop import PER_EPOCH, Rows, Run, StopAt
+from tests.training.test_monitored import Taking
+
+LOSSES = {"loss", "late/loss", "rare/loss"}
+
+
+def names_by_step(rows: Rows) -> dict[int, set[str]]:
+    """Return the results of each row of the validation; no step may occur twice."""
+    names = {}
+    for step, results in rows.validations:
+        assert step not in names
+        names[step] = set(results)
+    return names
+
+
+def test_each_set_is_evaluated_at_its_own_steps_and_all_at_the_last():
+    rows = Run(epochs=2, sets={"late": 3, "rare": 100}).rows
+    assert names_by_step(rows) == {
+        3: {"late/loss"},
+        PER_EPOCH: {"loss"},
+        6: {"late/loss"},
+        9: {"late/loss"},
+        2 * PER_EPOCH: LOSSES,
+    }
+
+
+def test_all_are_evaluated_before_the_first_update():
+    rows = Run(epochs=1, sets={"late": 3, "rare": 100}, evaluate_at_start=True).rows
+    assert names_by_step(rows) == {
+        0: LOSSES,
+        3: {"late/loss"},
+        PER_EPOCH: LOSSES,
+    }
+    assert rows.validations[0][1]["loss"] > rows.validations[-1][1]["loss"]
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_the_first_evaluation_is_of_the_initial_weights(use_ema):
+    """The moving averages of an optimizer begin with its first update."""
+    rows = Run(epochs=1, use_ema=use_ema, evaluate_at_start=True).rows
+    initial = Run(fit=False).evaluate()
+    assert rows.validations[0] == (0, {"loss": initial["loss"]})
+
+
+def test_they_change_nothing_of_the_training():
+    middle = [layers.Dense(4), layers.Dropout(0.5)]
+    plain = Run(epochs=2, middle=middle)
+    middle = [layers.Dense(4), layers.Dropout(0.5)]
+    sets = {"late": 3}
+    evaluated = Run(epochs=2, middle=middle, sets=sets, evaluate_at_start=True)
+    assert plain.rows.updates == evaluated.rows.updates
+    assert (
+        plain.loss == evaluated.loss
+    )  # the objective of a sweep is that of `val/loss`
+    other = Run(epochs=2, middle=[layers.Dense(4), layers.Dropout(0.4)])
+    assert plain.rows.updates != other.rows.updates
+
+
+def test_a_callback_gets_the_results_of_each_set():
+    seen = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            names = {name for name in logs if name.startswith("val_")}
+            seen.append((names, logs.get("val_late_loss")))
+
+        def on_test_end(self, logs=None):
+            self.tests = [*getattr(self, "tests", []), set(logs)]
+
+    looks = Looks()
+    rows = Run(
+        [looks], epochs=2, sets={"late": 2 * PER_EPOCH}, evaluate_at_start=True
+    ).rows
+    late = rows.validations[-1][1]["late/loss"]
+    assert seen == [({"val_loss"}, None), ({"val_loss", "val_late_loss"}, late)]
+    assert looks.tests == [{"loss", "late/loss"}, {"loss"}, {"loss", "late/loss"}]
+
+
+def test_a_callback_that_monitors_a_set_which_an_epoch_does_not_have_is_named(capsys):
+    stop = keras.callbacks.EarlyStopping("val_late_loss", mode="min")
+    Run([stop], epochs=2, sets={"late": 7}, rows=Taking())
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if "monitors" in line
+    ]
+    assert lines == [
+        "training.callbacks.0 monitors val_late_loss, which is missing at the end of "
+        "epoch 1: `every: epoch` in dataset.validations.late evaluates at the end of "
+        "each epoch"
+    ]
+
+
+def test_a_stop_by_a_callback_is_the_end_for_each_set():
+    """The sets that were not due before are evaluated after the callback."""
+    rows = Run([StopAt(0)], sets={"late": 3, "rare": 100}).rows
+    assert names_by_step(rows) == {3: {"late/loss"}, PER_EPOCH: LOSSES}
+
+
+@pytest.mark.parametrize("metric", ["loss", "late/loss"])
+def test_the_best_is_that_of_the_evaluations_with_its_metric(metric):
+    best = Best(metric, "min")
+    rows = Run(epochs=2, sets={"late": 3}, best=best, evaluate_at_start=True).rows
+    values = {}
+    for step, results in rows.validations:
+        if metric in results and step > 0:
+            values[step] = results[metric]
+    assert best.value == min(values.values())
+    assert values[best.update] == best.value
+    assert rows.end[2] == {f"best/val/{metric}": best.value, "best/update": best.update}
+
+
+def test_the_evaluation_at_the_start_is_never_the_best():
+    """No checkpoint has the weights of update 0."""
+    best = Best("loss", "max")
+    rows = Run(epochs=1, best=best, evaluate_at_start=True).rows
+    at_start, at_end = [results["loss"] for _, results in rows.validations]
+    assert at_start > at_end
+    assert (best.value, best.update) == (at_end, PER_EPOCH)
+
+
+def test_sets_without_a_validation_split_of_its_own():
+    run = Run(epochs=1, sets={"late": 3}, validate=False)
+    assert names_by_step(run.rows) == {3: {"late/loss"}, PER_EPOCH: {"late/loss"}}
+    assert run.loss == run.rows.updates[-1][1]["loss"]
+
+
+def test_an_interruption_of_the_first_evaluation_writes_no_row():
+    rows = Rows()
+    with pytest.raises(KeyboardInterrupt):
+        Run(rows=rows, stop=KeyboardInterrupt, sets={"late": 3}, evaluate_at_start=True)
+    assert rows.validations == []
+    assert rows.updates == []
