@@ -43,6 +43,10 @@ VERBS = {  # name → function in this package, and help text
         "verify.command:verify",
         "check, for this config, that accumulation equals the large batch",
     ),
+    "evaluate": (
+        "evaluate.evaluate_command:evaluate",
+        "evaluate a checkpoint of a run on its splits, or on other data",
+    ),
     "critical": (
         "cli.critical:critical",
         "measure the critical batch by branches of a checkpoint, RUN@UPDATE",

@@ -202,8 +202,25 @@ def named(
     elif updates_done is None:
         updates_done = int(digits)
     source = find(name, key, excluding)
+    return source, checkpoint_in(source, text, key, updates_done)
 
-    checkpoints = source / "checkpoints"
+
+def checkpoint_in(
+    run_dir: Path, text: str, key: str, updates_done: int | None = None
+) -> Checkpoint:
+    """Return a checkpoint of a run directory.
+
+    Args:
+        run_dir: the run directory.
+        text: the value that names the run, for errors.
+        key: the config key or argument that an error names.
+        updates_done: the number of updates in the checkpoint. If it is None, the newest
+            intact checkpoint is returned, other than that of the best evaluation.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    checkpoints = run_dir / "checkpoints"
     folder_by_update: dict[int, Path] = {}
     for folder in (checkpoints / BEST, checkpoints):
         for number in files.saved_updates(folder):
@@ -216,11 +233,11 @@ def named(
         checkpoint = files.newest(checkpoints)
         if checkpoint is None:
             raise ConfigError(key, "must have a whole checkpoint", text)
-        return source, checkpoint
+        return checkpoint
     if updates_done not in folder_by_update:
         rule = "must name an update whose checkpoint is there"
         raise ConfigError(key, rule, text, sorted(folder_by_update))
-    return source, files.at(folder_by_update[updates_done], updates_done)
+    return files.at(folder_by_update[updates_done], updates_done)
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:

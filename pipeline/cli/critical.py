@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from pipeline.checkpoints import fork
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import recorded_config
-from pipeline.cli.resume import complete
+from pipeline.checkpoints.run_dirs import complete, recorded_config
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, count, say
 from pipeline.config import compose, key_kinds

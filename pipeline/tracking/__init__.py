@@ -10,7 +10,8 @@ which a separate process ships to the store.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.
-- `sync_run` ships the journal of a trainer that has ended.
+- `sync_run` ships the journal of a trainer that has ended. `evaluation_log` adds the
+  results of `pipeline evaluate` to such a run.
 
 Importing this package sets environment variables of MLflow, and silences loggers.
 """
@@ -19,6 +20,7 @@ import logging
 import os
 
 __all__ = [
+    "evaluation_log",
     "foreign_store",
     "journal",
     "journal_file",

@@ -9,7 +9,9 @@ other keys are the fields of one class:
     {"dataset": {…}, "context": "training"}     one input of the run
     {"step": updates, "metrics": {…}}           one row of metrics, with
                                                 "logged": true if the user's own code
-                                                has logged it
+                                                has logged it; with "evaluation":
+                                                {"name": …, "checksum": …} if `pipeline
+                                                evaluate` has logged it
     {"tags": {…}}                               tags to set
     {"artifact": name}                          a file in the run directory
     {"model": ID}                               a model in `logged_model-ID` there
@@ -29,6 +31,8 @@ from pipeline.common.recorded import FormError, check
 
 FORMAT = 1  # version of the line format, recorded in the first line
 NOT_LOGGED = "model.not_logged"  # tag of a run: why its model is not in the store
+# Tag of a run: the checksum of the data of an evaluation after `step` updates.
+EVALUATED = "eval.{name}.{step}"
 
 Form = dict[Any, Any]  # the form of a line on disk; see `pipeline.common.recorded`
 
@@ -208,6 +212,32 @@ class Row(Line):
 
 
 @dataclass(frozen=True)
+class Evaluated(Row):
+    """Metrics of a split at a checkpoint, which `pipeline evaluate` has computed.
+
+    They are written when the run has ended. A version that does not know this kind
+    reads a `Row`.
+
+    Attributes:
+        evaluation: the `name` of the evaluation, and the `checksum` of its data.
+    """
+
+    evaluation: Mapping[str, str] = field(default_factory=dict)
+
+    KEY = "evaluation"
+    FORM: ClassVar[Form] = {
+        **Row.FORM,
+        "evaluation": {"name": str, "checksum": str},
+    }
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The tag of the run that names the data of this evaluation."""
+        tag = EVALUATED.format(name=self.evaluation["name"], step=self.step)
+        return {tag: self.evaluation["checksum"]}
+
+
+@dataclass(frozen=True)
 class Tags(Line):
     """Tags to set on the run."""
 
@@ -268,6 +298,7 @@ class Resume(Line):
 
 
 _KINDS = (
+    Evaluated,  # before `Row`, as it has the key of a row, too
     Row,
     Start,
     Created,
