@@ -47,6 +47,10 @@ VERBS = {  # name → function in this package, and help text
         "evaluate.evaluate_command:evaluate",
         "evaluate a checkpoint of a run on its splits, or on other data",
     ),
+    "predict": (
+        "evaluate.predict_command:predict",
+        "write the outputs, the label and the loss of each example to a Parquet file",
+    ),
     "critical": (
         "cli.critical:critical",
         "measure the critical batch by branches of a checkpoint, RUN@UPDATE",

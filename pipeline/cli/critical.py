@@ -44,6 +44,7 @@ _BRANCH: dict[str, dict[str, Any]] = {
         **key_kinds.outside_a_sweep(),
         "run_name": None,
         "log_model": False,
+        "register": None,
         "log_every": 1,
     },
     "hardware": {"gpu": None},

@@ -6,4 +6,4 @@ over splits, which are logged to the run, or a file with one row per example.
     command line ─► subject: a record and its weights ─► parts ─► splits ─► results
 """
 
-__all__ = ["evaluate_command"]
+__all__ = ["evaluate_command", "predict_command"]

@@ -1,12 +1,10 @@
 """`pipeline evaluate RUN`: the loss and the metrics of a checkpoint over splits."""
 
 import argparse
-import hashlib
-import json
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.common.errors import (
     NOT_SHIPPED,
@@ -15,10 +13,9 @@ from pipeline.common.errors import (
     first_line,
     say,
 )
-from pipeline.config import key_kinds
-from pipeline.config.plain import plain
 from pipeline.evaluate import command_line, loading, subject
 from pipeline.evaluate.command_line import SPLITS
+from pipeline.evaluate.split_checksum import checksum_of
 from pipeline.evaluate.subject import Subject
 from pipeline.tracking import evaluation_log
 from pipeline.tracking.evaluation_log import Evaluation
@@ -122,29 +119,6 @@ def _evaluate(
         rule = "must have a validation or a test split: see --split"
         raise ConfigError("dataset", rule, list(parts.data.splits))
     return evaluations
-
-
-def checksum_of(parts: "Parts", split: str) -> str:
-    """Return a checksum of the data of a split.
-
-    It covers the checksums of the data, and the config values that select them. Values
-    that only say where the data lie, or how they are read, are left out.
-    """
-    record = parts.record.dataset
-    values: dict[str, Any] = {}
-    for key, value in dict(plain(parts.spec.dataset)).items():
-        if not key_kinds.facts_of(f"dataset.{key}").same_data:
-            values[key] = value
-    identity = [
-        values,
-        record["name"],
-        record["version"],
-        record["files"],
-        record["examples"].get(split),
-        record["content"].get(split),
-    ]
-    text = json.dumps(identity, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _print(run: Subject, evaluations: dict[str, Evaluation], parts: "Parts") -> None:

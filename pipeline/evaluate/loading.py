@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.common import imports
-from pipeline.config import compose
+from pipeline.config import compose, hydra_errors
+from pipeline.config.plain import plain
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.evaluate.command_line import changes_data
 from pipeline.evaluate.subject import Subject
 from pipeline.launch import recorded_job
 from pipeline.rerun.request import Request
+from pipeline.tracking.model_registry import StoredModel
 from pipeline.trust.gate import check_config
 
 if TYPE_CHECKING:  # importing these takes seconds
@@ -32,20 +34,12 @@ def spec_of(subject: Subject, request: Request) -> RunSpec:
         )
         composed = compose.composed([*record, *overrides])
     if subject.gate is not None:
-        check_composed(composed, subject)
+        # The links of the record are resolved only now.
+        with hydra_errors.translated():
+            check_config(plain(composed), subject.gate, imports=False)
     spec = resolve(composed, request.overrides)
     # Do not load the training split into memory: no update reads it.
     return spec.changed({"dataset.in_memory": False})
-
-
-def check_composed(composed: Any, subject: Subject) -> None:
-    """Check the composed config, in which the recorded links are resolved."""
-    from pipeline.config import hydra_errors
-    from pipeline.config.plain import plain
-
-    assert subject.gate is not None
-    with hydra_errors.translated():
-        check_config(plain(composed), subject.gate, imports=False)
 
 
 @contextmanager
@@ -61,24 +55,28 @@ def loaded(subject: Subject, request: Request) -> Iterator["Parts"]:
     """
     spec = spec_of(subject, request)
     with imports.without_chatter():
-        from pipeline.checkpoints import snapshot
+        from pipeline.checkpoints import model_archive, snapshot
         from pipeline.components import assembly
         from pipeline.training import evaluator
 
-    check_dataset = subject.check_dataset
-    if changes_data(request):
-        check_dataset = _accept
+    def check_dataset(now: dict[str, Any]) -> None:
+        if not changes_data(request):
+            subject.check_dataset(now)
+
     parts = assembly.assemble(spec, check_dataset)
     updater = parts.update()
-    saved = snapshot.read(subject.checkpoint)
+    weights = subject.weights
+    if isinstance(weights, StoredModel):
+        with tempfile.TemporaryDirectory() as folder:
+            archive = weights.download(Path(folder), "RUN")
+            model_archive.load_weights(parts.model, archive, "RUN", weights.name)
+        yield parts  # a logged model has the averages already
+        return
+    saved = snapshot.read(weights)
     snapshot.restore_normalization(saved, updater)
     snapshot.restore_variables(saved, updater, _is_restored)
     with evaluator.averaged_weights(updater.optimizer, parts.model):
         yield parts
-
-
-def _accept(dataset: dict[str, Any]) -> None:
-    """Accept any data."""
 
 
 def _is_restored(name: str) -> bool:

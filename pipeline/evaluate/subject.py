@@ -16,18 +16,25 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.common import recorded as recorded_files
 from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config import key_kinds, sizes
+from pipeline.config.model_uris import MODEL
 from pipeline.config.overrides import keys_set
 from pipeline.rerun import adapted_config, recorded_run
 from pipeline.rerun.request import Request
-from pipeline.tracking import provenance
+from pipeline.tracking import model_registry, provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.tracking.journal_file import DATASET_RECORD, JOURNAL_NAME, Past
+from pipeline.tracking.model_registry import StoredModel
 from pipeline.trust.artifact_locations import confined
 from pipeline.trust.gate import Gate, strict
 
 BEST = "best"
 _ID = re.compile("[0-9a-f]{4,32}")
-_CHOICES = ("a run directory", "the ID of a run, or at least 4 digits of its start")
+_CHOICES = (
+    "a run directory",
+    "the ID of a run, or at least 4 digits of its start",
+    "models:/NAME@ALIAS",
+    "models:/NAME/VERSION",
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Subject:
     Attributes:
         run_id: the run's ID in MLflow; empty if no store has the run.
         run_dir: its run directory, or None if that is not here.
-        checkpoint: the checkpoint with the weights.
+        weights: the checkpoint, or the model in the store, that has the weights.
         config: the config to compose with the overrides.
         dataset: the record of the run's data; empty if it has none.
         tags: the tags of the run, as far as they are known here.
@@ -47,7 +54,7 @@ class Subject:
 
     run_id: str
     run_dir: Path | None
-    checkpoint: Checkpoint
+    weights: Checkpoint | StoredModel
     config: dict[str, Any]
     dataset: dict[str, Any]
     tags: Mapping[str, str]
@@ -57,7 +64,7 @@ class Subject:
     @property
     def update(self) -> int:
         """The number of completed updates of the weights."""
-        return self.checkpoint.updates_done
+        return self.weights.updates_done
 
     @property
     def name(self) -> str:
@@ -82,16 +89,21 @@ def found(request: Request) -> Iterator[Subject]:
         ConfigError: there is no such run or checkpoint, or its record is rejected.
     """
     name, selected = _parsed(request.run_id)
-    if (Path(name) / JOURNAL_NAME).exists():
+    is_model = MODEL.fullmatch(request.run_id) is not None
+    if not is_model and (Path(name) / JOURNAL_NAME).exists():
         yield _in_run_dir(Path(name).absolute(), selected, request)
         return
-    if not _ID.fullmatch(name):
+    if not is_model and not _ID.fullmatch(name):
         rule = "must name a run"
         raise ConfigError("RUN", rule, request.run_id, _CHOICES)
 
     own_config = request.own_config()
     store = ForeignStore.open(own_config.tracking.uri, own_config.trust.allow)
     with confined(store.uri, store.places):
+        model = None
+        if is_model:
+            model = model_registry.registered(store, request.run_id, "RUN")
+            name = model.run_id
         recorded = recorded_run.fetch(store, name)
         gate = adapted_config.gate_of(request, own_config)
         recorded = replace(recorded, config=_without_training(recorded.config))
@@ -99,14 +111,17 @@ def found(request: Request) -> Iterator[Subject]:
             recorded, request, own_config, gate, str(own_config.tracking.experiment)
         )
         run_dir = run_dirs.by_id("RUN").get(recorded.run_id)
-        if run_dir is None:
-            rule = f"must have its run directory below {Path.cwd()}"
-            raise ConfigError("RUN", rule, request.run_id)
-        run_dir = run_dir.absolute()
+        weights: Checkpoint | StoredModel
+        if model is not None:
+            weights = model
+        elif run_dir is not None:
+            weights = _checkpoint(run_dir, selected, request.run_id)
+        else:
+            weights = _logged_model(store, recorded.run, selected)
         subject = Subject(
             run_id=recorded.run_id,
             run_dir=run_dir,
-            checkpoint=_checkpoint(run_dir, selected, request.run_id),
+            weights=weights,
             config=_on_one_replica(config),
             dataset=recorded.dataset,
             tags=recorded.run.data.tags,
@@ -138,6 +153,21 @@ def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
     return fork.checkpoint_in(run_dir, text, "RUN", updates_done)
 
 
+def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
+    """Return the model that a run has logged, if it is of the selected update."""
+    model = model_registry.of_run(store, run, "RUN")
+    wanted = selected
+    if selected == BEST:
+        # A run without this metric keeps no best checkpoint.
+        wanted = str(int(run.data.metrics.get("best/update", -1)))
+    if wanted not in ("", str(model.updates_done)):
+        rule = (
+            "must be the update of the logged model, as its run directory is not here"
+        )
+        raise ConfigError("RUN", rule, selected, [model.updates_done])
+    return model
+
+
 def _in_run_dir(run_dir: Path, selected: str, request: Request) -> Subject:
     past = Past.read(run_dir, running=True)
     config = _without_training(run_dirs.recorded_config(run_dir, "RUN"))
@@ -155,7 +185,7 @@ def _in_run_dir(run_dir: Path, selected: str, request: Request) -> Subject:
     return Subject(
         run_id=past.run_id,
         run_dir=run_dir,
-        checkpoint=_checkpoint(run_dir, selected, request.run_id),
+        weights=_checkpoint(run_dir, selected, request.run_id),
         config=_on_one_replica(config),
         dataset=dataset,
         tags=past.tags,

@@ -13,6 +13,7 @@ from pipeline.checkpoints import fork
 from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, printable, say
 from pipeline.config import key_kinds, schema, trust_entries
+from pipeline.config.model_uris import MODEL
 from pipeline.config.plain import leaves
 from pipeline.rerun.recorded_run import RecordedRun, relinked
 from pipeline.rerun.request import Request
@@ -91,6 +92,7 @@ def placed(
         **key_kinds.outside_a_sweep(),
         "uri": own_config.tracking.uri,
         "experiment": experiment,
+        "register": None,  # the version `latest` must stay that of the recorded run
         "run_name": printable(f"rerun of {recorded.run.info.run_name}"),
         "code": own_config.tracking.code,  # paths on this machine
     }
@@ -103,7 +105,7 @@ def placed(
     config["hardware"] = (config.get("hardware") or {}) | of_machine
 
     start = config.get("start") or {}
-    if start.get("run") is not None:
+    if start.get("run") is not None and not MODEL.fullmatch(str(start["run"])):
         # Replace the recorded value, a prefix of an ID that may have become ambiguous.
         tags = recorded.run.data.tags
         start["run"] = f"{tags.get(fork.RUN_TAG)}@{tags.get(fork.UPDATE_TAG)}"

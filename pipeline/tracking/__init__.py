@@ -10,6 +10,7 @@ which a separate process ships to the store.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.
+- `model_registry` finds logged models, and downloads their weights.
 - `sync_run` ships the journal of a trainer that has ended. `evaluation_log` adds the
   results of `pipeline evaluate` to such a run.
 
@@ -25,6 +26,7 @@ __all__ = [
     "journal",
     "journal_file",
     "logged_model",
+    "model_registry",
     "params",
     "provenance",
     "store",

@@ -14,7 +14,8 @@ other keys are the fields of one class:
                                                 evaluate` has logged it
     {"tags": {…}}                               tags to set
     {"artifact": name}                          a file in the run directory
-    {"model": ID}                               a model in `logged_model-ID` there
+    {"model": ID, "update": updates}            a model in `logged_model-ID` there, with
+                                                "register": name if it is registered
     {"fork_of": run_id}                         the run that this run was forked from
     {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
     {"resume": {…}}                             the start of another segment
@@ -259,12 +260,21 @@ class Artifact(Line):
 
 @dataclass(frozen=True)
 class Model(Line):
-    """A model to upload. The uploader checks the ID; see `StoredRun`."""
+    """A model to upload. The uploader checks the ID and the name; see `StoredRun`.
+
+    Attributes:
+        model: the ID.
+        update: the number of completed updates of its weights. Journals of older
+            versions lack it.
+        register: the name under which the model is registered, or None.
+    """
 
     model: str
+    update: int | None = None
+    register: str | None = None
 
     KEY = "model"
-    FORM: ClassVar[Form] = {"model": str}
+    FORM: ClassVar[Form] = {"model": str, "update?": int, "register?": str}
 
 
 @dataclass(frozen=True)
