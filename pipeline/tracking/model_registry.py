@@ -32,6 +32,7 @@ class StoredModel:
         store: the store.
         name: the model for the user: `models:/NAME/VERSION`, or the ID of its run.
         model_id: its ID.
+        place: the location of its artifacts, which has been checked.
         run_id: the ID of its run.
         updates_done: the number of completed updates of its weights.
     """
@@ -39,6 +40,7 @@ class StoredModel:
     store: ForeignStore
     name: str
     model_id: str
+    place: str
     run_id: str
     updates_done: int
 
@@ -54,9 +56,8 @@ class StoredModel:
             client = self.store.client()
             files = client.list_logged_model_artifacts(self.model_id, "data")
             if ARCHIVE in [file.path for file in files]:
-                uri = f"models:/{self.model_id}/{ARCHIVE}"
                 path = mlflow.artifacts.download_artifacts(
-                    artifact_uri=uri,
+                    artifact_uri=f"{self.place}/{ARCHIVE}",
                     dst_path=str(folder),
                     tracking_uri=self.store.uri,
                 )
@@ -142,4 +143,5 @@ def _checked(
         raise ConfigError(key, "must have a model with an ID of MLflow's own", name)
     entry = store.client().get_logged_model(model_id)
     artifact_locations.check(entry.artifact_location, store.uri, store.places)
-    return StoredModel(store, name, model_id, run_id, update)
+    place = entry.artifact_location.rstrip("/")
+    return StoredModel(store, name, model_id, place, run_id, update)

@@ -135,7 +135,8 @@ def _register(client: MlflowClient, name: str, run_id: str, entry: Any) -> None:
     with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):
         client.create_model_version(
             name,
-            source=f"models:/{entry.model_id}",
+            # MLflow would look for `models:/ID` in the store of its own settings.
+            source=entry.artifact_location,
             run_id=run_id,
             tags=tags,
             model_id=entry.model_id,
