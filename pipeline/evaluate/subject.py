@@ -154,18 +154,19 @@ def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
 
 
 def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
-    """Return the model that a run has logged, if it is of the selected update."""
-    model = model_registry.of_run(store, run, "RUN")
-    wanted = selected
+    """Return the model of the selected update that a run has logged, or its last one."""
+    models = model_registry.of_run(store, run, "RUN")
+    if not selected:
+        return models[max(models)]
     if selected == BEST:
         # A run without this metric keeps no best checkpoint.
-        wanted = str(int(run.data.metrics.get("best/update", -1)))
-    if wanted not in ("", str(model.updates_done)):
-        rule = (
-            "must be the update of the logged model, as its run directory is not here"
-        )
-        raise ConfigError("RUN", rule, selected, [model.updates_done])
-    return model
+        update = int(run.data.metrics.get("best/update", -1))
+    else:
+        update = int(selected)
+    if update not in models:
+        rule = "must be of a logged model, as the run directory is not here"
+        raise ConfigError("RUN", rule, selected, list(models))
+    return models[update]
 
 
 def _in_run_dir(run_dir: Path, selected: str, request: Request) -> Subject:

@@ -17,7 +17,10 @@ from pipeline.config.model_uris import MODEL
 from pipeline.tracking.foreign_store import RUN_ID, ForeignStore
 from pipeline.trust import artifact_locations
 
-RUN_TAG = "pipeline.run"  # tag of a version in the registry: the ID of the run
+# Tags of a version in the registry: the IDs of the run and of its logged model, which a
+# SQL store does not keep elsewhere.
+RUN_TAG = "pipeline.run"
+MODEL_TAG = "pipeline.logged_model"
 # Tag of a logged model and of its version: the number of completed updates.
 UPDATE_TAG = "pipeline.update"
 ARCHIVE = "data/model.keras"  # path of the Keras archive among a model's artifacts
@@ -106,33 +109,37 @@ def registered(store: ForeignStore, uri: str, key: str) -> StoredModel:
         rule = "must be a version that tracking.register has registered"
         raise ConfigError(key, rule, uri)
     resolved = f"models:/{name}/{int(version.version)}"
-    return _checked(store, resolved, str(version.model_id), run_id, int(update), key)
+    model_id = str(version.tags.get(MODEL_TAG))
+    return _checked(store, resolved, model_id, run_id, int(update), key)
 
 
-def of_run(store: ForeignStore, run: Any, key: str) -> StoredModel:
-    """Return the logged model of a run.
+def of_run(store: ForeignStore, run: Any, key: str) -> dict[int, StoredModel]:
+    """Return the logged models of a run by the number of completed updates, in order.
+
+    A run that was resumed after its end has several.
 
     Raises:
-        ConfigError: the run has no logged model, or several.
+        ConfigError: the run has no logged model.
     """
-    outputs = []
+    run_id = run.info.run_id
+    model_ids = []
     if run.outputs:
-        outputs = [output.model_id for output in run.outputs.model_outputs]
-    if len(outputs) != 1:
+        model_ids = [output.model_id for output in run.outputs.model_outputs]
+    models = {}
+    for model_id in model_ids:
+        entry = store.client().get_logged_model(model_id)
+        # Older versions logged the weights after the last update.
+        update = str(entry.tags.get(UPDATE_TAG, run.data.tags.get("updates")))
+        if re.fullmatch("[0-9]{1,10}", update):
+            model = _checked(store, run_id, model_id, run_id, int(update), key)
+            models[int(update)] = model
+    if not models:
         rule = (
             "must be a run whose directory is below the working folder, or that has "
             "logged a model"
         )
-        raise ConfigError(key, rule, run.info.run_id)
-    entry = store.client().get_logged_model(outputs[0])
-    # Older versions logged the weights after the last update.
-    update = str(entry.tags.get(UPDATE_TAG, run.data.tags.get("updates")))
-    if not re.fullmatch("[0-9]{1,10}", update):
-        rule = "must have a model whose weights are of a known update"
-        raise ConfigError(key, rule, run.info.run_id)
-    return _checked(
-        store, run.info.run_id, outputs[0], run.info.run_id, int(update), key
-    )
+        raise ConfigError(key, rule, run_id)
+    return dict(sorted(models.items()))
 
 
 def _checked(

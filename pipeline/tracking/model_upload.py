@@ -19,10 +19,9 @@ from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 
 from pipeline.common import durable, imports
-from pipeline.tracking.model_registry import RUN_TAG, UPDATE_TAG
+from pipeline.tracking.model_registry import MODEL_TAG, RUN_TAG, UPDATE_TAG
 
-# Tag of a logged model and of its version in the registry: the name of its folder.
-TAG = "pipeline.model"
+TAG = "pipeline.model"  # tag of a logged model: the name of its folder
 TOLD = 1.0  # seconds between two progress reports of an upload
 
 
@@ -124,12 +123,12 @@ def _register(client: MlflowClient, name: str, run_id: str, entry: Any) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    tags = {RUN_TAG: run_id, TAG: entry.tags[TAG]}
+    tags = {RUN_TAG: run_id, MODEL_TAG: entry.model_id}
     if UPDATE_TAG in entry.tags:
         tags[UPDATE_TAG] = entry.tags[UPDATE_TAG]
     condition = f"name = '{name}' and run_id = '{run_id}'"
     for version in client.search_model_versions(condition):
-        if version.tags.get(TAG) == tags[TAG]:
+        if version.tags.get(MODEL_TAG) == entry.model_id:
             return
     # Disable MLflow's retries: each one could create another version.
     with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):
