@@ -60,6 +60,8 @@ class Evaluation:
 def append(run_dir: Path, evaluations: list[Evaluation]) -> None:
     """Append evaluations to the journal of a run that has ended.
 
+    Those that it has already, such as from a command at the same time, are left out.
+
     Raises:
         ConfigError: the run is running, or its journal is damaged.
         OSError: the disk is full.
@@ -71,6 +73,8 @@ def append(run_dir: Path, evaluations: list[Evaluation]) -> None:
     writer = past.truncated_writer()
     try:
         for evaluation in evaluations:
+            if evaluation.is_logged(past.tags):
+                continue
             origin = {"name": evaluation.name, "checksum": evaluation.checksum}
             row = Evaluated(evaluation.update, evaluation.metrics, evaluation=origin)
             writer.write(row.content())

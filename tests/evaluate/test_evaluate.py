@@ -114,14 +114,18 @@ def made(tmp_path_factory):
     answers = one_process(lines, folder)
     assert answers["train"]["status"] == 0, answers["train"]["err"]
     store = Store(folder)
-    run_id = store.run().info.run_id
+    return Made(folder, store, store.run(), answers)
+
+
+@pytest.fixture(scope="module")
+def made_by_id(made):
+    """The answers to commands that name the run by its ID."""
     lines = {
-        "by ID": f"evaluate {run_id}@{LAST} --allow mine --no-log",
-        "not trusted": f"evaluate {run_id}",
+        "by ID": f"evaluate {made.run_id}@{LAST} --allow mine --no-log",
+        "not trusted": f"evaluate {made.run_id}",
         "same name": "evaluate run dataset.flip=true dataset.slow=true --name flipped",
     }
-    answers |= one_process(lines, folder)
-    return Made(folder, store, store.run(), answers)
+    return one_process(lines, made.folder)
 
 
 @pytest.mark.parametrize(
@@ -164,22 +168,33 @@ def test_other_data_have_a_name_of_their_own(made):
     assert LAST in made.history("eval/flipped-test/loss")
 
 
-def test_by_its_id_a_run_is_read_from_the_store(made):
-    answer = made.answers["by ID"]
+@pytest.mark.slow
+def test_by_its_id_a_run_is_read_from_the_store(made, made_by_id):
+    answer = made_by_id["by ID"]
     assert answer["status"] == 0, answer["err"]
     assert f"{made.history('val/loss')[LAST]:.6g}" in answer["out"]
+    answer = made_by_id["not trusted"]
+    assert answer["status"] == 2
+    assert "mine.points" in answer["err"]
+    assert answer["changed"] == []
+
+
+@pytest.mark.slow
+def test_another_evaluation_under_the_same_name_is_refused(made_by_id):
+    answer = made_by_id["same name"]
+    assert answer["status"] == 2
+    assert "--name must be another name" in answer["err"]
+    assert answer["changed"] == []
 
 
 @pytest.mark.parametrize(
     ("answer", "key", "rule"),
     [
         ("other data, no name", "--name", "must be given"),
-        ("same name", "--name", "must be another name"),
         ("a name of a split", "--name", "must not be the name of a split"),
         ("another key", "optimizer.learning_rate", "must be left out"),
         ("replicas", "hardware.replicas", "must be left out"),
         ("no such update", "RUN", "must name an update whose checkpoint is there"),
-        ("not trusted", "dataset._target_", "mine.points"),
         ("predict again", "--out", "must be a file that does not exist"),
     ],
 )
@@ -191,6 +206,7 @@ def test_what_is_wrong_is_refused_in_one_line(made, answer, key, rule):
     assert result["changed"] == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_running_is_not_written_to(made, tmp_path):
     """Its own process holds the lock of the journal, as this test does here."""
     shutil.copytree(made.folder / "run", tmp_path / "run")
@@ -217,6 +233,7 @@ def test_predictions_have_a_row_for_each_example(made):
     assert np.mean(table["loss"]) == pytest.approx(tested, rel=EQUAL)
 
 
+@pytest.mark.slow
 def test_predictions_go_on_after_a_kill(made, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(made.folder, folder, ignore=shutil.ignore_patterns("*.parquet"))
@@ -240,3 +257,28 @@ def test_predictions_go_on_after_a_kill(made, tmp_path):
     assert not parts.exists()
     whole = pq.read_table(made.folder / "whole.parquet")
     assert pq.read_table(folder / "out.parquet").equals(whole)
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_shipped_once_the_store_answers(tmp_path):
+    """The run was trained, and is evaluated, without a store."""
+    write_own_code(tmp_path)
+    place_store(tmp_path)
+    away = "tracking.uri=http://127.0.0.1:9 tracking.patience=1"
+    lines = {
+        "train": f"{TRAIN} {away} tracking.when_unreachable=offline",
+        "evaluate": "evaluate run@best tracking.patience=1 --split validation",
+        "again": "evaluate run@best tracking.patience=1 --split validation",
+        "sync": "sync run tracking.uri=sqlite:///mlruns/mlflow.db",
+        "sync again": "sync run tracking.uri=sqlite:///mlruns/mlflow.db",
+    }
+    answers = one_process(lines, tmp_path)
+    statuses = [answer["status"] for answer in answers.values()]
+    assert statuses == [4, 4, 0, 0, 0], answers
+    store = Store(tmp_path)
+    run = store.run()
+    assert run.info.status == "FINISHED"
+    logged = store.history(run, "val/loss")[BEST]
+    evaluated = store.history(run, "eval/validation/loss")
+    assert evaluated == {BEST: pytest.approx(logged, rel=EQUAL)}
+    assert "eval.validation.2" in run.data.tags

@@ -23,6 +23,7 @@ from tests.evaluate.test_evaluate import (
 from tests.running import Store, one_process, pipeline
 from tests.shared import place_store
 
+pytestmark = pytest.mark.slow
 REGISTERED = TRAIN.replace("log_model=false", "register=points")
 # The weights stay those with which the run begins.
 BEGUN = TRAIN.replace("dir=run", "dir=begun").replace("rate=1", "rate=1e-300")
