@@ -158,7 +158,8 @@ def _complete(arguments: list[str]) -> int:
     from pipeline.cli.train import train
     from pipeline.sweep.files import sweep_files
 
-    takes_name = words[1:2] and words[1] in ("sweep", "rerun", "report", "critical")
+    named = ("sweep", "rerun", "evaluate", "predict", "report", "critical")
+    takes_name = words[1:2] and words[1] in named
     if is_query and takes_name and len(words) <= 3:
         names = sweep_files() if words[1] == "sweep" else ()
         print(" ".join(names))
