@@ -12,6 +12,7 @@ import keras
 import pytest
 from mlflow.entities import Run
 
+from pipeline.tracking.journal_file import Past
 from tests.evaluate.test_evaluate import (
     BEST,
     EQUAL,
@@ -30,9 +31,8 @@ BEGUN = TRAIN.replace("dir=run", "dir=begun").replace("rate=1", "rate=1e-300")
 
 
 def by_name(store: Store, run_dir: Path) -> Run:
-    journal = (run_dir / "journal.jsonl").read_text()
-    (run,) = [run for run in store.runs() if run.info.run_id in journal]
-    return run
+    """Return the run of a run directory."""
+    return store.client.get_run(Past.read(run_dir).run_id)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def made(tmp_path_factory):
         "train": REGISTERED,
         "begun": f"{BEGUN} start.run=models:/points@latest start.weights_only=true",
         "with optimizer": f"{BEGUN} start.run=models:/points@latest",
-        "unknown": f"{BEGUN} start.run=models:/lines@latest start.weights_only=true",
+        "unknown": f"{BEGUN} start.run=models:/lines@latest start.weights_only=true "
+        "hydra.run.dir=unborn",
         "no model": "train tracking.register=x tracking.log_model=false",
         "wrong name": "train tracking.register=a/b",
         "latest": "evaluate models:/points@latest --allow mine --no-log",
@@ -130,7 +131,8 @@ def plant(data: Path, ran: Path) -> None:
     with zipfile.ZipFile(archive) as saved:
         weights = saved.read("model.weights.h5")
         metadata = saved.read("metadata.json")
-    layer = keras.layers.Lambda(lambda x: [x, ran.touch()][0])
+    path = str(ran)
+    layer = keras.layers.Lambda(lambda x: [x, Path(path).touch()][0])
     with zipfile.ZipFile(archive, "w") as hostile:
         hostile.writestr("model.weights.h5", weights)
         hostile.writestr("metadata.json", metadata)
