@@ -300,7 +300,7 @@ def _check_scalar(value: Any, key: str, gate: Gate) -> None:
         text = str(value)
         if not (_RUN.fullmatch(text) or MODEL.fullmatch(text)):
             rule = (
-                "must be the ID of a run or a model where it comes from a store: "
+                "must be the ID of a run where it comes from a store: "
                 "give start.run again"
             )
             raise ConfigError("start.run", rule, str(value))
