@@ -48,6 +48,14 @@ VERBS = {  # name → function in this package, and help text
         "verify.command:verify",
         "check, for this config, that accumulation equals the large batch",
     ),
+    "evaluate": (
+        "evaluate.evaluate_command:evaluate",
+        "evaluate a checkpoint of a run on its splits, or on other data",
+    ),
+    "predict": (
+        "evaluate.predict_command:predict",
+        "write the outputs, the label and the loss of each example to a Parquet file",
+    ),
     "critical": (
         "cli.critical:critical",
         "measure the critical batch by branches of a checkpoint, RUN@UPDATE",
@@ -155,7 +163,8 @@ def _complete(arguments: list[str]) -> int:
     from pipeline.cli.train import train
     from pipeline.sweep.files import sweep_files
 
-    takes_name = words[1:2] and words[1] in ("sweep", "rerun", "report", "critical")
+    named = ("sweep", "rerun", "evaluate", "predict", "report", "critical")
+    takes_name = words[1:2] and words[1] in named
     if is_query and takes_name and len(words) <= 3:
         names = sweep_files() if words[1] == "sweep" else ()
         print(" ".join(names))

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "__main__",
     "cli",
+    "evaluate",
     "rerun",
     "launch",
     "verify",

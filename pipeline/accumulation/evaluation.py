@@ -1,11 +1,14 @@
-"""Evaluates the loss and the metrics over a split, in micro-batches."""
+"""Evaluates the loss and the metrics over a split, and predicts, in micro-batches."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from .batch import (
+    ABSENT,
     Nest,
     Share,
     batch_totals,
@@ -15,7 +18,7 @@ from .batch import (
     share_of,
 )
 from .gradient_sums import GradientSums
-from .loss_sums import micro_batch_losses
+from .loss_sums import example_losses, micro_batch_losses
 from .micro_batches import run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, gathered, kept
@@ -92,4 +95,75 @@ class Evaluation:
 
         return run_micro_batches(
             micro_step, share, self.micro_batch_size, compiled, self.fused_attention
+        )
+
+
+class Predicted(NamedTuple):
+    """The predictions for a batch.
+
+    Attributes:
+        outputs: the outputs by name, with the examples on axis 0.
+        losses: the loss that each example has alone, (examples,); `ABSENT` if there is
+            no loss, or if it compares several examples.
+    """
+
+    outputs: dict[str, tf.Tensor]
+    losses: Any
+
+
+class Prediction:
+    """Computes the outputs and the loss of each example, on one replica.
+
+    For the arguments, see `Update`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        objective: Losses | Objective,
+        micro_batch_size: int,
+        *,
+        jit_compile: bool | str = False,
+        fused_attention: bool = False,
+    ):
+        check_jit_compile(jit_compile)
+        self.model = model
+        self.objective = Objective.from_loss(objective)
+        self.micro_batch_size = micro_batch_size
+        self.jit_compile = jit_compile
+        self.fused_attention = fused_attention
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, batch: Nest) -> Predicted:
+        """Return the predictions for a batch.
+
+        Raises:
+            ValueError: an output is not a dense tensor with the examples on axis 0.
+        """
+        compiled = compiled_by_xla(self.jit_compile, self.model, batch)
+
+        def micro_step(
+            start: tf.Tensor, x: Nest, y: Nest, sample_weight: Nest
+        ) -> Predicted:
+            with without_cudnn(self.model, compiled):
+                outputs = by_name(self.model, self.model(x, training=False))
+            for name, output in outputs.items():
+                if not isinstance(output, tf.Tensor) or not output.shape.rank:
+                    rule = "outputs must be dense tensors with the examples on axis 0"
+                    received = name or type(output).__name__
+                    raise ValueError(f"{rule}. Received: {received}")
+            if self.objective.over_batch or self.objective.loss is None:
+                return Predicted(outputs, ABSENT)
+
+            losses: Any = 0.0
+            for term in self.objective.terms(y, outputs, sample_weight):
+                values = example_losses(
+                    term.loss, term.y, term.output, term.sample_weight
+                )
+                scale = 1.0 if term.scale is None else term.scale
+                losses += values * tf.cast(scale, values.dtype)
+            return Predicted(outputs, losses)
+
+        return run_micro_batches(
+            micro_step, batch, self.micro_batch_size, compiled, self.fused_attention
         )

@@ -18,6 +18,7 @@ from .batch import (
 )
 from .cuda_libraries import load_cuda_libraries
 from .dense import transposed_gradients, wide_layers
+from .evaluation import Prediction
 from .forward_effects import (
     Forward,
     batch_dependent_layers,
@@ -60,6 +61,7 @@ __all__ = [
     "Losses",
     "Metrics",
     "Objective",
+    "Prediction",
     "Share",
     "Term",
     "assign_moving_statistics",

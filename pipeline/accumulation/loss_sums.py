@@ -330,6 +330,42 @@ def weighted_sum(
     return _by_elements(result, values, weighting, micro_batch_examples, batch_elements)
 
 
+def example_losses(
+    loss: keras.losses.Loss,
+    y_true: Nest,
+    outputs: Nest,
+    sample_weight: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """Return the loss that each example has alone, (examples,), float32 at least.
+
+    For the arguments and the errors, see `weighted_sum`.
+    """
+    loss_dtype = tf.as_dtype(loss.dtype)
+    dtype = float32_at_least(loss_dtype)
+    output_mask = mask_of(outputs)
+    outputs = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), outputs)
+    y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), y_true)
+    result = loss.call(y_true, outputs)
+    values = _flat_values(result, dtype)
+    if values.shape.rank == 0:
+        rule = "The loss must give one value per example, not a scalar"
+        raise ValueError(f"{rule}. Received: {loss.name}")
+
+    masks = [mask for mask in (output_mask, mask_of(result)) if mask is not None]
+    weighting = _weighting(values, masks, sample_weight)
+    counted = tf.ones_like(values)
+    if weighting.mask is not None:
+        counted *= _product([weighting.mask], values)
+    if weighting.weights is not None:
+        values *= weighting.weights
+    totals = _sums_of_examples(values, result, values)
+    if loss.reduction == "sum":
+        return totals
+    if loss.reduction == "mean_with_sample_weight" and weighting.weights is not None:
+        return divide(totals, _sums_of_examples(weighting.weights, result, values))
+    return divide(totals, _sums_of_examples(counted, result, values))
+
+
 class _Weighting(NamedTuple):
     """The weights of the values of a loss."""
 
@@ -457,13 +493,22 @@ def _effective_examples(
     The weight wᵢ of an example is the sum of `weights` over all axes but the first.
     `result` is the return value of the loss, and `values` are its flat values.
     """
-    if isinstance(result, tf.RaggedTensor):
-        flat_weights = tf.broadcast_to(weights, tf.shape(values))
-        weights = tf.cast(result, values.dtype).with_flat_values(flat_weights)
-    of_examples = tf.reduce_sum(weights, list(range(1, weights.shape.rank)))
+    of_examples = _sums_of_examples(weights, result, values)
     square_of_sum = tf.square(tf.reduce_sum(of_examples))
     sum_of_squares = tf.reduce_sum(tf.square(of_examples))
     return tf.math.divide_no_nan(square_of_sum, sum_of_squares)
+
+
+def _sums_of_examples(weights: tf.Tensor, result: Any, values: tf.Tensor) -> tf.Tensor:
+    """Return the sum of `weights` over all axes but the first, (examples,).
+
+    `result` is the return value of the loss, and `values` are its flat values, which
+    the weights fit.
+    """
+    if isinstance(result, tf.RaggedTensor):
+        flat_weights = tf.broadcast_to(weights, tf.shape(values))
+        weights = tf.cast(result, values.dtype).with_flat_values(flat_weights)
+    return tf.reduce_sum(weights, list(range(1, weights.shape.rank)))
 
 
 def float32_at_least(dtype: tf.DType) -> tf.DType:

@@ -4,4 +4,12 @@ Input: the state of a run, or a run directory. Output: checkpoints, and the chec
 from which a run is resumed (`resume_rules`) or with which a new run begins (`fork`).
 """
 
-__all__ = ["csv_rows", "files", "fork", "resume_rules", "run_dirs", "snapshot"]
+__all__ = [
+    "csv_rows",
+    "files",
+    "fork",
+    "model_archive",
+    "resume_rules",
+    "run_dirs",
+    "snapshot",
+]

@@ -451,6 +451,21 @@ def at(folder: Path, update: int) -> Checkpoint:
         raise ConfigError(f"the checkpoint {path}", rule) from damage
 
 
+def best_update(folder: Path) -> int | None:
+    """Return the update of the best evaluation in a folder of checkpoints, or None.
+
+    None means that no checkpoint of a best evaluation is kept.
+    """
+    kept = saved_updates(folder / BEST)
+    if not kept:
+        return None
+    existing = saved_updates(folder)
+    # A best evaluation after the latest checkpoint is in no other checkpoint yet.
+    if existing and kept[-1] < existing[-1]:
+        return _best_update(folder / str(existing[-1]))
+    return kept[-1]
+
+
 def saved_updates(folder: Path) -> list[int]:
     """Return the updates of the checkpoints in `folder`, in ascending order."""
     if not folder.is_dir():

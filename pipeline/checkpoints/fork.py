@@ -1,7 +1,12 @@
-"""A run that begins with the checkpoint of another run: `start.run=RUN@UPDATE`."""
+"""A run that begins with the checkpoint of another run: `start.run=RUN@UPDATE`.
+
+It may also begin with the weights of a registered model:
+`start.run=models:/NAME@ALIAS`.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +16,17 @@ from pipeline.checkpoints.files import BEST, Checkpoint, LoopState
 from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError, count
 from pipeline.config import key_kinds
+from pipeline.config.model_uris import MODEL
 from pipeline.config.plain import leaves
 from pipeline.config.plan import RunPlan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.stages import CLOCK, SCHEDULE
+from pipeline.tracking import model_registry
+from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.tracking.journal_file import Past
+from pipeline.tracking.model_registry import StoredModel
+from pipeline.trust.artifact_locations import confined
 
 if TYPE_CHECKING:  # only for annotations: importing these modules takes seconds
     from pipeline.accumulation import Update
@@ -143,18 +153,95 @@ class Fork:
         seeds. With `own_rate`, all variables but the learning rate are restored.
         """
         if self.weights_only:
-            is_seed = name.endswith("/seed_generator_state")
-            return name.startswith("model/") and not is_seed
+            from pipeline.checkpoints import snapshot
+
+            return snapshot.is_weight(name)
         if not self.own_rate:
             return True
         is_rate = name.startswith("optimizer/") and name.endswith("/learning_rate")
         return not is_rate
 
 
+@dataclass
+class ModelStart:
+    """The weights of a registered model that a run begins with.
+
+    It has the methods of a `Fork`.
+
+    Attributes:
+        model: the model.
+        snapshot: the weights that `check` has read, or None before `check` and after
+            `take`.
+    """
+
+    model: StoredModel
+    snapshot: Snapshot | None = None
+
+    @property
+    def run_id(self) -> str:
+        """The ID of the run that has trained the model."""
+        return self.model.run_id
+
+    @property
+    def updates_done(self) -> int:
+        """The number of completed updates with which this run begins."""
+        return 0
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The tags that name the run of the model, and its update."""
+        return {RUN_TAG: self.run_id, UPDATE_TAG: str(self.model.updates_done)}
+
+    def messages(self, callbacks: Callbacks) -> list[str]:
+        """Return the lines to print when this run begins."""
+        source = f"of run {self.run_id} after update {self.model.updates_done}"
+        return [f"begins with the weights of {self.model.name}, {source}"]
+
+    def check(self, updater: Update, plan: RunPlan) -> None:
+        """Load the weights into the model, and keep a copy of them for `take`.
+
+        Raises:
+            ConfigError: they do not fit, or cannot be downloaded.
+        """
+        from pipeline.checkpoints import model_archive, snapshot
+
+        store = self.model.store
+        with (
+            confined(store.uri, store.places),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            archive = self.model.download(Path(folder), _KEY)
+            model_archive.load_weights(updater.model, archive, _KEY, self.model.name)
+        self.snapshot = snapshot.of_model(updater)
+
+    def load(self) -> None:
+        """Do nothing: `check` has read the weights."""
+
+    def take(self) -> Snapshot:
+        """Return the weights that `check` has read, and release them."""
+        assert self.snapshot is not None
+        snapshot = self.snapshot
+        self.snapshot = None
+        return snapshot
+
+    def restore(
+        self, saved: Snapshot, updater: Update, recorder: Recorder, callbacks: Callbacks
+    ) -> LoopState:
+        """Restore the weights `saved`; return the state of a new training loop."""
+        from pipeline.checkpoints import snapshot
+
+        snapshot.restore_variables(saved, updater, snapshot.is_weight)
+        return LoopState()
+
+
+# What a run may begin with, other than a checkpoint of its own.
+Beginning = Fork | ModelStart
+
+
 def find_fork(
     spec: RunSpec, run_dir: Path, updates_done: int | None = None
-) -> Fork | None:
-    """Return the other run's checkpoint with which this run begins.
+) -> Fork | ModelStart | None:
+    """Return the other run's checkpoint, or the model, with which this run begins.
 
     Args:
         spec: the spec of this run.
@@ -163,11 +250,13 @@ def find_fork(
             before. None selects the checkpoint that the config names.
 
     Returns:
-        The checkpoint, or None if `start.run` is not set.
+        The checkpoint or the model, or None if `start.run` is not set.
     """
     text = spec.config.start.run
     if text is None:
         return None
+    if MODEL.fullmatch(text):
+        return _find_model(spec)
     source, checkpoint = named(text, _KEY, run_dir, updates_done)
     past = Past.read(source, _KEY, running=True)
     own_rate = _has_own_rate(spec, recorded_config(source, _KEY), past)
@@ -178,6 +267,18 @@ def find_fork(
         spec.config.start.weights_only,
         own_rate,
     )
+
+
+def _find_model(spec: RunSpec) -> ModelStart:
+    """Return the registered model that `start.run` names.
+
+    Raises:
+        ConfigError: there is no such model in the store of `tracking.uri`.
+    """
+    uri = spec.config.start.run
+    assert uri is not None
+    store = ForeignStore.open(spec.config.tracking.uri, spec.config.trust.allow)
+    return ModelStart(model_registry.registered(store, uri, _KEY))
 
 
 def named(
@@ -202,8 +303,25 @@ def named(
     elif updates_done is None:
         updates_done = int(digits)
     source = find(name, key, excluding)
+    return source, checkpoint_in(source, text, key, updates_done)
 
-    checkpoints = source / "checkpoints"
+
+def checkpoint_in(
+    run_dir: Path, text: str, key: str, updates_done: int | None = None
+) -> Checkpoint:
+    """Return a checkpoint of a run directory.
+
+    Args:
+        run_dir: the run directory.
+        text: the value that names the run, for errors.
+        key: the config key or argument that an error names.
+        updates_done: the number of updates in the checkpoint. If it is None, the newest
+            intact checkpoint is returned, other than that of the best evaluation.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    checkpoints = run_dir / "checkpoints"
     folder_by_update: dict[int, Path] = {}
     for folder in (checkpoints / BEST, checkpoints):
         for number in files.saved_updates(folder):
@@ -216,11 +334,11 @@ def named(
         checkpoint = files.newest(checkpoints)
         if checkpoint is None:
             raise ConfigError(key, "must have a whole checkpoint", text)
-        return source, checkpoint
+        return checkpoint
     if updates_done not in folder_by_update:
         rule = "must name an update whose checkpoint is there"
         raise ConfigError(key, rule, text, sorted(folder_by_update))
-    return source, files.at(folder_by_update[updates_done], updates_done)
+    return files.at(folder_by_update[updates_done], updates_done)
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:

@@ -22,6 +22,7 @@ from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.common.sqlite_uri import absolute
 from pipeline.config import key_kinds
+from pipeline.config.model_uris import MODEL
 from pipeline.config.overrides import keys_set
 from pipeline.config.plain import leaves, plain
 from pipeline.config.plan import RunPlan
@@ -328,6 +329,7 @@ def _with_recorded_choices(
     """Return the spec with the run's values for keys that the config leaves open."""
     spec = _with_recorded_order(spec, recorded["dataset"])
     spec = _without_new_keys(spec, recorded)
+    spec = _with_recorded_version(spec, recorded)
     if spec.config.hardware.fused_attention == "auto":
         # An older record lacks this key: Keras computed the attention.
         is_fused = recorded["hardware"].get("fused_attention", False)
@@ -356,6 +358,19 @@ def _with_recorded_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
     if node.get("shuffle_buffer") is None and "shuffle_buffer" in recorded:
         values["dataset.shuffle_buffer"] = recorded["shuffle_buffer"]
     return spec.changed(values)
+
+
+def _with_recorded_version(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
+    """Return the spec that begins with the version that the run has begun with.
+
+    The alias in `start.run=models:/NAME@ALIAS` may name another version by now.
+    """
+    now = MODEL.fullmatch(str(spec.config.start.run))
+    then_text = (recorded.get("start") or {}).get("run")
+    then = MODEL.fullmatch(str(then_text))
+    if now and then and now["alias"] and now["name"] == then["name"]:
+        return spec.changed({"start.run": then_text})
+    return spec
 
 
 def _without_new_keys(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:

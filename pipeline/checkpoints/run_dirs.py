@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import recorded
+from pipeline.common import recorded, secrets
 from pipeline.common.errors import ConfigError, as_config_error
-from pipeline.config import former_names
+from pipeline.config import former_names, plain
 from pipeline.tracking.journal_file import JOURNAL_NAME, Past
 
 _GROUPS = (
@@ -108,6 +108,27 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     with as_config_error(key, rule, str(run_dir), COPY):
         config = recorded.read(run_dir / "config.yaml", CONFIG)
         return dict(former_names.migrated(config))
+
+
+def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
+    """Set the store of a recorded config to the store of the run, in place.
+
+    The store is not set if its URI in the journal has a masked secret.
+
+    Raises:
+        ConfigError: the config has a masked secret at a key that is not in `keys`, the
+            keys that overrides set.
+    """
+    # Use the store in the journal, which has the absolute path of a local store.
+    if secrets.HIDDEN not in past.start.store:
+        config["tracking"] = {**config["tracking"], "uri": past.start.store}
+    for key, value in plain.leaves(config).items():
+        if secrets.HIDDEN in str(value) and key not in keys:
+            rule = (
+                "was a secret and is not in the run directory: "
+                "give it again as an override"
+            )
+            raise ConfigError(key, rule, value)
 
 
 def _is_same(folder: Path, other: Path | None) -> bool:

@@ -142,6 +142,20 @@ def read_arrays(folder: Path, specs: Sequence[Any]) -> dict[str, np.ndarray]:
     return arrays
 
 
+def is_weight(name: str) -> bool:
+    """Return whether a variable belongs to the model, and is not the seed of a layer."""
+    return name.startswith("model/") and not name.endswith("/seed_generator_state")
+
+
+def of_model(updater: Update) -> Snapshot:
+    """Return a snapshot with the variables of the model alone."""
+    arrays = {}
+    for name, array in _copied(_variables(updater)).items():
+        if name.startswith("model/"):
+            arrays[name] = array
+    return Snapshot(arrays, {})
+
+
 def capture(
     updater: Update, recorder: Recorder, callbacks: Callbacks, loop: LoopState
 ) -> Snapshot:

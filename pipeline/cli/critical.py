@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from pipeline.checkpoints import fork
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import recorded_config
-from pipeline.cli.resume import complete
+from pipeline.checkpoints.run_dirs import complete, recorded_config
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, count, say
 from pipeline.config import compose, key_kinds
@@ -46,6 +45,7 @@ _BRANCH: dict[str, dict[str, Any]] = {
         **key_kinds.outside_a_sweep(),
         "run_name": None,
         "log_model": False,
+        "register": None,
         "log_every": 1,
     },
     "hardware": {"gpu": None},

@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from pipeline.checkpoints.run_dirs import find, recorded_config
+from pipeline.checkpoints.run_dirs import complete, find, recorded_config
 from pipeline.cli.train import run_one
-from pipeline.common import secrets
 from pipeline.common.errors import ConfigError, Parser
-from pipeline.config import plain
 from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.launch import recorded_job
 from pipeline.tracking.journal_file import Past
@@ -45,24 +42,3 @@ def resume(arguments: Sequence[str]) -> int:
         partial(run_one, resume=True),
     )
     return 0
-
-
-def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
-    """Set the store of a recorded config to the store of the run, in place.
-
-    The store is not set if its URI in the journal has a masked secret.
-
-    Raises:
-        ConfigError: the config has a masked secret at a key that is not in `keys`, the
-            keys that overrides set.
-    """
-    # Use the store in the journal, which has the absolute path of a local store.
-    if secrets.HIDDEN not in past.start.store:
-        config["tracking"] = {**config["tracking"], "uri": past.start.store}
-    for key, value in plain.leaves(config).items():
-        if secrets.HIDDEN in str(value) and key not in keys:
-            rule = (
-                "was a secret and is not in the run directory: "
-                "give it again as an override"
-            )
-            raise ConfigError(key, rule, value)

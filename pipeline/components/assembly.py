@@ -145,6 +145,17 @@ class Parts:
             reductions_ready=self.devices.reductions_ready,
         )
 
+    def prediction(self) -> internals.Prediction:
+        """Return a new `Prediction`, which predicts one batch per call."""
+        hardware = self.spec.config.hardware
+        return internals.Prediction(
+            self.model,
+            self.objective.evaluation,
+            self.plan.batching.micro_batch_size,
+            jit_compile=hardware.xla,
+            fused_attention=hardware.fused_attention is True,
+        )
+
     def effective_batches(self, done: int = 0) -> tf.data.Dataset:
         """Return the effective batches that follow the first `done` updates.
 
@@ -161,8 +172,8 @@ class Parts:
         """Return the unshuffled batches of a split, or None if the split is missing.
 
         Args:
-            name: `validation`, `test`, or the name of a set among the splits, such as
-                `validations.late`.
+            name: `train`, `validation`, `test`, or the name of a set among the splits,
+                such as `validations.late`.
             reader: a worker's reader, to get only its share of each batch, or None for
                 whole batches.
         """

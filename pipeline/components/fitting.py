@@ -10,15 +10,21 @@ import keras
 import tensorflow as tf
 
 from pipeline.accumulation import Update, internals
+from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
-from pipeline.checkpoints.fork import Fork
+from pipeline.checkpoints.fork import Beginning
 from pipeline.components import devices, utilization
 from pipeline.components.assembly import Parts
 from pipeline.config.plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example, non_finite, tokens
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
-from pipeline.training.evaluator import EvaluatedSet, Evaluations, SplitEvaluator
+from pipeline.training.evaluator import (
+    EvaluatedSet,
+    Evaluations,
+    SplitEvaluator,
+    averaged_weights,
+)
 from pipeline.training.loop import Trainer
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
@@ -83,7 +89,7 @@ def fit(
     update: Update,
     recorder: Recorder,
     checkpoints: Checkpoints,
-    start: Checkpoint | Fork | None,
+    start: Checkpoint | Beginning | None,
     stop: Callable[[], BaseException | None] = lambda: None,
     on_traced: Callable[[], None] = lambda: None,
 ) -> float:
@@ -210,6 +216,31 @@ def _oom_retry(
         return None
     alone = parts.devices.workers == 1
     return OomRetry(update, assigned, parts.batches.element_spec, alone)
+
+
+@contextmanager
+def best_weights(
+    parts: Parts, update: Update, checkpoints: Checkpoints
+) -> Iterator[int | None]:
+    """Within the block, give the model the weights of the best evaluation.
+
+    Yield the number of updates before that evaluation. If its checkpoint is not kept,
+    or cannot be read, yield None and leave the weights as they are.
+    """
+    best = parts.best
+    checkpoint = None
+    if best is not None and best.value is not None:
+        checkpoints.wait()
+        checkpoint = checkpoints.best(best.update)
+    if checkpoint is None:
+        yield None
+        return
+    saved = snapshot.read(checkpoint)
+    with (
+        snapshot.weights_replaced(saved, update),
+        averaged_weights(update.optimizer, parts.model),
+    ):
+        yield checkpoint.updates_done
 
 
 def _evaluator(

@@ -155,6 +155,7 @@ KEY_GROUPS = (
             "tracking.description",
             "tracking.log_every",
             "tracking.log_model",
+            "tracking.register",
             "tracking.code",
             "tracking.system_metrics",
             "tracking.patience",

@@ -317,7 +317,7 @@ class StartConfig(_SetOnce):
     """
 
     # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a
-    # run ID
+    # run ID. models:/NAME@ALIAS: start from the weights of that registered model
     run: str | None = field(
         default=None, metadata=about(Kind.TRAINING, each_workers_own=True, path=True)
     )
@@ -405,6 +405,9 @@ class ShownTrackingConfig(_SetOnce):
     log_every: int = field(default=1, metadata=about(Kind.LOG))
     # (true | false) log the trained model with its signature
     log_model: Any = field(default=True, metadata=about(Kind.LOG))
+    # name in MLflow's registry under which the logged model is registered, as a new
+    # version; null: none
+    register: str | None = field(default=None, metadata=about(Kind.LOG))
     # paths logged with the model; null: its local modules
     code: list[str] | None = field(
         default_factory=list, metadata=about(Kind.LOG, path=True)

@@ -22,6 +22,7 @@ from pipeline.config import (
     trust_entries,
     validation_sets,
 )
+from pipeline.config.model_uris import MODEL, MODEL_NAME
 from pipeline.config.objective_nodes import (
     METRIC_GROUPS,
     by_output,
@@ -147,12 +148,35 @@ def check_settings(config: DictConfig) -> None:
         if not Path(path).exists():
             rule = "must list files and folders that exist, or be null"
             raise ConfigError("tracking.code", rule, path)
+    _check_register(config.tracking)
     _check_keep_best(config.training.keep_best)
     _check_validations(config)
+    is_model = MODEL.fullmatch(str(config.start.run)) is not None
+    if is_model and not config.start.weights_only:
+        rule = "must be true where start.run is a model, which has no optimizer"
+        raise ConfigError("start.weights_only", rule, config.start.weights_only)
+    if is_model and config.hardware.workers != 1:
+        rule = "must be a run directory with several workers"
+        raise ConfigError("start.run", rule, config.start.run)
     if config.start.weights_only and config.start.run is None:
         rule = "must come with start.run, whose weights are meant"
         raise ConfigError("start.weights_only", rule, True)
     trust_entries.check_allowed(config.trust.allow)
+
+
+def _check_register(tracking: Any) -> None:
+    """Check that the name is one of MLflow's registry, and that a model is logged."""
+    name = tracking.register
+    if name is None:
+        return
+    if not MODEL_NAME.fullmatch(name):
+        rule = "must be of up to 100 letters, digits, _, - and ."
+        raise ConfigError("tracking.register", rule, name)
+    if not tracking.log_model:
+        rule = (
+            "must be null with tracking.log_model=false: there is no model to register"
+        )
+        raise ConfigError("tracking.register", rule, name)
 
 
 def _check_store(uri: str) -> None:

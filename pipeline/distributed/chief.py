@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.fork import Fork
+from pipeline.checkpoints.fork import Beginning, Fork, ModelStart
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, RunError, say
 from pipeline.config import cluster, session
@@ -120,7 +120,7 @@ class Chief(AbstractContextManager["Chief"]):
             pipe.write(json.dumps(message, default=os.fspath) + "\n")
 
     def gather(
-        self, spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None
+        self, spec: RunSpec, run_dir: Path, start: Checkpoint | Beginning | None
     ) -> RunSpec:
         """Wait for all workers, send them the spec and the start, and monitor them.
 
@@ -285,9 +285,10 @@ def _last_line(log: Path) -> str:
     return ""
 
 
-def _start_as_json(start: Checkpoint | Fork | None) -> dict[str, Any] | None:
+def _start_as_json(start: Checkpoint | Beginning | None) -> dict[str, Any] | None:
     """Return the start of a run as a JSON object for `worker._start_from_json`."""
-    if start is None:
+    # A run that begins with a registered model has a single worker.
+    if start is None or isinstance(start, ModelStart):
         return None
     if isinstance(start, Fork):
         checkpoint = start.checkpoint

@@ -3,4 +3,4 @@
 Input: a run ID and overrides. Output: a new run, a verdict, and an exit status.
 """
 
-__all__ = ["command"]
+__all__ = ["adapted_config", "command", "recorded_run", "request"]

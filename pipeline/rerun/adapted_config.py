@@ -7,22 +7,43 @@ the ports and the GPUs.
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipeline.checkpoints import fork
 from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, printable, say
-from pipeline.config import key_kinds, schema
+from pipeline.config import key_kinds, schema, trust_entries
+from pipeline.config.model_uris import MODEL
 from pipeline.config.plain import leaves
 from pipeline.rerun.recorded_run import RecordedRun, relinked
 from pipeline.rerun.request import Request
 from pipeline.trust.artifact_locations import is_inside
-from pipeline.trust.gate import Gate, check_config, drop_writers
+from pipeline.trust.gate import Gate, check_config, drop_writers, texts
 
 # Memory limits belong to the keys of the machine, but a rerun keeps the recorded
 # limits.
 _LIMITS = ("hardware.memory", "hardware.gpu_memory")
 _RATE = "optimizer.learning_rate"
+
+
+def gate_of(request: Request, own_config: DictConfig) -> Gate:
+    """Return the permissions of the recorded config, as the user defines them."""
+    own_data_dir = OmegaConf.select(own_config, "dataset.data_dir")
+    data_dir = request.values.get("dataset.data_dir", own_data_dir)
+    data_folder = None
+    if data_dir is not None:
+        data_folder = Path(str(data_dir)).absolute()
+    # Trust all values in a config group whose option the user selects.
+    groups: dict[str, str | None] = dict.fromkeys(request.groups)
+    return Gate(
+        run_dir=request.run_dir,
+        data_dir=data_folder,
+        allowed=trust_entries.allowed_names(own_config.trust.allow),
+        tracking_uri=own_config.tracking.uri,
+        downloads=request.values.get("dataset.download") is True,
+        start=any(key.split(".")[0] == "start" for key in request.values),
+        given=texts(request.values) | groups,
+    )
 
 
 def adapt(
@@ -47,7 +68,7 @@ def adapt(
     """
     config = placed(recorded, own_config, gate, experiment)
     recorded.check_schema()
-    _remove_replaced(config, request)
+    remove_replaced(config, request)
     config = _without_writers(config, gate)
     _check_secrets(config, request)
     with imports.without_chatter():
@@ -71,6 +92,7 @@ def placed(
         **key_kinds.outside_a_sweep(),
         "uri": own_config.tracking.uri,
         "experiment": experiment,
+        "register": None,  # the version `latest` must stay that of the recorded run
         "run_name": printable(f"rerun of {recorded.run.info.run_name}"),
         "code": own_config.tracking.code,  # paths on this machine
     }
@@ -83,7 +105,7 @@ def placed(
     config["hardware"] = (config.get("hardware") or {}) | of_machine
 
     start = config.get("start") or {}
-    if start.get("run") is not None:
+    if start.get("run") is not None and not MODEL.fullmatch(str(start["run"])):
         # Replace the recorded value, a prefix of an ID that may have become ambiguous.
         tags = recorded.run.data.tags
         start["run"] = f"{tags.get(fork.RUN_TAG)}@{tags.get(fork.UPDATE_TAG)}"
@@ -109,7 +131,7 @@ def data_dir(recorded: RecordedRun, gate: Gate) -> str | None:
     return None
 
 
-def _remove_replaced(config: dict[str, Any], request: Request) -> None:
+def remove_replaced(config: dict[str, Any], request: Request) -> None:
     """Remove the values that overrides replace, so that they are not checked.
 
     A value that an override deletes is kept, since Hydra requires it to exist. A value

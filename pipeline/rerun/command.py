@@ -1,7 +1,6 @@
 """`pipeline rerun RUN_ID`: repeat a run from its record, then compare the two."""
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,19 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from pipeline.checkpoints import fork
 from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError, count, first_line, say
-from pipeline.config import (
-    compose,
-    former_names,
-    hydra_errors,
-    key_kinds,
-    sizes,
-    trust_entries,
-)
+from pipeline.config import hydra_errors, key_kinds, sizes
 from pipeline.config.overrides import hydra_quoted
 from pipeline.config.plain import plain
 from pipeline.config.resolve import XLA, resolve
@@ -32,28 +24,21 @@ from pipeline.rerun.request import Request, parse_command_line
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore, SweepRecord
 from pipeline.trust.artifact_locations import confined
-from pipeline.trust.gate import Gate, check_config, strict, texts
+from pipeline.trust.gate import Gate, check_config, strict
 
 DIFFERENT = 3  # exit status
-# Matches overrides that also apply to the user's own config.
-_OF_OWN_CONFIG = re.compile(rf"[+~]*({'|'.join(key_kinds.groups_apart())})[.=]")
 
 
 def rerun(arguments: Sequence[str]) -> int:
     """Run a recorded run again and compare the two."""
     request = parse_command_line(arguments, rerun.__doc__)
-    # The store and the trusted names come from the user's own config, never from the
-    # record.
-    overrides = [text for text in request.overrides if _OF_OWN_CONFIG.match(text)]
-    own_config = compose.composed([*request.own_config_options, *overrides])
-    allowed = [former_names.current(entry) for entry in request.allow]
-    own_config.trust.allow = [*own_config.trust.allow, *allowed]
+    own_config = request.own_config()
     store = ForeignStore.open(own_config.tracking.uri, own_config.trust.allow)
     if request.sweep:
         return _rerun_sweep(store, request)
     with confined(store.uri, store.places):
         recorded = recorded_run.fetch(store, request.run_id)
-        gate = _gate(request, own_config)
+        gate = adapted_config.gate_of(request, own_config)
         return Rerun(request, own_config, store, recorded, gate).run()
 
 
@@ -281,26 +266,6 @@ class Rerun:
         except Exception as error:
             # Do not fail: the verdict is valid even if the recorded run is read-only.
             say(f"run {run_id} has no link to its rerun: {first_line(error)}")
-
-
-def _gate(request: Request, own_config: DictConfig) -> Gate:
-    """Return the permissions of the recorded config, as the user defines them."""
-    own_data_dir = OmegaConf.select(own_config, "dataset.data_dir")
-    data_dir = request.values.get("dataset.data_dir", own_data_dir)
-    data_folder = None
-    if data_dir is not None:
-        data_folder = Path(str(data_dir)).absolute()
-    # Trust all values in a config group whose option the user selects.
-    groups: dict[str, str | None] = dict.fromkeys(request.groups)
-    return Gate(
-        run_dir=request.run_dir,
-        data_dir=data_folder,
-        allowed=trust_entries.allowed_names(own_config.trust.allow),
-        tracking_uri=own_config.tracking.uri,
-        downloads=request.values.get("dataset.download") is True,
-        start=any(key.split(".")[0] == "start" for key in request.values),
-        given=texts(request.values) | groups,
-    )
 
 
 def _changes_data(key: str) -> bool:

@@ -1,5 +1,6 @@
 """The command line of `pipeline rerun`."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,13 +10,16 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
 
 from pipeline.common.errors import ConfigError, Parser
-from pipeline.config import compose, hydra_errors, key_kinds
+from pipeline.config import compose, former_names, hydra_errors, key_kinds
 from pipeline.config.overrides import hydra_quoted
 
 # These overrides are applied before Hydra composes the recorded config.
 _APPLIED_BEFORE = ("hydra.run.dir", "tracking", "dataset.data_dir")
+# Matches overrides that also apply to the user's own config.
+_OF_OWN_CONFIG = re.compile(rf"[+~]*({'|'.join(key_kinds.groups_apart())})[.=]")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,17 @@ class Request:
         if not self.config_dir:
             return []
         return [str(Path(self.config_dir).absolute())]
+
+    def own_config(self) -> DictConfig:
+        """Return the user's own config, with the entries of `--allow`.
+
+        The store and the trusted names come from it, never from a record.
+        """
+        overrides = [text for text in self.overrides if _OF_OWN_CONFIG.match(text)]
+        config = compose.composed([*self.own_config_options, *overrides])
+        allowed = [former_names.current(entry) for entry in self.allow]
+        config.trust.allow = [*config.trust.allow, *allowed]
+        return config
 
     @cached_property
     def parsed_overrides(self) -> list[Override]:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from pipeline.checkpoints import fork, resume_rules
 from pipeline.checkpoints.files import Checkpoint, saved_updates
-from pipeline.checkpoints.fork import Fork
+from pipeline.checkpoints.fork import Beginning, ModelStart
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common import imports
 from pipeline.common.errors import (
@@ -143,7 +143,7 @@ class _Job:
     tracker: Tracker
     tags: Mapping[str, str]
     before: Continuation | None
-    start: Checkpoint | Fork | None
+    start: Checkpoint | Beginning | None
     found: batch_size_search.Found | None
     choice: Choice | None
 
@@ -170,11 +170,14 @@ def _prepare(
             if tag is not None:
                 fork_updates_done = int(tag)
 
-        start: Checkpoint | Fork | None = None
+        start: Checkpoint | Beginning | None = None
         if before is not None:
             start = before.checkpoint
         if start is None:
             start = fork.find_fork(spec, run_dir, fork_updates_done)
+        if isinstance(start, ModelStart):
+            # Record the version: an alias may name another one later.
+            spec = spec.changed({"start.run": start.model.name})
 
         # Open the store now: another process does so while this one imports TensorFlow.
         tracking = spec.config.tracking
@@ -201,7 +204,7 @@ def _prepare(
         update = parts.update()
         if before is not None:
             before.check(update, parts.plan)
-        if isinstance(start, Fork):
+        if isinstance(start, Beginning):
             start.check(update, parts.plan)
             start.load()
         if found is None and choice is None:
@@ -221,7 +224,7 @@ def _choose_xla(parts: Parts) -> tuple[Parts, Choice]:
 def _gather(
     spec: RunSpec,
     run_dir: Path,
-    start: Checkpoint | Fork | None,
+    start: Checkpoint | Beginning | None,
     check_dataset: CheckDataset | None,
     workers: Chief,
 ) -> Parts:
@@ -237,7 +240,7 @@ def _gather(
     return parts
 
 
-def _updates_before(start: Checkpoint | Fork | None) -> int:
+def _updates_before(start: Checkpoint | Beginning | None) -> int:
     return 0 if start is None else start.updates_done
 
 
@@ -303,7 +306,8 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
         if log_model:
             traced.set()  # Start the import even if no update was traced.
             mlflow_import.join()  # A signal does not interrupt the imports in a thread.
-            _log_model(job.parts, tracker)
+            with fitting.best_weights(job.parts, job.update, checkpoints) as best:
+                _log_model(job.parts, tracker, best)
     if closing.unshipped is not None:
         raise NotShippedError(closing.unshipped, loss)
     return loss
@@ -335,7 +339,7 @@ def _begin(job: _Job) -> None:
     updates = _updates_before(job.start)
     if job.before is None:
         tags = description.tags(parts)
-        if isinstance(job.start, Fork):
+        if isinstance(job.start, Beginning):
             tags = tags | job.start.tags
         tracker.start(
             updates,
@@ -358,7 +362,7 @@ def _begin(job: _Job) -> None:
         tracker.tag({batch_size_search.TAG: job.found.how})
     if job.choice is not None:
         tracker.tag({XLA_TAG: job.choice.why})
-    if isinstance(job.start, Fork):
+    if isinstance(job.start, Beginning):
         say(*job.start.messages(callbacks))
     _link_fork(job)
 
@@ -371,7 +375,7 @@ def _begin(job: _Job) -> None:
 
 def _link_fork(job: _Job) -> None:
     """Record this run among the forks of the run from which it was forked."""
-    if isinstance(job.start, Fork) and job.start.run_id:
+    if isinstance(job.start, Beginning) and job.start.run_id:
         job.tracker.forked_from(job.start.run_id)
 
 
@@ -478,8 +482,11 @@ def _warm_up(traced: threading.Event) -> None:
         logged_model.warm_up()
 
 
-def _log_model(parts: Parts, tracker: Tracker) -> None:
-    """Log the trained model. If that fails, print the reason, and set it as a tag."""
+def _log_model(parts: Parts, tracker: Tracker, update: int | None) -> None:
+    """Log the trained model. If that fails, print the reason, and set it as a tag.
+
+    `update` is the number of completed updates of its weights, or None for all.
+    """
     from pipeline.components import description
     from pipeline.tracking import logged_model  # imports TensorFlow
 
@@ -491,7 +498,13 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
                 if key.endswith("_target_"):
                     targets.append(str(value))
             code = logged_model.code_to_save(parts.model, targets)
-        tracker.log_model(parts.model, description.example_inputs(parts), code)
+        tracker.log_model(
+            parts.model,
+            description.example_inputs(parts),
+            code,
+            update,
+            parts.spec.config.tracking.register,
+        )
     except Exception as error:  # The run is valid without a logged model.
         tracker.model_not_logged(first_line(error))
         say(f"the model was not logged: {first_line(error)}")

@@ -12,7 +12,9 @@ which a separate process ships to the store.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.
-- `sync_run` ships the journal of a trainer that has ended.
+- `model_registry` finds logged models, and downloads their weights.
+- `sync_run` ships the journal of a trainer that has ended. `evaluation_log` adds the
+  results of `pipeline evaluate` to such a run.
 
 Importing this package sets environment variables of MLflow, and silences loggers.
 """
@@ -21,12 +23,14 @@ import logging
 import os
 
 __all__ = [
+    "evaluation_log",
     "foreign_store",
     "journal",
     "journal_file",
     "journal_lines",
     "journal_summary",
     "logged_model",
+    "model_registry",
     "params",
     "provenance",
     "record_files",

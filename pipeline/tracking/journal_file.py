@@ -47,6 +47,7 @@ from pipeline.tracking.journal_lines import (
     Artifact,
     Created,
     End,
+    Evaluated,
     Line,
     Resume,
     Row,
@@ -326,7 +327,8 @@ class Past:
             Rows from the user's own code are not included.
         logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
-        tags: the tags that were set after the start of the run.
+        tags: the tags that were set after the start of the run, and those of the rows
+            that `pipeline evaluate` has logged.
         resumed: the description of each segment after the first one.
         positions: the position after each line that can be read.
         last_position: the last one of these positions.
@@ -424,6 +426,8 @@ class Past:
 
     def _add(self, line: Line) -> None:
         match line:
+            case Evaluated():
+                self.tags |= line.tags
             case Row():
                 self._add_row(line)
             case Start(start):

@@ -9,10 +9,13 @@ other keys are the fields of one class:
     {"dataset": {…}, "context": "training"}     one input of the run
     {"step": updates, "metrics": {…}}           one row of metrics, with
                                                 "logged": true if the user's own code
-                                                has logged it
+                                                has logged it; with "evaluation":
+                                                {"name": …, "checksum": …} if `pipeline
+                                                evaluate` has logged it
     {"tags": {…}}                               tags to set
     {"artifact": name}                          a file in the run directory
-    {"model": ID}                               a model in `logged_model-ID` there
+    {"model": ID, "update": updates}            a model in `logged_model-ID` there, with
+                                                "register": name if it is registered
     {"fork_of": run_id}                         the run that this run was forked from
     {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
     {"resume": {…}}                             the start of another segment
@@ -31,6 +34,8 @@ FORMAT = 1  # version of the line format, recorded in the first line
 # Tag of a run: when its loss exploded, and from which value.
 LOSS_EXPLODED = "loss.exploded"
 NOT_LOGGED = "model.not_logged"  # tag of a run: why its model is not in the store
+# Tag of a run: the checksum of the data of an evaluation after `step` updates.
+EVALUATED = "eval.{name}.{step}"
 
 Form = dict[Any, Any]  # the form of a line on disk; see `pipeline.common.recorded`
 
@@ -210,6 +215,32 @@ class Row(Line):
 
 
 @dataclass(frozen=True)
+class Evaluated(Row):
+    """Metrics of a split at a checkpoint, which `pipeline evaluate` has computed.
+
+    They are written when the run has ended. A version that does not know this kind
+    reads a `Row`.
+
+    Attributes:
+        evaluation: the `name` of the evaluation, and the `checksum` of its data.
+    """
+
+    evaluation: Mapping[str, str] = field(default_factory=dict)
+
+    KEY = "evaluation"
+    FORM: ClassVar[Form] = {
+        **Row.FORM,
+        "evaluation": {"name": str, "checksum": str},
+    }
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The tag of the run that names the data of this evaluation."""
+        tag = EVALUATED.format(name=self.evaluation["name"], step=self.step)
+        return {tag: self.evaluation["checksum"]}
+
+
+@dataclass(frozen=True)
 class Tags(Line):
     """Tags to set on the run."""
 
@@ -231,12 +262,21 @@ class Artifact(Line):
 
 @dataclass(frozen=True)
 class Model(Line):
-    """A model to upload. The uploader checks the ID; see `StoredRun`."""
+    """A model to upload. The uploader checks the ID and the name; see `StoredRun`.
+
+    Attributes:
+        model: the ID.
+        update: the number of completed updates of its weights. Journals of older
+            versions lack it.
+        register: the name under which the model is registered, or None.
+    """
 
     model: str
+    update: int | None = None
+    register: str | None = None
 
     KEY = "model"
-    FORM: ClassVar[Form] = {"model": str}
+    FORM: ClassVar[Form] = {"model": str, "update?": int, "register?": str}
 
 
 @dataclass(frozen=True)
@@ -270,6 +310,7 @@ class Resume(Line):
 
 
 _KINDS = (
+    Evaluated,  # before `Row`, as it has the key of a row, too
     Row,
     Start,
     Created,

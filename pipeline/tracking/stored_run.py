@@ -12,6 +12,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.common.errors import first_line
 from pipeline.common.secrets import mask
+from pipeline.config.model_uris import MODEL_NAME
 from pipeline.tracking import failures, model_upload
 from pipeline.tracking.expected import Expected, InputId
 from pipeline.tracking.foreign_store import LONGEST_TAG
@@ -96,8 +97,8 @@ class StoredRun:
                 self._tag_source(source)
             case Artifact(name):
                 self._ship_artifact(str(name))
-            case Model(name):
-                self._ship_model(str(name))
+            case Model():
+                self._ship_model(line)
             case Resume():
                 self._reopen_run()
             case End() if is_last:
@@ -162,22 +163,26 @@ class StoredRun:
         if place is None:
             self.expected.artifacts.add(name)
 
-    def _ship_model(self, name: str) -> None:
-        """Log the model called `name`.
+    def _ship_model(self, line: Model) -> None:
+        """Log the model in its folder, and register it if the line says so.
 
         A temporary failure is raised, so that the request is repeated. After any other
         failure, the reason is set as a tag, so that the run can still be ended.
         """
         try:
-            # Check the name, since the journal may come from somebody else.
-            if not re.fullmatch("[0-9a-f]{32}", name):
+            # Check the names, since the journal may come from somebody else.
+            if not re.fullmatch("[0-9a-f]{32}", line.model):
                 raise ValueError("its name is not one that this package gives")
+            if line.register and not MODEL_NAME.fullmatch(line.register):
+                raise ValueError("it is to be registered under an invalid name")
             model_upload.ship(
                 self.client,
                 self.experiment_id,
                 self.run_id,
-                self.folder / MODEL.format(name),
+                self.folder / MODEL.format(line.model),
                 self._tell,
+                update=line.update,
+                register=line.register,
             )
         except Exception as error:
             if failures.is_temporary(error):

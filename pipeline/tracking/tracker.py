@@ -84,6 +84,7 @@ class Tracker:
         self.plan = plan
         self.begun = False
         self.run_id = ""
+        self._updates = 0  # set by `summary`
         self._files = files or DataFiles()
         # The steps of rows that were written before the run was resumed, by the prefix
         # of their metrics.
@@ -274,6 +275,7 @@ class Tracker:
             stopped_by: the name of the callback that ended training, or None.
             best: the best evaluation, or None to write no row.
         """
+        self._updates = updates
         tags = {"updates": str(updates)}
         if stopped_by is not None:
             callback = f"training.callbacks.{stopped_by}"
@@ -284,10 +286,20 @@ class Tracker:
             if row:
                 self._row("best", Row(best.update, row))
 
-    def log_model(self, model: keras.Model, example: Any, code: Sequence[str]) -> None:
+    def log_model(
+        self,
+        model: keras.Model,
+        example: Any,
+        code: Sequence[str],
+        update: int | None = None,
+        register: str | None = None,
+    ) -> None:
         """Save the trained model to the run directory, and log it.
 
-        For the arguments, see `logged_model.save`.
+        Args:
+            model, example, code: see `logged_model.save`.
+            update: the number of completed updates of the weights; None for all.
+            register: the name under which the model is registered, or None.
         """
         from pipeline.tracking import logged_model
 
@@ -299,7 +311,9 @@ class Tracker:
         # that the model was shipped.
         durable.sync_tree(folder)
         durable.sync(self.run_dir)
-        self.journal.write(Model(name))
+        if update is None:
+            update = self._updates
+        self.journal.write(Model(name, update, register))
 
     def model_not_logged(self, reason: str) -> None:
         """Record why the run has no logged model."""

@@ -36,7 +36,7 @@ from pipeline.tracking import failures
 from pipeline.tracking.expected import Expected, stored_steps
 from pipeline.tracking.journal_cursor import JournalCursor
 from pipeline.tracking.journal_file import SHIPPER, lock
-from pipeline.tracking.journal_lines import Line, Row
+from pipeline.tracking.journal_lines import Evaluated, Line, Row, Tags
 from pipeline.tracking.params import param_text
 from pipeline.tracking.run_creation import RunDirError, find_or_create
 from pipeline.tracking.store import Store, has_stop_tag, remove_stop_tag
@@ -316,6 +316,10 @@ class Uploader:
     def _add(self, line: Line) -> None:
         if isinstance(line, Row):
             self._add_row(line)
+            if isinstance(line, Evaluated):
+                # Ship the tag before the end of the run, which is only shipped if it
+                # is the last line.
+                self._lines.insert(0, Tags(line.tags))
         else:
             self._lines.append(line)
 

@@ -18,7 +18,7 @@ from pipeline.accumulation import Update
 from pipeline.accumulation.internals import shapes_compiled
 from pipeline.checkpoints import csv_rows, snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints, LoopState
-from pipeline.checkpoints.fork import Fork
+from pipeline.checkpoints.fork import Beginning
 from pipeline.common.errors import say
 from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import (
@@ -138,7 +138,7 @@ class Trainer:
         self._has_batch_hooks = any(map(_has_batch_hooks, self.callbacks.values()))
         self._next_update = tf.function(self._next_step, autograph=False)
 
-    def fit(self, start: Checkpoint | Fork | None = None) -> float:
+    def fit(self, start: Checkpoint | Beginning | None = None) -> float:
         """Train, and return the last loss.
 
         This is the validation loss if there is a validation split, and the training
@@ -194,7 +194,7 @@ class Trainer:
         """Whether there are no further updates."""
         return bool(self.recorder.plan.ended(self.done) or self.model.stop_training)
 
-    def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
+    def restore(self, start: Checkpoint | Beginning, iterator: Any) -> None:
         """Restore a checkpoint.
 
         Args:

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.hydra_errors import translated
+from pipeline.config.model_uris import MODEL
 from pipeline.trust import artifact_locations, trusted_names
 
 _TFDS = "pipeline.dataset.from_tfds"
@@ -286,7 +287,7 @@ def _is_tfds_name(node: _Node) -> bool:
 def _check_scalar(value: Any, key: str, gate: Gate) -> None:
     """Reject a value that is not a scalar, and text that `_check_text` rejects.
 
-    Under `start`, reject all text but the ID of a run.
+    Under `start`, reject all text but the ID of a run and the URI of a model.
     """
     if value is None or type(value) is bool:
         return
@@ -294,8 +295,10 @@ def _check_scalar(value: Any, key: str, gate: Gate) -> None:
         rule = "must be a mapping, a list, text, a number, true, false or null"
         raise ConfigError(key, rule, type(value).__name__)
     if key.partition(".")[0] == "start":
-        # Accept only an ID: other text would be taken as a path of a run directory.
-        if not _RUN.fullmatch(str(value)):
+        # Accept only an ID or a registered model, of which only the weights are read:
+        # other text would be taken as a path of a run directory.
+        text = str(value)
+        if not (_RUN.fullmatch(text) or MODEL.fullmatch(text)):
             rule = (
                 "must be the ID of a run where it comes from a store: "
                 "give start.run again"

@@ -177,6 +177,23 @@ def test_a_model_that_is_shipped_twice_is_one_model_of_its_run(tmp_path, saved, 
     assert not Path(users.artifact_location.removeprefix("file://")).exists()
 
 
+def test_a_model_that_is_registered_twice_is_one_version(tmp_path, saved, run):
+    client, info = run
+    again = tmp_path / "again" / NAME
+    shutil.copytree(saved, again)
+    for folder in (saved, again):
+        model_upload.ship(
+            *(client, info.experiment_id, info.run_id, folder),
+            update=7,
+            register="mine",
+        )
+    (version,) = client.search_model_versions("name = 'mine'")
+    assert version.run_id == info.run_id
+    assert version.tags["pipeline.update"] == "7"
+    latest = client.get_model_version_by_alias("mine", "latest")
+    assert latest.version == version.version
+
+
 @pytest.mark.slow
 def test_what_a_shipper_was_removing_when_it_was_killed_is_not_shipped(
     tmp_path, saved, run

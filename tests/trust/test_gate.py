@@ -491,6 +491,8 @@ REFUSED = [
     ),
     ("start.run", "runs", "start.run must be the ID of a run"),
     ("start.run", "abc", "start.run must be the ID of a run"),
+    ("start.run", "models:/../1", "start.run must be the ID of a run"),
+    ("start.run", "models:/a@b/../c", "start.run must be the ID of a run"),
     ("start.run", "deadbeef@40/..", "start.run must be the ID of a run"),
     ("start", {"run": ["deadbeef", "../run"]}, "start.run must be the ID of a run"),
 ]

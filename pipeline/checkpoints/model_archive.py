@@ -1,0 +1,31 @@
+"""Loads the weights in a Keras archive into a model that the config has built."""
+
+from pathlib import Path
+
+import keras
+
+from pipeline.common.errors import ConfigError, first_line
+
+
+def load_weights(model: keras.Model, archive: Path, key: str, name: str) -> None:
+    """Load the weights of an archive; nothing else in it is read.
+
+    Args:
+        model: the model, built and compiled.
+        archive: a file in Keras' format, with the ending `.keras`.
+        key: the config key or argument that an error names.
+        name: the model in the archive, for errors.
+
+    Raises:
+        ConfigError: the weights do not fit the model, or cannot be read.
+    """
+    optimizer = model.optimizer
+    # The archive has no optimizer, whose variables Keras would look for.
+    model.optimizer = None
+    try:
+        model.load_weights(archive)
+    except Exception as error:  # the file may be anything
+        rule = f"must have weights that fit the model ({first_line(error)})"
+        raise ConfigError(key, rule, name) from error
+    finally:
+        model.optimizer = optimizer

@@ -1,0 +1,90 @@
+"""The arguments that `pipeline evaluate` and `pipeline predict` share."""
+
+from argparse import Namespace
+
+from pipeline.common.errors import ConfigError, Parser
+from pipeline.config import compose, key_kinds
+from pipeline.config.overrides import keys_set
+from pipeline.rerun.request import Request
+
+SPLITS = ("validation", "test", "train")
+# Keys that overrides may set: the data, and where and how it is evaluated.
+_ALLOWED = (
+    "accumulation.micro_batch_size",
+    "dataset",
+    "hardware",
+    "tracking.patience",
+    "tracking.uri",
+    "trust.allow",
+)
+_ONE_REPLICA = ("hardware.replicas", "hardware.workers")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments that both verbs have."""
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run directory, the ID of a run, or models:/NAME@ALIAS; RUN@UPDATE or "
+        "RUN@best selects a checkpoint, by default the last one",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="a dotted name or place to trust, if the record is from a store",
+    )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="a folder with config groups of your own, which may set trust.allow",
+    )
+    parser.add_argument(
+        "--config-name", "-cn", metavar="NAME", help="name of your own config"
+    )
+    # Without a default, argparse would call them required where RUN is missing.
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        help="overrides of dataset, hardware and tracking.uri",
+    )
+
+
+def request_of(options: Namespace) -> Request:
+    """Return the request for the record that the parsed options name.
+
+    Raises:
+        ConfigError: an override is of a key that does not affect an evaluation.
+    """
+    _check_keys(options.overrides)
+    return Request(
+        run_id=options.run,
+        dry=False,
+        sweep=False,
+        allow=options.allow,
+        config_dir=options.config_dir or compose.own_folder(),
+        config_name=options.config_name,
+        overrides=options.overrides,
+    )
+
+
+def changes_data(request: Request) -> bool:
+    """Return whether an override may select other data than those of the run."""
+    return any(
+        f"{key}.".startswith("dataset.") and not key_kinds.facts_of(key).same_data
+        for key in request.values
+    )
+
+
+def _check_keys(overrides: list[str]) -> None:
+    for key in sorted(keys_set(overrides)):
+        if key in _ONE_REPLICA:
+            rule = "must be left out: one replica evaluates"
+            raise ConfigError(key, rule)
+        names = [f"{name}." for name in _ALLOWED]
+        if not f"{key}.".startswith(tuple(names)):
+            rule = "must be left out: the run decides it"
+            raise ConfigError(key, rule, choices=_ALLOWED)

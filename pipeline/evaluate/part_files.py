@@ -1,0 +1,136 @@
+"""A Parquet file that is written in parts, so that a killed command can go on.
+
+    OUT.parts/identity.json     what the rows are of
+    OUT.parts/BATCHES.parquet   rows up to that number of batches, since the part before
+    OUT                         all parts, once the last one is written
+
+Each file appears atomically, and is on the disk before the next one is begun.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.common import durable
+from pipeline.common.errors import ConfigError
+
+KEY = "--out"  # names the file in errors
+# A part has at least so many rows or bytes. The bytes bound the memory; the rows bound
+# what is computed again after a kill.
+ROWS = 4096
+BYTES = 2**24
+
+
+class PartFiles:
+    """The parts of one file; create it with `opened`.
+
+    Attributes:
+        out: the file to write.
+        batches_done: the number of batches whose rows are in the parts.
+        rows_done: the number of these rows.
+    """
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.batches_done = 0
+        self.rows_done = 0
+        self._folder = _folder_of(out)
+        for part in self._parts():
+            self.batches_done = int(part.stem)
+            self.rows_done += pq.read_metadata(part).num_rows
+        self._tables: list[pa.Table] = []
+        self._batches = self.batches_done
+
+    def add(self, table: pa.Table) -> None:
+        """Add the rows of the next batch; write a part if they are enough."""
+        self._tables.append(table)
+        self._batches += 1
+        rows = sum(entry.num_rows for entry in self._tables)
+        size = sum(entry.nbytes for entry in self._tables)
+        if rows >= ROWS or size >= BYTES:
+            self._write()
+
+    def finish(self) -> None:
+        """Write the file from the parts, and remove them."""
+        self._write()
+        parts = self._parts()
+        new = self.out.with_name(f".{self.out.name}")
+        with pq.ParquetWriter(new, pq.read_schema(parts[0])) as writer:
+            for part in parts:
+                writer.write_table(pq.read_table(part))
+        durable.sync(new)
+        new.replace(self.out)
+        durable.sync(self.out.parent)
+        shutil.rmtree(self._folder)
+
+    def _write(self) -> None:
+        if not self._tables:
+            return
+        table = pa.concat_tables(self._tables)
+        part = self._folder / f"{self._batches:010d}.parquet"
+        new = part.with_name(f".{part.name}")
+        pq.write_table(table, new)
+        durable.sync(new)
+        new.replace(part)
+        durable.sync(self._folder)
+        self.batches_done = self._batches
+        self.rows_done += table.num_rows
+        self._tables = []
+
+    def _parts(self) -> list[Path]:
+        return sorted(self._folder.glob("[0-9]*.parquet"))
+
+
+def check_free(out: Path) -> None:
+    """Check that a file does not exist, and can be created.
+
+    Raises:
+        ConfigError: it exists, or its folder does not.
+    """
+    if out.exists():
+        raise ConfigError(KEY, "must be a file that does not exist", str(out))
+    if not out.parent.is_dir():
+        raise ConfigError(KEY, "must lie in a folder that exists", str(out))
+
+
+@contextmanager
+def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
+    """Yield the parts of a file; create their folder, or go on with the parts in it.
+
+    Args:
+        out: the file to write.
+        identity: what the rows are of, as JSON.
+
+    Raises:
+        ConfigError: there are parts of other rows, or another process writes the file.
+    """
+    folder = _folder_of(out)
+    text = json.dumps(identity, indent=1, sort_keys=True) + "\n"
+    folder.mkdir(exist_ok=True)
+    lock = filelock.FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        rule = "must be a file that no other process writes"
+        raise ConfigError(KEY, rule, str(out)) from error
+    try:
+        file = folder / "identity.json"
+        if not file.exists():
+            durable.write_text(file, text)
+        elif file.read_text(encoding="utf-8") != text:
+            rule = f"must be another file, as {folder} has a part of other predictions"
+            raise ConfigError(KEY, rule, str(out))
+        yield PartFiles(out)
+    finally:
+        lock.release()
+
+
+def _folder_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.parts")

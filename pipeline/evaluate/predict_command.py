@@ -1,0 +1,108 @@
+"""`pipeline predict RUN --out FILE`: the outputs, label and loss of each example."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.common.errors import ConfigError, Parser, as_config_error, count, say
+from pipeline.evaluate import command_line, loading, part_files, subject
+from pipeline.evaluate.command_line import SPLITS
+from pipeline.evaluate.part_files import PartFiles
+from pipeline.evaluate.split_checksum import checksum_of
+from pipeline.evaluate.subject import Subject
+
+if TYPE_CHECKING:  # importing this takes seconds
+    from pipeline.components.assembly import Parts
+
+
+def predict(arguments: Sequence[str]) -> int:
+    """Write the outputs, the label and the loss of each example of a split of RUN.
+
+    The same command goes on if it was interrupted. RUN is trusted as by `pipeline
+    evaluate`.
+    """
+    options = _parse(arguments)
+    request = command_line.request_of(options)
+    part_files.check_free(options.out)
+    with (
+        subject.found(request) as run,
+        loading.loaded(run, request) as parts,
+    ):
+        if options.split not in parts.data.splits:
+            existing = list(parts.data.splits)
+            raise ConfigError(
+                "--split", "must be of the dataset", options.split, existing
+            )
+        identity = _identity(run, parts, options.split)
+        with part_files.opened(options.out, identity) as files:
+            if files.rows_done:
+                say(f"goes on after {count(files.rows_done, 'row')}")
+            _write(parts, options.split, files)
+            files.finish()
+    say(
+        f"{count(files.rows_done, 'row')} of the {options.split} split, "
+        f"by {run.name} after update {run.update}, are in {options.out}"
+    )
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="pipeline predict", description=predict.__doc__, allow_abbrev=False
+    )
+    command_line.add_arguments(parser)
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="the Parquet file to write; until it is complete, FILE.parts has its rows",
+    )
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        default=SPLITS[0],
+        help="the split to predict; by default validation",
+    )
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def _identity(run: Subject, parts: "Parts", split: str) -> dict[str, Any]:
+    """Return what the rows of the file are of."""
+    return {
+        "run": run.name,
+        "update": run.update,
+        "split": split,
+        "checksum": checksum_of(parts, split),
+        # A part begins and ends with a batch.
+        "batch_size": parts.plan.batching.effective_batch_size,
+        "precision": parts.spec.config.hardware.precision.name,
+    }
+
+
+def _write(parts: "Parts", split: str, files: PartFiles) -> None:
+    """Predict the batches that the parts do not have yet, one after the other.
+
+    Raises:
+        ConfigError: the model has an output that is no dense tensor.
+    """
+    import tensorflow as tf
+
+    from pipeline.dataset.bad_example import errors_located
+    from pipeline.evaluate import predicted_rows
+
+    batches = parts.evaluation_batches(split)
+    assert batches is not None
+    prediction = parts.prediction()
+    predict_batch = tf.function(
+        lambda batch: prediction(batch), [batches.element_spec], autograph=False
+    )
+    with as_config_error("model", "must predict", parts.model.name):
+        predict_batch.get_concrete_function()
+    first = files.rows_done
+    with errors_located(parts.data, parts.files):
+        for batch in batches.skip(files.batches_done):
+            table = predicted_rows.table_of(batch, predict_batch(batch), first)
+            files.add(table)
+            first += table.num_rows

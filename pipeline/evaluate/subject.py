@@ -1,0 +1,239 @@
+"""Finds the record and the weights of the run that a command line names.
+
+A run directory on this machine is trusted, like your own files. A record from a store
+is not: it passes the gate, and of its model, only the weights are read.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints import files, fork, run_dirs
+from pipeline.checkpoints.files import Checkpoint
+from pipeline.common import recorded as recorded_files
+from pipeline.common.errors import ConfigError, as_config_error
+from pipeline.config import key_kinds, sizes
+from pipeline.config.model_uris import MODEL
+from pipeline.config.overrides import keys_set
+from pipeline.rerun import adapted_config, recorded_run
+from pipeline.rerun.request import Request
+from pipeline.tracking import model_registry, provenance
+from pipeline.tracking.foreign_store import ForeignStore
+from pipeline.tracking.journal_file import DATASET_RECORD, JOURNAL_NAME, Past
+from pipeline.tracking.model_registry import StoredModel
+from pipeline.trust.artifact_locations import confined
+from pipeline.trust.gate import Gate, strict
+
+BEST = "best"
+_ID = re.compile("[0-9a-f]{4,32}")
+_CHOICES = (
+    "a run directory",
+    "the ID of a run, or at least 4 digits of its start",
+    "models:/NAME@ALIAS",
+    "models:/NAME/VERSION",
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run and the weights to evaluate.
+
+    Attributes:
+        run_id: the run's ID in MLflow; empty if no store has the run.
+        run_dir: its run directory, or None if that is not here.
+        weights: the checkpoint, or the model in the store, that has the weights.
+        config: the config to compose with the overrides.
+        dataset: the record of the run's data; empty if it has none.
+        tags: the tags of the run, as far as they are known here.
+        store: the URI of the store of the run.
+        gate: the permissions of the config, or None if it is trusted.
+    """
+
+    run_id: str
+    run_dir: Path | None
+    weights: Checkpoint | StoredModel
+    config: dict[str, Any]
+    dataset: dict[str, Any]
+    tags: Mapping[str, str]
+    store: str
+    gate: Gate | None
+
+    @property
+    def update(self) -> int:
+        """The number of completed updates of the weights."""
+        return self.weights.updates_done
+
+    @property
+    def name(self) -> str:
+        """The run's ID or, if it has none, its directory."""
+        return self.run_id or str(self.run_dir)
+
+    def check_dataset(self, now: dict[str, Any]) -> None:
+        """Check that the data are those of the run.
+
+        Raises:
+            ConfigError: the data differ.
+        """
+        if self.dataset:
+            provenance.check_dataset(self.dataset, now, self.name)
+
+
+@contextmanager
+def found(request: Request) -> Iterator[Subject]:
+    """Yield the subject; within the block, its record may build only what is allowed.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint, or its record is rejected.
+    """
+    name, selected = _parsed(request.run_id)
+    is_model = MODEL.fullmatch(request.run_id) is not None
+    if not is_model and (Path(name) / JOURNAL_NAME).exists():
+        yield _in_run_dir(Path(name).absolute(), selected, request)
+        return
+    if not is_model and not _ID.fullmatch(name):
+        rule = "must name a run"
+        raise ConfigError("RUN", rule, request.run_id, _CHOICES)
+
+    own_config = request.own_config()
+    store = ForeignStore.open(own_config.tracking.uri, own_config.trust.allow)
+    with confined(store.uri, store.places):
+        model = None
+        if is_model:
+            model = model_registry.registered(store, request.run_id, "RUN")
+            name = model.run_id
+        recorded = recorded_run.fetch(store, name)
+        gate = adapted_config.gate_of(request, own_config)
+        recorded = replace(recorded, config=_without_training(recorded.config))
+        config = adapted_config.adapt(
+            recorded, request, own_config, gate, str(own_config.tracking.experiment)
+        )
+        run_dir = run_dirs.by_id("RUN").get(recorded.run_id)
+        weights: Checkpoint | StoredModel
+        if model is not None:
+            weights = model
+        elif run_dir is not None:
+            weights = _checkpoint(run_dir, selected, request.run_id)
+        else:
+            weights = _logged_model(store, recorded.run, selected)
+        subject = Subject(
+            run_id=recorded.run_id,
+            run_dir=run_dir,
+            weights=weights,
+            config=_on_one_replica(config),
+            dataset=recorded.dataset,
+            tags=recorded.run.data.tags,
+            store=store.uri,
+            gate=gate,
+        )
+        with strict(gate):
+            yield subject
+
+
+def _parsed(text: str) -> tuple[str, str]:
+    """Return the run that RUN, RUN@UPDATE or RUN@best names, and the text after `@`."""
+    name, _, selected = text.rpartition("@")
+    is_update = selected.isascii() and selected.isdecimal()
+    if name and (is_update or selected == BEST):
+        return name, selected
+    return text, ""
+
+
+def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
+    """Return the checkpoint of an update, of the best evaluation, or the last one."""
+    if selected == BEST:
+        update = files.best_update(run_dir / "checkpoints")
+        if update is None:
+            rule = "must be a run that keeps its best checkpoint: training.keep_best"
+            raise ConfigError("RUN", rule, text)
+        return files.at(run_dir / "checkpoints" / files.BEST, update)
+    updates_done = int(selected) if selected else None
+    return fork.checkpoint_in(run_dir, text, "RUN", updates_done)
+
+
+def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
+    """Return the model of the selected update that a run has logged, or its last one."""
+    models = model_registry.of_run(store, run, "RUN")
+    if not selected:
+        return models[max(models)]
+    if selected == BEST:
+        # A run without this metric keeps no best checkpoint.
+        update = int(run.data.metrics.get("best/update", -1))
+    else:
+        update = int(selected)
+    if update not in models:
+        rule = "must be of a logged model, as the run directory is not here"
+        raise ConfigError("RUN", rule, selected, list(models))
+    return models[update]
+
+
+def _in_run_dir(run_dir: Path, selected: str, request: Request) -> Subject:
+    past = Past.read(run_dir, running=True)
+    config = _without_training(run_dirs.recorded_config(run_dir, "RUN"))
+    run_dirs.complete(config, past, keys_set(request.overrides))
+    adapted_config.remove_replaced(config, request)
+    if "dataset.data_dir" in request.values:
+        config["dataset"]["data_dir"] = request.values["dataset.data_dir"]
+
+    dataset: dict[str, Any] = {}
+    file = run_dir / DATASET_RECORD
+    if past.described and file.exists():
+        rule = f"must have a {DATASET_RECORD} that can be read"
+        with as_config_error("RUN", rule, str(run_dir), run_dirs.COPY):
+            dataset = recorded_files.read(file, provenance.DATASET)
+    return Subject(
+        run_id=past.run_id,
+        run_dir=run_dir,
+        weights=_checkpoint(run_dir, selected, request.run_id),
+        config=_on_one_replica(config),
+        dataset=dataset,
+        tags=past.tags,
+        store=past.start.store,
+        gate=None,
+    )
+
+
+def _without_training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded config without what only a training uses.
+
+    So nothing of it is built, and none of it has to be trusted.
+    """
+    kept = dict(config)
+    # Without these groups, the schema's defaults apply: no scaling, and a new start.
+    kept.pop("scaling", None)
+    kept.pop("start", None)
+    training = {**(config.get("training") or {}), "callbacks": {}, "resume": None}
+    training.pop("keep_best", None)
+    kept["training"] = training
+    kept["schedule"] = {
+        "_target_": "pipeline.components.optimizer.constant",
+        "learning_rate": 0.0,
+        "clock": "updates",
+    }
+    tracking = config.get("tracking") or {}
+    kept["tracking"] = {**tracking, **key_kinds.outside_a_sweep()}
+    return kept
+
+
+def _on_one_replica(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of one replica, with the batches of the run's first updates."""
+    hardware = dict(config.get("hardware") or {})
+    replicas = hardware.get("replicas", 1) * (hardware.get("workers") or 1)
+    hardware["replicas"] = 1
+    hardware["workers"] = 1
+    accumulation = {**config["accumulation"], "batch_schedule": None}
+    factor = accumulation.get("factor")
+    effective = accumulation.get("effective_batch_size")
+    micro = accumulation.get("micro_batch_size")
+    if effective is not None and micro is None and factor is not None:
+        micro = sizes.ceil_div(sizes.ceil_div(effective, replicas), factor)
+    elif effective is None and isinstance(micro, int) and factor is not None:
+        effective = micro * factor * replicas
+    # The batches of a user's loader have no size in the config.
+    if effective is not None and micro is not None:
+        accumulation["effective_batch_size"] = effective
+        accumulation["micro_batch_size"] = micro
+        accumulation["factor"] = None
+    return {**config, "hardware": hardware, "accumulation": accumulation}

@@ -1,0 +1,284 @@
+"""`pipeline evaluate` and `pipeline predict`: a run with a user's own data and model.
+
+Few processes do most of it, since each loads TensorFlow: one trains the run, and others
+evaluate it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from mlflow.entities import Run
+
+from pipeline.tracking import journal_file
+from tests.running import Store, one_process, pipeline, start, wait
+from tests.shared import place_store
+
+MINE = """
+import time
+from pathlib import Path
+import keras, numpy as np, tensorflow as tf
+from pipeline.dataset import Data
+
+def points(flip=False, slow=False):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(6600, 2)).astype("float32")
+    y = (x[:, 0] > x[:, 1]).astype("int64") ^ int(flip)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    test = data.skip(600)
+    if slow:
+        test = test.enumerate().map(pause)
+    return Data(data.take(200), data.skip(200).take(400), classes=2, test=test)
+
+def pause(number, example):
+    def sleep(number):
+        # Not while the checksum of the data is computed, and not in a second process.
+        if number == 5500 and Path("out.parquet.parts").exists():
+            while not Path("killed").exists():
+                time.sleep(0.01)
+        return number
+    with tf.control_dependencies([tf.numpy_function(sleep, [number], tf.int64)]):
+        return tf.nest.map_structure(tf.identity, example)
+
+def tiny(input_shape, classes):
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Dense(classes)])
+"""
+TRAIN = (
+    "train --config-dir conf experiment=exact dataset=points model=tiny "
+    "hydra.run.dir=run tracking.log_model=false tracking.system_metrics=false "
+    "training.epochs=2 accumulation.effective_batch_size=50 optimizer=sgd "
+    "optimizer.learning_rate=1 +optimizer.use_ema=true +optimizer.ema_momentum=0.8 "
+    "training.evaluate_every=2 training.checkpoint_every=2 "
+    # The loss falls, so that the best checkpoint is not the last one.
+    "'training.keep_best={metric: val/loss, mode: max}'"
+)
+BEST = 2
+LAST = 8
+EQUAL = 1e-12
+
+
+@dataclass(frozen=True)
+class Made:
+    """A folder with a run, what the commands in it answered, and the run at the end."""
+
+    folder: Path
+    store: Store
+    run: Run
+    answers: dict[str, dict]
+
+    @property
+    def run_id(self) -> str:
+        return str(self.run.info.run_id)
+
+    def history(self, key: str) -> dict[int, float]:
+        return self.store.history(self.run, key)
+
+
+def write_own_code(folder: Path) -> None:
+    """Write a user's own code and config groups."""
+    (folder / "conf/dataset").mkdir(parents=True)
+    (folder / "conf/model").mkdir()
+    (folder / "mine.py").write_text(MINE)
+    dataset = "_target_: mine.points\nflip: false\nslow: false\n"
+    (folder / "conf/dataset/points.yaml").write_text(dataset)
+    (folder / "conf/model/tiny.yaml").write_text("_target_: mine.tiny\n")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    write_own_code(folder)
+    place_store(folder)
+    lines = {
+        "train": TRAIN,
+        "only printed": "evaluate run@best --no-log",
+        "best": "evaluate run@best",
+        "again": "evaluate run@best",
+        "last": "evaluate run --split validation",
+        "other data": "evaluate run dataset.flip=true --name flipped",
+        "other data, no name": "evaluate run dataset.flip=true",
+        "another key": "evaluate run optimizer.learning_rate=2",
+        "no such update": "evaluate run@3",
+        "a name of a split": "evaluate run --name test",
+        "replicas": "evaluate run hardware.replicas=2",
+        "predict": "predict run@best --split test --out whole.parquet",
+        "predict again": "predict run@best --split test --out whole.parquet",
+    }
+    answers = one_process(lines, folder)
+    assert answers["train"]["status"] == 0, answers["train"]["err"]
+    store = Store(folder)
+    return Made(folder, store, store.run(), answers)
+
+
+@pytest.fixture(scope="module")
+def made_by_id(made):
+    """The answers to commands that name the run by its ID."""
+    lines = {
+        "by ID": f"evaluate {made.run_id}@{LAST} --allow mine --no-log",
+        "not trusted": f"evaluate {made.run_id}",
+        "same name": "evaluate run dataset.flip=true dataset.slow=true --name flipped",
+    }
+    return one_process(lines, made.folder)
+
+
+@pytest.mark.parametrize(
+    ("answer", "update"), [("best", BEST), ("last", LAST), ("only printed", BEST)]
+)
+def test_a_checkpoint_has_the_results_that_the_run_logged(made, answer, update):
+    """The run averages its weights, which an evaluation uses and a checkpoint keeps."""
+    assert made.answers[answer]["status"] == 0, made.answers[answer]["err"]
+    for metric in ("loss", "accuracy"):
+        logged = made.history(f"val/{metric}")[update]
+        evaluated = made.history(f"eval/validation/{metric}")
+        assert set(evaluated) == {BEST, LAST}
+        assert evaluated[update] == pytest.approx(logged, rel=EQUAL)
+        # A control: another checkpoint has other results.
+        assert evaluated[BEST] != pytest.approx(evaluated[LAST], rel=1e-6)
+    assert f"{made.history('val/loss')[update]:.6g}" in made.answers[answer]["out"]
+
+
+def test_the_test_split_is_that_of_the_best_checkpoint(made):
+    (tested,) = made.history("test/loss").values()
+    assert made.history("eval/test/loss") == {BEST: pytest.approx(tested, rel=EQUAL)}
+
+
+def test_what_is_only_printed_leaves_nothing(made):
+    assert made.answers["only printed"]["changed"] == []
+    assert made.answers["only printed"]["out"] == made.answers["best"]["out"]
+
+
+def test_an_evaluation_is_logged_once(made):
+    assert "is logged after update 2 already" in made.answers["again"]["err"]
+    assert made.answers["again"]["changed"] == []
+    assert made.run.info.status == "FINISHED"
+
+
+def test_other_data_have_a_name_of_their_own(made):
+    assert made.answers["other data"]["status"] == 0
+    # Each label is the other one.
+    accuracy = made.history("eval/flipped-validation/accuracy")[LAST]
+    assert accuracy == pytest.approx(1 - made.history("val/accuracy")[LAST], rel=EQUAL)
+    assert LAST in made.history("eval/flipped-test/loss")
+
+
+@pytest.mark.slow
+def test_by_its_id_a_run_is_read_from_the_store(made, made_by_id):
+    answer = made_by_id["by ID"]
+    assert answer["status"] == 0, answer["err"]
+    assert f"{made.history('val/loss')[LAST]:.6g}" in answer["out"]
+    answer = made_by_id["not trusted"]
+    assert answer["status"] == 2
+    assert "mine.points" in answer["err"]
+    assert answer["changed"] == []
+
+
+@pytest.mark.slow
+def test_another_evaluation_under_the_same_name_is_refused(made_by_id):
+    answer = made_by_id["same name"]
+    assert answer["status"] == 2
+    assert "--name must be another name" in answer["err"]
+    assert answer["changed"] == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "key", "rule"),
+    [
+        ("other data, no name", "--name", "must be given"),
+        ("a name of a split", "--name", "must not be the name of a split"),
+        ("another key", "optimizer.learning_rate", "must be left out"),
+        ("replicas", "hardware.replicas", "must be left out"),
+        ("no such update", "RUN", "must name an update whose checkpoint is there"),
+        ("predict again", "--out", "must be a file that does not exist"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_line(made, answer, key, rule):
+    result = made.answers[answer]
+    assert result["status"] == 2
+    assert key in result["err"].splitlines()[-1]
+    assert rule in result["err"].splitlines()[-1]
+    assert result["changed"] == []
+
+
+@pytest.mark.slow
+def test_a_run_that_is_running_is_not_written_to(made, tmp_path):
+    """Its own process holds the lock of the journal, as this test does here."""
+    shutil.copytree(made.folder / "run", tmp_path / "run")
+    journal = tmp_path / "run/journal.jsonl"
+    before = journal.read_bytes()
+    descriptor = os.open(journal, os.O_RDWR)
+    assert journal_file.lock(descriptor, journal_file.WRITER)
+    result = pipeline("evaluate", "run", cwd=tmp_path, status=2)
+    os.close(descriptor)
+    assert "is still running: with --no-log, its results are printed" in result.stderr
+    assert journal.read_bytes() == before
+
+
+def test_predictions_have_a_row_for_each_example(made):
+    table = pq.read_table(made.folder / "whole.parquet")
+    assert table.column_names == ["position", "output", "label", "loss"]
+    assert table["position"].to_pylist() == list(range(6000))
+    outputs = np.array(table["output"].to_pylist())
+    labels = np.array(table["label"])
+    assert outputs.shape == (6000, 2)
+    losses = np.log(np.exp(outputs).sum(axis=1)) - outputs[range(6000), labels]
+    np.testing.assert_allclose(table["loss"], losses, EQUAL, 1e-14)
+    (tested,) = made.history("test/loss").values()
+    assert np.mean(table["loss"]) == pytest.approx(tested, rel=EQUAL)
+
+
+@pytest.mark.slow
+def test_predictions_go_on_after_a_kill(made, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(made.folder, folder, ignore=shutil.ignore_patterns("*.parquet"))
+    line = ("predict", "run@best", "--split", "test", "--out", "out.parquet")
+    slow = (*line, "dataset.slow=true")
+    process = start(*slow, cwd=folder)
+    parts = folder / "out.parquet.parts"
+    wait(lambda: list(parts.glob("[0-9]*.parquet")))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    (folder / "killed").touch()
+    (written,) = parts.glob("[0-9]*.parquet")
+    assert pq.read_metadata(written).num_rows < 6000
+    assert not (folder / "out.parquet").exists()
+
+    other = pipeline("predict", "run", *line[2:], cwd=folder, status=2)
+    assert "has a part of other predictions" in other.stderr
+
+    result = pipeline(*slow, cwd=folder)
+    assert "goes on after 4100 rows" in result.stderr
+    assert not parts.exists()
+    whole = pq.read_table(made.folder / "whole.parquet")
+    assert pq.read_table(folder / "out.parquet").equals(whole)
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_shipped_once_the_store_answers(tmp_path):
+    """The run was trained, and is evaluated, without a store."""
+    write_own_code(tmp_path)
+    place_store(tmp_path)
+    away = "tracking.uri=http://127.0.0.1:9 tracking.patience=1"
+    lines = {
+        "train": f"{TRAIN} {away} tracking.when_unreachable=offline",
+        "evaluate": "evaluate run@best tracking.patience=1 --split validation",
+        "again": "evaluate run@best tracking.patience=1 --split validation",
+        "sync": "sync run tracking.uri=sqlite:///mlruns/mlflow.db",
+        "sync again": "sync run tracking.uri=sqlite:///mlruns/mlflow.db",
+    }
+    answers = one_process(lines, tmp_path)
+    statuses = [answer["status"] for answer in answers.values()]
+    assert statuses == [4, 4, 0, 0, 0], answers
+    store = Store(tmp_path)
+    run = store.run()
+    assert run.info.status == "FINISHED"
+    logged = store.history(run, "val/loss")[BEST]
+    evaluated = store.history(run, "eval/validation/loss")
+    assert evaluated == {BEST: pytest.approx(logged, rel=EQUAL)}
+    assert "eval.validation.2" in run.data.tags
