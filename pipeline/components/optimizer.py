@@ -13,7 +13,7 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, as_config_error
-from pipeline.components import scaling, stage_rates
+from pipeline.components import excluded_variables, scaling, stage_rates
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
@@ -83,6 +83,29 @@ def build(
     if spec.config.hardware.precision.name == "mixed_float16" and not has_loss_scale:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer, line
+
+
+def build_variables(
+    optimizer: keras.optimizers.Optimizer,
+    spec: RunSpec,
+    variables: Sequence[keras.Variable],
+) -> None:
+    """Create the optimizer's variables, without weight decay where the config says so.
+
+    Args:
+        optimizer: the optimizer, not built.
+        spec: the spec of the run.
+        variables: the trainable variables of the model.
+
+    Raises:
+        ConfigError: `optimizer.exclude_from_decay` does not fit the optimizer or the
+            model, or Muon's `exclude_layers` does not fit the model.
+    """
+    patterns = spec.resolved["optimizer"].get(excluded_variables.FROM_DECAY, ())
+    inner = _inner(optimizer)
+    excluded_variables.exclude_from_decay(inner, patterns, variables)
+    excluded_variables.check_layers_without_muon(inner, variables)
+    optimizer.build(variables)
 
 
 def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> Any:
@@ -219,10 +242,12 @@ def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
     Raises:
         ConfigError: the target is not an optimizer, or would accumulate gradients.
     """
+    arguments = node.copy()
+    arguments.pop(excluded_variables.FROM_DECAY, None)
     # Place the update counter on the CPU: the schedule reads the counter on the host,
     # and would otherwise wait for the GPU.
     with tf.device("CPU:0"):
-        optimizer = instantiate.build(node, "optimizer", learning_rate=rate)
+        optimizer = instantiate.build(arguments, "optimizer", learning_rate=rate)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         rule = "must name a keras.optimizers.Optimizer"
         raise ConfigError("optimizer._target_", rule, node.get("_target_"))
