@@ -21,7 +21,13 @@ from pipeline.trust import instantiate
 
 # The minimum of each length in a schedule, in updates. A warm-up must also be no longer
 # than the horizon.
-_LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
+_LEAST = {
+    "warmup": 0,
+    "warmup_steps": 0,
+    "decay_steps": 1,
+    "first_decay_steps": 1,
+    "total_steps": 1,
+}
 # Parameters of schedules that are learning rates.
 _RATES = {
     "end_learning_rate",
@@ -203,6 +209,59 @@ class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         return {"learning_rate": self.learning_rate, "warmup_steps": self.warmup_steps}
+
+
+@keras.saving.register_keras_serializable("pipeline")
+class WarmupStableDecay(keras.optimizers.schedules.LearningRateSchedule):
+    """rate · max(0, min(1, (u + 1)/w, (t − u)/d)) for u completed updates.
+
+    The rate rises over w updates, is stable, and falls over the last d of t updates. The
+    update before t is the last one that changes anything: its rate is 1/d.
+
+    Warm-up, stable, decay (WSD): Hu et al. 2024 (arXiv:2404.06395, section 4). A linear
+    decay over a fifth of the updates: Hägele et al. 2024 (arXiv:2405.18392, section 3).
+
+    Args:
+        learning_rate: the rate between the warm-up and the decay.
+        warmup_steps: w, in updates; 0 if there is no warm-up.
+        decay_steps: d, in updates, at least 1.
+        total_steps: t, the number of updates after which the rate is zero, at least 1.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        warmup_steps: int,
+        decay_steps: int,
+        total_steps: int,
+    ):
+        if warmup_steps < 0:
+            rule = "warmup_steps must be at least 0"
+            raise ValueError(f"{rule}. Received: {warmup_steps}")
+        if decay_steps < 1 or total_steps < 1:
+            rule = "decay_steps and total_steps must be at least 1"
+            raise ValueError(f"{rule}. Received: {decay_steps} and {total_steps}")
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
+        self.decay_steps = decay_steps
+        self.total_steps = total_steps
+
+    def __call__(self, step: Any) -> Any:
+        rate = ops.convert_to_tensor(self.learning_rate, keras.config.floatx())
+        done = ops.cast(step, rate.dtype)
+        warmup = ops.cast(max(1, self.warmup_steps), rate.dtype)
+        decay = ops.cast(self.decay_steps, rate.dtype)
+        total = ops.cast(self.total_steps, rate.dtype)
+        share = ops.minimum((done + 1) / warmup, (total - done) / decay)
+        return rate * ops.clip(share, 0, 1)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "learning_rate": self.learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.decay_steps,
+            "total_steps": self.total_steps,
+        }
 
 
 def _inner(optimizer: Any) -> Any:

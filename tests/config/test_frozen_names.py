@@ -63,6 +63,12 @@ TARGETS = {
         "learning_rate",
         "warmup_steps",
     ],
+    "pipeline.components.optimizer.WarmupStableDecay": [
+        "learning_rate",
+        "warmup_steps",
+        "decay_steps",
+        "total_steps",
+    ],
     "pipeline.components.optimizer.constant": ["learning_rate"],
     "pipeline.config.compose.RunFolders": [],
     "pipeline.dataset.augmentation.Flip": [],
@@ -103,6 +109,7 @@ SAVED_CLASSES = {
     "pipeline>InverseSquareRoot": optimizer.InverseSquareRoot,
     "pipeline>Scaled": scaling.Scaled,
     "pipeline>StageRates": stage_rates.StageRates,
+    "pipeline>WarmupStableDecay": optimizer.WarmupStableDecay,
 }
 
 
