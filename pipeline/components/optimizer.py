@@ -301,6 +301,8 @@ def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
     Raises:
         ConfigError: the target is not an optimizer, or would accumulate gradients.
     """
+    if callable(rate) and keras.config.floatx() == "float64":
+        rate = scaling.InFloatx(rate)
     arguments = node.copy()
     arguments.pop(excluded_variables.FROM_DECAY, None)
     # Place the update counter on the CPU: the schedule reads the counter on the host,

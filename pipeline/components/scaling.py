@@ -140,6 +140,24 @@ class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 @keras.saving.register_keras_serializable("pipeline")
+class InFloatx(DerivedSchedule):
+    """The rate of another schedule in Keras' floatx, the precision of the weights.
+
+    Keras' own schedules are computed in float32. Its optimizers cast the rate, except
+    for Muon, which fails in float64.
+
+    Args:
+        schedule: the other schedule.
+    """
+
+    def __init__(self, schedule: Any):
+        self.schedule = schedule
+
+    def __call__(self, step: Any) -> Any:
+        return ops.cast(self.rate(step), keras.config.floatx())
+
+
+@keras.saving.register_keras_serializable("pipeline")
 class Scaled(DerivedSchedule):
     """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)) for update u.
 

@@ -72,6 +72,43 @@ def test_every_ready_optimizer_builds(name):
         assert getattr(made, key) == config.optimizer[key]
 
 
+def test_muon_takes_the_rate_of_any_schedule_in_float64(float64):
+    """Keras computes the rate in float32, and Muon alone does not cast it."""
+    weights = keras.Variable(np.ones((3, 2)), dtype="float64")
+    made = build(compose("optimizer=muon", "schedule=cosine"), 128)
+    made.build([weights])
+    optimizer.check(made, [weights])
+    in_float32 = optimizer.build_schedule(compose("schedule=cosine").schedule, HORIZON)
+    assert float(made.learning_rate) == float(in_float32(0))
+
+    again = keras.optimizers.schedules.deserialize(
+        keras.optimizers.schedules.serialize(made._learning_rate)
+    )
+    assert float(again(3)) == float(made._learning_rate(3))
+
+    # The control: Keras' own.
+    plain = keras.optimizers.Muon(in_float32)
+    plain.build([weights])
+    with pytest.raises(ConfigError, match="must be able to apply a gradient"):
+        optimizer.check(plain, [weights])
+
+
+def test_adafactor_survives_inputs_and_units_that_are_always_zero():
+    gradient = np.full((4, 4), 1e-2, "float32")
+    gradient[0] = 0  # of an input
+    gradient[:, 0] = 0  # of a unit
+
+    def stepped(*overrides):
+        weights = keras.Variable(np.ones((4, 4)), dtype="float32")
+        made = build(compose("optimizer=adafactor", *overrides), 128)
+        made.build([weights])
+        made.apply([tf.constant(gradient)], [weights])
+        return weights.numpy()
+
+    assert np.isfinite(stepped()).all()
+    assert np.isnan(stepped("optimizer.epsilon_1=1e-30")).any()  # as Keras has it
+
+
 def test_half_precision_gets_a_loss_scale():
     made = build(compose("hardware.precision=mixed_float16", "optimizer=adamw"), 128)
     assert type(made) is keras.optimizers.LossScaleOptimizer

@@ -107,6 +107,7 @@ SAVED_CLASSES = {
     "accumulation>AccumulatingOptimizer": accumulation.AccumulatingOptimizer,
     "pipeline>BitsPerToken": metrics.BitsPerToken,
     "pipeline>InverseSquareRoot": optimizer.InverseSquareRoot,
+    "pipeline>InFloatx": scaling.InFloatx,
     "pipeline>Scaled": scaling.Scaled,
     "pipeline>StageRates": stage_rates.StageRates,
     "pipeline>WarmupStableDecay": optimizer.WarmupStableDecay,
