@@ -404,7 +404,11 @@ class Update:
                 f"no gradient reaches any trainable variable of {self.model.name!r}: the "
                 "loss depends on none of them"
             )
-        norm = tf.linalg.global_norm(present)
+        # Keras' LoRA has variables in float32 whatever the precision of their layer.
+        widest = max((gradient.dtype for gradient in present), key=_bytes_of)
+        norm = tf.linalg.global_norm(
+            [tf.cast(gradient, widest) for gradient in present]
+        )
         if self._scale_loss is None:
             return norm, tf.ones((), norm.dtype)
         scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
@@ -513,3 +517,7 @@ class Update:
 
 def _without_gradients(sums: GradientSums) -> GradientSums:
     return sums._replace(gradient_sums=(), weights=(), statistics_steps=())
+
+
+def _bytes_of(dtype: tf.DType) -> int:
+    return dtype.size

@@ -385,6 +385,9 @@ def _without_new_keys(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
     is_default_clock = spec.resolved["schedule"].get("clock") == "updates"
     if is_default_clock and CLOCK not in leaves(recorded):
         new_keys.append(CLOCK)
+    excludes_none = spec.resolved["optimizer"].get("exclude_from_decay") == []
+    if excludes_none and "exclude_from_decay" not in recorded["optimizer"]:
+        new_keys.append("optimizer.exclude_from_decay")
     if not new_keys:
         return spec
     return spec.changed({}, without=new_keys)

@@ -452,7 +452,7 @@ def _build_network(
         objective.compile(
             goal, network, built_optimizer, checked.labels, checked.outputs
         )
-        built_optimizer.build(network.trainable_variables)
+        optimizer.build_variables(built_optimizer, spec, network.trainable_variables)
     # Updates run outside the strategy's scope, so this check does too.
     optimizer.check(built_optimizer, network.trainable_variables)
     return _Network(network, goal, checked.outputs, batch[0], scaling, notes)

@@ -13,7 +13,7 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, as_config_error
-from pipeline.components import scaling, stage_rates
+from pipeline.components import excluded_variables, scaling, stage_rates
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
@@ -21,7 +21,13 @@ from pipeline.trust import instantiate
 
 # The minimum of each length in a schedule, in updates. A warm-up must also be no longer
 # than the horizon.
-_LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
+_LEAST = {
+    "warmup": 0,
+    "warmup_steps": 0,
+    "decay_steps": 1,
+    "first_decay_steps": 1,
+    "total_steps": 1,
+}
 # Parameters of schedules that are learning rates.
 _RATES = {
     "end_learning_rate",
@@ -83,6 +89,29 @@ def build(
     if spec.config.hardware.precision.name == "mixed_float16" and not has_loss_scale:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer, line
+
+
+def build_variables(
+    optimizer: keras.optimizers.Optimizer,
+    spec: RunSpec,
+    variables: Sequence[keras.Variable],
+) -> None:
+    """Create the optimizer's variables, without weight decay where the config says so.
+
+    Args:
+        optimizer: the optimizer, not built.
+        spec: the spec of the run.
+        variables: the trainable variables of the model.
+
+    Raises:
+        ConfigError: `optimizer.exclude_from_decay` does not fit the optimizer or the
+            model, or Muon's `exclude_layers` does not fit the model.
+    """
+    patterns = spec.resolved["optimizer"].get(excluded_variables.FROM_DECAY, ())
+    inner = _inner(optimizer)
+    excluded_variables.exclude_from_decay(inner, patterns, variables)
+    excluded_variables.check_layers_without_muon(inner, variables)
+    optimizer.build(variables)
 
 
 def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> Any:
@@ -182,6 +211,59 @@ class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
         return {"learning_rate": self.learning_rate, "warmup_steps": self.warmup_steps}
 
 
+@keras.saving.register_keras_serializable("pipeline")
+class WarmupStableDecay(keras.optimizers.schedules.LearningRateSchedule):
+    """rate · max(0, min(1, (u + 1)/w, (t − u)/d)) for u completed updates.
+
+    The rate rises over w updates, is stable, and falls over the last d of t updates. The
+    update before t is the last one that changes anything: its rate is 1/d.
+
+    Warm-up, stable, decay (WSD): Hu et al. 2024 (arXiv:2404.06395, section 4). A linear
+    decay over a fifth of the updates: Hägele et al. 2024 (arXiv:2405.18392, section 3).
+
+    Args:
+        learning_rate: the rate between the warm-up and the decay.
+        warmup_steps: w, in updates; 0 if there is no warm-up.
+        decay_steps: d, in updates, at least 1.
+        total_steps: t, the number of updates after which the rate is zero, at least 1.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        warmup_steps: int,
+        decay_steps: int,
+        total_steps: int,
+    ):
+        if warmup_steps < 0:
+            rule = "warmup_steps must be at least 0"
+            raise ValueError(f"{rule}. Received: {warmup_steps}")
+        if decay_steps < 1 or total_steps < 1:
+            rule = "decay_steps and total_steps must be at least 1"
+            raise ValueError(f"{rule}. Received: {decay_steps} and {total_steps}")
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
+        self.decay_steps = decay_steps
+        self.total_steps = total_steps
+
+    def __call__(self, step: Any) -> Any:
+        rate = ops.convert_to_tensor(self.learning_rate, keras.config.floatx())
+        done = ops.cast(step, rate.dtype)
+        warmup = ops.cast(max(1, self.warmup_steps), rate.dtype)
+        decay = ops.cast(self.decay_steps, rate.dtype)
+        total = ops.cast(self.total_steps, rate.dtype)
+        share = ops.minimum((done + 1) / warmup, (total - done) / decay)
+        return rate * ops.clip(share, 0, 1)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "learning_rate": self.learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.decay_steps,
+            "total_steps": self.total_steps,
+        }
+
+
 def _inner(optimizer: Any) -> Any:
     """Return the optimizer inside a `LossScaleOptimizer`, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
@@ -219,10 +301,14 @@ def _instantiated(node: DictConfig, rate: Any) -> keras.optimizers.Optimizer:
     Raises:
         ConfigError: the target is not an optimizer, or would accumulate gradients.
     """
+    if callable(rate) and keras.config.floatx() == "float64":
+        rate = scaling.InFloatx(rate)
+    arguments = node.copy()
+    arguments.pop(excluded_variables.FROM_DECAY, None)
     # Place the update counter on the CPU: the schedule reads the counter on the host,
     # and would otherwise wait for the GPU.
     with tf.device("CPU:0"):
-        optimizer = instantiate.build(node, "optimizer", learning_rate=rate)
+        optimizer = instantiate.build(arguments, "optimizer", learning_rate=rate)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         rule = "must name a keras.optimizers.Optimizer"
         raise ConfigError("optimizer._target_", rule, node.get("_target_"))

@@ -80,7 +80,7 @@ def rescale(
       examples: Marek et al. 2025 (arXiv:2507.07101).
     - `timescale`: weight decay λ × κ, or × √κ if the learning rate η is × √κ. This
       keeps B/(ηλD) for batches of B out of D examples: Wang and Aitchison 2024
-      (arXiv:2405.13698).
+      (arXiv:2405.13698). Muon has two weight decays.
     - any rule, with `scaling.ema`: the momentum of weight averaging ρ → ρ^κ: Busbridge
       et al. 2023 (arXiv:2307.13813).
 
@@ -140,6 +140,24 @@ class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 @keras.saving.register_keras_serializable("pipeline")
+class InFloatx(DerivedSchedule):
+    """The rate of another schedule in Keras' floatx, the precision of the weights.
+
+    Keras' own schedules are computed in float32. Its optimizers cast the rate, except
+    for Muon, which fails in float64.
+
+    Args:
+        schedule: the other schedule.
+    """
+
+    def __init__(self, schedule: Any):
+        self.schedule = schedule
+
+    def __call__(self, step: Any) -> Any:
+        return ops.cast(self.rate(step), keras.config.floatx())
+
+
+@keras.saving.register_keras_serializable("pipeline")
 class Scaled(DerivedSchedule):
     """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)) for update u.
 
@@ -192,8 +210,18 @@ def _check_optimizer(optimizer: Any, rule: Rule) -> None:
     raise ConfigError("scaling.rule", message, f"{rule.name} for {name}")
 
 
-def _decays_weights(optimizer: Any) -> bool:
-    return isinstance(optimizer.weight_decay, int | float)
+def weight_decays(optimizer: Any) -> dict[str, float]:
+    """Return the optimizer's arguments that are weight decays, by name.
+
+    Muon has a second one for the variables that take Adam's step. The result is empty
+    for an optimizer that does not decay weights.
+    """
+    decays = {}
+    for name in ("weight_decay", "adam_weight_decay"):
+        decay = getattr(optimizer, name, None)
+        if isinstance(decay, int | float):
+            decays[name] = decay
+    return decays
 
 
 def _timescale(
@@ -204,11 +232,12 @@ def _timescale(
     Raises:
         ConfigError: the optimizer has no weight decay.
     """
-    if not _decays_weights(optimizer):
+    decays = weight_decays(optimizer)
+    if not decays:
         message = "must be a number for scaling.rule=timescale"
         raise ConfigError("optimizer.weight_decay", message, None)
     factor = math.sqrt(kappa) if scaling.rate == "sqrt" else kappa
-    return {"weight_decay": optimizer.weight_decay * factor}
+    return {name: decay * factor for name, decay in decays.items()}
 
 
 def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
@@ -241,6 +270,6 @@ def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
             raise ConfigError(f"optimizer.{name}", message, before)
 
     arguments["epsilon"] = epsilon
-    if _decays_weights(optimizer):
-        arguments["weight_decay"] = optimizer.weight_decay * root
+    for name, decay in weight_decays(optimizer).items():
+        arguments[name] = decay * root
     return arguments

@@ -335,6 +335,21 @@ def _are_indices(node: Any) -> bool:
     return all(_is_index(index) for index in indices)
 
 
+def _are_patterns(node: Any) -> bool:
+    """Return whether a node is a list of regular expressions that are not empty."""
+    if not isinstance(node, ListConfig):
+        return False
+    patterns: Any = OmegaConf.to_container(node, resolve=True)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            return False
+        try:
+            re.compile(pattern)
+        except re.error:
+            return False
+    return True
+
+
 def _are_class_weights(node: Any) -> bool:
     """Return whether a node is null, or maps class indices to weights of at least 0."""
     if node is None:
@@ -384,6 +399,10 @@ _EVALUATION_INTERVAL = Check(
     "a positive number of updates, 'epoch', or a part of it such as 'epoch/4'",
     _is_evaluation_interval,
 )
+_PATTERNS = Check(
+    "a list of regular expressions for paths of variables, such as [bias, norm]",
+    _are_patterns,
+)
 
 # Other values are rejected, as Keras mostly accepts them without a warning, and then
 # does not clip, or diverges.
@@ -398,10 +417,21 @@ _KERAS_OPTIMIZER_CHECKS = {
     "optimizer.ema_momentum": _SHARE,
     "optimizer.epsilon": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE.or_null(),
+    "optimizer.adam_beta_1": _SHARE,
+    "optimizer.adam_beta_2": _SHARE,
+    "optimizer.adam_lr_ratio": _NOT_NEGATIVE,
+    "optimizer.adam_weight_decay": _NOT_NEGATIVE.or_null(),
+    "optimizer.ns_steps": _COUNT,
+    "optimizer.rms_rate": _POSITIVE.or_null(),
+    "optimizer.exclude_layers": _PATTERNS.or_null(),
+    "optimizer.epsilon_1": _NOT_NEGATIVE,
+    "optimizer.epsilon_2": _NOT_NEGATIVE,
+    "optimizer.clip_threshold": _POSITIVE,
 }
 # The checks are made in this order, and the first that fails is reported.
 _CHECKS = {
     "optimizer.learning_rate": _POSITIVE,
+    "optimizer.exclude_from_decay": _PATTERNS,
     "schedule.decay_rate": _POSITIVE,
     "tracking.patience": _POSITIVE,
     "tracking.log_every": _COUNT,

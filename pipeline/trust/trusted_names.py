@@ -35,6 +35,7 @@ BUILDERS = {
     "pipeline.components.model.tabular",
     "pipeline.components.metrics.BitsPerToken",
     "pipeline.components.optimizer.InverseSquareRoot",
+    "pipeline.components.optimizer.WarmupStableDecay",
     "pipeline.components.optimizer.constant",
 }
 

@@ -180,10 +180,13 @@ def perturbed(model: keras.Model) -> Iterator[None]:
 
 
 def unit(computation: Computation) -> float:
-    """Return the unit roundoff of the lowest precision of any layer or loss."""
+    """Return the unit roundoff of the lowest precision of any layer, weight or loss."""
     dtypes = {"float64"}
     for layer in internals.layers_of(computation.model):
         dtypes.add(layer.compute_dtype)
+    # Keras' LoRA keeps its weights in float32 in a model of float64, too.
+    for variable in computation.model.trainable_variables:
+        dtypes.add(variable.dtype)
     for loss in tf.nest.flatten(computation.objective.loss):
         if loss is not None:
             dtypes.add(loss.dtype)

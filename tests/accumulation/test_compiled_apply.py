@@ -64,11 +64,18 @@ def by_kernels() -> keras.optimizers.Optimizer:
     return optimizers.MultiOptimizer(optimizers.OptimizerMap(of_keras("SGD")(), inner))
 
 
+def without_decay_of_biases() -> keras.optimizers.Optimizer:
+    optimizer = of_keras("AdamW", weight_decay=0.5)()
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
 VARIANTS = {name: Variant(of_keras(name)) for name in matrix.OPTIMIZERS} | {
     "average": Variant(
         of_keras("AdamW", use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3)
     ),
     "decay": Variant(of_keras("SGD", weight_decay=0.1)),
+    "decay of kernels": Variant(without_decay_of_biases),
     "clipnorm": Variant(of_keras("Adam", clipnorm=0.05)),
     "clipvalue": Variant(of_keras("Adam", clipvalue=0.01)),
     "global clipnorm": Variant(of_keras("AdamW", global_clipnorm=0.05)),

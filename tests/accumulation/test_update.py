@@ -515,6 +515,40 @@ def test_peak_memory_does_not_grow_with_the_factor():
     assert large > 1.3 * one
 
 
+def test_weights_of_lora_are_trained_in_float32_in_a_model_of_float64(float64):
+    """Keras keeps them so; the norm is over weights of both precisions."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    adapted = layers.Dense(3)
+    model = keras.Model(inputs, layers.Dense(2)(adapted(inputs)))
+    adapted.enable_lora(2, b_initializer="ones")
+    assert {variable.dtype for variable in model.trainable_variables} == {
+        "float32",
+        "float64",
+    }
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    random = np.random.default_rng(0)
+    x = tf.constant(random.normal(size=(10, 4)))
+    y = tf.constant(random.integers(0, 2, 10))
+    with tf.GradientTape() as tape:
+        value = loss(y, model(x, training=True))
+    weights = [variable.value for variable in model.trainable_variables]
+    whole = tape.gradient(value, weights)
+    squares = [np.sum(np.square(gradient, dtype="float64")) for gradient in whole]
+
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build(model.trainable_variables)
+    before = [variable.numpy() for variable in model.trainable_variables]
+    results = tf.function(Update(model, loss, optimizer, 3).__call__)((x, y))
+    # By rounding of float32: 2⁻²⁴ = 6e-8.
+    assert float(results["gradient_norm"]) == pytest.approx(
+        np.sqrt(np.sum(squares)), rel=1e-6
+    )
+    trained = [variable.numpy() for variable in model.trainable_variables]
+    for start, end, gradient in zip(before, trained, whole, strict=True):
+        np.testing.assert_allclose(end, start - 0.5 * gradient.numpy(), atol=1e-6)
+
+
 def test_dir_lists_what_is_public():
     assert dir(accumulation) == sorted(accumulation.__all__)
     assert "update" in vars(accumulation)  # a module, which is not

@@ -25,6 +25,7 @@ HORIZON = 120  # updates
         pytest.param("exponential", marks=pytest.mark.slow),
         pytest.param("inverse_sqrt", marks=pytest.mark.slow),
         pytest.param("piecewise", marks=pytest.mark.slow),
+        pytest.param("wsd", marks=pytest.mark.slow),
     ],
 )
 def test_the_learning_rate_is_the_one_used(precision, schedule):

@@ -105,7 +105,9 @@ def test_help_of_train_lists_the_groups_and_their_options(installed):
         "breast_cancer, cifar10, diabetes, digits, digits_shifted, mnist, tfds, topics"
     )
     assert f"dataset: {datasets}" in out
-    assert "optimizer: adam, adamw, lion, momentum, rmsprop, sgd" in out
+    assert (
+        "optimizer: adafactor, adam, adamw, lion, momentum, muon, rmsprop, sgd" in out
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,10 @@ def test_help_of_train_shows_twelve_keys_and_how_to_see_all(capsys):
     ) in out
     assert "  optimizer.learning_rate=0.01\n      the highest rate of" in out
     assert "  hardware.precision=float32\n      (float32 | float64 | mixed_b" in out
-    assert "\n  optimizer: adam, adamw, lion, momentum, rmsprop, sgd\n" in out
+    assert (
+        "\n  optimizer: adafactor, adam, adamw, lion, momentum, muon, rmsprop, sgd\n"
+        in out
+    )
     assert "pipeline train --cfg job " in out
     assert "docs/config_reference.md " in out
     assert "batch_schedule" not in out

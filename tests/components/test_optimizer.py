@@ -47,10 +47,12 @@ def rates(*overrides):
 
 READY = sorted(path.stem for path in Path(directory(), "optimizer").glob("*.yaml"))
 EXPECTED = {
+    "adafactor": keras.optimizers.Adafactor,
     "adam": keras.optimizers.Adam,
     "adamw": keras.optimizers.AdamW,
     "lion": keras.optimizers.Lion,
     "momentum": keras.optimizers.SGD,
+    "muon": keras.optimizers.Muon,
     "rmsprop": keras.optimizers.RMSprop,
     "sgd": keras.optimizers.SGD,
 }
@@ -65,8 +67,46 @@ def test_every_ready_optimizer_builds(name):
     assert type(made) is EXPECTED[name]
     assert made.global_clipnorm == 0.5
     assert float(made.learning_rate) == np.float32(config.optimizer.learning_rate)
-    for key in set(config.optimizer) - {"_target_", "learning_rate"}:
+    ours = {"_target_", "learning_rate", "exclude_from_decay"}
+    for key in set(config.optimizer) - ours:
         assert getattr(made, key) == config.optimizer[key]
+
+
+def test_muon_takes_the_rate_of_any_schedule_in_float64(float64):
+    """Keras computes the rate in float32, and Muon alone does not cast it."""
+    weights = keras.Variable(np.ones((3, 2)), dtype="float64")
+    made = build(compose("optimizer=muon", "schedule=cosine"), 128)
+    made.build([weights])
+    optimizer.check(made, [weights])
+    in_float32 = optimizer.build_schedule(compose("schedule=cosine").schedule, HORIZON)
+    assert float(made.learning_rate) == float(in_float32(0))
+
+    again = keras.optimizers.schedules.deserialize(
+        keras.optimizers.schedules.serialize(made._learning_rate)
+    )
+    assert float(again(3)) == float(made._learning_rate(3))
+
+    # The control: Keras' own.
+    plain = keras.optimizers.Muon(in_float32)
+    plain.build([weights])
+    with pytest.raises(ConfigError, match="must be able to apply a gradient"):
+        optimizer.check(plain, [weights])
+
+
+def test_adafactor_survives_inputs_and_units_that_are_always_zero():
+    gradient = np.full((4, 4), 1e-2, "float32")
+    gradient[0] = 0  # of an input
+    gradient[:, 0] = 0  # of a unit
+
+    def stepped(*overrides):
+        weights = keras.Variable(np.ones((4, 4)), dtype="float32")
+        made = build(compose("optimizer=adafactor", *overrides), 128)
+        made.build([weights])
+        made.apply([tf.constant(gradient)], [weights])
+        return weights.numpy()
+
+    assert np.isfinite(stepped()).all()
+    assert np.isnan(stepped("optimizer.epsilon_1=1e-30")).any()  # as Keras has it
 
 
 def test_half_precision_gets_a_loss_scale():
@@ -82,6 +122,7 @@ RATES = {
     "exponential": {0: 1.0, 66: 0.1, 132: 0.01},  # 33% are 66 updates
     "inverse_sqrt": {0: 0.1, 4: 0.5, 9: 1.0, 39: 0.5, 159: 0.25},  # √(10/40), √(10/160)
     "piecewise": {0: 1.0, 100: 1.0, 101: 0.1, 150: 0.1, 151: 0.01},
+    "wsd": {0: 0.1, 9: 1.0, 160: 1.0, 180: 0.5, 199: 0.025, 200: 0.0},  # 20% are 40
 }
 
 
@@ -138,6 +179,55 @@ def test_inverse_square_root_is_its_formula():
         keras.optimizers.schedules.serialize(schedule)
     )
     assert float(again(20)) == float(schedule(20))
+
+
+def wsd(done, warmup, decay, total):
+    """Return the rate after `done` updates, by the three phases in turn."""
+    if done >= total:
+        return 0.0
+    rate = 0.3
+    if done < warmup:
+        rate = 0.3 * (done + 1) / warmup
+    if done > total - decay:
+        rate = min(rate, 0.3 * (total - done) / decay)
+    return rate
+
+
+@pytest.mark.parametrize(
+    ("warmup", "decay", "total"),
+    [
+        (7, 30, 200),
+        (0, 1, 200),  # stable to the end
+        (30, 190, 200),  # no stable phase: the lower line counts
+        (7, 30, 150),  # the horizon is beyond the decay
+    ],
+)
+def test_warmup_stable_decay_is_its_formula(float64, warmup, decay, total):
+    overrides = (
+        "schedule=wsd",
+        "optimizer.learning_rate=0.3",
+        f"schedule.warmup_steps={warmup}",
+        f"schedule.decay_steps={decay}",
+        f"schedule.total_steps={total}",
+    )
+    expected = []
+    for done in range(HORIZON + 1):
+        expected.append(wsd(done, warmup, decay, total))
+    assert rates(*overrides) == pytest.approx(expected, rel=1e-14, abs=1e-15)
+
+    schedule = optimizer.build_schedule(compose(*overrides).schedule, HORIZON)
+    again = keras.optimizers.schedules.deserialize(
+        keras.optimizers.schedules.serialize(schedule)
+    )
+    assert [float(again(done)) for done in (0, 100, 149)] == [
+        float(schedule(done)) for done in (0, 100, 149)
+    ]
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_no_update_of_a_short_run_is_lost_by_warmup_stable_decay(updates):
+    schedule = optimizer.build_schedule(compose("schedule=wsd").schedule, updates)
+    assert all(float(schedule(done)) > 0 for done in range(updates))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +324,19 @@ def test_a_share_is_at_least_one_update(share, updates):
         (
             ["schedule=inverse_sqrt", "schedule.warmup_steps=0"],
             "warmup_steps must be at least 1. Received: 0",
+        ),
+        (
+            ["schedule=wsd", "schedule.decay_steps=0"],
+            "schedule.decay_steps must be a whole number of updates from 1 on.",
+        ),
+        (
+            ["schedule=wsd", "schedule.total_steps=90.5"],
+            "schedule.total_steps must be a whole number of updates from 1 on.",
+        ),
+        (
+            ["schedule=wsd", "schedule.warmup_steps=201"],
+            "schedule.warmup_steps must be a whole number of updates from 0 to the "
+            "horizon's 200. Received: 201.",
         ),
         (
             ["schedule._target_=builtins.dict"],

@@ -101,6 +101,22 @@ def test_each_rule_is_its_formula(overrides, rate, arguments):
     assert ("learning rate × " in scaling) == (rate != 1)
 
 
+def test_both_weight_decays_of_muon_keep_the_timescale():
+    built, line = build(512, "optimizer=muon", "scaling=timescale")
+    assert (built.weight_decay, built.adam_weight_decay) == (0.016, 0.016)
+    assert line == (
+        "scaling.rule=timescale: weight_decay 0.004 → 0.016, "
+        "adam_weight_decay 0.004 → 0.016"
+    )
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_the_rate_of_any_optimizer_is_scaled(name):
+    built, line = build(512, f"optimizer={name}", "schedule=constant", "scaling=sqrt")
+    assert built._learning_rate.factor == 2
+    assert line == "scaling.rule=sqrt: learning rate × 2"
+
+
 @pytest.mark.slow
 def test_at_the_reference_batch_nothing_changes():
     for rule in ("linear", "sqrt", "sde", "half_life", "timescale"):
@@ -144,6 +160,16 @@ def test_a_warm_up_counts_updates_of_the_reference_batch():
         (
             512,
             ["optimizer=adam", "scaling=timescale"],
+            "optimizer.weight_decay must be a number for scaling.rule=timescale",
+        ),
+        (
+            512,
+            ["optimizer=muon", "scaling=sde"],
+            "scaling.rule must fit the optimizer: sde is for Adam, AdamW, RMSprop; for",
+        ),
+        (
+            512,
+            ["optimizer=adafactor", "scaling=timescale"],
             "optimizer.weight_decay must be a number for scaling.rule=timescale",
         ),
         (

@@ -63,6 +63,12 @@ TARGETS = {
         "learning_rate",
         "warmup_steps",
     ],
+    "pipeline.components.optimizer.WarmupStableDecay": [
+        "learning_rate",
+        "warmup_steps",
+        "decay_steps",
+        "total_steps",
+    ],
     "pipeline.components.optimizer.constant": ["learning_rate"],
     "pipeline.config.compose.RunFolders": [],
     "pipeline.dataset.augmentation.Flip": [],
@@ -101,8 +107,10 @@ SAVED_CLASSES = {
     "accumulation>AccumulatingOptimizer": accumulation.AccumulatingOptimizer,
     "pipeline>BitsPerToken": metrics.BitsPerToken,
     "pipeline>InverseSquareRoot": optimizer.InverseSquareRoot,
+    "pipeline>InFloatx": scaling.InFloatx,
     "pipeline>Scaled": scaling.Scaled,
     "pipeline>StageRates": stage_rates.StageRates,
+    "pipeline>WarmupStableDecay": optimizer.WarmupStableDecay,
 }
 
 

@@ -34,8 +34,8 @@ CONFIG = {
         "device, … Did you mean 'device'?"
     ),
     "train optimizer=adamww": (
-        "optimizer must be an option of its group. Received: 'adamww'. Choices: adam, "
-        "adamw, lion, momentum, rmsprop, sgd. Did you mean 'adamw'?"
+        "optimizer must be an option of its group. Received: 'adamww'. Choices: "
+        "adafactor, adam, adamw, lion, momentum, muon, rmsprop, sgd. Did you mean 'adamw'?"
     ),
     "train dataset=3": (
         "dataset must be the name of an option of its group. Received: 3. Choices: "
