@@ -16,9 +16,11 @@ from .batch import (
 )
 from .gradient_sums import GradientSums
 from .loss_sums import micro_batch_losses
-from .micro_batches import run_micro_batches
+from .micro_batches import MicroBatchLoop, run_micro_batches
 from .objective import Losses, Objective, by_name
-from .over_effective_batch import Outputs, batch_losses, gathered, kept
+from .over_effective_batch import Outputs, batch_losses, check_rows, gathered, kept
+from .padding_checks import prepared_for_tokens
+from .token_cut import check_not_compiled, token_limit
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
 
@@ -32,8 +34,10 @@ class Evaluation:
         self,
         model: keras.Model,
         objective: Losses | Objective,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
         *,
+        micro_batch_tokens: int | None = None,
+        pad_multiple: int = 1,
         strategy: tf.distribute.Strategy | None = None,
         jit_compile: bool | str = False,
         fused_attention: bool = False,
@@ -43,6 +47,11 @@ class Evaluation:
         self.model = model
         self.objective = Objective.from_loss(objective)
         self.micro_batch_size = micro_batch_size
+        self.token_limit = token_limit(
+            micro_batch_size, micro_batch_tokens, pad_multiple
+        )
+        if self.token_limit is not None:
+            check_not_compiled(jit_compile)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.jit_compile = jit_compile
         self.fused_attention = fused_attention
@@ -57,7 +66,12 @@ class Evaluation:
 
         Args:
             batch: the batch, or the `Share` of it that this process has read.
+
+        Raises:
+            ValueError: with `micro_batch_tokens`, the result would depend on padding.
         """
+        if self.token_limit is not None:
+            batch = prepared_for_tokens(self.model, batch, training=False)
         sums, outputs = self.strategy.run(self._evaluate, args=(batch,))
         sums = reduce(self.strategy, sums, self.reductions_ready)
         sums = of_first_replica(self.strategy, sums)
@@ -74,7 +88,10 @@ class Evaluation:
         """
         share, _ = share_of(batch)
         totals = batch_totals(batch)
-        compiled = compiled_by_xla(self.jit_compile, self.model, share)
+        by_tokens = self.token_limit is not None
+        compiled = not by_tokens and compiled_by_xla(
+            self.jit_compile, self.model, share
+        )
 
         def micro_step(
             start: tf.Tensor, x: Nest, y: Nest, sample_weight: Nest
@@ -82,14 +99,26 @@ class Evaluation:
             with without_cudnn(self.model, compiled):
                 outputs = by_name(self.model, self.model(x, training=False))
             losses, added, _ = micro_batch_losses(
-                self.model, self.objective, outputs, (x, y, sample_weight), totals
+                self.model,
+                self.objective,
+                outputs,
+                (x, y, sample_weight),
+                totals,
+                by_tokens,
             )
-            self.objective.update_metrics(y, outputs, sample_weight)
+            self.objective.update_metrics(y, outputs, sample_weight, by_tokens)
             sums = GradientSums(losses, added, tf.cast(examples_in(x), added.dtype))
-            if self.objective.over_batch:
-                return sums, kept(outputs)
-            return sums, {}
+            if not self.objective.over_batch:
+                return sums, {}
+            kept_outputs = kept(outputs)
+            if by_tokens:
+                check_rows(kept_outputs)
+            return sums, kept_outputs
 
-        return run_micro_batches(
-            micro_step, share, self.micro_batch_size, compiled, self.fused_attention
-        )
+        if self.token_limit is None:
+            return run_micro_batches(
+                micro_step, share, self.micro_batch_size, compiled, self.fused_attention
+            )
+        loop = MicroBatchLoop(micro_step, share, self.token_limit)
+        sums, kept_outputs = loop.run()
+        return sums.with_cut(loop.counts), kept_outputs
