@@ -59,7 +59,7 @@ from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
 from .padding_checks import prepared_for_tokens
 from .same_noise import Key, noise_by_position, noisy_layers
-from .token_cut import TokenLimit, token_limit
+from .token_cut import TokenLimit, micro_batch_limit
 from .xla import without_cudnn
 
 
@@ -147,13 +147,13 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     if objective.over_batch:
         rule = "loss_over must be example without an Update"
         raise ValueError(f"{rule}. Received: 'effective_batch'")
-    limit = token_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
-    if limit is not None:
+    limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+    if isinstance(limit, TokenLimit):
         batch = prepared_for_tokens(model, batch)
     settings = MicroBatchSettings(
         model,
         objective,
-        limit or micro_batch_size,
+        limit,
         variables=variables,
         scale_loss=scale_loss,
     )
@@ -352,8 +352,9 @@ class _MicroStep:
                 raise ValueError(f"model {rule}. Received: {received}")
             if context.noise_seeds:
                 noisy = noisy_layers(model, inputs_of(share))
-            if not settings.jit_compile and not settings.padded:
-                wide = wide_layers(model, settings.micro_batch_size)
+            size = settings.micro_batch_size
+            if not settings.jit_compile and not isinstance(size, TokenLimit):
+                wide = wide_layers(model, size)
             if settings.hold_statistics:
                 normalizing = normalizing_layers(model)
         return cls(

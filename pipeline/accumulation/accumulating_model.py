@@ -24,7 +24,7 @@ from .gradient_sums import GradientSums
 from .keras_internals import compiled_losses, compiled_metrics, loss_mean, replaced
 from .objective import Objective, by_name
 from .padding import padded_parts
-from .token_cut import check_positive, token_limit
+from .token_cut import check_positive, micro_batch_limit
 from .update import Update
 
 
@@ -82,7 +82,8 @@ class AccumulatingModel(keras.Model):
             raise ValueError(f"{rule}. Received: {type(inner).__name__}")
         for rule, received in unsupported(inner, as_by_fit=True):
             raise ValueError(f"inner {rule}. Received: {received}")
-        if token_limit(micro_batch_size, micro_batch_tokens, pad_multiple) is None:
+        micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        if micro_batch_size is not None:
             check_positive("micro_batch_size", micro_batch_size)
         # Use the strategy of `inner`, even if another one is current.
         with inner.distribute_strategy.scope():
@@ -291,7 +292,6 @@ class AccumulatingModel(keras.Model):
     def predict_step(self, data: Nest) -> Nest:
         """Return the outputs for one batch. Each replica computes its share."""
         _check_undistributed(data)
-
 
         def predict_share() -> Nest:
             share, _ = share_of(data)

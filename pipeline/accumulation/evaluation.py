@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -20,7 +22,7 @@ from .micro_batches import MicroBatchLoop, run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, check_rows, gathered, kept
 from .padding_checks import prepared_for_tokens
-from .token_cut import check_not_compiled, token_limit
+from .token_cut import TokenLimit, check_not_compiled, micro_batch_limit
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
 
@@ -30,7 +32,7 @@ class Evaluation:
     For the arguments, see `Update`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  options of an evaluation
         self,
         model: keras.Model,
         objective: Losses | Objective,
@@ -46,10 +48,10 @@ class Evaluation:
         check_jit_compile(jit_compile)
         self.model = model
         self.objective = Objective.from_loss(objective)
-        self.micro_batch_size = micro_batch_size
-        self.token_limit = token_limit(
-            micro_batch_size, micro_batch_tokens, pad_multiple
-        )
+        limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        # A loop may halve the size after memory ran out. It is None only with tokens.
+        self.micro_batch_size: Any = micro_batch_size
+        self.token_limit = limit if isinstance(limit, TokenLimit) else None
         if self.token_limit is not None:
             check_not_compiled(jit_compile)
         self.strategy = strategy or tf.distribute.get_strategy()

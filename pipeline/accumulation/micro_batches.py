@@ -314,13 +314,13 @@ class _TokenCut(_Cut):
     """Sorts a batch by length, cuts it by tokens, and pads each micro-batch."""
 
     def __init__(self, batch: Nest, limit: TokenLimit):
-        super().__init__(batch, 0)
+        super().__init__(batch, 1)  # the size is not used
         self._pad_multiple = limit.pad_multiple
         with tf.device("CPU:0"):
             cut = cut_by_tokens(self._parts[0], limit)
             self._order = cut.order
             # Repeat the last end, as for `Batches`.
-            self._ends = tf.concat([cut.ends, [self.examples]], 0)
+            self._ends: tf.Tensor = tf.concat([cut.ends, [self.examples]], 0)
             self._leaves = [tf.gather(leaf, cut.order) for leaf in self._leaves]
         self.counts = cut.counts
         self.specs = [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs]

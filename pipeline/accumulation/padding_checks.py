@@ -153,14 +153,14 @@ def _trial(model: keras.Model, x: Nest, padding: int) -> _Trial | None:
     added = {}
     for layer in [*layers, model]:
         losses = losses_from_add_loss(layer)
-        added[layer.name] = np.asarray(sum(float(tf.reduce_sum(loss)) for loss in losses))
+        added[layer.name] = np.asarray(
+            sum(float(tf.reduce_sum(loss)) for loss in losses)
+        )
     counts_padding = any(_counts_padding(output) for output in tf.nest.flatten(outputs))
     return _Trial(_arrays(outputs), bool(counts_padding), added, by_layer)
 
 
-def _example(
-    leaf: Any, padding: int, numbers: np.random.Generator
-) -> tf.Tensor | None:
+def _example(leaf: Any, padding: int, numbers: np.random.Generator) -> tf.Tensor | None:
     """Return a made-up example for a part of the inputs, or None for strings.
 
     Integers are 1, which any vocabulary has, and which masks do not leave out.
@@ -226,9 +226,7 @@ def _close(value: np.ndarray, longer: np.ndarray, rounding: float) -> bool:
     return bool(np.all(np.abs(value - longer[common]) <= rounding * largest))
 
 
-def _first_that_differs(
-    alone: _Trial, longer: _Trial, rounding: float
-) -> str | None:
+def _first_that_differs(alone: _Trial, longer: _Trial, rounding: float) -> str | None:
     """Return the name of the first layer whose outputs change, in order of the calls."""
     for key, outputs in alone.by_layer.items():
         pairs = zip(outputs, longer.by_layer.get(key, outputs), strict=True)

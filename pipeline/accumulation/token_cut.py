@@ -70,10 +70,10 @@ class TokenCut(NamedTuple):
     counts: CutCounts
 
 
-def token_limit(
+def micro_batch_limit(
     micro_batch_size: int | None, micro_batch_tokens: int | None, pad_multiple: int
-) -> TokenLimit | None:
-    """Return the limit of a cut by tokens, or None for a cut by a number of examples.
+) -> int | TokenLimit:
+    """Return the limit of a micro-batch: a number of examples, or one of tokens.
 
     Raises:
         ValueError: an argument is not a positive integer, neither the size nor the
@@ -86,7 +86,7 @@ def token_limit(
         if pad_multiple != 1:
             rule = "pad_multiple must be 1 without micro_batch_tokens"
             raise ValueError(f"{rule}. Received: {pad_multiple!r}")
-        return None
+        return micro_batch_size
     check_positive("micro_batch_tokens", micro_batch_tokens)
     check_positive("pad_multiple", pad_multiple)
     if micro_batch_size is not None:

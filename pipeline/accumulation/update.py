@@ -8,7 +8,7 @@ assign_moving_statistics(sums.statistics_steps)    # once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -40,7 +40,7 @@ from .objective import Losses, Objective
 from .padding import padded_inputs
 from .padding_checks import prepared_for_tokens
 from .same_noise import draw_noise_seeds, noisy_layers
-from .token_cut import CutCounts, TokenLimit, check_not_compiled, token_limit
+from .token_cut import CutCounts, TokenLimit, check_not_compiled, micro_batch_limit
 from .xla import check_jit_compile, compiled_by_xla
 
 # Values of `xla_scope`. `step`: XLA compiles the forward and backward passes. `apply`:
@@ -144,10 +144,10 @@ class Update:
             )
             raise ValueError(f"{rule}. Received: {noise_every}")
         self.optimizer = optimizer
-        self.micro_batch_size = micro_batch_size
-        self.token_limit = token_limit(
-            micro_batch_size, micro_batch_tokens, pad_multiple
-        )
+        limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        # A loop may halve the size after memory ran out. It is None only with tokens.
+        self.micro_batch_size: Any = micro_batch_size
+        self.token_limit = limit if isinstance(limit, TokenLimit) else None
         if self.token_limit is not None:
             check_not_compiled(jit_compile)
             if same_noise is True:
@@ -194,8 +194,8 @@ class Update:
         """The limit of a micro-batch: a number of examples, or of tokens."""
         if self.token_limit is not None:
             return self.token_limit
-        assert self.micro_batch_size is not None
-        return self.micro_batch_size
+        size: int = self.micro_batch_size
+        return size
 
     @property
     def _same_noise(self) -> bool | str:
