@@ -145,17 +145,17 @@ def _trial(model: keras.Model, x: Nest, padding: int) -> _Trial | None:
     for layer in outermost_layers(model):
         if not isinstance(layer, keras.Model) and layer not in layers:
             layers.append(layer)
-    # The scope discards what the pass assigns.
-    scope = keras.StatelessScope(state_mapping=_varied(model, numbers))
+    # The scope discards what the pass assigns. It has the losses that layers add.
+    scope = keras.StatelessScope(
+        state_mapping=_varied(model, numbers), collect_losses=True
+    )
+    added = {}
     with scope, calling((layer, recording(layer)) for layer in layers):
         outputs = model(example, training=False)
-
-    added = {}
-    for layer in [*layers, model]:
-        losses = losses_from_add_loss(layer)
-        added[layer.name] = np.asarray(
-            sum(float(tf.reduce_sum(loss)) for loss in losses)
-        )
+        for layer in [*layers, model]:
+            losses = losses_from_add_loss(layer)
+            total = sum(float(tf.reduce_sum(loss)) for loss in losses)
+            added[layer.name] = np.asarray(total)
     counts_padding = any(_counts_padding(output) for output in tf.nest.flatten(outputs))
     return _Trial(_arrays(outputs), bool(counts_padding), added, by_layer)
 
@@ -227,7 +227,7 @@ def _close(value: np.ndarray, longer: np.ndarray, rounding: float) -> bool:
 
 
 def _first_that_differs(alone: _Trial, longer: _Trial, rounding: float) -> str | None:
-    """Return the name of the first layer whose outputs change, in order of the calls."""
+    """Return the name of the first layer, in order of calls, whose outputs change."""
     for key, outputs in alone.by_layer.items():
         pairs = zip(outputs, longer.by_layer.get(key, outputs), strict=True)
         if not all(_close(*pair, rounding) for pair in pairs):
