@@ -90,6 +90,7 @@ class MicroBatchLoop:
                 rule = "micro_batch_size must be at least 1"
                 raise ValueError(f"{rule}. Received: {micro_batch_size}")
             cut = _Cut(batch, micro_batch_size)
+            self._micro_batch_size = micro_batch_size
 
         # Trace the step as a separate function: its outputs are then known before the
         # loop, and XLA can compile it for full micro-batches.
@@ -104,12 +105,10 @@ class MicroBatchLoop:
         self._step = step
         self._compiled_step = None
         if jit_compile:
-            assert isinstance(micro_batch_size, int)
-            self._micro_batch_size = micro_batch_size
 
             def on_full_leaves(*arguments: tf.Tensor) -> Nest:
                 if fused_attention:
-                    with attention_fused(micro_batch_size):
+                    with attention_fused(self._micro_batch_size):
                         return on_leaves(*arguments)
                 # Wrap the function that was traced, so that nothing is traced twice.
                 return step(*arguments)
