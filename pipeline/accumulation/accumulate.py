@@ -57,20 +57,24 @@ from .micro_batches import MicroBatchLoop
 from .moving_statistics import normalizing_layers, statistics_held
 from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
+from .padding_checks import prepared_for_tokens
 from .same_noise import Key, noise_by_position, noisy_layers
+from .token_cut import TokenLimit, micro_batch_limit
 from .xla import without_cudnn
 
 
 # Do not convert with autograph, as `fit` does not either: the conversion of all called
-# functions took most of the tracing time. The nine parameters are those that users know
+# functions took most of the tracing time. The parameters are those that users know
 # from `compile` and from a gradient tape.
 @tf.autograph.experimental.do_not_convert
 def accumulate_gradients(  # noqa: PLR0913  the public interface
     model: keras.Model | None,
     loss: Losses | Objective | Callable[..., Any],
     batch: Nest | Batches,
-    micro_batch_size: int,
+    micro_batch_size: int | None = None,
     *,
+    micro_batch_tokens: int | None = None,
+    pad_multiple: int = 1,
     variables: Sequence[keras.Variable | tf.Variable] | None = None,
     loss_weights: Any = None,
     metrics: Metrics = (),
@@ -99,7 +103,14 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
             tensors with the examples on axis 0, or x alone if there is no loss. The
             number of examples may be zero, and unknown during tracing.
         micro_batch_size: examples per forward and backward pass; the last slice may be
-            smaller.
+            smaller. With `micro_batch_tokens`, the maximum number of examples.
+        micro_batch_tokens: maximum number of positions per forward and backward pass,
+            in place of a number of examples, for ragged inputs. The examples are sorted
+            by length and cut, and each micro-batch is padded with zeros to its longest
+            example. Each position of ragged labels gets a sample weight. What counts
+            padded positions is rejected.
+        pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
+            it.
         variables: the variables to differentiate with respect to; by default, the
             trainable variables of the model. Without a model, they are required.
         loss_weights: a number per output, by name or in order.
@@ -110,14 +121,17 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
 
     Returns:
         The sums over the batch. `sums.gradients()` returns the gradients that one large
-        batch would have given, in the order of the variables.
+        batch would have given, in the order of the variables. With
+        `micro_batch_tokens`, `sums.cut` has the number of micro-batches, of tokens and
+        of computed positions.
 
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
             labels, the micro-batch size is not positive, an input is sparse, a part of
             the model cannot be computed in micro-batches, no variables are given
             without a model, loss weights or metrics are given without a model or beside
-            an `Objective`, or the `Objective` has losses over the effective batch.
+            an `Objective`, the `Objective` has losses over the effective batch, or with
+            `micro_batch_tokens` the result would depend on padding.
     """
     if model is None:
         if variables is None or not callable(loss):
@@ -133,8 +147,15 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     if objective.over_batch:
         rule = "loss_over must be example without an Update"
         raise ValueError(f"{rule}. Received: 'effective_batch'")
+    limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+    if isinstance(limit, TokenLimit):
+        batch = prepared_for_tokens(model, batch)
     settings = MicroBatchSettings(
-        model, objective, micro_batch_size, variables=variables, scale_loss=scale_loss
+        model,
+        objective,
+        limit,
+        variables=variables,
+        scale_loss=scale_loss,
     )
     return accumulate_share(settings, batch, BatchContext(batch_totals(batch)))
 
@@ -162,7 +183,8 @@ class MicroBatchSettings:
         model: see `accumulate_gradients`.
         objective: the losses and metrics. Without a model, the loss of the objective is
             a function of a micro-batch.
-        micro_batch_size: examples per forward and backward pass.
+        micro_batch_size: examples per forward and backward pass, or the limit of a cut
+            by tokens.
         variables: see `accumulate_gradients`.
         scale_loss: see `accumulate_gradients`.
         hold_statistics: whether a micro-batch leaves the moving statistics of
@@ -174,12 +196,17 @@ class MicroBatchSettings:
 
     model: keras.Model | None
     objective: Objective
-    micro_batch_size: int
+    micro_batch_size: int | TokenLimit
     variables: Sequence[keras.Variable | tf.Variable] | None = None
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None
     hold_statistics: bool = False
     jit_compile: bool = False
     fused_attention: bool = False
+
+    @property
+    def padded(self) -> bool:
+        """Whether micro-batches are padded, each to its own length."""
+        return isinstance(self.micro_batch_size, TokenLimit)
 
     def tf_variables(self) -> list[tf.Variable]:
         """Return the TensorFlow variables to differentiate with respect to."""
@@ -225,7 +252,12 @@ def accumulate_share(
     position: tf.Tensor | int = 0,
 ) -> GradientSums:
     """Return the sums over a share of an effective batch; see `loop_over_share`."""
-    return loop_over_share(settings, share, context, position).run()
+    return run_loop(loop_over_share(settings, share, context, position))
+
+
+def run_loop(loop: MicroBatchLoop) -> GradientSums:
+    """Run a loop over a share; return its sums, with the counts of a cut by tokens."""
+    return loop.run().with_cut(loop.counts)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -320,8 +352,9 @@ class _MicroStep:
                 raise ValueError(f"model {rule}. Received: {received}")
             if context.noise_seeds:
                 noisy = noisy_layers(model, inputs_of(share))
-            if not settings.jit_compile:
-                wide = wide_layers(model, settings.micro_batch_size)
+            size = settings.micro_batch_size
+            if not settings.jit_compile and not isinstance(size, TokenLimit):
+                wide = wide_layers(model, size)
             if settings.hold_statistics:
                 normalizing = normalizing_layers(model)
         return cls(
@@ -358,7 +391,9 @@ class _MicroStep:
                 outputs, losses = _forward(settings, micro_batch, self.context.totals)
             targets = _targets(losses.minimized, settings.scale_loss)
         if model is not None:
-            settings.objective.update_metrics(y, outputs, sample_weight)
+            settings.objective.update_metrics(
+                y, outputs, sample_weight, settings.padded
+            )
 
         gradients_by_outputs = []
         if output_gradients:
@@ -397,7 +432,9 @@ def _forward(
     if model is None:
         return {}, function_losses(settings.objective.loss, parts, totals)
     outputs = by_name(model, model(x, training=True))
-    losses = micro_batch_losses(model, settings.objective, outputs, parts, totals)
+    losses = micro_batch_losses(
+        model, settings.objective, outputs, parts, totals, settings.padded
+    )
     return outputs, losses
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +23,8 @@ from .forward_effects import unsupported
 from .gradient_sums import GradientSums
 from .keras_internals import compiled_losses, compiled_metrics, loss_mean, replaced
 from .objective import Objective, by_name
+from .padding import padded_parts
+from .token_cut import check_positive, micro_batch_limit
 from .update import Update
 
 
@@ -40,7 +41,13 @@ class AccumulatingModel(keras.Model):
         inner: a model that does not override `train_step`, `test_step`, `compute_loss`
             or `compute_metrics`. It remains a plain model, which can be saved or used
             alone.
-        micro_batch_size: examples per forward and backward pass on one replica.
+        micro_batch_size: examples per forward and backward pass on one replica. With
+            `micro_batch_tokens`, the maximum number of examples, or None.
+        micro_batch_tokens: maximum number of positions per pass, in place of a number
+            of examples, for ragged inputs; see `Update`. `evaluate` cuts in the same
+            way. `predict` pads a batch to its longest example.
+        pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
+            it.
         same_noise: whether the noise of Keras' dropout and noise layers is independent
             of the micro-batch size; see `Update`.
         loss_over: "effective_batch" for losses that compare several examples; see
@@ -53,7 +60,9 @@ class AccumulatingModel(keras.Model):
     """
 
     inner: keras.Model
-    micro_batch_size: int
+    micro_batch_size: int | None
+    micro_batch_tokens: int | None
+    pad_multiple: int
     same_noise: bool | str
     loss_over: str
     built: bool
@@ -61,9 +70,11 @@ class AccumulatingModel(keras.Model):
     def __init__(
         self,
         inner: keras.Model,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
         same_noise: bool | str = False,
         loss_over: str = "example",
+        micro_batch_tokens: int | None = None,
+        pad_multiple: int = 1,
         **arguments: Any,
     ):
         if not isinstance(inner, keras.Model):
@@ -71,9 +82,9 @@ class AccumulatingModel(keras.Model):
             raise ValueError(f"{rule}. Received: {type(inner).__name__}")
         for rule, received in unsupported(inner, as_by_fit=True):
             raise ValueError(f"inner {rule}. Received: {received}")
-        if not _is_positive_integer(micro_batch_size):
-            rule = "micro_batch_size must be a whole number of at least 1"
-            raise ValueError(f"{rule}. Received: {micro_batch_size!r}")
+        micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        if micro_batch_size is not None:
+            check_positive("micro_batch_size", micro_batch_size)
         # Use the strategy of `inner`, even if another one is current.
         with inner.distribute_strategy.scope():
             # No autocast: `inner` casts its inputs.
@@ -83,7 +94,9 @@ class AccumulatingModel(keras.Model):
                 rule = "inner must be made in the scope of the strategy"
                 raise ValueError(f"{rule} that it is to be trained under")
         self.inner = inner
-        self.micro_batch_size = int(micro_batch_size)
+        self.micro_batch_size = _as_int(micro_batch_size)
+        self.micro_batch_tokens = _as_int(micro_batch_tokens)
+        self.pad_multiple = int(pad_multiple)
         self.same_noise = same_noise
         self.loss_over = loss_over
         self.built = inner.built
@@ -122,6 +135,8 @@ class AccumulatingModel(keras.Model):
             "micro_batch_size": self.micro_batch_size,
             "same_noise": self.same_noise,
             "loss_over": self.loss_over,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "pad_multiple": self.pad_multiple,
         }
 
     @classmethod
@@ -245,6 +260,8 @@ class AccumulatingModel(keras.Model):
                         objective,
                         self.optimizer,
                         self.micro_batch_size,
+                        micro_batch_tokens=self.micro_batch_tokens,
+                        pad_multiple=self.pad_multiple,
                         strategy=self._strategy,
                         same_noise=self.same_noise,
                         jit_compile=self._micro_steps_by_xla,
@@ -265,6 +282,8 @@ class AccumulatingModel(keras.Model):
                 self.inner,
                 self._objective_for(data),
                 self.micro_batch_size,
+                micro_batch_tokens=self.micro_batch_tokens,
+                pad_multiple=self.pad_multiple,
                 strategy=self._strategy,
                 jit_compile=self._micro_steps_by_xla,
             )
@@ -273,7 +292,18 @@ class AccumulatingModel(keras.Model):
     def predict_step(self, data: Nest) -> Nest:
         """Return the outputs for one batch. Each replica computes its share."""
         _check_undistributed(data)
-        return self._strategy.run(lambda: self.inner.predict_step(share_of(data)[0]))
+
+        def predict_share() -> Nest:
+            share, _ = share_of(data)
+            return self.inner.predict_step(self._dense(share))
+
+        return self._strategy.run(predict_share)
+
+    def _dense(self, parts: tuple[Nest, Nest, Nest]) -> tuple[Nest, Nest, Nest]:
+        """Return `(x, y, sample_weight)`, padded if micro-batches are."""
+        if self.micro_batch_tokens is None:
+            return parts
+        return padded_parts(parts, self.pad_multiple)
 
     def _means(self, sums: GradientSums) -> dict[str, tf.Tensor]:
         loss_mean(self).update_state(sums.mean_loss(), sums.examples)
@@ -289,7 +319,7 @@ class AccumulatingModel(keras.Model):
         """
         if self._objective is None:
             _check_undistributed(data)
-            x, y, sample_weight = parts_of(data)
+            x, y, sample_weight = self._dense(parts_of(data))
 
             def forward() -> Nest:
                 outputs = self.inner(x, training=False)
@@ -378,10 +408,8 @@ def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObj
     return _CompiledObjective(objective, output_means)
 
 
-def _is_positive_integer(value: Any) -> bool:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        return False
-    return int(value) >= 1
+def _as_int(value: Any) -> int | None:
+    return None if value is None else int(value)
 
 
 def _check_undistributed(data: Nest) -> None:

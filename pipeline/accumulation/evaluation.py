@@ -19,9 +19,11 @@ from .batch import (
 )
 from .gradient_sums import GradientSums
 from .loss_sums import example_losses, micro_batch_losses
-from .micro_batches import run_micro_batches
+from .micro_batches import MicroBatchLoop, run_micro_batches
 from .objective import Losses, Objective, by_name
-from .over_effective_batch import Outputs, batch_losses, gathered, kept
+from .over_effective_batch import Outputs, batch_losses, check_rows, gathered, kept
+from .padding_checks import prepared_for_tokens
+from .token_cut import TokenLimit, check_not_compiled, micro_batch_limit
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
 
@@ -31,12 +33,14 @@ class Evaluation:
     For the arguments, see `Update`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  options of an evaluation
         self,
         model: keras.Model,
         objective: Losses | Objective,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
         *,
+        micro_batch_tokens: int | None = None,
+        pad_multiple: int = 1,
         strategy: tf.distribute.Strategy | None = None,
         jit_compile: bool | str = False,
         fused_attention: bool = False,
@@ -45,7 +49,12 @@ class Evaluation:
         check_jit_compile(jit_compile)
         self.model = model
         self.objective = Objective.from_loss(objective)
-        self.micro_batch_size = micro_batch_size
+        limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        # A loop may halve the size after memory ran out. It is None only with tokens.
+        self.micro_batch_size: Any = micro_batch_size
+        self.token_limit = limit if isinstance(limit, TokenLimit) else None
+        if self.token_limit is not None:
+            check_not_compiled(jit_compile)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.jit_compile = jit_compile
         self.fused_attention = fused_attention
@@ -60,7 +69,12 @@ class Evaluation:
 
         Args:
             batch: the batch, or the `Share` of it that this process has read.
+
+        Raises:
+            ValueError: with `micro_batch_tokens`, the result would depend on padding.
         """
+        if self.token_limit is not None:
+            batch = prepared_for_tokens(self.model, batch, training=False)
         sums, outputs = self.strategy.run(self._evaluate, args=(batch,))
         sums = reduce(self.strategy, sums, self.reductions_ready)
         sums = of_first_replica(self.strategy, sums)
@@ -77,7 +91,10 @@ class Evaluation:
         """
         share, _ = share_of(batch)
         totals = batch_totals(batch)
-        compiled = compiled_by_xla(self.jit_compile, self.model, share)
+        by_tokens = self.token_limit is not None
+        compiled = not by_tokens and compiled_by_xla(
+            self.jit_compile, self.model, share
+        )
 
         def micro_step(
             start: tf.Tensor, x: Nest, y: Nest, sample_weight: Nest
@@ -85,17 +102,29 @@ class Evaluation:
             with without_cudnn(self.model, compiled):
                 outputs = by_name(self.model, self.model(x, training=False))
             losses, added, _ = micro_batch_losses(
-                self.model, self.objective, outputs, (x, y, sample_weight), totals
+                self.model,
+                self.objective,
+                outputs,
+                (x, y, sample_weight),
+                totals,
+                by_tokens,
             )
-            self.objective.update_metrics(y, outputs, sample_weight)
+            self.objective.update_metrics(y, outputs, sample_weight, by_tokens)
             sums = GradientSums(losses, added, tf.cast(examples_in(x), added.dtype))
-            if self.objective.over_batch:
-                return sums, kept(outputs)
-            return sums, {}
+            if not self.objective.over_batch:
+                return sums, {}
+            kept_outputs = kept(outputs)
+            if by_tokens:
+                check_rows(kept_outputs)
+            return sums, kept_outputs
 
-        return run_micro_batches(
-            micro_step, share, self.micro_batch_size, compiled, self.fused_attention
-        )
+        if self.token_limit is None:
+            return run_micro_batches(
+                micro_step, share, self.micro_batch_size, compiled, self.fused_attention
+            )
+        loop = MicroBatchLoop(micro_step, share, self.token_limit)
+        sums, kept_outputs = loop.run()
+        return sums.with_cut(loop.counts), kept_outputs
 
 
 class Predicted(NamedTuple):

@@ -99,7 +99,7 @@ def batch_dependent_layers(
         ids -= {id(weight) for weight in layer.weights}
 
     names = []
-    for layer in _outermost(model):
+    for layer in outermost_layers(model):
         is_model = isinstance(layer, keras.Model)
         if not is_model and any(id(weight) in ids for weight in layer.weights):
             names.append(layer.name)
@@ -197,18 +197,18 @@ def _drawing_layers(
                 return True
         return False
 
-    for layer in _outermost(model):
+    for layer in outermost_layers(model):
         inside = [] if isinstance(layer, keras.Model) else layers_of(layer)
         if any(has_seed(each) for each in (layer, *inside)):
             yield layer.name
 
 
-def _outermost(model: keras.Model) -> Iterator[keras.Layer]:
+def outermost_layers(model: keras.Model) -> Iterator[keras.Layer]:
     """Yield a model and its layers; layers that are models are expanded likewise."""
     yield model
     for layer in model.layers:
         if isinstance(layer, keras.Model):
-            yield from _outermost(layer)
+            yield from outermost_layers(layer)
         else:
             yield layer
 

@@ -15,6 +15,7 @@ from .batch import ABSENT, is_absent, of_first_replica, reduce
 from .loss_sums import LossSum, divide, float32_at_least
 from .micro_batches import rows_once
 from .moving_statistics import StatisticsSteps
+from .token_cut import CutCounts
 
 # One entry per variable: a tensor or `tf.IndexedSlices`, or `ABSENT` if the losses do
 # not depend on the variable.
@@ -37,7 +38,7 @@ class GradientNoiseSums(NamedTuple):
 class GradientSums(NamedTuple):
     """The sums over one effective batch, or over one replica's share of it.
 
-    An evaluation sets only the first three attributes. A sum with a weight of 0 is not
+    An evaluation sets only the first three attributes, and `cut`. A sum with a weight of 0 is not
     divided: either the sum is 0, too, or the reduction of the loss is `sum`.
 
     Attributes:
@@ -54,6 +55,8 @@ class GradientSums(NamedTuple):
             measured.
         statistics_steps: the steps by which the micro-batches would have moved the
             statistics of BatchNormalization; empty if they have moved them.
+        cut: the number of micro-batches, tokens and positions of a cut by tokens;
+            `ABSENT` for another cut.
     """
 
     losses: dict[str, LossSum]
@@ -63,6 +66,16 @@ class GradientSums(NamedTuple):
     weights: tuple[Any, ...] = ()
     gradient_noise: GradientNoiseSums | tuple[()] = ABSENT
     statistics_steps: StatisticsSteps = ()
+    cut: CutCounts | tuple[()] = ABSENT
+
+    def with_cut(self, counts: CutCounts | tuple[()]) -> GradientSums:
+        """Return a copy with the counts of a cut, in the dtype of `examples`."""
+        cast = tf.nest.map_structure(self._as_count, counts)
+        return self._replace(cut=cast)
+
+    def _as_count(self, count: tf.Tensor) -> tf.Tensor:
+        # Collectives do not support all integer dtypes.
+        return tf.cast(count, self.examples.dtype)
 
     def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:
         """Return a copy with losses that were computed over the effective batch."""

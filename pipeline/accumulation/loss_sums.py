@@ -27,6 +27,7 @@ import tensorflow as tf
 from .batch import ABSENT, BatchTotals, Nest, examples_in, is_absent, spread
 from .keras_internals import mask_of
 from .objective import Objective, Term, couples_examples
+from .padding import check_loss
 
 
 class LossSum(NamedTuple):
@@ -91,12 +92,17 @@ def micro_batch_losses(
     outputs: Mapping[str, Nest],
     micro_batch: Nest,
     totals: BatchTotals,
+    padded: bool = False,
 ) -> MicroBatchLosses:
     """Return the loss of each output, and the losses that the model adds.
 
     Call this right after the forward pass that computed `outputs`. `totals` are the
     totals of the effective batch. If the losses of the objective are over the effective
     batch, only the losses that the model adds are returned: see `over_effective_batch`.
+    `padded` is whether micro-batches are padded, each to its own length.
+
+    Raises:
+        ValueError: see `weighted_sum`; or a loss compares several examples.
     """
     objective = objective.of_micro_batch()
     x, y, sample_weight = micro_batch
@@ -115,7 +121,12 @@ def micro_batch_losses(
             raise ValueError(f"{rule} at once, {term.loss.name}. Received: 'example'")
         totals_of_output = BatchTotals(batch_examples, weights.get(term.name))
         sums = weighted_sum(
-            term.loss, term.y, term.output, term.sample_weight, totals_of_output
+            term.loss,
+            term.y,
+            term.output,
+            term.sample_weight,
+            totals_of_output,
+            padded=padded,
         )
         loss = scaled_sum(term, sums)
         losses[term.name] = loss
@@ -269,6 +280,7 @@ def weighted_sum(
     sample_weight: tf.Tensor | None = None,
     totals: BatchTotals | None = None,
     over_batch: bool = False,
+    padded: bool = False,
 ) -> WeightedSum:
     """Return numerator and denominator of `loss(y_true, outputs, sample_weight)`.
 
@@ -286,10 +298,12 @@ def weighted_sum(
             them, `batch_weight` is None or, for the reduction `sum`, 0.
         over_batch: whether these are all examples of the effective batch. If so, `call`
             may also return a scalar.
+        padded: whether micro-batches are padded, each to its own length.
 
     Raises:
         ValueError: the loss has no reduction, its `call` returns a scalar where it must
-            not, or the sample weights do not fit the loss values.
+            not, the sample weights do not fit the loss values, or the loss counts
+            padded positions.
     """
     if loss.reduction in (None, "none"):
         rule = "The loss must have a reduction"
@@ -316,6 +330,8 @@ def weighted_sum(
         return _sum_of_scalar(loss, values, micro_batch_examples)
 
     masks = [mask for mask in (output_mask, mask_of(result)) if mask is not None]
+    if padded:
+        check_loss(loss, (y_true, outputs, sample_weight), result, bool(masks))
     weighting = _weighting(values, masks, sample_weight)
     if weighting.weights is not None:
         values *= weighting.weights

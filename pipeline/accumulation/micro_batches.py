@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from .batch import (
+    ABSENT,
     Batches,
     Nest,
     examples_in,
@@ -22,6 +23,8 @@ from .batch import (
     to_dense,
 )
 from .fused_attention import attention_fused
+from .padding import padded
+from .token_cut import CutCounts, TokenLimit, cut_by_tokens
 
 # Maximum size of a batch that is copied to the device as a whole, for one program.
 MOST_BYTES = 64 * 2**20
@@ -30,7 +33,7 @@ MOST_BYTES = 64 * 2**20
 def run_micro_batches(
     micro_step: Callable[..., Nest],
     batch: Nest | Batches,
-    micro_batch_size: int,
+    micro_batch_size: int | TokenLimit,
     jit_compile: bool = False,
     fused_attention: bool = False,
 ) -> Nest:
@@ -43,7 +46,9 @@ def run_micro_batches(
             the next one is copied to the device, which holds two micro-batches at a
             time; 32-bit integers stay on the host until they are used. In `Batches`, no
             micro-batch spans two batches.
-        micro_batch_size: examples per micro-batch; the last one may be smaller.
+        micro_batch_size: examples per micro-batch; the last one may be smaller. With a
+            `TokenLimit`, the batch is sorted by length and cut by tokens. `start` is
+            then a position after sorting. The step is not compiled.
         jit_compile: whether XLA compiles the step for full micro-batches. A smaller
             last micro-batch is not compiled.
         fused_attention: whether the compiled step is traced in `attention_fused`. A
@@ -52,6 +57,7 @@ def run_micro_batches(
     Returns:
         A nest of results. Each is the sum over the micro-batches, or the concatenation
         if the size of axis 0 is unknown during tracing, like the number of examples.
+        A concatenation is in the order of the examples in `batch`.
 
     Raises:
         ValueError: the micro-batch size is not positive.
@@ -72,14 +78,19 @@ class MicroBatchLoop:
         self,
         micro_step: Callable[..., Nest],
         batch: Nest | Batches,
-        micro_batch_size: int,
+        micro_batch_size: int | TokenLimit,
         jit_compile: bool = False,
         fused_attention: bool = False,
     ):
-        if micro_batch_size < 1:
-            rule = "micro_batch_size must be at least 1"
-            raise ValueError(f"{rule}. Received: {micro_batch_size}")
-        cut = _Cut(batch, micro_batch_size)
+        if isinstance(micro_batch_size, TokenLimit):
+            cut: _Cut = _TokenCut(batch, micro_batch_size)
+            assert not jit_compile
+        else:
+            if micro_batch_size < 1:
+                rule = "micro_batch_size must be at least 1"
+                raise ValueError(f"{rule}. Received: {micro_batch_size}")
+            cut = _Cut(batch, micro_batch_size)
+            self._micro_batch_size = micro_batch_size
 
         # Trace the step as a separate function: its outputs are then known before the
         # loop, and XLA can compile it for full micro-batches.
@@ -89,7 +100,6 @@ class MicroBatchLoop:
         signature = [tf.TensorSpec([], tf.int32), *cut.specs]
         step = tf.function(on_leaves, input_signature=signature, autograph=False)
         self._cut = cut
-        self._micro_batch_size = micro_batch_size
         self._structure = step.get_concrete_function().structured_outputs
         self._joins = [_join_of(leaf) for leaf in tf.nest.flatten(self._structure)]
         self._step = step
@@ -98,7 +108,7 @@ class MicroBatchLoop:
 
             def on_full_leaves(*arguments: tf.Tensor) -> Nest:
                 if fused_attention:
-                    with attention_fused(micro_batch_size):
+                    with attention_fused(self._micro_batch_size):
                         return on_leaves(*arguments)
                 # Wrap the function that was traced, so that nothing is traced twice.
                 return step(*arguments)
@@ -143,8 +153,18 @@ class MicroBatchLoop:
             )
         *_, totals = state
 
-        pairs = zip(joins, totals, strict=True)
-        return self._packed([join.finish(total) for join, total in pairs])
+        results = []
+        for join, total in zip(joins, totals, strict=True):
+            result = join.finish(total)
+            if isinstance(join, _Concatenation):
+                result = cut.in_order_of_batch(result)
+            results.append(result)
+        return self._packed(results)
+
+    @property
+    def counts(self) -> CutCounts | tuple[()]:
+        """What a cut by tokens computes, of int64, or `ABSENT` for another cut."""
+        return self._cut.counts
 
     def fits_program(self) -> tf.Tensor | None:
         """Return whether `run_in_program` can run the loop; a scalar of bool.
@@ -204,6 +224,8 @@ class MicroBatchLoop:
 
 class _Cut:
     """Cuts a batch, which stays on the host, into micro-batches."""
+
+    counts: CutCounts | tuple[()] = ABSENT
 
     def __init__(self, batch: Nest | Batches, micro_batch_size: int):
         self._micro_batch_size = micro_batch_size
@@ -281,6 +303,42 @@ class _Cut:
             size = tf.concat([[self._micro_batch_size], tf.shape(leaf)[1:]], 0)
             slices.append(tf.slice(leaf, begin, size))
         return slices
+
+    def in_order_of_batch(self, values: tf.Tensor) -> tf.Tensor:
+        """Return values of the examples in the order of the batch."""
+        return values
+
+
+class _TokenCut(_Cut):
+    """Sorts a batch by length, cuts it by tokens, and pads each micro-batch."""
+
+    def __init__(self, batch: Nest, limit: TokenLimit):
+        super().__init__(batch, 1)  # the size is not used
+        self._pad_multiple = limit.pad_multiple
+        with tf.device("CPU:0"):
+            cut = cut_by_tokens(self._parts[0], limit)
+            self._order = cut.order
+            # Repeat the last end, as for `Batches`.
+            self._ends: tf.Tensor = tf.concat([cut.ends, [self.examples]], 0)
+            self._leaves = [tf.gather(leaf, cut.order) for leaf in self._leaves]
+        self.counts = cut.counts
+        self.specs = [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs]
+
+    def stop(self, start: tf.Tensor) -> tf.Tensor:
+        with tf.device("CPU:0"):
+            index = tf.searchsorted(self._ends[:-1], [start], "right")[0]
+            return self._ends[index]
+
+    def on_device(self, start: tf.Tensor) -> list[Any]:
+        with tf.device("CPU:0"):
+            slices = slice_of(self._leaves, start, self.stop(start))
+            slices = [padded(leaf, self._pad_multiple) for leaf in slices]
+        return [tf.identity(leaf) for leaf in slices]
+
+    def in_order_of_batch(self, values: tf.Tensor) -> tf.Tensor:
+        with tf.device("CPU:0"):
+            places = tf.math.invert_permutation(self._order)
+        return tf.gather(values, places)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import keras
 from .batch import Nest, spread
 from .choices import check_choice
 from .keras_internals import get_loss, mask_of
+from .padding import check_metric, metric_weight
 
 # As in `compile`: one loss for all outputs, or a dict or list of losses, with None for
 # an output without a loss. None alone is for a model that learns from `add_loss`.
@@ -150,21 +151,27 @@ class Objective:
         return terms
 
     def update_metrics(
-        self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest
+        self,
+        y: Nest,
+        outputs: Mapping[str, Nest],
+        sample_weight: Nest,
+        padded: bool = False,
     ) -> None:
         """Update the metrics with one micro-batch.
 
         `weighted_metrics` are weighted by the sample weights. Without sample weights,
-        and in `metrics`, the mask of the output is used, if there is one.
+        and in `metrics`, the mask of the output is used, if there is one. `padded` is
+        whether micro-batches are padded, each to its own length.
 
         Raises:
-            ValueError: a metric is for an output that does not exist or has no labels.
+            ValueError: a metric is for an output that does not exist or has no labels,
+                or it would count padded positions.
         """
         names = list(outputs)
         labels = labels_by_name(self.loss, y, names)
         weights = spread(sample_weight, names, "sample_weight", to_all=True)
-        _update(self.metrics, labels, outputs, weights={})
-        _update(self.weighted_metrics, labels, outputs, weights)
+        _update(self.metrics, labels, outputs, {}, padded)
+        _update(self.weighted_metrics, labels, outputs, weights, padded)
 
     def measured(self) -> dict[str, keras.metrics.Metric]:
         """Return all metrics by the names that `fit` gives them.
@@ -227,6 +234,7 @@ def _update(
     labels: Mapping[str, Nest],
     outputs: Mapping[str, Nest],
     weights: Mapping[str, Nest],
+    padded: bool,
 ) -> None:
     names = list(outputs)
     if metrics and len(names) > 1 and not isinstance(metrics, Mapping):
@@ -244,6 +252,9 @@ def _update(
         weight = weights.get(name)
         if weight is None:
             weight = mask_of(outputs[name])
+        if padded:
+            check_metric(metric, labels[name], outputs[name], weight)
+            weight = metric_weight(metric, weight)
         if weight is None:
             metric.update_state(labels[name], outputs[name])
         else:

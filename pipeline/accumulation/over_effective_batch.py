@@ -35,7 +35,9 @@ from .keras_internals import logits_of, mask_of, with_mask_and_logits
 from .loss_sums import LossSum, divide, scaled_sum, weighted_sum
 from .micro_batches import run_micro_batches
 from .objective import Objective, by_name
+from .padding import has_padded_axis
 from .same_noise import Key, noise_by_position, noisy_layers
+from .token_cut import TokenLimit
 from .xla import compiled_by_xla, without_cudnn
 
 
@@ -115,11 +117,27 @@ def kept(outputs: Mapping[str, Nest]) -> Outputs:
     return kept_by_name
 
 
+def check_rows(outputs: Outputs) -> None:
+    """Reject outputs of padded positions: micro-batches differ in length.
+
+    Raises:
+        ValueError: an output or its mask has an axis without a fixed size, besides that
+            of the examples.
+    """
+    for name, output in outputs.items():
+        if has_padded_axis(tuple(output)):
+            rule = (
+                "loss_over must be example with micro_batch_tokens, for outputs that "
+                "are not one row an example"
+            )
+            raise ValueError(f"{rule}. Received: {name or output.output.shape}")
+
+
 @tf.autograph.experimental.do_not_convert
 def kept_outputs(
     model: keras.Model,
     batch: Nest | Share,
-    micro_batch_size: int,
+    micro_batch_size: int | TokenLimit,
     noise_seeds: Sequence[tf.Tensor],
     jit_compile: bool | str,
     fused_attention: bool = False,
@@ -129,7 +147,8 @@ def kept_outputs(
     For `noise_seeds`, see `BatchContext`; for the other arguments, see `Update`.
     """
     share, position = share_of(batch)
-    compiled = compiled_by_xla(jit_compile, model, share)
+    by_tokens = isinstance(micro_batch_size, TokenLimit)
+    compiled = not by_tokens and compiled_by_xla(jit_compile, model, share)
     noisy = noisy_layers(model, share[0]) if noise_seeds else []
     keys = [Key.from_seed(seed) for seed in noise_seeds]
 
@@ -139,7 +158,10 @@ def kept_outputs(
         )
         # The scope discards all assignments in the pass.
         with keras.StatelessScope(), without_cudnn(model, compiled), drawing:
-            return kept(by_name(model, model(x, training=True)))
+            outputs = kept(by_name(model, model(x, training=True)))
+        if by_tokens:
+            check_rows(outputs)
+        return outputs
 
     return run_micro_batches(
         micro_step, share, micro_batch_size, compiled, fused_attention

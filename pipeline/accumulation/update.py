@@ -8,14 +8,14 @@ assign_moving_statistics(sums.statistics_steps)    # once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from . import noise_scale
 from . import over_effective_batch as over
-from .accumulate import BatchContext, MicroBatchSettings, loop_over_share
+from .accumulate import BatchContext, MicroBatchSettings, loop_over_share, run_loop
 from .adam import fused_adam
 from .batch import (
     Batches,
@@ -37,7 +37,10 @@ from .loss_sums import LossSum
 from .micro_batches import MicroBatchLoop
 from .moving_statistics import assign_moving_statistics
 from .objective import Losses, Objective
+from .padding import padded_inputs
+from .padding_checks import prepared_for_tokens
 from .same_noise import draw_noise_seeds, noisy_layers
+from .token_cut import CutCounts, TokenLimit, check_not_compiled, micro_batch_limit
 from .xla import check_jit_compile, compiled_by_xla
 
 # Values of `xla_scope`. `step`: XLA compiles the forward and backward passes. `apply`:
@@ -63,7 +66,15 @@ class Update:
         objective: a loss or an `Objective`. Its metrics are reset at each update, so
             their results cover exactly the examples of the update.
         optimizer: an optimizer that was built for the model's trainable variables.
-        micro_batch_size: examples per forward and backward pass on one replica.
+        micro_batch_size: examples per forward and backward pass on one replica. With
+            `micro_batch_tokens`, the maximum number of examples, or None.
+        micro_batch_tokens: maximum number of positions per pass, in place of a number
+            of examples, for ragged inputs; see `accumulate_gradients`. Each replica
+            sorts and cuts its share. The gradient noise is then not measured: sorted
+            micro-batches are no random samples. `jit_compile` and `same_noise` must not
+            be True.
+        pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
+            it.
         strategy: the strategy in whose scope the model was built; the current one by
             default.
         noise_every: number of updates from one measurement of the gradient noise to the
@@ -107,8 +118,10 @@ class Update:
         model: keras.Model,
         objective: Losses | Objective,
         optimizer: keras.optimizers.Optimizer,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
         *,
+        micro_batch_tokens: int | None = None,
+        pad_multiple: int = 1,
         strategy: tf.distribute.Strategy | None = None,
         noise_every: int = 0,
         same_noise: bool | str = False,
@@ -131,7 +144,15 @@ class Update:
             )
             raise ValueError(f"{rule}. Received: {noise_every}")
         self.optimizer = optimizer
-        self.micro_batch_size = micro_batch_size
+        limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        # A loop may halve the size after memory ran out. It is None only with tokens.
+        self.micro_batch_size: Any = micro_batch_size
+        self.token_limit = limit if isinstance(limit, TokenLimit) else None
+        if self.token_limit is not None:
+            check_not_compiled(jit_compile)
+            if same_noise is True:
+                rule = 'same_noise must be "auto" or False with micro_batch_tokens'
+                raise ValueError(f"{rule}. Received: True")
         self.strategy = strategy or tf.distribute.get_strategy()
         self.noise_every = noise_every
         self.same_noise = same_noise
@@ -168,6 +189,22 @@ class Update:
         else:
             self._scale_loss = None
 
+    @property
+    def _limit(self) -> int | TokenLimit:
+        """The limit of a micro-batch: a number of examples, or of tokens."""
+        if self.token_limit is not None:
+            return self.token_limit
+        size: int = self.micro_batch_size
+        return size
+
+    @property
+    def _same_noise(self) -> bool | str:
+        """Whether layers draw by the position of an example.
+
+        They do not where its place and its length depend on the cut.
+        """
+        return self.same_noise if self.token_limit is None else False
+
     @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest | Share | Batches) -> dict[str, tf.Tensor]:
         """Apply the gradient of `batch` once. Call it inside a `tf.function`.
@@ -183,20 +220,25 @@ class Update:
             clipping. With `noise_every`, also `gradient_variance`, an estimate of
             tr(Σ) per example, and `gradient_square`, an estimate of the squared norm of
             the true gradient. Both are NaN in an update without a measurement, and with
-            a single micro-batch.
+            a single micro-batch. With `micro_batch_tokens`, these two are absent, and
+            there are, over all replicas: `micro_steps`, the number of micro-batches;
+            `tokens`, the positions in ragged inputs that are no padding; and
+            `positions`, those that are computed.
 
         Raises:
             ValueError: the call is in a strategy's scope, no variable has a gradient,
-                the model or the batch does not allow `same_noise` or `loss_over`, or
-                `Batches` come with several replicas or with `jit_compile=True`.
+                the model or the batch does not allow `same_noise` or `loss_over`,
+                `Batches` come with several replicas or with `jit_compile=True`, or with
+                `micro_batch_tokens` the update would depend on padding.
         """
+        batch = self._prepared(batch)
         metrics = list(self.measured.values())
         variable_counts = [len(metric.variables) for metric in metrics]
         measure_gradient_noise: tf.Tensor | bool = False
         with tf.control_dependencies(tensors_of(batch)):
             for metric in metrics:
                 metric.reset_state()
-            if self.noise_every:
+            if self.noise_every and self.token_limit is None:
                 with tf.device("CPU:0"):
                     begun = self.begun.assign_add(1) - 1
                     measure_gradient_noise = begun % self.noise_every == 0
@@ -209,7 +251,7 @@ class Update:
             step = self._in_one_program(batch, loop)
         self.update_compiled = step is not None
         if step is None and loop is not None:
-            step = self._in_steps(batch, self._made_dense(batch, loop.run()))
+            step = self._in_steps(batch, self._made_dense(batch, run_loop(loop)))
         elif step is None:
             step = self._in_steps(batch, self._sums(batch, context))
 
@@ -226,6 +268,10 @@ class Update:
             )
             results["gradient_variance"] = estimates.variance
             results["gradient_square"] = estimates.square
+        if isinstance(sums.cut, CutCounts):
+            results["micro_steps"] = sums.cut.micro_batches
+            results["tokens"] = sums.cut.tokens
+            results["positions"] = sums.cut.positions
         results["learning_rate"] = step.learning_rate
         results["gradient_norm"] = step.norm
         return results
@@ -237,9 +283,19 @@ class Update:
     ) -> GradientSums:
         """Return the sums over all replicas without applying them.
 
-        The metrics are updated without being reset first.
+        The metrics are updated without being reset first. With `micro_batch_tokens`,
+        `measure_gradient_noise` has no effect.
         """
+        batch = self._prepared(batch)
+        if self.token_limit is not None:
+            measure_gradient_noise = False
         return self._sums(batch, self._context(batch, measure_gradient_noise))
+
+    def _prepared(self, batch: Nest | Share | Batches) -> Nest | Share | Batches:
+        """Check a batch that is cut by tokens; give it weights of positions."""
+        if self.token_limit is None:
+            return batch
+        return prepared_for_tokens(self.model, batch)
 
     def _context(
         self, batch: Nest | Share | Batches, measure_gradient_noise: tf.Tensor | bool
@@ -249,13 +305,16 @@ class Update:
         if tf.distribute.has_strategy():
             rule = "an update must be outside of its strategy's scope"
             raise ValueError(f"{rule}; the model is made inside of it")
-        x = inputs_of(batch)
+        if self.token_limit is None:
+            x = inputs_of(batch)
+        else:
+            x = padded_inputs(batch, self.token_limit.pad_multiple)
         self._check(batch, x)
 
         # Draw the seeds outside of the replicas, where all copies of a seed get the
         # same value: the copies may have diverged.
         noise_seeds: list[tf.Tensor] = []
-        if self.same_noise:
+        if self._same_noise:
             with tf.control_dependencies(tensors_of(batch)):
                 noise_seeds = draw_noise_seeds(noisy_layers(self.model, x))
         totals = global_batch_totals(
@@ -314,7 +373,7 @@ class Update:
         return tf.cond(
             fits_program,
             lambda: self._run(program, batch),
-            lambda: self._in_steps(batch, self._made_dense(batch, loop.run())),
+            lambda: self._in_steps(batch, self._made_dense(batch, run_loop(loop))),
         )
 
     def _in_steps(self, batch: Nest | Share | Batches, sums: GradientSums) -> _Step:
@@ -437,7 +496,7 @@ class Update:
             if isinstance(batch, Batches):
                 rule = "loss_over must be example for Batches"
                 raise ValueError(f"{rule}. Received: 'effective_batch'")
-            forward = trace_forward(self.model, x, bool(self.same_noise))
+            forward = trace_forward(self.model, x, bool(self._same_noise))
             for rule, received in over.not_supported(self.model, forward):
                 raise ValueError(f"{rule}. Received: {received}")
 
@@ -453,7 +512,7 @@ class Update:
             return over.kept_outputs(
                 self.model,
                 batch,
-                self.micro_batch_size,
+                self._limit,
                 noise_seeds,
                 self.jit_compile,
                 self.fused_attention,
@@ -475,7 +534,8 @@ class Update:
         self, batch: Nest | Share | Batches, context: BatchContext
     ) -> GradientSums:
         """Return the sums over this replica's share of the effective batch."""
-        return self._made_dense(batch, self._loop_of_replica(batch, context).run())
+        loop = self._loop_of_replica(batch, context)
+        return self._made_dense(batch, run_loop(loop))
 
     def _loop_of_replica(
         self, batch: Nest | Share | Batches, context: BatchContext
@@ -489,12 +549,14 @@ class Update:
         if isinstance(batch, Batches):
             share = batch._replace(batch=share)
             self.compiled = False
+        elif self.token_limit is not None:
+            self.compiled = False
         else:
             self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         settings = MicroBatchSettings(
             self.model,
             self.objective,
-            self.micro_batch_size,
+            self._limit,
             scale_loss=self._scale_loss,
             hold_statistics=self.hold_statistics,
             jit_compile=self.compiled,

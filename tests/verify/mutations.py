@@ -50,8 +50,8 @@ def masked():
 def mean_of_means(patch):
     weighted_sum = loss_sums.weighted_sum
 
-    def means(*arguments):
-        total, weight, _, examples = weighted_sum(*arguments)
+    def means(*arguments, **options):
+        total, weight, _, examples = weighted_sum(*arguments, **options)
         return loss_sums.WeightedSum(
             total / weight, tf.ones_like(weight), None, examples
         )

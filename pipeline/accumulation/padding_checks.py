@@ -1,0 +1,235 @@
+"""Rejects models whose outputs depend on how long a micro-batch is padded.
+
+What a layer does with padding cannot be read from it, so it is tried: one made-up
+example is computed as it is, and with more padding. Its outputs, and the losses that
+the layers add, must be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from .batch import Batches, Nest, Share, parts_of
+from .forward_effects import outermost_layers
+from .keras_internals import calling, layers_of, mask_of
+from .loss_sums import losses_from_add_loss
+from .padding import check_ragged, with_position_weights
+
+_LENGTH = 5  # positions of the example
+_PADDING = 3  # more positions, at its end
+
+# Largest difference, relative to the largest value, that is rounding: by the least
+# precise dtype in which a layer computes. Padding changes outputs by much more.
+_ROUNDING = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+def prepared_for_tokens(
+    model: keras.Model | None, batch: Nest | Share | Batches, training: bool = True
+) -> Nest | Share:
+    """Check a batch that is to be cut by tokens, and its model; return the batch.
+
+    With a model, the positions of ragged labels get sample weights. Without one, the
+    loss is a function of a micro-batch, which must leave padding out by itself.
+
+    Raises:
+        ValueError: the batch cannot be cut by tokens, or outputs or losses of the model
+            depend on padding.
+    """
+    check_ragged(batch)
+    if model is None:
+        return batch
+    if training:
+        _check_normalization(model)
+    _check_outputs(model, parts_of(batch)[0])
+    return with_position_weights(batch)
+
+
+def _check_normalization(model: keras.Model) -> None:
+    """Reject BatchNormalization that would normalize by examples of similar length."""
+    names = []
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            names.append(layer.name)
+    if names:
+        rule = "must have no trainable BatchNormalization with micro_batch_tokens"
+        reason = "it would normalize by examples of similar length"
+        raise ValueError(f"model {rule}: {reason}. Received: {', '.join(names)}")
+
+
+def _check_outputs(model: keras.Model, x: Nest) -> None:
+    """Reject a model whose outputs or added losses change with more padding.
+
+    A model that does not take made-up examples is not tried.
+    """
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return
+        with tf.device("CPU:0"):  # which has no TF32
+            try:
+                alone = _trial(model, x, padding=0)
+                longer = _trial(model, x, padding=_PADDING)
+            except Exception:  # the model needs other values, or has no such shapes
+                return
+    if alone is None or longer is None:
+        return
+    rounding = _rounding(model)
+    remedy = "mask the padding, or cut by micro_batch_size alone"
+
+    outputs = zip(alone.outputs, longer.outputs, strict=True)
+    if not all(_close(*pair, rounding) for pair in outputs):
+        rule = "must give the same outputs with more padding at the end of an example"
+        name = _first_that_differs(alone, longer, rounding) or model.name
+        raise ValueError(
+            f"model {rule}, with micro_batch_tokens: {remedy}. Received: {name}"
+        )
+    if longer.mask_counts_padding:
+        rule = "must mask padding with zeros in its outputs"
+        raise ValueError(
+            f"model {rule}, with micro_batch_tokens. Received: {model.name}"
+        )
+    for name, loss in alone.added.items():
+        if not _close(loss, longer.added[name], rounding):
+            rule = "must add the same loss with more padding at the end of an example"
+            raise ValueError(
+                f"model {rule}, with micro_batch_tokens: {remedy}. Received: {name}"
+            )
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a model computes for one made-up example.
+
+    Attributes:
+        outputs: the outputs of the model.
+        mask_counts_padding: whether the mask of an output is true for padding.
+        added: by the name of a layer, the sum of the losses that it adds.
+        by_layer: the outputs of a layer's call, by its name and the number of the call.
+    """
+
+    outputs: list[np.ndarray]
+    mask_counts_padding: bool
+    added: dict[str, np.ndarray]
+    by_layer: dict[tuple[str, int], list[np.ndarray]]
+
+
+def _trial(model: keras.Model, x: Nest, padding: int) -> _Trial | None:
+    """Compute a made-up example; return None if there is none for inputs like `x`."""
+    numbers = np.random.default_rng(0)
+    leaves = [_example(leaf, padding, numbers) for leaf in tf.nest.flatten(x)]
+    if any(leaf is None for leaf in leaves):
+        return None
+    example = tf.nest.pack_sequence_as(x, leaves)
+
+    by_layer: dict[tuple[str, int], list[np.ndarray]] = {}
+
+    def recording(layer: keras.Layer) -> Callable[..., Any]:
+        keras_call = layer.call
+        calls = 0
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            outputs = keras_call(*arguments, **options)
+            by_layer[layer.name, calls] = _arrays(outputs)
+            calls += 1
+            return outputs
+
+        return call
+
+    layers = []
+    for layer in outermost_layers(model):
+        if not isinstance(layer, keras.Model) and layer not in layers:
+            layers.append(layer)
+    # The scope discards what the pass assigns. It has the losses that layers add.
+    scope = keras.StatelessScope(
+        state_mapping=_varied(model, numbers), collect_losses=True
+    )
+    added = {}
+    with scope, calling((layer, recording(layer)) for layer in layers):
+        outputs = model(example, training=False)
+        for layer in [*layers, model]:
+            losses = losses_from_add_loss(layer)
+            total = sum(float(tf.reduce_sum(loss)) for loss in losses)
+            added[layer.name] = np.asarray(total)
+    counts_padding = any(_counts_padding(output) for output in tf.nest.flatten(outputs))
+    return _Trial(_arrays(outputs), bool(counts_padding), added, by_layer)
+
+
+def _example(leaf: Any, padding: int, numbers: np.random.Generator) -> tf.Tensor | None:
+    """Return a made-up example for a part of the inputs, or None for strings.
+
+    Integers are 1, which any vocabulary has, and which masks do not leave out.
+    """
+    sizes = leaf.shape[1:].as_list()
+    is_ragged = isinstance(leaf, tf.RaggedTensor)
+    if is_ragged:
+        sizes[0] = _LENGTH
+    if leaf.dtype == tf.string or None in sizes:
+        return None
+    if leaf.dtype.is_floating:
+        values = numbers.normal(size=[1, *sizes])
+    else:
+        values = np.ones([1, *sizes])
+    if is_ragged:
+        axes = [[0, 0]] * values.ndim
+        axes[1] = [0, padding]
+        values = np.pad(values, axes)
+    return tf.constant(values.astype(leaf.dtype.as_numpy_dtype))
+
+
+def _varied(
+    model: keras.Model, numbers: np.random.Generator
+) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """Return other values for the weights that are zero, which would hide padding."""
+    values = []
+    for variable in model.trainable_variables:
+        value = tf.convert_to_tensor(variable)
+        if value.dtype.is_floating and not tf.reduce_any(value != 0):
+            noise = numbers.normal(size=value.shape)
+            values.append((variable, tf.cast(noise, value.dtype)))
+    return values
+
+
+def _counts_padding(output: Any) -> bool:
+    mask = mask_of(output)
+    if mask is None or mask.shape.rank < 2:
+        return False
+    return bool(tf.reduce_any(mask[:, _LENGTH:]))
+
+
+def _arrays(outputs: Any) -> list[np.ndarray]:
+    """Return the numbers in a layer's outputs, in float64 at most."""
+    arrays = []
+    for output in tf.nest.flatten(outputs):
+        if tf.is_tensor(output) and output.dtype.is_floating:
+            arrays.append(tf.cast(output, tf.float64).numpy())
+    return arrays
+
+
+def _rounding(model: keras.Model) -> float:
+    dtypes = [model.compute_dtype]
+    for layer in layers_of(model):
+        dtypes.append(layer.compute_dtype)
+    return max(_ROUNDING.get(str(dtype), 0.0) for dtype in dtypes)
+
+
+def _close(value: np.ndarray, longer: np.ndarray, rounding: float) -> bool:
+    """Return whether values are equal where both have elements."""
+    common = tuple(map(slice, map(min, value.shape, longer.shape)))
+    value = value[common]
+    largest = np.max(np.abs(value), initial=0.0)
+    return bool(np.all(np.abs(value - longer[common]) <= rounding * largest))
+
+
+def _first_that_differs(alone: _Trial, longer: _Trial, rounding: float) -> str | None:
+    """Return the name of the first layer, in order of calls, whose outputs change."""
+    for key, outputs in alone.by_layer.items():
+        pairs = zip(outputs, longer.by_layer.get(key, outputs), strict=True)
+        if not all(_close(*pair, rounding) for pair in pairs):
+            return key[0]
+    return None

@@ -1,0 +1,203 @@
+"""Cuts an effective batch of sequences by tokens, so that little padding is computed.
+
+The examples are sorted by length, the longest first. Then they are cut into as few
+micro-batches as the limit allows, and among these cuts into one with the least padding:
+
+    lengths   9 8 8 | 5 4 4 4 3 | 2 2 1 1 1 1        at most 27 tokens
+    computed  3 × 9 | 5 × 5     | 6 × 2              64 positions for 53 tokens
+
+An effective batch is a sum over its examples, so its update does not depend on their
+order. Everything here is computed on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from .batch import Nest, examples_in
+from .padding import padded_length, sequences_in
+
+# More than the positions of any effective batch: in the sums below, one micro-batch
+# less is worth any padding.
+_MICRO_BATCH = 2**40
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """The largest micro-batch.
+
+    Attributes:
+        tokens: maximum number of positions, padding included. A micro-batch of one
+            example may have more.
+        examples: maximum number of examples, or None for any number.
+        pad_multiple: micro-batches are padded to a multiple of this length.
+    """
+
+    tokens: int
+    examples: int | None = None
+    pad_multiple: int = 1
+
+
+class CutCounts(NamedTuple):
+    """What a cut by tokens computes, over all replicas; scalars.
+
+    Attributes:
+        micro_batches: number of micro-batches.
+        tokens: number of positions that are not padding, in all ragged inputs.
+        positions: number of positions that are computed, in all ragged inputs.
+    """
+
+    micro_batches: tf.Tensor
+    tokens: tf.Tensor
+    positions: tf.Tensor
+
+
+class TokenCut(NamedTuple):
+    """A cut of a batch into micro-batches.
+
+    Attributes:
+        order: the indices of the examples after sorting, (examples,) of int32.
+        ends: where each micro-batch ends in this order, exclusive; int32.
+        counts: what the cut computes, of int64.
+    """
+
+    order: tf.Tensor
+    ends: tf.Tensor
+    counts: CutCounts
+
+
+def micro_batch_limit(
+    micro_batch_size: int | None, micro_batch_tokens: int | None, pad_multiple: int
+) -> int | TokenLimit:
+    """Return the limit of a micro-batch: a number of examples, or one of tokens.
+
+    Raises:
+        ValueError: an argument is not a positive integer, neither the size nor the
+            tokens are given, or `pad_multiple` has no effect.
+    """
+    if micro_batch_tokens is None:
+        if micro_batch_size is None:
+            rule = "there must be a micro_batch_size or micro_batch_tokens"
+            raise ValueError(f"{rule}. Received: neither")
+        if pad_multiple != 1:
+            rule = "pad_multiple must be 1 without micro_batch_tokens"
+            raise ValueError(f"{rule}. Received: {pad_multiple!r}")
+        return micro_batch_size
+    check_positive("micro_batch_tokens", micro_batch_tokens)
+    check_positive("pad_multiple", pad_multiple)
+    if micro_batch_size is not None:
+        check_positive("micro_batch_size", micro_batch_size)
+    return TokenLimit(micro_batch_tokens, micro_batch_size, pad_multiple)
+
+
+def check_not_compiled(jit_compile: bool | str) -> None:
+    """Reject XLA, which would compile a step for each length.
+
+    Raises:
+        ValueError: XLA must compile. With "auto", it does not.
+    """
+    if jit_compile is True:
+        rule = 'jit_compile must be False or "auto" with micro_batch_tokens'
+        reason = "XLA would compile once for each length"
+        raise ValueError(f"{rule}: {reason}. Received: True")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Reject a value that is not an integer of at least 1."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or value < 1:
+        rule = f"{name} must be a whole number of at least 1"
+        raise ValueError(f"{rule}. Received: {value!r}")
+
+
+def cut_by_tokens(x: Nest, limit: TokenLimit) -> TokenCut:
+    """Return the cut of a batch with these inputs.
+
+    An example costs the sum of the padded lengths of its ragged inputs.
+    """
+    lengths = []
+    padded_lengths = []
+    for sequence in sequences_in(x):
+        length = tf.cast(sequence.row_lengths(), tf.int64)
+        lengths.append(length)
+        padded_lengths.append(padded_length(length, limit.pad_multiple))
+    costs = tf.stack(padded_lengths, axis=1)  # (examples, sequences)
+
+    order = tf.argsort(
+        tf.reduce_sum(costs, axis=1), direction="DESCENDING", stable=True
+    )
+    best = _best_cuts(tf.gather(costs, order), limit)
+    ends = _ends(best.starts, examples_in(order))
+    total = best.totals[-1]
+    counts = CutCounts(
+        micro_batches=total // _MICRO_BATCH,
+        tokens=tf.reduce_sum(tf.add_n(lengths)),
+        positions=total % _MICRO_BATCH,
+    )
+    return TokenCut(order, ends, counts)
+
+
+class _BestCuts(NamedTuple):
+    """The best cut of the first i examples, for each i."""
+
+    starts: tf.Tensor  # where its last micro-batch begins, (examples,) of int32
+    totals: tf.Tensor  # its positions + `_MICRO_BATCH` each, (examples + 1,) of int64
+
+
+def _best_cuts(costs: tf.Tensor, limit: TokenLimit) -> _BestCuts:
+    """Return the best cut of the first i examples, for each i, one after another.
+
+    If the last micro-batch of the best cut of i examples begins at j, the rest is the
+    best cut of the first j examples. All j are tried at once.
+    """
+    examples = examples_in(costs)
+    indices = tf.range(examples)
+    largest = tf.constant(tf.int64.max)
+
+    def body(
+        i: tf.Tensor, longest: tf.Tensor, starts: tf.Tensor, totals: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+        # In row j: the padded lengths of a micro-batch of the examples j, …, i.
+        is_start = indices <= i
+        longest = tf.maximum(longest, costs[i])
+        longest = tf.where(is_start[:, None], longest, tf.zeros_like(longest))
+
+        count = tf.cast(i + 1 - indices, tf.int64)
+        positions = count * tf.reduce_sum(longest, axis=1)
+        fits = positions <= limit.tokens
+        if limit.examples is not None:
+            fits &= count <= limit.examples
+        fits = is_start & (fits | (count == 1))
+
+        candidates = tf.where(fits, totals[:-1] + positions + _MICRO_BATCH, largest)
+        start = tf.argmin(candidates, output_type=tf.int32)
+        starts = tf.tensor_scatter_nd_update(starts, [[i]], [start])
+        totals = tf.tensor_scatter_nd_update(totals, [[i + 1]], [candidates[start]])
+        return i + 1, longest, starts, totals
+
+    starts = tf.zeros([examples], tf.int32)
+    totals = tf.zeros([examples + 1], tf.int64)
+    state = (tf.constant(0), tf.zeros_like(costs), starts, totals)
+    _, _, starts, totals = tf.while_loop(
+        lambda i, *_: i < examples, body, state, parallel_iterations=1
+    )
+    return _BestCuts(starts, totals)
+
+
+def _ends(starts: tf.Tensor, examples: tf.Tensor) -> tf.Tensor:
+    """Return the ends of the micro-batches of the best cut, from its last one back."""
+
+    def body(end: tf.Tensor, ends: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return starts[end - 1], tf.concat([[end], ends], 0)
+
+    _, ends = tf.while_loop(
+        lambda end, _: end > 0,
+        body,
+        (examples, tf.zeros([0], tf.int32)),
+        shape_invariants=(tf.TensorShape([]), tf.TensorShape([None])),
+    )
+    return ends

@@ -1,0 +1,524 @@
+"""A cut by tokens is as small as it can be, and the update that of the whole batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, losses
+
+from pipeline.accumulation import (
+    AccumulatingModel,
+    Evaluation,
+    Update,
+    accumulate_gradients,
+)
+from pipeline.accumulation.internals import Batches, Objective, Share
+from pipeline.accumulation.token_cut import TokenLimit, cut_by_tokens
+from tests.accumulation.replicas import strategy_on
+from tests.accumulation.sequences import (
+    CLASSES,
+    LENGTHS,
+    build,
+    cases,
+    cross_entropy,
+    dense,
+    difference,
+    whole,
+)
+
+EXACT = 1e-12
+NAMES = ["attention", "LSTM", "masked", "causal", "sum", "two sequences", "two outputs"]
+
+
+def slow_but(values, fast):
+    """Return parameters of which only those in `fast` are not slow."""
+    marked = []
+    for value in values:
+        marks = () if value in fast else pytest.mark.slow
+        marked.append(pytest.param(*value, marks=marks))
+    return marked
+
+
+def ragged(lengths):
+    return tf.RaggedTensor.from_row_lengths(tf.range(sum(lengths)), lengths)
+
+
+def positions_of(cut, columns, multiple=1):
+    """Return the padded positions of each micro-batch, as a person would count them."""
+    order = np.asarray(cut.order)
+    positions = []
+    start = 0
+    for end in np.asarray(cut.ends):
+        rows = np.asarray(columns)[:, order[start:end]]
+        longest = np.maximum(1, -(-rows.max(1) // multiple)) * multiple
+        positions.append(int(longest.sum() * (end - start)))
+        start = end
+    return positions
+
+
+def best(columns, limit):
+    """Return the fewest micro-batches and their fewest positions, of all cuts."""
+    costs = np.asarray(columns)
+    costs = np.maximum(1, -(-costs // limit.pad_multiple)) * limit.pad_multiple
+    costs = costs[:, np.argsort(-costs.sum(0), kind="stable")]
+    count = costs.shape[1]
+    results = []
+    for bits in itertools.product([False, True], repeat=count - 1):
+        inner = [index + 1 for index, is_cut in enumerate(bits) if is_cut]
+        edges = [0, *inner, count]
+        positions = 0
+        for start, end in itertools.pairwise(edges):
+            cost = costs[:, start:end].max(1).sum() * (end - start)
+            too_many = limit.examples is not None and end - start > limit.examples
+            if end - start > 1 and (cost > limit.tokens or too_many):
+                break
+            positions += cost
+        else:
+            results.append((len(edges) - 1, int(positions)))
+    return min(results)
+
+
+def test_a_cut_to_check_by_hand():
+    lengths = [1, 8, 4, 9, 2, 4, 1, 8, 1, 5, 4, 3, 2, 1]
+    cut = cut_by_tokens(ragged(lengths), TokenLimit(27))
+    # 9 8 8 | 5 4 4 4 3 | 2 2 1 1 1 1, each with its place: equal lengths keep their order.
+    assert cut.order.numpy().tolist() == [3, 1, 7, 9, 2, 5, 10, 11, 4, 12, 0, 6, 8, 13]
+    assert cut.ends.numpy().tolist() == [3, 8, 14]
+    assert [int(count) for count in cut.counts] == [3, 53, 27 + 25 + 12]
+
+
+@pytest.mark.parametrize("limit", [1, 7, 16, 40, 1000])
+@pytest.mark.parametrize("examples", [None, 3])
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_no_cut_has_fewer_micro_batches_or_less_padding(
+    limit, examples, multiple, sequences
+):
+    numbers = np.random.default_rng(limit)
+    limit = TokenLimit(limit, examples, multiple)
+    for count in (1, 2, 9):
+        columns = [numbers.integers(0, 12, count).tolist() for _ in range(sequences)]
+        cut = cut_by_tokens([ragged(column) for column in columns], limit)
+        positions = positions_of(cut, columns, multiple)
+        assert cut.ends.numpy()[-1] == count
+        assert (len(positions), sum(positions)) == best(columns, limit)
+        assert int(cut.counts.micro_batches) == len(positions)
+        assert int(cut.counts.positions) == sum(positions)
+        assert int(cut.counts.tokens) == np.sum(columns)
+        sizes = np.diff([0, *cut.ends.numpy()])
+        for size, computed in zip(sizes, positions, strict=True):
+            assert computed <= limit.tokens or size == 1
+            assert examples is None or size <= examples
+
+
+def test_no_examples_make_no_micro_batch():
+    cut = cut_by_tokens(ragged([]), TokenLimit(5))
+    assert cut.ends.numpy().tolist() == []
+    assert int(cut.counts.micro_batches) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    slow_but(
+        itertools.product(NAMES, [1, 10, 19, 10_000]),
+        [("attention", 19), ("LSTM", 10), ("two sequences", 19), ("two outputs", 10)],
+    ),
+)
+def test_gradients_are_those_of_the_whole_padded_batch(float64, name, limit):
+    case = cases()[name]
+    model = build(case)
+    expected = whole(model, case.loss, dense(case.batch))
+    order = np.random.default_rng(1).permutation(len(LENGTHS))
+    for multiple, batch in ((1, case.batch), (4, shuffled(case.batch, order))):
+        sums = tf.function(accumulate_gradients)(
+            model, case.loss, batch, micro_batch_tokens=limit, pad_multiple=multiple
+        )
+        assert difference(sums, expected) < EXACT
+    is_cut_into_examples = int(sums.cut.micro_batches) == len(LENGTHS)
+    assert is_cut_into_examples == (limit == 1)
+
+
+def shuffled(batch, order):
+    return tf.nest.map_structure(lambda leaf: tf.gather(leaf, order), batch)
+
+
+def built_sgd(model, rate=0.5):
+    optimizer = keras.optimizers.SGD(rate)
+    optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+def mean_of_means(case, limit):
+    """Return the gradient of the mean of the micro-batches' means: a mistake."""
+    model = build(case)
+    cut = cut_by_tokens(case.batch[0], TokenLimit(limit))
+    starts = [0, *cut.ends.numpy()[:-1]]
+    gradients = []
+    for start, end in zip(starts, cut.ends.numpy(), strict=True):
+        rows = cut.order[start:end]
+        part = shuffled(case.batch, rows)
+        gradients.append(whole(model, case.loss, dense(part)).gradient)
+    return [sum(parts) / len(parts) for parts in zip(*gradients, strict=True)]
+
+
+def test_the_mean_of_micro_batch_means_is_another_gradient(float64):
+    case = cases()["causal"]._replace(batch=cases()["causal"].batch[:2])
+    expected = whole(build(case), case.loss, dense(case.batch)).gradient
+    wrong = mean_of_means(case, 19)
+    largest = max(np.abs(gradient).max() for gradient in expected)
+    differences = []
+    for value, gradient in zip(wrong, expected, strict=True):
+        differences.append(np.abs(value - gradient).max())
+    assert max(differences) / largest > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    slow_but(
+        itertools.product(["two outputs", "two sequences"], [1, 2]),
+        [("two outputs", 2)],
+    ),
+)
+def test_updates_on_replicas_and_in_shares(float64, name, devices):
+    case = cases()[name]
+    strategy = strategy_on(devices)
+    reference = build(case)
+    expected = whole(reference, case.loss, dense(case.batch))
+    reference_optimizer = built_sgd(reference)
+    reference_optimizer.apply(
+        [tf.constant(gradient) for gradient in expected.gradient],
+        reference.trainable_variables,
+    )
+    share = Share.for_replicas(case.batch, 0, devices, devices)
+    for batch in (case.batch, share):
+        with strategy.scope():
+            model = build(case)
+            optimizer = built_sgd(model)
+        update = Update(
+            model,
+            case.loss,
+            optimizer,
+            micro_batch_tokens=19,
+            strategy=strategy,
+            noise_every=1,
+        )
+        results = tf.function(update)(batch)
+        assert float(results["loss"]) == pytest.approx(expected.loss, rel=EXACT)
+        for weight, other in zip(
+            model.get_weights(), reference.get_weights(), strict=True
+        ):
+            np.testing.assert_allclose(weight, other, rtol=EXACT, atol=EXACT)
+        # Sorted micro-batches are no random samples: the noise is not measured.
+        assert "gradient_variance" not in results
+        sequences = len(tf.nest.flatten(case.batch[0]))
+        assert float(results["tokens"]) == sum(LENGTHS) * sequences
+        assert results["micro_steps"] >= 2 * devices
+        assert results["positions"] >= results["tokens"]
+
+
+def test_an_evaluation_has_the_losses_and_metrics_of_the_whole_batch(float64):
+    case = cases()["LSTM"]
+    model = build(case)
+    x, y, weights = dense(case.batch)
+    expected = keras.metrics.SparseCategoricalAccuracy()
+    expected.update_state(y, model(x), weights)
+    accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+    entropy = keras.metrics.SparseCategoricalCrossentropy("entropy", from_logits=True)
+    objective = Objective(case.loss, weighted_metrics=[accuracy, entropy])
+    evaluation = Evaluation(model, objective, micro_batch_tokens=10)
+    sums = tf.function(evaluation)(case.batch)
+    loss = float(case.loss(y, model(x), weights))
+    assert float(sums.mean_loss()) == pytest.approx(loss, rel=EXACT)
+    assert float(accuracy.result()) == pytest.approx(
+        float(expected.result()), rel=EXACT
+    )
+    assert float(entropy.result()) == pytest.approx(loss, rel=EXACT)
+    assert int(sums.cut.tokens) == sum(LENGTHS)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Pairs(losses.Loss):
+    """Compares each example with all others."""
+
+    couples_examples = True
+
+    def call(self, y_true, y_pred):
+        distances = tf.abs(y_pred[:, None] - y_pred[None])
+        return tf.reduce_mean(distances * tf.abs(y_true[:, None] - y_true[None]))
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_outputs_of_a_loss_over_the_batch_are_in_the_order_of_the_examples(
+    float64, devices
+):
+    x, _, _ = cases()["attention"].batch
+    y = tf.random.stateless_normal([len(LENGTHS), CLASSES], [1, 2], tf.float64)
+    strategy = strategy_on(devices)
+    with strategy.scope():
+        model = build(cases()["attention"])
+        optimizer = built_sgd(model)
+    with tf.GradientTape() as tape:
+        value = Pairs()(y, model(x.to_tensor())) + sum(model.losses)
+    variables = [variable.value for variable in model.trainable_variables]
+    norm = tf.linalg.global_norm(tape.gradient(value, variables))
+    update = Update(
+        model,
+        Pairs(),
+        optimizer,
+        micro_batch_tokens=10,
+        strategy=strategy,
+        loss_over="effective_batch",
+    )
+    sums = tf.function(update.sums)((x, y))
+    assert int(sums.cut.micro_batches) > 1
+    assert float(sums.mean_loss()) == pytest.approx(float(value), rel=EXACT)
+    local = []
+    for gradient in sums.gradients():
+        local.append(strategy.experimental_local_results(gradient)[0])
+    norm_of_sums = tf.linalg.global_norm(local)
+    assert float(norm_of_sums) == pytest.approx(float(norm), rel=EXACT)
+
+
+def test_fit_is_that_of_whole_padded_batches(float64, tmp_path):
+    case = cases()["causal"]
+    batch = 6  # 6 and 5 examples
+
+    def compiled(model):
+        model.compile(
+            keras.optimizers.Adam(0.05), case.loss, weighted_metrics=["accuracy"]
+        )
+        return model
+
+    ragged_data = tf.data.Dataset.from_tensor_slices(case.batch).batch(batch)
+    dense_data = tf.data.Dataset.from_tensor_slices(dense(case.batch)).batch(batch)
+    plain = compiled(build(case))
+    expected = plain.fit(dense_data, epochs=2, verbose=0).history
+    model = compiled(AccumulatingModel(build(case), micro_batch_tokens=19))
+    history = model.fit(ragged_data, epochs=2, verbose=0).history
+    assert history["loss"] == pytest.approx(expected["loss"], rel=EXACT)
+    for weight, other in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, other, rtol=0, atol=EXACT)
+
+    losses_and_metrics = model.evaluate(ragged_data, verbose=0, return_dict=True)
+    x, y, weights = dense(case.batch)
+    expected_metrics = plain.evaluate(
+        x, y, len(LENGTHS), sample_weight=weights, verbose=0, return_dict=True
+    )
+    assert losses_and_metrics["accuracy"] == pytest.approx(
+        expected_metrics["accuracy"], rel=EXACT
+    )
+    # One batch of `predict` is padded to its longest example.
+    rows = case.batch[0][:3]
+    np.testing.assert_allclose(
+        model.predict(tf.data.Dataset.from_tensors(rows), verbose=0),
+        plain.predict(rows.to_tensor(), verbose=0),
+        atol=EXACT,
+    )
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.micro_batch_tokens == 19
+    assert loaded.micro_batch_size is None
+
+
+def accumulate(model, loss, batch, **options):
+    return tf.function(accumulate_gradients)(
+        model, loss, batch, micro_batch_tokens=10, **options
+    )
+
+
+def with_layer(layer, *, mask_zero=True, pooled=False):
+    """Return a model of a sequence with one more layer after its embedding."""
+    inputs = keras.Input((None,), dtype="int64")
+    hidden = layers.Embedding(7, 4, mask_zero=mask_zero)(inputs)
+    hidden = layer(hidden)
+    if pooled:
+        hidden = layers.GlobalAveragePooling1D()(hidden)
+    return keras.Model(inputs, layers.Dense(3)(hidden))
+
+
+class FromTheRight(layers.Layer):
+    """Adds to each position how many follow."""
+
+    def call(self, x):
+        count = tf.shape(x)[1]
+        return x + tf.cast(tf.range(count)[::-1], x.dtype)[None, :, None]
+
+
+class Squares(layers.Layer):
+    """Adds the mean square over all positions to the loss."""
+
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(tf.square(x)))
+        return x
+
+
+def named(kind, **options):
+    return kind(name="suspect", **options)
+
+
+# What depends on padding: a model, and whether its outputs are one row an example.
+DEPENDING = {
+    "convolution": lambda: with_layer(
+        named(layers.Conv1D, filters=4, kernel_size=3, padding="same")
+    ),
+    "pooling": lambda: with_layer(named(layers.GlobalMaxPooling1D), mask_zero=False),
+    "attention": lambda: with_layer(named(SelfAttention), mask_zero=False),
+    "recurrent": lambda: with_layer(named(layers.LSTM, units=4), mask_zero=False),
+    "backward": lambda: with_layer(
+        layers.Bidirectional(layers.LSTM(4, return_sequences=True), name="suspect"),
+        mask_zero=False,
+    ),
+    "from the right": lambda: with_layer(named(FromTheRight)),
+    "over positions": lambda: with_layer(named(layers.GroupNormalization, groups=2)),
+    "activity": lambda: with_layer(
+        named(layers.Dense, units=4, activity_regularizer="l2", bias_initializer="ones")
+    ),
+    "added loss": lambda: with_layer(named(Squares)),
+}
+
+
+class SelfAttention(layers.Layer):
+    def call(self, x):
+        scores = tf.matmul(x, x, transpose_b=True)
+        return tf.matmul(tf.nn.softmax(scores), x)
+
+
+def batch_for(model):
+    _, tags = cases()["masked"].batch
+    x = cases()["masked"].batch[0]
+    if len(model.output_shape) == 2:
+        return x, tf.range(len(LENGTHS)) % 3
+    return x, tags
+
+
+@pytest.mark.parametrize("name", DEPENDING)
+def test_what_depends_on_padding_is_rejected_and_would_differ(
+    float64, monkeypatch, name
+):
+    keras.utils.set_random_seed(0)
+    model = DEPENDING[name]()
+    batch = batch_for(model)
+    rule = "model must (give the same outputs|add the same loss) with more padding"
+    with pytest.raises(ValueError, match=rf"{rule}.*Received: suspect$"):
+        accumulate(model, cross_entropy(), batch)
+
+    monkeypatch.setattr(
+        "pipeline.accumulation.padding_checks._check_outputs", lambda *_: None
+    )
+    expected = whole(model, cross_entropy(), dense(batch))
+    sums = accumulate(model, cross_entropy(), batch)
+    assert difference(sums, expected) > 1e-4
+
+
+def test_a_loss_that_counts_padding_is_rejected_and_would_differ(float64, monkeypatch):
+    case = cases()["causal"]
+    loss = cross_entropy("sum_over_batch_size")
+    model = build(case)
+    with pytest.raises(ValueError, match="must not count padded positions"):
+        accumulate(model, loss, case.batch)
+
+    monkeypatch.setattr("pipeline.accumulation.loss_sums.check_loss", lambda *_: None)
+    expected = whole(model, loss, dense(case.batch))
+    assert difference(accumulate(model, loss, case.batch), expected) > 0.01
+
+
+def test_a_metric_that_counts_padding_is_rejected_and_would_differ(
+    float64, monkeypatch
+):
+    case = cases()["causal"]
+    model = build(case)
+    accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+    with pytest.raises(ValueError, match="metric accuracy must not count padded"):
+        accumulate(model, case.loss, case.batch, metrics=[accuracy])
+
+    monkeypatch.setattr("pipeline.accumulation.objective.check_metric", lambda *_: None)
+    accuracy.reset_state()
+    accumulate(model, case.loss, case.batch, metrics=[accuracy])
+    ours = float(accuracy.result())
+    accuracy.reset_state()
+    x, y, _ = dense(case.batch)
+    accuracy.update_state(y, model(x))
+    assert abs(ours - float(accuracy.result())) > 1e-3
+
+
+def test_normalization_by_the_batch_is_rejected_and_frozen_it_is_exact(float64):
+    model = with_layer(named(layers.BatchNormalization), mask_zero=False)
+    batch = batch_for(model)
+    with pytest.raises(ValueError, match=r"BatchNormalization.*Received: suspect$"):
+        accumulate(model, cross_entropy(), batch)
+
+    model.get_layer("suspect").trainable = False
+    expected = whole(model, cross_entropy(), dense(batch))
+    assert difference(accumulate(model, cross_entropy(), batch), expected) < EXACT
+
+
+def mean_over_positions():
+    inputs = keras.Input((None, 1))
+    return keras.Model(inputs, layers.Dense(1)(inputs)[:, :, 0])
+
+
+def rejected_calls():
+    x, tags = cases()["masked"].batch
+    case = cases()["causal"]
+    model = build(case)
+    numbers = tf.RaggedTensor.from_row_lengths(
+        tf.ones([sum(LENGTHS), 1], keras.config.floatx()), list(LENGTHS)
+    )
+    labels = numbers.with_flat_values(numbers.flat_values[:, 0])
+    batches = Batches((x, tags), tf.constant([5, 6]))
+    dropout = build(case)
+    weights = tf.ones([len(LENGTHS), 2])
+
+    def update(**options):
+        return Update(model, case.loss, built_sgd(model), **options)
+
+    return {
+        "an input must be a ragged tensor": lambda: accumulate(
+            model, case.loss, dense((x, tags))
+        ),
+        "micro_batch_tokens must be None for Batches": lambda: accumulate(
+            model, case.loss, batches
+        ),
+        "must have a value for each position": lambda: accumulate(
+            mean_over_positions(), losses.MeanSquaredError(), (numbers, labels)
+        ),
+        "sample weights of ragged labels must be": lambda: accumulate(
+            model, case.loss, (x, tags, weights)
+        ),
+        "jit_compile must be": lambda: update(micro_batch_tokens=8, jit_compile=True),
+        "same_noise must be": lambda: update(micro_batch_tokens=8, same_noise=True),
+        "there must be a micro_batch_size or": lambda: update(),
+        "pad_multiple must be 1 without": lambda: update(
+            micro_batch_size=2, pad_multiple=8
+        ),
+        "micro_batch_tokens must be a whole": lambda: update(micro_batch_tokens=0),
+        "loss_over must be example with": lambda: tf.function(
+            Update(
+                dropout,
+                Pairs(),
+                built_sgd(dropout),
+                micro_batch_tokens=8,
+                loss_over="effective_batch",
+            ).sums
+        )((x, tags)),
+    }
+
+
+@pytest.mark.parametrize("rule", list(range(10)))
+def test_what_has_no_cut_by_tokens_is_rejected_in_one_line(rule):
+    message, call = list(rejected_calls().items())[rule]
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_the_cut_by_size_has_no_counts_and_no_other_graph(float64):
+    case = cases()["attention"]
+    x, y, weights = case.batch
+    batch = (x.to_tensor(), y, weights)
+    sums = tf.function(accumulate_gradients)(build(case), case.loss, batch, 4)
+    assert sums.cut == ()
