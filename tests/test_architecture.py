@@ -27,6 +27,7 @@ PACKAGES = (
     "distributed",
     "components",
     "training",
+    "shown",
     "checkpoints",
     "tracking",
     "dataset",

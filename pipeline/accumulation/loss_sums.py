@@ -137,6 +137,44 @@ def micro_batch_losses(
     return MicroBatchLosses(losses, added, _merged(parts))
 
 
+class LossValues(NamedTuple):
+    """The values of one output's loss, with their weights in the same shape.
+
+    Axis 0 has the examples. The weights are the product of the mask and the sample
+    weights, or 1 if there is neither.
+    """
+
+    values: tf.Tensor
+    weights: tf.Tensor
+
+
+def loss_values(term: Term) -> LossValues:
+    """Return the values of a loss before they are summed up.
+
+    Raises:
+        ValueError: the loss is ragged, or has no value for each example.
+    """
+    loss_dtype = tf.as_dtype(term.loss.dtype)
+    dtype = float32_at_least(loss_dtype)
+
+    def cast(leaf: Any) -> Any:
+        return tf.cast(leaf, loss_dtype)
+
+    outputs = tf.nest.map_structure(cast, term.output)
+    result = term.loss.call(tf.nest.map_structure(cast, term.y), outputs)
+    values = tf.cast(result, dtype)
+    if isinstance(values, tf.RaggedTensor) or not values.shape.rank:
+        rule = "The loss must give a dense value for each example"
+        raise ValueError(f"{rule}. Received: {term.loss.name}")
+
+    both_masks = (mask_of(term.output), mask_of(result))
+    masks = [mask for mask in both_masks if mask is not None]
+    weights = _weighting(values, masks, term.sample_weight).weights
+    if weights is None:
+        return LossValues(values, tf.ones_like(values))
+    return LossValues(values, tf.broadcast_to(weights, tf.shape(values)))
+
+
 def scaled_sum(term: Term, sums: WeightedSum) -> LossSum:
     """Return the loss of one output, scaled by its entry of `loss_weights`."""
     scaled = sums.total if term.scale is None else sums.total * term.scale

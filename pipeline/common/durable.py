@@ -5,6 +5,7 @@ may be empty or incomplete. `sync` waits until the written data is on the disk.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -34,3 +35,19 @@ def write_text(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
     new.replace(file)
     sync(file.parent)
+
+
+def write_new(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files that nothing refers to yet, and wait until they are on the disk.
+
+    Args:
+        folder: the folder, which is created if it is missing.
+        contents: the content of each file by its name.
+    """
+    folder.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        with (folder / name).open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    sync(folder)

@@ -153,6 +153,8 @@ KEY_GROUPS = (
             "tracking.tags",
             "tracking.description",
             "tracking.log_every",
+            "tracking.show",
+            "training.shown",
             "tracking.log_model",
             "tracking.code",
             "tracking.system_metrics",

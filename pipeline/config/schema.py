@@ -299,6 +299,9 @@ class TrainingConfig(_SetOnce):
     callbacks: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING, fixed=False)
     )
+    # functions of (x, y, outputs) that return a picture, a figure or a table to log at
+    # each evaluation, as name: node
+    shown: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.LOG))
     # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
     resume: Resume | None = field(default=None, metadata=about(Kind.MACHINE))
     keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
@@ -399,6 +402,9 @@ class ShownTrackingConfig(_SetOnce):
     description: str | None = field(default=None, metadata=about(Kind.LOG))
     # log every Nth update
     log_every: int = field(default=1, metadata=about(Kind.LOG))
+    # (mapping | null) log examples, a confusion matrix and a reliability curve at each
+    # evaluation, by default `{examples: 16, confusion: true, reliability: true}`
+    show: Any = field(default=None, metadata=about(Kind.LOG))
     # (true | false) log the trained model with its signature
     log_model: Any = field(default=True, metadata=about(Kind.LOG))
     # paths logged with the model; null: its local modules

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -65,6 +65,8 @@ class Data:
             workers makes only the examples of its share.
         loaders: with `dataset.batched`, the loader of each split, by the split's name.
             The split itself then has only the examples of the first batch.
+        decode: a function from the tokens of one example, an array of integers, to its
+            text, for `tracking.show`. None if the inputs are no tokens.
     """
 
     train: tf.data.Dataset
@@ -78,6 +80,7 @@ class Data:
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
     stored: Mapping[str, Stored] = field(default_factory=dict)
     loaders: Mapping[str, Loader] = field(default_factory=dict)
+    decode: Callable[[Any], str] | None = None
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:

@@ -4,7 +4,8 @@ Input: rows of metrics for updates and evaluations, tags, files. Output: a journ
 which a separate process ships to the store.
 
 - `tracker` writes the logged metrics, tags and files.
-- `provenance` describes the environment and the data.
+- `provenance` describes the environment and the data. `shown_files` names pictures and
+  tables.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
@@ -25,6 +26,7 @@ __all__ = [
     "logged_model",
     "params",
     "provenance",
+    "shown_files",
     "store",
     "sync_run",
     "tracker",

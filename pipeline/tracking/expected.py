@@ -52,7 +52,7 @@ class Expected:
         tags: the keys of tags.
         removed_tags: the keys of tags that were removed.
         inputs: the datasets, one for each split.
-        artifacts: the names of files in the root folder of the run's artifacts.
+        artifacts: the paths of files in the run's artifacts.
     """
 
     params: set[str] = field(default_factory=set)
@@ -110,7 +110,7 @@ class Expected:
         return ""
 
     def _listed_artifacts(self, client: MlflowClient, run_id: str) -> set[str]:
-        """Return the artifacts in the root folder.
+        """Return the artifacts in the root folder, and in those of expected artifacts.
 
         If the location of the artifacts can never be listed, or if the server has
         answered `MOST_FAILED_LISTS` requests with an error, the expected artifacts are
@@ -120,7 +120,11 @@ class Expected:
             OSError: the location cannot be listed now.
         """
         try:
-            return {file.path for file in client.list_artifacts(run_id)}
+            paths = set()
+            for folder in {path.rpartition("/")[0] for path in self.artifacts} | {""}:
+                for file in client.list_artifacts(run_id, folder or None):
+                    paths.add(file.path)
+            return paths
         except Exception as error:
             # A server may answer with an internal error because it must not list.
             if failures.is_answer(error):

@@ -14,6 +14,7 @@ from pipeline.accumulation import Evaluation
 from pipeline.common.errors import say
 from pipeline.config.plan import RunPlan
 from pipeline.dataset import non_finite
+from pipeline.shown.show import Show
 from pipeline.training.oom_retry import assign_all, halve
 
 # Called between two batches of an evaluation. To end it, the call raises an exception.
@@ -67,6 +68,10 @@ class Best:
             self.update = state["update"]
 
 
+def _show_nothing(update: int) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Evaluations:
     """The evaluations of a run, and their schedule.
@@ -80,12 +85,15 @@ class Evaluations:
             last update.
         best: the best evaluation so far, or None if its checkpoint is not kept. `test`
             uses the weights of this checkpoint.
+        show: called with the number of completed updates after an evaluation of the
+            validation split, once its row is logged.
     """
 
     validation: Evaluate | None = None
     test: Evaluate | None = None
     every: int | str = "epoch"
     best: Best | None = None
+    show: Callable[[int], None] = _show_nothing
 
     def due(self, update: int, plan: RunPlan, *, last: bool) -> bool:
         """Return whether the validation split is evaluated after `update` updates."""
@@ -129,6 +137,8 @@ class SplitEvaluator:
         retry: whether to repeat an evaluation with smaller micro-batches if a batch
             does not fit into memory. It has to be False with several workers, since the
             other workers would not repeat the evaluation.
+        show: sees each batch with what `evaluation` has observed of it. None if nothing
+            is shown.
     """
 
     evaluation: Evaluation
@@ -137,6 +147,7 @@ class SplitEvaluator:
     on_halved: Callable[[str, int], None] = _ignore_halved
     changed: Sequence[tf.Variable] = ()
     retry: bool = True
+    show: Show | None = None
     _warned: bool = field(default=False, init=False)
 
     def __call__(self, check: Check = lambda: None) -> dict[str, float]:
@@ -152,6 +163,8 @@ class SplitEvaluator:
         while results is None:
             assign_all(self.changed, before)
             results = self._evaluate(check)
+        if self.show is not None:
+            self.show.finish()
         self._warn_once(results)
         return results
 
@@ -172,7 +185,7 @@ class SplitEvaluator:
     def _evaluate_batch(self) -> Callable[[Any], Any]:
         """A function that evaluates a batch, traced for one micro-batch size."""
         return tf.function(
-            lambda batch: self.evaluation(batch),
+            lambda batch: self.evaluation.observed(batch),
             [self.batches.element_spec],
             autograph=False,
         )
@@ -186,13 +199,15 @@ class SplitEvaluator:
         metrics = self.evaluation.measured
         for metric in metrics.values():
             metric.reset_state()
+        if self.show is not None:
+            self.show.start()
 
         sums: Any = None
         for batch in self.batches:
             if sums is not None:
                 check()
             try:
-                batch_sums = self._evaluate_batch(batch)
+                batch_sums, observation = self._evaluate_batch(batch)
             except tf.errors.ResourceExhaustedError as error:
                 if not self.retry:
                     raise
@@ -204,6 +219,8 @@ class SplitEvaluator:
                 sums = batch_sums
             else:
                 sums = tf.nest.map_structure(tf.add, sums, batch_sums)
+            if self.show is not None:
+                self.show.add(batch, observation)
             del batch  # Free the batch before the next one is read.
         assert sums is not None
         results = {}
