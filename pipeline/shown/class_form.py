@@ -49,9 +49,7 @@ class ClassForm:
         """
         if not (isinstance(term.y, tf.Tensor) and isinstance(term.output, tf.Tensor)):
             return None
-        from_logits = getattr(term.loss, "from_logits", None)
-        if from_logits is not None:
-            from_logits = bool(from_logits)
+        from_logits = _from_logits(term.loss)
         rank = term.output.shape.rank
         last = term.output.shape[-1] if rank else None
         if isinstance(term.loss, _BINARY):
@@ -95,3 +93,13 @@ class ClassForm:
 def _inner(term: Term) -> list[int | None]:
     """Return the sizes of the axes between examples and classes."""
     return list(term.output.shape.as_list()[1:-1])
+
+
+def _from_logits(loss: keras.losses.Loss) -> bool | None:
+    """Return whether the outputs are logits, or None if the loss does not say it.
+
+    A function as a loss says it by its argument `from_logits` in the config.
+    """
+    arguments = getattr(getattr(loss, "fn", None), "keywords", {})
+    from_logits = getattr(loss, "from_logits", arguments.get("from_logits"))
+    return None if from_logits is None else bool(from_logits)

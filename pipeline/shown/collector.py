@@ -186,8 +186,11 @@ def _examples(
         views = {}
         for name, view in observation.views.items():
             views[name] = OutputView(*(_row(part, row) for part in view))
-        shown_input = chosen[number].numpy()
-        examples[row] = Example(first + row, loss, np.asarray(shown_input), views)
+        shown_input = chosen[number]
+        if isinstance(shown_input, tf.RaggedTensor):
+            shown_input = shown_input.to_tensor()
+        array = np.asarray(shown_input.numpy())
+        examples[row] = Example(first + row, loss, array, views)
     return examples
 
 

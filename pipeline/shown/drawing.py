@@ -49,7 +49,7 @@ def sheet(examples: Sequence[Example]) -> Image.Image:
     picture = Image.new("RGB", (columns * _CELL, rows * height), "white")
     draw = ImageDraw.Draw(picture)
     # All examples have the same brightness and contrast.
-    stretched = encoding.to_bytes(np.stack([each.shown_input for each in examples]))
+    stretched = encoding.to_bytes([example.shown_input for example in examples])
     for number, example in enumerate(examples):
         row, column = divmod(number, columns)
         corner = (column * _CELL + 4, row * height + 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,27 +62,35 @@ def of_array(array: np.ndarray) -> Image.Image:
     if not (array.ndim == 2 or has_channels) or not array.size:
         rule = "must be of (height, width) or (height, width, 1, 3 or 4 channels)"
         raise ValueError(f"a picture {rule}. Received: shape {array.shape}")
-    return _plain(Image.fromarray(to_bytes(array)))
+    (values,) = to_bytes([array])
+    return _plain(Image.fromarray(values))
 
 
-def to_bytes(array: np.ndarray) -> np.ndarray:
-    """Return the values of a picture as bytes from 0 to 255.
+def to_bytes(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the values of pictures as bytes from 0 to 255, in the same way for all.
 
     Values within 0 … 1, −1 … 1 or 0 … 255 are taken as such. Others are stretched from
     their minimum to their maximum. Values that are not finite become 0.
     """
-    if array.dtype == np.uint8:
-        return array
-    values = np.nan_to_num(array.astype(np.float32), posinf=0.0, neginf=0.0)
-    low = float(values.min())
-    high = float(values.max())
+    if all(array.dtype == np.uint8 for array in arrays):
+        return list(arrays)
+    pictures = []
+    for array in arrays:
+        values = array.astype(np.float32)
+        pictures.append(np.nan_to_num(values, posinf=0.0, neginf=0.0))
+    low = min(float(values.min()) for values in pictures)
+    high = max(float(values.max()) for values in pictures)
     if low >= 0 and high <= 1:
-        values = values * 255
+        low = 0.0
+        high = 1.0
     elif low >= -1 and high <= 1:
-        values = (values + 1) * 127.5
-    elif low < 0 or high > 255:
-        values = (values - low) * (255 / max(high - low, 1e-30))
-    return np.rint(values).astype(np.uint8)
+        low = -1.0
+        high = 1.0
+    elif low >= 0 and high <= 255:
+        low = 0.0
+        high = 255.0
+    factor = 255 / max(high - low, 1e-30)
+    return [np.rint((values - low) * factor).astype(np.uint8) for values in pictures]
 
 
 def _of_figure(figure: Any) -> Image.Image:

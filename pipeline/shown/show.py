@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.common.errors import first_line, say
 from pipeline.shown import drawing, encoding, tables
-from pipeline.shown.collector import Collector
+from pipeline.shown.collector import Collected, Collector
 from pipeline.shown.functions import Functions
 from pipeline.shown.plan import InputKind, ShownPlan
 from pipeline.tracking.shown_files import EncodedPicture
@@ -32,6 +32,11 @@ class Show:
         self._functions = functions
         self._collector = Collector(plan)
         self._has_failed = False
+
+    @property
+    def collected(self) -> Collected:
+        """What was collected over the last evaluation."""
+        return self._collector.collected
 
     def start(self) -> None:
         """Begin an evaluation."""
@@ -71,7 +76,7 @@ class Show:
                 say(f"tracking.show is left out after update {update}: {reason}")
 
     def _pictures(self) -> dict[str, EncodedPicture]:
-        collected = self._collector.collected
+        collected = self.collected
         pictures = {}
         if self.plan.shown_input.kind is InputKind.PICTURE:
             if collected.fixed:
@@ -85,7 +90,7 @@ class Show:
         return {name: encoding.encoded(each) for name, each in pictures.items()}
 
     def _tables(self) -> dict[str, str]:
-        collected = self._collector.collected
+        collected = self.collected
         if not collected.fixed and not collected.worst:
             return {}
         return {"examples": tables.of_examples(collected, self.plan.shown_input)}

@@ -1,6 +1,5 @@
 """Ships the lines of a journal other than rows of metrics, such as tags and files."""
 
-import contextlib
 import errno
 import re
 import stat
@@ -191,12 +190,10 @@ class StoredRun:
     def _pictures_in_store(self) -> dict[str, str]:
         """Return the paths of the pictures in the store, by path without timestamp."""
         if self._pictures is None:
-            pictures = {}
-            # A location of artifacts may accept files and not list them.
-            with contextlib.suppress(Exception):
-                for file in self.client.list_artifacts(self.run_id, PICTURES):
-                    pictures[_TIMESTAMP.sub("", file.path)] = file.path
-            self._pictures = pictures
+            paths = self.expected.listed(self.client, self.run_id, PICTURES)
+            self._pictures = {}
+            for path in paths or ():
+                self._pictures[_TIMESTAMP.sub("", path)] = path
         return self._pictures
 
     def _is_readable(self, file: Path, folder: Path, name: str) -> bool:
