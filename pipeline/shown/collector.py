@@ -178,6 +178,8 @@ def _examples(
     if not rows:
         return {}
     chosen = tf.gather(inputs, rows)
+    if not isinstance(chosen, tf.RaggedTensor):
+        chosen = chosen.numpy()
     examples = {}
     for number, row in enumerate(rows):
         loss = None
@@ -189,7 +191,7 @@ def _examples(
         shown_input = chosen[number]
         if isinstance(shown_input, tf.RaggedTensor):
             shown_input = shown_input.to_tensor()
-        array = np.asarray(shown_input.numpy())
+        array = np.asarray(shown_input)
         examples[row] = Example(first + row, loss, array, views)
     return examples
 

@@ -55,7 +55,10 @@ def of_columns(columns: Mapping[str, Any]) -> str:
             raise ValueError(
                 f"column {name!r} must be a sequence. Received: {received}"
             )
-        values.append(list(column)[: MOST_ROWS + 1])
+        values.append(list(column))
+    if len({len(column) for column in values}) > 1:
+        lengths = ", ".join(str(len(column)) for column in values)
+        raise ValueError(f"columns must be of one length. Received: {lengths}")
     return as_csv(list(columns), list(zip(*values, strict=True)))
 
 

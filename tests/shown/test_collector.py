@@ -32,7 +32,7 @@ def identity(classes=CLASSES):
     return keras.Model(inputs, keras.layers.Activation("linear")(inputs))
 
 
-def collected(  # noqa: PLR0913  what a test varies
+def collected(
     x,
     *labels,
     loss,
@@ -160,7 +160,7 @@ def test_what_has_no_weight_does_not_count():
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction="mean_with_sample_weight"
     )
-    shown, results = collected(x, y, weights, loss=loss, model=model)
+    shown, _ = collected(x, y, weights, loss=loss, model=model)
     assert [example.index for example in shown.worst] == [1, 0]
     # The mean over the positions that count: (ln 3 + 50) / 2, and ln 3.
     losses = [example.loss for example in shown.worst]

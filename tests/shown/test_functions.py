@@ -46,14 +46,11 @@ def test_a_function_gets_the_examples_and_the_outputs_of_the_model():
     np.testing.assert_array_equal(calls[1][0], BATCH[0] + 1)
 
     # The outputs follow the weights.
-    evaluation.model.set_weights([0 * weight for weight in expected_weights(shown)])
+    model = evaluation.model
+    model.set_weights([0 * weight for weight in model.get_weights()])
     shown.compute_outputs()
     shown.results()
     assert not calls[-1][2].any()
-
-
-def expected_weights(shown):
-    return shown._evaluation.model.get_weights()
 
 
 def figure(x, y, outputs):
@@ -92,7 +89,10 @@ def fails(x, y, outputs):
         (lambda x, y, outputs: 3, "TypeError: it must return an array"),
         (lambda x, y, outputs: np.zeros((2, 2, 7)), "ValueError: a picture must be of"),
         (lambda x, y, outputs: {"a": 3}, "ValueError: column 'a' must be a sequence"),
-        (lambda x, y, outputs: {"a": [1], "b": [1, 2]}, "ValueError: zip()"),
+        (
+            lambda x, y, outputs: {"a": [1], "b": [1, 2]},
+            "ValueError: columns must be of",
+        ),
         (lambda x: x, "TypeError: "),
     ],
 )
