@@ -19,15 +19,18 @@ from .batch import (
     share_of,
 )
 from .gradient_sums import GradientSums
-from .loss_sums import micro_batch_losses
+from .loss_sums import LossValues, micro_batch_losses
 from .micro_batches import run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, gathered, kept
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
-# Returns measurements of a micro-batch from `(x, y, sample_weight)` and the outputs by
-# name: a nest of tensors with the examples on axis 0.
-Observe = Callable[[tuple[Nest, Nest, Nest], Mapping[str, Nest]], Any]
+# Returns measurements of a micro-batch from `(x, y, sample_weight)`, the outputs by name
+# and the values of the losses by output name: a nest of tensors with the examples on
+# axis 0.
+Observe = Callable[
+    [tuple[Nest, Nest, Nest], Mapping[str, Nest], Mapping[str, LossValues]], Any
+]
 
 
 class Evaluation:
@@ -113,14 +116,14 @@ class Evaluation:
         ) -> tuple[GradientSums, Outputs, Any]:
             with without_cudnn(self.model, compiled):
                 outputs = by_name(self.model, self.model(x, training=False))
-            losses, added, _ = micro_batch_losses(
+            losses, added, _, values = micro_batch_losses(
                 self.model, self.objective, outputs, (x, y, sample_weight), totals
             )
             self.objective.update_metrics(y, outputs, sample_weight)
             sums = GradientSums(losses, added, tf.cast(examples_in(x), added.dtype))
             observations: Any = ABSENT
             if self.observe is not None:
-                observations = self.observe((x, y, sample_weight), outputs)
+                observations = self.observe((x, y, sample_weight), outputs, values)
             if self.objective.over_batch:
                 return sums, kept(outputs), observations
             return sums, {}, observations

@@ -36,7 +36,7 @@ from .keras_internals import (
     mask_of,
     replaced,
 )
-from .loss_sums import LossValues, loss_values, losses_from_add_loss, weighted_sum
+from .loss_sums import LossValues, losses_from_add_loss, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalizing_layers
 from .objective import (
     Losses,
@@ -77,7 +77,6 @@ __all__ = [
     "layers_of",
     "load_cuda_libraries",
     "logits_of",
-    "loss_values",
     "losses_from_add_loss",
     "mask_of",
     "noise_by_position",

@@ -64,12 +64,20 @@ class LossPart(NamedTuple):
         return ABSENT if self.divided else nonzero(self.weight)
 
 
+class LossValues(NamedTuple):
+    """The values of one output's loss, with the examples on axis 0."""
+
+    values: tf.Tensor
+    weights: tf.Tensor | None  # mask × sample weights, in a shape that fits the values
+
+
 class MicroBatchLosses(NamedTuple):
     """The losses of one micro-batch."""
 
     losses: dict[str, LossSum]  # by output name
     added: tf.Tensor  # the losses that the model adds × examples, scalar: see `_added`
     minimized: list[LossPart]  # the sum of all losses, in one part per divisor
+    values: dict[str, LossValues]  # by output name, for the losses that have them
 
 
 class WeightedSum(NamedTuple):
@@ -83,6 +91,7 @@ class WeightedSum(NamedTuple):
     batch_weight: tf.Tensor | None  # W of the batch, if known before a forward pass
     # (Σ D)² / Σ D², where D is Σ dᵢ of an example: Kish, Survey Sampling, 1965.
     effective_examples: tf.Tensor
+    values: LossValues | None = None  # None if they are ragged, or not of examples
 
 
 def micro_batch_losses(
@@ -106,6 +115,7 @@ def micro_batch_losses(
     batch_examples = tf.cast(totals.examples, dtype)
 
     losses = {}
+    values = {}
     parts = []
     weights = spread(totals.weights, list(outputs), "sample_weight", to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
@@ -119,6 +129,8 @@ def micro_batch_losses(
         )
         loss = scaled_sum(term, sums)
         losses[term.name] = loss
+        if sums.values is not None:
+            values[term.name] = sums.values
         parts.append(
             _part(term, loss.scaled, sums, micro_batch_examples, batch_examples)
         )
@@ -134,45 +146,7 @@ def micro_batch_losses(
                 divided=True,
             )
         )
-    return MicroBatchLosses(losses, added, _merged(parts))
-
-
-class LossValues(NamedTuple):
-    """The values of one output's loss, with their weights in the same shape.
-
-    Axis 0 has the examples. The weights are the product of the mask and the sample
-    weights, or 1 if there is neither.
-    """
-
-    values: tf.Tensor
-    weights: tf.Tensor
-
-
-def loss_values(term: Term) -> LossValues:
-    """Return the values of a loss before they are summed up.
-
-    Raises:
-        ValueError: the loss is ragged, or has no value for each example.
-    """
-    loss_dtype = tf.as_dtype(term.loss.dtype)
-    dtype = float32_at_least(loss_dtype)
-
-    def cast(leaf: Any) -> Any:
-        return tf.cast(leaf, loss_dtype)
-
-    outputs = tf.nest.map_structure(cast, term.output)
-    result = term.loss.call(tf.nest.map_structure(cast, term.y), outputs)
-    values = tf.cast(result, dtype)
-    if isinstance(values, tf.RaggedTensor) or not values.shape.rank:
-        rule = "The loss must give a dense value for each example"
-        raise ValueError(f"{rule}. Received: {term.loss.name}")
-
-    both_masks = (mask_of(term.output), mask_of(result))
-    masks = [mask for mask in both_masks if mask is not None]
-    weights = _weighting(values, masks, term.sample_weight).weights
-    if weights is None:
-        return LossValues(values, tf.ones_like(values))
-    return LossValues(values, tf.broadcast_to(weights, tf.shape(values)))
+    return MicroBatchLosses(losses, added, _merged(parts), values)
 
 
 def scaled_sum(term: Term, sums: WeightedSum) -> LossSum:
@@ -287,7 +261,7 @@ def function_losses(
         total = mean * divisor
         part = LossPart(total, divisor, micro_batch_examples, divided=False)
     losses = {"": LossSum(total, total, divisor)}
-    return MicroBatchLosses(losses, tf.zeros_like(mean), [part])
+    return MicroBatchLosses(losses, tf.zeros_like(mean), [part], {})
 
 
 def losses_from_add_loss(layer: keras.Layer) -> list[tf.Tensor]:
@@ -355,17 +329,25 @@ def weighted_sum(
 
     masks = [mask for mask in (output_mask, mask_of(result)) if mask is not None]
     weighting = _weighting(values, masks, sample_weight)
+    weighted_values = values
     if weighting.weights is not None:
-        values *= weighting.weights
+        weighted_values = values * weighting.weights
 
+    by_weights = loss.reduction == "mean_with_sample_weight"
     if loss.reduction == "sum":
-        return _sum_reduction(values, micro_batch_examples)
-    if loss.reduction == "mean_with_sample_weight" and weighting.weights is not None:
-        return _by_sample_weights(result, values, weighting, totals)
-    batch_elements = None
-    if totals is not None and values_per_example is not None:
-        batch_elements = tf.cast(totals.examples, dtype) * values_per_example
-    return _by_elements(result, values, weighting, micro_batch_examples, batch_elements)
+        sums = _sum_reduction(weighted_values, micro_batch_examples)
+    elif by_weights and weighting.weights is not None:
+        sums = _by_sample_weights(result, weighted_values, weighting, totals)
+    else:
+        batch_elements = None
+        if totals is not None and values_per_example is not None:
+            batch_elements = tf.cast(totals.examples, dtype) * values_per_example
+        sums = _by_elements(
+            result, weighted_values, weighting, micro_batch_examples, batch_elements
+        )
+    if isinstance(result, tf.RaggedTensor):
+        return sums
+    return sums._replace(values=LossValues(values, weighting.weights))
 
 
 class _Weighting(NamedTuple):

@@ -41,13 +41,16 @@ def write_new(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write files that nothing refers to yet, and wait until they are on the disk.
 
     Args:
-        folder: the folder, which is created if it is missing.
-        contents: the content of each file by its name.
+        folder: the folder, which exists.
+        contents: the content of each file, by its path in the folder. Folders that are
+            missing are created.
     """
-    folder.mkdir(exist_ok=True)
-    for name, content in contents.items():
-        with (folder / name).open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-    sync(folder)
+    paths = [folder / name for name in contents]
+    for path, content in zip(paths, contents.values(), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    # Write all files before the first wait, which most file systems end for all.
+    for path in paths:
+        sync(path)
+    for parent in {path.parent for path in paths} | {folder}:
+        sync(parent)

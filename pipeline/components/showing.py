@@ -41,8 +41,8 @@ def make_plan(
         rule = "is of the validation split, but the dataset has none: leave it out"
         raise ConfigError(key, rule, received)
 
-    pad = spec.dataset.get("pad")
-    shown_input = plan.input_to_show(
-        data.train.element_spec[0], None if pad is None else pad["value"], data.decode
-    )
+    padding = None
+    if spec.dataset.get("pad") is not None:
+        padding = spec.dataset.pad["value"]
+    shown_input = plan.input_to_show(data.train.element_spec[0], padding, data.decode)
     return plan.make_plan(settings, objective.evaluation, y, outputs, shown_input)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipeline.accumulation.internals import Objective, Term, loss_values
+from pipeline.accumulation.internals import LossValues, Objective, Term
 from pipeline.shown.class_form import ClassForm
 
 MOST_NUMBERS = 8  # of a label or an output that is no class
@@ -64,9 +64,18 @@ class Observer:
         self._has_losses = has_losses
 
     def __call__(
-        self, micro_batch: tuple[Any, Any, Any], outputs: Mapping[str, Any]
+        self,
+        micro_batch: tuple[Any, Any, Any],
+        outputs: Mapping[str, Any],
+        values: Mapping[str, LossValues],
     ) -> Observation:
-        """Return the observation of a micro-batch `(x, y, sample_weight)`."""
+        """Return the observation of a micro-batch `(x, y, sample_weight)`.
+
+        Args:
+            micro_batch: the micro-batch.
+            outputs: the model's outputs by name.
+            values: the values of the losses by output name.
+        """
         _, y, sample_weight = micro_batch
         terms = self._objective.terms(y, outputs, sample_weight)
         losses_and_weights = []
@@ -74,9 +83,8 @@ class Observer:
         for term in terms:
             weights = None
             if self._has_losses:
-                values = loss_values(term)
-                weights = values.weights
-                losses_and_weights.append(_loss_of_examples(term, *values))
+                weights = values[term.name].weights
+                losses_and_weights.append(_loss_of_examples(term, values[term.name]))
             views[term.name] = _view(term, weights)
         for name, output in outputs.items():
             if name not in views and isinstance(output, tf.Tensor):
@@ -94,9 +102,11 @@ class _ExampleLosses(NamedTuple):
     weights: tf.Tensor
 
 
-def _loss_of_examples(
-    term: Term, values: tf.Tensor, weights: tf.Tensor
-) -> _ExampleLosses:
+def _loss_of_examples(term: Term, loss_values: LossValues) -> _ExampleLosses:
+    values = loss_values.values
+    weights = tf.ones_like(values)
+    if loss_values.weights is not None:
+        weights = tf.broadcast_to(loss_values.weights, tf.shape(values))
     axes = list(range(1, values.shape.rank))
     weight_sums = tf.reduce_sum(weights, axes)
     sums = tf.reduce_sum(values * weights, axes)

@@ -11,7 +11,7 @@ from pipeline.accumulation.internals import (
     Objective,
     Term,
     couples_examples,
-    loss_values,
+    weighted_sum,
 )
 from pipeline.common.errors import first_line
 from pipeline.dataset import tokens
@@ -170,9 +170,11 @@ def _why_no_losses(objective: Objective, terms: Sequence[Term]) -> str:
         if couples_examples(term.loss):
             return "the loss is not of single examples"
         try:
-            loss_values(term)
-        except Exception as error:
+            sums = weighted_sum(term.loss, term.y, term.output)
+        except ValueError as error:
             return first_line(error)
+        if sums.values is None:
+            return "the loss is ragged"
     return ""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.common.secrets import mask
+from pipeline.tracking.journal_file import PICTURES, SHOWN
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Names:
     timestamp: int
 
     def picture_files(self, pictures: Mapping[str, EncodedPicture]) -> dict[str, bytes]:
-        """Return the contents of the files of pictures, by name.
+        """Return the contents of the files of pictures, by path in the run directory.
 
         The names are those of MLflow's `log_image`, so that MLflow's page steps through
         the pictures of a key. The ID in a name follows from the run, the key and the
@@ -48,7 +49,7 @@ class Names:
         for key, picture in pictures.items():
             picture_id = uuid.uuid5(uuid.UUID(self.run), f"{key} {self.update}")
             name = (
-                f"{key.replace('/', '~')}+step+{self.update}"
+                f"{PICTURES}/{key.replace('/', '~')}+step+{self.update}"
                 f"+timestamp+{self.timestamp}+{picture_id}"
             )
             files[f"{name}.png"] = picture.png
@@ -56,7 +57,7 @@ class Names:
         return files
 
     def table_files(self, tables: Mapping[str, str]) -> dict[str, bytes]:
-        """Return the contents of the files of tables, by name.
+        """Return the contents of the files of tables, by path in the run directory.
 
         Args:
             tables: tables as CSV by name. Secrets in them are masked.
@@ -64,5 +65,6 @@ class Names:
         files = {}
         for name, text in tables.items():
             # With the same number of digits, MLflow's page lists them in their order.
-            files[f"{name}_{self.update:09}.csv"] = mask(text).encode()
+            path = f"{SHOWN}/{name}_{self.update:09}.csv"
+            files[path] = mask(text).encode()
         return files

@@ -31,7 +31,6 @@ from pipeline.tracking.journal_file import (
     DATASET_RECORD,
     JOURNAL_NAME,
     MODEL,
-    PICTURES,
     SHOWN,
     LockedPast,
 )
@@ -264,19 +263,12 @@ class Tracker:
             tables: tables as CSV, which MLflow's page shows as tables, by name.
         """
         names = shown_files.Names(self.journal.id, update, self._validated_at)
-        files_by_folder = {
-            PICTURES: names.picture_files(pictures),
-            SHOWN: names.table_files(tables),
-        }
-        paths = []
-        for folder, files in files_by_folder.items():
-            if files:
-                durable.write_new(self.run_dir / folder, files)
-            paths += [f"{folder}/{name}" for name in files]
+        files = names.picture_files(pictures) | names.table_files(tables)
+        durable.write_new(self.run_dir, files)
         if pictures and not self._has_pictures:
             self._has_pictures = True
             self.tag({"mlflow.loggedImages": "True"})
-        self.journal.write(Shown(update, paths))
+        self.journal.write(Shown(update, list(files)))
 
     def test(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the test split, for the weights after `update` updates."""

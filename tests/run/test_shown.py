@@ -90,7 +90,9 @@ def test_a_killed_run_shows_each_evaluation_once_and_trains_as_without(tmp_path)
     before, and is not shown again.
     """
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "kill").write_text("4")  # when two evaluations with two tables are there
+    (tmp_path / "kill").write_text(
+        "4"
+    )  # when two evaluations with two tables are there
     pipeline(*RUN, *SHOW, cwd=tmp_path, status=-signal.SIGKILL)
     pipeline("resume", "run", cwd=tmp_path)
     check_all_are_there_once(tmp_path)

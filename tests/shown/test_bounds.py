@@ -83,7 +83,8 @@ def test_a_table_of_a_user_is_bounded():
     assert len(text.encode()) <= MOST_BYTES
     names, *rows = csv.reader(io.StringIO(text))
     assert len(names) == tables.MOST_COLUMNS
-    assert {len(cell) for row in rows for cell in row} == {tables.LONGEST_CELL}
+    for row in rows:
+        assert {len(cell) for cell in row} == {tables.LONGEST_CELL}
     short = tables.of_columns({"number": range(5000)})
     assert len(short.splitlines()) == 1 + tables.MOST_ROWS
 

@@ -51,7 +51,7 @@ def mean_of_means(patch):
     weighted_sum = loss_sums.weighted_sum
 
     def means(*arguments):
-        total, weight, _, examples = weighted_sum(*arguments)
+        total, weight, _, examples, _ = weighted_sum(*arguments)
         return loss_sums.WeightedSum(
             total / weight, tf.ones_like(weight), None, examples
         )
