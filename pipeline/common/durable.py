@@ -44,13 +44,21 @@ def write_new(folder: Path, contents: Mapping[str, bytes]) -> None:
         folder: the folder, which exists.
         contents: the content of each file, by its path in the folder. Folders that are
             missing are created.
+
+    Raises:
+        OSError: a file cannot be written. Then none of the files is left.
     """
     paths = [folder / name for name in contents]
-    for path, content in zip(paths, contents.values(), strict=True):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    # Write all files before the first wait, which most file systems end for all.
-    for path in paths:
-        sync(path)
-    for parent in {path.parent for path in paths} | {folder}:
-        sync(parent)
+    try:
+        for path, content in zip(paths, contents.values(), strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        # Write all files before the first wait, which most file systems end for all.
+        for path in paths:
+            sync(path)
+        for parent in {path.parent for path in paths} | {folder}:
+            sync(parent)
+    except OSError:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise

@@ -403,7 +403,7 @@ class ShownTrackingConfig(_SetOnce):
     # log every Nth update
     log_every: int = field(default=1, metadata=about(Kind.LOG))
     # (mapping | null) log examples, a confusion matrix and a reliability curve at each
-    # evaluation, by default `{examples: 16, confusion: true, reliability: true}`
+    # evaluation; `{}` means `{examples: 16, confusion: true, reliability: true}`
     show: Any = field(default=None, metadata=about(Kind.LOG))
     # (true | false) log the trained model with its signature
     log_model: Any = field(default=True, metadata=about(Kind.LOG))
