@@ -31,7 +31,8 @@ class Show:
         self._tracker = tracker
         self._functions = functions
         self._collector = Collector(plan)
-        self._has_failed = False
+        self._is_collected = True  # whether no batch of the evaluation has failed
+        self._has_reported = False
 
     @property
     def collected(self) -> Collected:
@@ -40,12 +41,18 @@ class Show:
 
     def start(self) -> None:
         """Begin an evaluation."""
+        self._is_collected = True
         self._collector.start()
 
     def add(self, batch: Any, observation: Any) -> None:
         """Add a batch, and what was observed of it; see `Observer`."""
-        if self.plan.observes:
+        if not self.plan.observes or not self._is_collected:
+            return
+        try:
             self._collector.add(batch, observation)
+        except Exception as error:
+            self._is_collected = False
+            self._report(error)
 
     def finish(self) -> None:
         """End an evaluation, while the model still has the weights of it."""
@@ -61,8 +68,11 @@ class Show:
         if self._tracker.has_shown(update):
             return
         try:
-            pictures = self._pictures()
-            names_and_tables = self._tables()
+            pictures = {}
+            names_and_tables = {}
+            if self._is_collected:
+                pictures = self._pictures()
+                names_and_tables = self._tables()
             if self._functions is not None:
                 own_pictures, own_tables = self._functions.results()
                 pictures |= own_pictures
@@ -70,10 +80,14 @@ class Show:
             pictures = {f"{PREFIX}/{name}": each for name, each in pictures.items()}
             self._tracker.show(update, pictures, names_and_tables)
         except Exception as error:
-            if not self._has_failed:
-                self._has_failed = True
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                say(f"tracking.show is left out after update {update}: {reason}")
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """Print why something is left out, the first time."""
+        if not self._has_reported:
+            self._has_reported = True
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            say(f"tracking.show is left out: {reason}")
 
     def _pictures(self) -> dict[str, EncodedPicture]:
         collected = self.collected

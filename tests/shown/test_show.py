@@ -14,6 +14,7 @@ from pipeline.accumulation.internals import Objective
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
 from pipeline.shown import functions
+from pipeline.shown.collector import Collector
 from pipeline.shown.functions import Functions
 from pipeline.shown.observer import Observer
 from pipeline.shown.plan import InputKind, Settings, ShownInput, make_plan
@@ -164,9 +165,20 @@ def test_an_error_ends_nothing_and_is_one_line(capsys):
     lines = capsys.readouterr().err.splitlines()
     (line,) = [line for line in lines if line.startswith("tracking.show")]
     assert line == (
-        "tracking.show is left out after update 3: OSError: [Errno 28] No space left "
-        "on device"
+        "tracking.show is left out: OSError: [Errno 28] No space left on device"
     )
+
+
+def test_a_batch_that_cannot_be_collected_leaves_the_functions(capsys, monkeypatch):
+    def fails(self, batch, observation):
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr(Collector, "add", fails)
+    shown = trained(settings=Settings(), own={"mine": draws})
+    assert [names for _, names, _ in shown[0].shown] == [["shown/mine"]] * EPOCHS
+    assert are_equal(shown, trained())
+    said = capsys.readouterr().err
+    assert said.count("tracking.show is left out: ValueError: on purpose") == 1
 
 
 @pytest.mark.parametrize("examples", [1, 64])
