@@ -78,6 +78,10 @@ def test_each_kind_of_picture_and_table():
     assert plt.get_fignums() == []  # it would stay in memory
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def fails(x, y, outputs):
     raise RuntimeError("on purpose")
 
@@ -87,13 +91,19 @@ def fails(x, y, outputs):
     [
         (fails, "RuntimeError: on purpose"),
         (lambda x, y, outputs: 3, "TypeError: it must return an array"),
-        (lambda x, y, outputs: np.zeros((2, 2, 7)), "ValueError: a picture must be of"),
-        (lambda x, y, outputs: {"a": 3}, "ValueError: column 'a' must be a sequence"),
+        slow(
+            lambda x, y, outputs: np.zeros((2, 2, 7)),
+            "ValueError: a picture must be of",
+        ),
+        slow(
+            lambda x, y, outputs: {"a": 3},
+            "ValueError: column 'a' must be a sequence",
+        ),
         (
             lambda x, y, outputs: {"a": [1], "b": [1, 2]},
             "ValueError: columns must be of",
         ),
-        (lambda x: x, "TypeError: "),
+        slow(lambda x: x, "TypeError: "),
     ],
 )
 def test_an_error_is_one_line_and_the_others_are_shown(capsys, function, line):

@@ -138,6 +138,7 @@ def test_it_trains_to_the_bits_of_a_run_that_shows_nothing():
     assert shown[0].shown == [(step, keys, ["examples"]) for step in (3, 6, 9)]
 
 
+@pytest.mark.slow
 def test_the_random_state_decides_the_weights(monkeypatch):
     """A function whose draws were not undone would train another model."""
     monkeypatch.setattr(functions, "_state_kept", lambda _: nullcontext())
@@ -145,12 +146,14 @@ def test_the_random_state_decides_the_weights(monkeypatch):
     assert not are_equal(trained(), shown)
 
 
+@pytest.mark.slow
 def test_each_part_can_be_left_out():
     shown, _ = trained(settings=Settings(examples=0, reliability=False))
     assert [names for _, names, _ in shown.shown] == [["shown/confusion"]] * 3
     assert [tables for _, _, tables in shown.shown] == [[]] * 3
 
 
+@pytest.mark.slow
 def test_what_was_shown_before_a_resume_is_not_shown_again():
     rows = Rows()
     rows.shown_before = {3, 6}
@@ -169,6 +172,7 @@ def test_an_error_ends_nothing_and_is_one_line(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_collected_leaves_the_functions(capsys, monkeypatch):
     def fails(self, batch, observation):
         raise ValueError("on purpose")
@@ -181,6 +185,7 @@ def test_a_batch_that_cannot_be_collected_leaves_the_functions(capsys, monkeypat
     assert said.count("tracking.show is left out: ValueError: on purpose") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [1, 64])
 def test_any_number_of_examples(examples):
     shown, _ = trained(settings=Settings(examples=examples))
