@@ -25,9 +25,9 @@ from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, gathered, kept
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
-# Returns measurements of a micro-batch from `(x, y, sample_weight)`, the outputs by name
-# and the values of the losses by output name: a nest of tensors with the examples on
-# axis 0.
+# Returns measurements of a micro-batch from `(x, y, sample_weight)`, the outputs by
+# name and the values of the losses by output name: a nest of tensors with the examples
+# on axis 0.
 Observe = Callable[
     [tuple[Nest, Nest, Nest], Mapping[str, Nest], Mapping[str, LossValues]], Any
 ]

@@ -54,7 +54,7 @@ def counter(
 
 
 def is_token_sequence(spec: Any) -> bool:
-    """Return whether a part of the inputs, given by its spec, is a sequence of integers."""
+    """Return whether a part of the inputs is a sequence of integers, by its spec."""
     return _is_sequence(spec) and bool(spec.dtype.is_integer)
 
 

@@ -117,7 +117,7 @@ def test_it_is_what_numpy_computes_whatever_the_cut(
 
 
 def test_a_literal_to_check_by_hand():
-    """Two classes, of which one example is predicted wrongly with a confidence of 0.8."""
+    """Two classes; an example is predicted wrongly with a confidence of 0.8."""
     x = np.array([[0.9, 0.1], [0.2, 0.8]], "float32")
     loss = keras.losses.SparseCategoricalCrossentropy()
     shown, _ = collected(x, np.array([0, 0]), loss=loss)
