@@ -28,6 +28,7 @@ PACKAGES = (
     "distributed",
     "components",
     "training",
+    "shown",
     "checkpoints",
     "tracking",
     "dataset",

@@ -1,4 +1,4 @@
-"""A dataset, model, loss, metric and callback of your own, in a folder of your own.
+"""Data, a model, loss, metric, callback and table of your own, in a folder of your own.
 
 Command:   cd examples/own_project && pipeline train --config-dir conf experiment=moons
 Run time:  about 15 seconds on two CPU cores
@@ -6,6 +6,7 @@ Expect:    val/accuracy above 0.9, and a metric val/confidence
 """
 
 import keras
+import numpy as np
 import tensorflow as tf
 from sklearn.datasets import make_moons
 
@@ -46,3 +47,8 @@ class WeightNorm(keras.callbacks.Callback):
 
     def norm(self):
         return tf.linalg.global_norm(self.model.trainable_weights)
+
+
+def margins(x, y, outputs):
+    ordered = np.sort(outputs, axis=-1)
+    return {"label": y, "margin": ordered[:, -1] - ordered[:, -2]}

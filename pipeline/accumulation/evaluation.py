@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -18,7 +19,7 @@ from .batch import (
     share_of,
 )
 from .gradient_sums import GradientSums
-from .loss_sums import example_losses, micro_batch_losses
+from .loss_sums import LossValues, example_losses, micro_batch_losses
 from .micro_batches import MicroBatchLoop, run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, check_rows, gathered, kept
@@ -26,11 +27,21 @@ from .padding_checks import prepared_for_tokens
 from .token_cut import TokenLimit, check_not_compiled, micro_batch_limit
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
+# Returns measurements of a micro-batch from `(x, y, sample_weight)`, the outputs by
+# name and the values of the losses by output name: a nest of tensors with the examples
+# on axis 0.
+Observe = Callable[
+    [tuple[Nest, Nest, Nest], Mapping[str, Nest], Mapping[str, LossValues]], Any
+]
+
 
 class Evaluation:
     """Evaluates the loss and the metrics; each example has its exact weight.
 
-    For the arguments, see `Update`.
+    For the arguments that are not listed, see `Update`.
+
+    Args:
+        observe: measures each micro-batch, see `observed`. None measures nothing.
     """
 
     def __init__(  # noqa: PLR0913  options of an evaluation
@@ -45,6 +56,7 @@ class Evaluation:
         jit_compile: bool | str = False,
         fused_attention: bool = False,
         reductions_ready: tf.Variable | None = None,
+        observe: Observe | None = None,
     ):
         check_jit_compile(jit_compile)
         self.model = model
@@ -55,10 +67,16 @@ class Evaluation:
         self.token_limit = limit if isinstance(limit, TokenLimit) else None
         if self.token_limit is not None:
             check_not_compiled(jit_compile)
+            if observe is not None:
+                rule = (
+                    "observe must be None with micro_batch_tokens, which sorts examples"
+                )
+                raise ValueError(rule)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.jit_compile = jit_compile
         self.fused_attention = fused_attention
         self.reductions_ready = reductions_ready
+        self.observe = observe
         self.measured = self.objective.measured()
 
     @tf.autograph.experimental.do_not_convert
@@ -73,18 +91,37 @@ class Evaluation:
         Raises:
             ValueError: with `micro_batch_tokens`, the result would depend on padding.
         """
+        sums, _ = self.observed(batch)
+        return sums
+
+    @tf.autograph.experimental.do_not_convert
+    def observed(self, batch: Nest | Share) -> tuple[GradientSums, Any]:
+        """Do as `__call__`; also return what `observe` has measured.
+
+        The measurements of all micro-batches are joined in the order of the examples
+        that this process has read. They are `ABSENT` without `observe`.
+        """
         if self.token_limit is not None:
             batch = prepared_for_tokens(self.model, batch, training=False)
-        sums, outputs = self.strategy.run(self._evaluate, args=(batch,))
+        sums, outputs, observations = self.strategy.run(self._evaluate, args=(batch,))
         sums = reduce(self.strategy, sums, self.reductions_ready)
         sums = of_first_replica(self.strategy, sums)
-        if not self.objective.over_batch:
-            return sums
-        effective_batch = gathered(self.strategy, batch, outputs, self.reductions_ready)
-        return sums.with_losses(batch_losses(self.objective, effective_batch).losses)
+        if self.objective.over_batch:
+            effective_batch = gathered(
+                self.strategy, batch, outputs, self.reductions_ready
+            )
+            losses = batch_losses(self.objective, effective_batch).losses
+            sums = sums.with_losses(losses)
+        return sums, tf.nest.map_structure(self._of_all_replicas, observations)
 
-    def _evaluate(self, batch: Nest | Share) -> tuple[GradientSums, Outputs]:
-        """Return the sums over this replica's share, and the outputs if needed.
+    def _of_all_replicas(self, observation: Any) -> tf.Tensor:
+        """Return a measurement of all replicas in this process, on the host."""
+        parts = self.strategy.experimental_local_results(observation)
+        with tf.device("CPU:0"):
+            return tf.concat(parts, 0)
+
+    def _evaluate(self, batch: Nest | Share) -> tuple[GradientSums, Outputs, Any]:
+        """Return the sums over this replica's share, the outputs and observations.
 
         The outputs are needed if the losses are over the effective batch. Otherwise the
         dict of outputs is empty.
@@ -98,10 +135,10 @@ class Evaluation:
 
         def micro_step(
             start: tf.Tensor, x: Nest, y: Nest, sample_weight: Nest
-        ) -> tuple[GradientSums, Outputs]:
+        ) -> tuple[GradientSums, Outputs, Any]:
             with without_cudnn(self.model, compiled):
                 outputs = by_name(self.model, self.model(x, training=False))
-            losses, added, _ = micro_batch_losses(
+            losses, added, _, values = micro_batch_losses(
                 self.model,
                 self.objective,
                 outputs,
@@ -111,20 +148,23 @@ class Evaluation:
             )
             self.objective.update_metrics(y, outputs, sample_weight, by_tokens)
             sums = GradientSums(losses, added, tf.cast(examples_in(x), added.dtype))
+            observations: Any = ABSENT
+            if self.observe is not None:
+                observations = self.observe((x, y, sample_weight), outputs, values)
             if not self.objective.over_batch:
-                return sums, {}
+                return sums, {}, observations
             kept_outputs = kept(outputs)
             if by_tokens:
                 check_rows(kept_outputs)
-            return sums, kept_outputs
+            return sums, kept_outputs, observations
 
         if self.token_limit is None:
             return run_micro_batches(
                 micro_step, share, self.micro_batch_size, compiled, self.fused_attention
             )
         loop = MicroBatchLoop(micro_step, share, self.token_limit)
-        sums, kept_outputs = loop.run()
-        return sums.with_cut(loop.counts), kept_outputs
+        sums, kept_outputs, observations = loop.run()
+        return sums.with_cut(loop.counts), kept_outputs, observations
 
 
 class Predicted(NamedTuple):

@@ -37,7 +37,7 @@ from .keras_internals import (
     mask_of,
     replaced,
 )
-from .loss_sums import losses_from_add_loss, weighted_sum
+from .loss_sums import LossValues, losses_from_add_loss, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalizing_layers
 from .objective import (
     Losses,
@@ -58,6 +58,7 @@ __all__ = [
     "BatchTotals",
     "Batches",
     "Forward",
+    "LossValues",
     "Losses",
     "Metrics",
     "Objective",

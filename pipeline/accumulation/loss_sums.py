@@ -65,12 +65,20 @@ class LossPart(NamedTuple):
         return ABSENT if self.divided else nonzero(self.weight)
 
 
+class LossValues(NamedTuple):
+    """The values of one output's loss, with the examples on axis 0."""
+
+    values: tf.Tensor
+    weights: tf.Tensor | None  # mask × sample weights, in a shape that fits the values
+
+
 class MicroBatchLosses(NamedTuple):
     """The losses of one micro-batch."""
 
     losses: dict[str, LossSum]  # by output name
     added: tf.Tensor  # the losses that the model adds × examples, scalar: see `_added`
     minimized: list[LossPart]  # the sum of all losses, in one part per divisor
+    values: dict[str, LossValues]  # by output name, for the losses that have them
 
 
 class WeightedSum(NamedTuple):
@@ -84,6 +92,7 @@ class WeightedSum(NamedTuple):
     batch_weight: tf.Tensor | None  # W of the batch, if known before a forward pass
     # (Σ D)² / Σ D², where D is Σ dᵢ of an example: Kish, Survey Sampling, 1965.
     effective_examples: tf.Tensor
+    values: LossValues | None = None  # None if they are ragged, or not of examples
 
 
 def micro_batch_losses(
@@ -112,6 +121,7 @@ def micro_batch_losses(
     batch_examples = tf.cast(totals.examples, dtype)
 
     losses = {}
+    values = {}
     parts = []
     weights = spread(totals.weights, list(outputs), "sample_weight", to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
@@ -130,6 +140,8 @@ def micro_batch_losses(
         )
         loss = scaled_sum(term, sums)
         losses[term.name] = loss
+        if sums.values is not None:
+            values[term.name] = sums.values
         parts.append(
             _part(term, loss.scaled, sums, micro_batch_examples, batch_examples)
         )
@@ -145,7 +157,7 @@ def micro_batch_losses(
                 divided=True,
             )
         )
-    return MicroBatchLosses(losses, added, _merged(parts))
+    return MicroBatchLosses(losses, added, _merged(parts), values)
 
 
 def scaled_sum(term: Term, sums: WeightedSum) -> LossSum:
@@ -260,7 +272,7 @@ def function_losses(
         total = mean * divisor
         part = LossPart(total, divisor, micro_batch_examples, divided=False)
     losses = {"": LossSum(total, total, divisor)}
-    return MicroBatchLosses(losses, tf.zeros_like(mean), [part])
+    return MicroBatchLosses(losses, tf.zeros_like(mean), [part], {})
 
 
 def losses_from_add_loss(layer: keras.Layer) -> list[tf.Tensor]:
@@ -333,17 +345,25 @@ def weighted_sum(
     if padded:
         check_loss(loss, (y_true, outputs, sample_weight), result, bool(masks))
     weighting = _weighting(values, masks, sample_weight)
+    weighted_values = values
     if weighting.weights is not None:
-        values *= weighting.weights
+        weighted_values = values * weighting.weights
 
+    by_weights = loss.reduction == "mean_with_sample_weight"
     if loss.reduction == "sum":
-        return _sum_reduction(values, micro_batch_examples)
-    if loss.reduction == "mean_with_sample_weight" and weighting.weights is not None:
-        return _by_sample_weights(result, values, weighting, totals)
-    batch_elements = None
-    if totals is not None and values_per_example is not None:
-        batch_elements = tf.cast(totals.examples, dtype) * values_per_example
-    return _by_elements(result, values, weighting, micro_batch_examples, batch_elements)
+        sums = _sum_reduction(weighted_values, micro_batch_examples)
+    elif by_weights and weighting.weights is not None:
+        sums = _by_sample_weights(result, weighted_values, weighting, totals)
+    else:
+        batch_elements = None
+        if totals is not None and values_per_example is not None:
+            batch_elements = tf.cast(totals.examples, dtype) * values_per_example
+        sums = _by_elements(
+            result, weighted_values, weighting, micro_batch_examples, batch_elements
+        )
+    if isinstance(result, tf.RaggedTensor):
+        return sums
+    return sums._replace(values=LossValues(values, weighting.weights))
 
 
 def example_losses(

@@ -5,6 +5,7 @@ may be empty or incomplete. `sync` waits until the written data is on the disk.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -34,3 +35,30 @@ def write_text(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
     new.replace(file)
     sync(file.parent)
+
+
+def write_new(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files that nothing refers to yet, and wait until they are on the disk.
+
+    Args:
+        folder: the folder, which exists.
+        contents: the content of each file, by its path in the folder. Folders that are
+            missing are created.
+
+    Raises:
+        OSError: a file cannot be written. Then none of the files is left.
+    """
+    paths = [folder / name for name in contents]
+    try:
+        for path, content in zip(paths, contents.values(), strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        # Write all files before the first wait, which most file systems end for all.
+        for path in paths:
+            sync(path)
+        for parent in {path.parent for path in paths} | {folder}:
+            sync(parent)
+    except OSError:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise

@@ -26,6 +26,7 @@ from pipeline.components import (
     objective,
     objective_checks,
     optimizer,
+    showing,
 )
 from pipeline.components.devices import Devices
 from pipeline.components.objective import RunObjective
@@ -47,6 +48,8 @@ from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.source import ShareReader
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Stream, digest
+from pipeline.shown.observer import Observer
+from pipeline.shown.plan import ShownPlan
 from pipeline.tracking import provenance
 from pipeline.training.evaluator import Best
 
@@ -83,6 +86,7 @@ class Parts:
     validation_sets: Sequence[ValidationSet]  # of `dataset.validations`
     best: Best | None  # tracks the best evaluation; None if its checkpoint is not kept
     record: PartsRecord
+    shown: ShownPlan | None  # None if nothing is shown at evaluations
 
     def update(self) -> accumulation.Update:
         """Return a new `Update`, which applies one effective batch per call."""
@@ -132,8 +136,12 @@ class Parts:
             vars(parts)["forward"] = self.forward
         return parts
 
-    def evaluation(self) -> accumulation.Evaluation:
-        """Return a new `Evaluation`, which evaluates one batch per call."""
+    def evaluation(self, observer: Observer | None = None) -> accumulation.Evaluation:
+        """Return a new `Evaluation`, which evaluates one batch per call.
+
+        Args:
+            observer: observes the examples, or None.
+        """
         hardware = self.spec.config.hardware
         return accumulation.Evaluation(
             self.model,
@@ -143,6 +151,7 @@ class Parts:
             jit_compile=hardware.xla,
             fused_attention=hardware.fused_attention is True,
             reductions_ready=self.devices.reductions_ready,
+            observe=observer,
         )
 
     def prediction(self) -> internals.Prediction:
@@ -252,6 +261,16 @@ def assemble(
         batches.element_spec,
         planned.plan.micro_batch_size,
     )
+    shown = showing.make_plan(
+        spec,
+        data,
+        network.objective,
+        network.labels,
+        internals.by_name(network.model, network.outputs),
+    )
+    notes = [*source.notes, *network.notes]
+    if shown is not None:
+        notes += shown.notes
     with tf.device("CPU:0"):
         inputs = internals.slice_of(network.first_inputs, 0, 4)
     parts = Parts(
@@ -267,9 +286,8 @@ def assemble(
         reader=reader,
         validation_sets=sets,
         best=best,
-        record=PartsRecord(
-            source.record, network.scaling, [*source.notes, *network.notes]
-        ),
+        record=PartsRecord(source.record, network.scaling, notes),
+        shown=shown,
     )
     _check_cut(parts)
     return parts
@@ -425,8 +443,9 @@ class _Network:
 
     model: keras.Model
     objective: RunObjective
+    labels: Any  # the labels of a few examples
     outputs: Any  # the model's outputs for `first_inputs`
-    first_inputs: Any  # the inputs of a few examples
+    first_inputs: Any  # the inputs of these examples
     scaling: str  # the changes by the scaling rule; empty if there are none
     notes: list[str]  # lines for the user
 
@@ -455,7 +474,15 @@ def _build_network(
         optimizer.build_variables(built_optimizer, spec, network.trainable_variables)
     # Updates run outside the strategy's scope, so this check does too.
     optimizer.check(built_optimizer, network.trainable_variables)
-    return _Network(network, goal, checked.outputs, batch[0], scaling, notes)
+    return _Network(
+        model=network,
+        objective=goal,
+        labels=checked.labels,
+        outputs=checked.outputs,
+        first_inputs=batch[0],
+        scaling=scaling,
+        notes=notes,
+    )
 
 
 def _first_batch(

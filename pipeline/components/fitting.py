@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import Update, internals
+from pipeline.accumulation import Evaluation, Update, internals
 from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Beginning
@@ -17,6 +17,11 @@ from pipeline.components import devices, utilization
 from pipeline.components.assembly import Parts
 from pipeline.config.plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example, non_finite, tokens
+from pipeline.dataset.batches import first_examples
+from pipeline.shown.functions import Functions
+from pipeline.shown.observer import Observer
+from pipeline.shown.plan import Settings
+from pipeline.shown.show import Show
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import (
@@ -124,13 +129,16 @@ def fit(
         else:
             profiler = _profiler(parts, tracker)
             retry = _oom_retry(parts, update, assigned)
+        validation = _evaluator(parts, "validation", tracker, assigned)
         evaluations = Evaluations(
-            _evaluator(parts, "validation", tracker, assigned),
+            validation,
             _evaluator(parts, "test", tracker, assigned),
             parts.spec.config.training.evaluate_every,
             parts.best,
             _evaluated_sets(parts, tracker, assigned),
         )
+        if validation is not None and validation.show is not None:
+            evaluations = replace(evaluations, show=validation.show)
         # Measure the peak from here on, without the initialization of the model.
         if parts.devices.on_gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
@@ -251,10 +259,37 @@ def _evaluator(
     if batches is None:
         return None
     alone = parts.devices.workers == 1
-    evaluator = SplitEvaluator(parts.evaluation(), batches, name, retry=alone)
     if tracker is None:
-        return evaluator
-    return replace(evaluator, on_halved=tracker.evaluation_halved, changed=assigned)
+        return SplitEvaluator(parts.evaluation(), batches, name, retry=alone)
+    observer = None
+    if name == "validation" and parts.shown is not None and parts.shown.observes:
+        observer = Observer(parts.objective.evaluation, parts.shown.has_losses)
+    evaluation = parts.evaluation(observer)
+    show = None
+    if name == "validation" and parts.shown is not None:
+        show = Show(parts.shown, tracker, _shown_functions(parts, evaluation, assigned))
+    return SplitEvaluator(
+        evaluation,
+        batches,
+        name,
+        on_halved=tracker.evaluation_halved,
+        changed=assigned,
+        retry=alone,
+        show=show,
+    )
+
+
+def _shown_functions(
+    parts: Parts, evaluation: Evaluation, assigned: Sequence[tf.Variable]
+) -> Functions | None:
+    """Return the user's functions of `training.shown`, or None if there are none."""
+    if not parts.objective.shown or parts.shown is None:
+        return None
+    count = parts.shown.settings.examples or Settings().examples
+    batch = first_examples(
+        parts.data, "validation", count, parts.spec.dataset.get("pad")
+    )
+    return Functions(parts.objective.shown, batch, evaluation, assigned)
 
 
 def _evaluated_sets(

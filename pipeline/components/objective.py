@@ -1,7 +1,7 @@
 """Builds the loss, the metrics and the callbacks of a config."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pipeline.accumulation.internals import Losses, Metrics, by_name
 from pipeline.checkpoints import snapshot
 from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config.objective_nodes import metrics_of
+from pipeline.shown.functions import ShownFunction
 from pipeline.trust import instantiate
 
 # Attributes of Keras' callbacks that hold the path of a file or folder to write.
@@ -31,6 +32,8 @@ class RunObjective:
     evaluation: internals.Objective  # the same losses, with separate metric objects
     # The callbacks, by their names in the config. They see each update as one batch.
     callbacks: dict[str, keras.callbacks.Callback]
+    # The functions of `training.shown`, by their names in the config.
+    shown: dict[str, ShownFunction] = field(default_factory=dict)
 
 
 class FunctionLoss(keras.losses.Loss):
@@ -79,6 +82,10 @@ def build(training: DictConfig) -> RunObjective:
         callbacks={
             str(name): _callback(node, name)
             for name, node in training.callbacks.items()
+        },
+        shown={
+            str(name): _shown_function(node, name)
+            for name, node in training.shown.items()
         },
     )
 
@@ -239,6 +246,15 @@ def _metric(node: DictConfig, key: str, name: str) -> keras.metrics.Metric:
         raise ConfigError(f"{key}._target_", rule, type(metric).__name__)
     metric.name = name  # The class may have no parameter `name`.
     return metric
+
+
+def _shown_function(node: DictConfig, name: str) -> ShownFunction:
+    key = f"training.shown.{name}"
+    function = instantiate.build(node, key)
+    if not callable(function):
+        rule = "must give a function of (x, y, outputs), by _partial_: true"
+        raise ConfigError(f"{key}._target_", rule, type(function).__name__)
+    return function
 
 
 def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:

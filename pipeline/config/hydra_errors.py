@@ -22,7 +22,8 @@ from pipeline.config.overrides import keys_set, values_at
 # Rules for keys whose value is a mapping. Users may write a list, since Keras accepts
 # lists of metrics and callbacks in `compile` and `fit`.
 _NAMED = {
-    f"training.{name}": NAMED for name in ("metrics", "weighted_metrics", "callbacks")
+    f"training.{name}": NAMED
+    for name in ("metrics", "weighted_metrics", "callbacks", "shown")
 }
 # Keys that may be null or a group of keys.
 _NULLABLE_GROUPS = {

@@ -154,6 +154,8 @@ KEY_GROUPS = (
             "tracking.tags",
             "tracking.description",
             "tracking.log_every",
+            "tracking.show",
+            "training.shown",
             "tracking.log_model",
             "tracking.register",
             "tracking.code",

@@ -303,6 +303,9 @@ class TrainingConfig(_SetOnce):
     callbacks: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING, fixed=False)
     )
+    # functions of (x, y, outputs) that return a picture, a figure or a table to log at
+    # each evaluation, as name: node
+    shown: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.LOG))
     # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
     resume: Resume | None = field(default=None, metadata=about(Kind.MACHINE))
     keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
@@ -403,6 +406,9 @@ class ShownTrackingConfig(_SetOnce):
     description: str | None = field(default=None, metadata=about(Kind.LOG))
     # log every Nth update
     log_every: int = field(default=1, metadata=about(Kind.LOG))
+    # (mapping | null) log examples, a confusion matrix and a reliability curve at each
+    # evaluation; `{}` means `{examples: 16, confusion: true, reliability: true}`
+    show: Any = field(default=None, metadata=about(Kind.LOG))
     # (true | false) log the trained model with its signature
     log_model: Any = field(default=True, metadata=about(Kind.LOG))
     # name in MLflow's registry under which the logged model is registered, as a new

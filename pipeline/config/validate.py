@@ -42,6 +42,9 @@ _COUNTED = re.compile(
     r"|dataset\.shuffle_buffer|dataset\.pad\.multiple|hardware\.profile\.\w+"
     r"|dataset\.validations\.\w+\.every"
 )
+_MOST_EXAMPLES = 64  # maximum of `tracking.show.examples`
+# Names of what `tracking.show` logs.
+_SHOWN_BY_US = ("examples", "fixed", "worst", "confusion", "reliability")
 # Beginnings of the names of Keras' optimizers.
 _KERAS = ("keras.", "tensorflow.keras.")
 
@@ -150,6 +153,7 @@ def check_settings(config: DictConfig) -> None:
             raise ConfigError("tracking.code", rule, path)
     _check_register(config.tracking)
     _check_keep_best(config.training.keep_best)
+    _check_names_of_shown(config.training.shown)
     _check_validations(config)
     is_model = MODEL.fullmatch(str(config.start.run)) is not None
     if is_model and not config.start.weights_only:
@@ -241,6 +245,18 @@ def _check_keep_best(keep_best: Any) -> None:
         raise ConfigError("training.keep_best.mode", rule, None, modes)
 
 
+def _check_names_of_shown(functions: Mapping[str, Any]) -> None:
+    """Check that each name of `training.shown` can be a part of a file's name."""
+    for name in functions:
+        is_file_name = re.fullmatch(r"[A-Za-z0-9_][\w\-. ]{0,59}", str(name), re.ASCII)
+        if not is_file_name or name in _SHOWN_BY_US:
+            rule = (
+                "must have names of up to 60 letters, digits, _, -, . and blanks, "
+                f"other than {', '.join(_SHOWN_BY_US)}"
+            )
+            raise ConfigError("training.shown", rule, name)
+
+
 def _check_validations(config: DictConfig) -> None:
     """Check the form, the names and the intervals of `dataset.validations`."""
     dataset: Any = OmegaConf.to_container(config.dataset, resolve=True)
@@ -269,8 +285,9 @@ def _check_targets(config: DictConfig) -> None:
         metrics += metrics_of(config.training, group)
     for metric in metrics:
         nodes[metric.key] = metric.node
-    for name, node in config.training.callbacks.items():
-        nodes[f"training.callbacks.{name}"] = node
+    for group in ("callbacks", "shown"):
+        for name, node in config.training[group].items():
+            nodes[f"training.{group}.{name}"] = node
     if OmegaConf.select(config, "dataset.augment") is not None:
         nodes["dataset.augment"] = config.dataset.augment
 
@@ -380,6 +397,20 @@ def _is_null_or_has(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
     if not isinstance(node, DictConfig) or set(node) != set(holds):
         return False
     return all(is_right(node[name]) for name, is_right in holds.items())
+
+
+def _is_null_or_shows(node: Any) -> bool:
+    """Return whether a node is null, or a mapping with keys of `tracking.show`."""
+    if node is None:
+        return True
+    if not isinstance(node, DictConfig):
+        return False
+    checks = {
+        "examples": lambda value: _is_index(value) and value <= _MOST_EXAMPLES,
+        "confusion": _is_bool,
+        "reliability": _is_bool,
+    }
+    return all(name in checks and checks[name](node[name]) for name in node)
 
 
 _COUNT = Check("at least 1", _is_count)
@@ -499,6 +530,11 @@ _CHECKS = {
     "hardware.profile": Check(
         "null, or the first update and how many: {start: 10, updates: 5}",
         lambda profile: _is_null_or_has(profile, start=_is_count, updates=_is_count),
+    ),
+    "tracking.show": Check(
+        "null, or any of {examples: 16, confusion: true, reliability: true}, with at "
+        f"most {_MOST_EXAMPLES} examples",
+        _is_null_or_shows,
     ),
     "hardware.replicas": Check(
         f"at most {_MOST_REPLICAS} GPUs, or logical devices on a CPU",

@@ -80,6 +80,8 @@ class Data:
             workers makes only the examples of its share.
         loaders: with `dataset.batched`, the loader of each split, by the split's name.
             The split itself then has only the examples of the first batch.
+        decode: a function from the tokens of one example, an array of integers, to its
+            text, for `tracking.show`. None if the inputs are no tokens.
         validations: the splits of `dataset.validations`, by the split's name, such as
             `validations.late`. `load` sets them.
     """
@@ -95,6 +97,7 @@ class Data:
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
     stored: Mapping[str, Stored] = field(default_factory=dict)
     loaders: Mapping[str, Loader] = field(default_factory=dict)
+    decode: Callable[[Any], str] | None = None
     validations: Mapping[str, ValidationSplit] = field(default_factory=dict)
 
     @property

@@ -53,6 +53,11 @@ def counter(
     return tokens
 
 
+def is_token_sequence(spec: Any) -> bool:
+    """Return whether a part of the inputs is a sequence of integers, by its spec."""
+    return _is_sequence(spec) and bool(spec.dtype.is_integer)
+
+
 def _is_sequence(spec: Any) -> bool:
     if isinstance(spec, tf.RaggedTensorSpec):
         return True

@@ -5,7 +5,7 @@ which a separate process ships to the store.
 
 - `tracker` writes the logged metrics, tags and files.
 - `provenance` describes the environment and the data. `record_files` downloads that
-  record of a run, and checks its form.
+  record of a run, and checks its form. `shown_files` names pictures and tables.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
 - `journal_summary` reads what a list of runs shows.
@@ -34,6 +34,7 @@ __all__ = [
     "params",
     "provenance",
     "record_files",
+    "shown_files",
     "store",
     "sync_run",
     "tracker",

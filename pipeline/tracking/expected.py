@@ -52,7 +52,7 @@ class Expected:
         tags: the keys of tags.
         removed_tags: the keys of tags that were removed.
         inputs: the datasets, one for each split.
-        artifacts: the names of files in the root folder of the run's artifacts.
+        artifacts: the paths of files in the run's artifacts.
     """
 
     params: set[str] = field(default_factory=set)
@@ -109,26 +109,43 @@ class Expected:
                 return f"{missing:,} of {len(steps):,} points of {key}"
         return ""
 
-    def _listed_artifacts(self, client: MlflowClient, run_id: str) -> set[str]:
-        """Return the artifacts in the root folder.
+    def listed(self, client: MlflowClient, run_id: str, folder: str) -> set[str] | None:
+        """Return the paths of the artifacts in a folder, or None if they are unknown.
 
-        If the location of the artifacts can never be listed, or if the server has
-        answered `MOST_FAILED_LISTS` requests with an error, the expected artifacts are
-        returned.
+        They are unknown if the location of the artifacts can never be listed, or if the
+        server has answered more than `MOST_FAILED_LISTS` requests with an error.
+
+        Args:
+            client: an MLflow client for the store.
+            run_id: the run.
+            folder: the folder; "" for the root folder.
 
         Raises:
             OSError: the location cannot be listed now.
         """
         try:
-            return {file.path for file in client.list_artifacts(run_id)}
+            return {file.path for file in client.list_artifacts(run_id, folder or None)}
         except Exception as error:
             # A server may answer with an internal error because it must not list.
             if failures.is_answer(error):
                 self._failed_lists += 1
             if _can_never_list(error) or self._failed_lists > MOST_FAILED_LISTS:
-                return set(self.artifacts)
+                return None
             problem = f"the artifacts cannot be listed: {first_line(error)}"
             raise OSError(problem) from error
+
+    def _listed_artifacts(self, client: MlflowClient, run_id: str) -> set[str]:
+        """Return the artifacts in all folders of expected artifacts.
+
+        The expected artifacts are returned if they are unknown; see `listed`.
+        """
+        paths: set[str] = set()
+        for folder in {path.rpartition("/")[0] for path in self.artifacts}:
+            listed = self.listed(client, run_id, folder)
+            if listed is None:
+                return set(self.artifacts)
+            paths |= listed
+        return paths
 
 
 def stored_steps(client: MlflowClient, run_id: str, key: str) -> set[int]:

@@ -167,6 +167,10 @@ class Journal:
         patience: maximum seconds to wait for progress of the store, at the start and at
             the end of the run.
         when_unreachable: `refuse` the run, `wait` for the store, or train `offline`.
+
+    Attributes:
+        id: identifies the run, whether or not a store has it; it is the run's tag
+            `journal`. Set by `start` and `resume`.
     """
 
     def __init__(
@@ -177,6 +181,7 @@ class Journal:
         patience: float = 60.0,
         when_unreachable: str = "refuse",
     ):
+        self.id = ""
         self.uri = uri
         self.experiment = experiment
         self.patience = patience
@@ -239,7 +244,8 @@ class Journal:
             OSError: the journal cannot be written.
             RuntimeError: the store did not accept the run.
         """
-        tags = {**run.tags, "journal": uuid.uuid4().hex}
+        self.id = uuid.uuid4().hex
+        tags = {**run.tags, "journal": self.id}
         store = secrets.mask(sqlite_uri.absolute(self.uri))
         run = replace(run, format=FORMAT, store=store, tags=tags)
         try:
@@ -272,6 +278,7 @@ class Journal:
                 `ready`.
             RuntimeError: the store did not accept the run.
         """
+        self.id = past.start.tags["journal"]
         self._run_id = past.run_id
         ids = self._attach(past.path, resumes=True)
         self._writer = past.truncated_writer()

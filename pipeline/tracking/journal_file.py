@@ -53,6 +53,7 @@ from pipeline.tracking.journal_lines import (
     Row,
     RunIds,
     RunStart,
+    Shown,
     Start,
     Tags,
 )
@@ -63,6 +64,10 @@ JOURNAL_NAME = "journal.jsonl"
 # the journal marks that the description is complete. It may be logged again later.
 DATASET_RECORD = "dataset.json"
 MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
+# Folders with the pictures and the tables that were shown at evaluations. MLflow's page
+# looks for pictures in an artifact folder of this name.
+PICTURES = "images"
+SHOWN = "shown"
 
 # Offsets of the bytes that are locked.
 WRITER = 0
@@ -324,7 +329,8 @@ class Past:
         start: the content of the first line.
         run: the run's IDs, or None if the run was never in a store.
         steps: the steps that have a row, by the prefix of its metrics, such as `val`.
-            Rows from the user's own code are not included.
+            Rows from the user's own code are not included. `SHOWN` has the steps whose
+            pictures and tables were logged.
         logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
         tags: the tags that were set after the start of the run, and those of the rows
@@ -436,6 +442,8 @@ class Past:
                 self.run = run
             case Tags(tags):
                 self.tags |= tags
+            case Shown(step):
+                self.steps[SHOWN].add(step)
             case Artifact(name):
                 self.described = self.described or name == DATASET_RECORD
             case Resume(segment):

@@ -16,6 +16,8 @@ other keys are the fields of one class:
     {"artifact": name}                          a file in the run directory
     {"model": ID, "update": updates}            a model in `logged_model-ID` there, with
                                                 "register": name if it is registered
+    {"step": updates, "shown": [path, …]}       pictures and tables of one evaluation,
+                                                in folders of the run directory
     {"fork_of": run_id}                         the run that this run was forked from
     {"end": "FINISHED" | "FAILED" | "KILLED"}   the end of a segment
     {"resume": {…}}                             the start of another segment
@@ -280,6 +282,23 @@ class Model(Line):
 
 
 @dataclass(frozen=True)
+class Shown(Line):
+    """The pictures and tables of one evaluation, which are shipped together.
+
+    Attributes:
+        step: the number of completed updates.
+        shown: the paths of the files in the run directory. The uploader checks them;
+            see `StoredRun`.
+    """
+
+    step: int
+    shown: Sequence[str]
+
+    KEY = "shown"
+    FORM: ClassVar[Form] = {"step": int, "shown": [str]}
+
+
+@dataclass(frozen=True)
 class Fork(Line):
     """The run began with a checkpoint of the run with this ID."""
 
@@ -318,6 +337,7 @@ _KINDS = (
     Tags,
     Artifact,
     Model,
+    Shown,
     Fork,
     End,
     Resume,

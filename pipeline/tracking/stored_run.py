@@ -16,7 +16,7 @@ from pipeline.config.model_uris import MODEL_NAME
 from pipeline.tracking import failures, model_upload
 from pipeline.tracking.expected import Expected, InputId
 from pipeline.tracking.foreign_store import LONGEST_TAG
-from pipeline.tracking.journal_file import MODEL
+from pipeline.tracking.journal_file import MODEL, PICTURES, SHOWN
 from pipeline.tracking.journal_lines import (
     NOT_LOGGED,
     Artifact,
@@ -26,6 +26,7 @@ from pipeline.tracking.journal_lines import (
     Line,
     Model,
     Resume,
+    Shown,
     Tags,
 )
 from pipeline.tracking.store import Store, remove_stop_tag
@@ -35,6 +36,9 @@ MOST_FORKS = 140  # maximum number of run IDs in a tag
 # Tags of a run.
 FORKS = "forks"  # the IDs of runs that began with a checkpoint of this run
 NOT_SHIPPED_TAG = "not_shipped"  # names a rejected line or an unreadable file
+
+# The part of a picture's name that differs if the picture is made again.
+_TIMESTAMP = re.compile(r"\+timestamp\+\d+")
 
 
 class IncompleteError(OSError):
@@ -75,6 +79,8 @@ class StoredRun:
         self.expected = Expected()
         self.not_logged = ""
         self._tell = tell
+        # The pictures in the store, without their timestamps; None until they are read.
+        self._pictures: dict[str, str] | None = None
 
     def ship(self, line: Line, *, is_last: bool) -> None:
         """Ship one line.
@@ -97,6 +103,10 @@ class StoredRun:
                 self._tag_source(source)
             case Artifact(name):
                 self._ship_artifact(str(name))
+            case Shown(_, paths):
+                for path in paths:
+                    self._ship_shown(str(path))
+                    self._tell()
             case Model():
                 self._ship_model(line)
             case Resume():
@@ -145,16 +155,8 @@ class StoredRun:
         the run directory are sent.
         """
         file = self.folder / name
-        try:
-            is_file = stat.S_ISREG(file.lstat().st_mode)
-            if not is_file or file.name != name:
-                problem = "it is no file of the run directory itself"
-                raise OSError(errno.EINVAL, problem)
-            file.open("rb").close()
-        except (OSError, ValueError) as error:
-            self.note(f"{name}: {getattr(error, 'strerror', error)}")
+        if not self._is_readable(file, self.folder, name):
             return
-
         place = None
         if name.endswith(".xplane.pb"):
             # TensorBoard requires this folder for a profile.
@@ -162,6 +164,53 @@ class StoredRun:
         self.client.log_artifact(self.run_id, str(file), place)
         if place is None:
             self.expected.artifacts.add(name)
+
+    def _ship_shown(self, path: str) -> None:
+        """Log a picture or a table, to the folder of its own name.
+
+        A picture that the store has under another timestamp is not logged again. It was
+        made twice if the machine died before the journal was on the disk.
+        """
+        folder_name, _, name = path.partition("/")
+        folder = self.folder / folder_name
+        is_ours = folder_name in (PICTURES, SHOWN) and not folder.is_symlink()
+        if not is_ours:
+            self.note(f"{path}: it is in no folder of pictures or tables")
+            return
+        if not self._is_readable(folder / name, folder, name):
+            return
+
+        if folder_name == PICTURES:
+            pictures = self._pictures_in_store()
+            without_time = _TIMESTAMP.sub("", path)
+            if pictures.setdefault(without_time, path) != path:
+                return
+        self.client.log_artifact(self.run_id, str(folder / name), folder_name)
+        self.expected.artifacts.add(path)
+
+    def _pictures_in_store(self) -> dict[str, str]:
+        """Return the paths of the pictures in the store, by path without timestamp."""
+        if self._pictures is None:
+            paths = self.expected.listed(self.client, self.run_id, PICTURES)
+            self._pictures = {}
+            for path in paths or ():
+                self._pictures[_TIMESTAMP.sub("", path)] = path
+        return self._pictures
+
+    def _is_readable(self, file: Path, folder: Path, name: str) -> bool:
+        """Return whether `name` is a regular file in `folder`; else note why not."""
+        try:
+            is_file = stat.S_ISREG(file.lstat().st_mode)
+            if not is_file or file.name != name:
+                problem = f"it is no file of {folder.name} itself"
+                if folder == self.folder:
+                    problem = "it is no file of the run directory itself"
+                raise OSError(errno.EINVAL, problem)
+            file.open("rb").close()
+        except (OSError, ValueError) as error:
+            self.note(f"{name}: {getattr(error, 'strerror', error)}")
+            return False
+        return True
 
     def _ship_model(self, line: Model) -> None:
         """Log the model in its folder, and register it if the line says so.

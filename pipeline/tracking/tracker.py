@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 import uuid
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -23,13 +24,14 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Precision
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import DataFiles
-from pipeline.tracking import provenance
+from pipeline.tracking import provenance, shown_files
 from pipeline.tracking.foreign_store import LONGEST_TAG, NOTE
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import (
     DATASET_RECORD,
     JOURNAL_NAME,
     MODEL,
+    SHOWN,
     LockedPast,
 )
 from pipeline.tracking.journal_lines import (
@@ -41,6 +43,7 @@ from pipeline.tracking.journal_lines import (
     Row,
     RunIds,
     RunStart,
+    Shown,
     Tags,
 )
 
@@ -49,7 +52,9 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from pipeline.dataset.splits import Data, ValidationSplit
+    from pipeline.tracking.shown_files import EncodedPicture
     from pipeline.training.evaluator import Best
+
 
 # Maximum numbers of characters.
 LONGEST_NAME = 200  # in a run's name; MLflow's limit is 250
@@ -94,6 +99,8 @@ class Tracker:
         self._logged_before: Mapping[str, Container[int]] = {}
         self._logged: dict[str, set[int]] = {}
         self._computes_checksums = False
+        self._validated_at = 0  # time of the last evaluation, in milliseconds
+        self._has_pictures = False
 
     def start(
         self,
@@ -242,7 +249,33 @@ class Tracker:
         row = _prefixed("val", results)
         # Repeat the counter: MLflow's charts need the x-axis metric at the same steps.
         row["val/examples_seen"] = self.plan.examples_seen(update)
-        self._row("val", Row(update, row))
+        self._validated_at = int(time.time() * 1000)
+        self._row("val", Row(update, row, time=self._validated_at))
+
+    def has_shown(self, update: int) -> bool:
+        """Return whether `show` was called for this evaluation before a resume."""
+        return update in self._written.get(SHOWN, ())
+
+    def show(
+        self,
+        update: int,
+        pictures: Mapping[str, EncodedPicture],
+        tables: Mapping[str, str],
+    ) -> None:
+        """Log pictures and tables of the evaluation after `update` updates.
+
+        Args:
+            update: the number of completed updates.
+            pictures: the pictures by key, such as `shown/worst`.
+            tables: tables as CSV, which MLflow's page shows as tables, by name.
+        """
+        names = shown_files.Names(self.journal.id, update, self._validated_at)
+        files = names.picture_files(pictures) | names.table_files(tables)
+        durable.write_new(self.run_dir, files)
+        if pictures and not self._has_pictures:
+            self._has_pictures = True
+            self.tag({"mlflow.loggedImages": "True"})
+        self.journal.write(Shown(update, list(files)))
 
     def test(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the test split, for the weights after `update` updates."""

@@ -16,9 +16,8 @@ metric exactly once, even if processes die meanwhile:
   run is sent last. So a run that has its final status is complete.
 - A proxy in front of a server may confirm a request and lose it. So before the end of
   the run, the items that the server must have are read back: each step of each metric
-  in the journal, params, tags, inputs, and the artifacts in the root folder. If any is
-  missing, all lines are shipped again. Models, system metrics and profiles are not read
-  back.
+  in the journal, params, tags, inputs, and the artifacts. If any is missing, all lines
+  are shipped again. Models, system metrics and profiles are not read back.
 """
 
 import contextlib

@@ -14,6 +14,7 @@ from pipeline.accumulation import Evaluation
 from pipeline.common.errors import say
 from pipeline.config.plan import RunPlan
 from pipeline.dataset import non_finite
+from pipeline.shown.show import Show
 from pipeline.training.oom_retry import assign_all, halve
 
 # Called between two batches of an evaluation. To end it, the call raises an exception.
@@ -73,6 +74,10 @@ class Best:
             self.update = state["update"]
 
 
+def _show_nothing(update: int) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class EvaluatedSet:
     """A set of `dataset.validations`.
@@ -100,6 +105,8 @@ class Evaluations:
         best: the best evaluation so far, or None if its checkpoint is not kept. `test`
             uses the weights of this checkpoint.
         sets: further validation sets, by name.
+        show: called with the number of completed updates after an evaluation of the
+            validation split, once its row is logged.
     """
 
     validation: Evaluate | None = None
@@ -107,6 +114,7 @@ class Evaluations:
     every: int | str = "epoch"
     best: Best | None = None
     sets: Mapping[str, EvaluatedSet] = field(default_factory=dict)
+    show: Callable[[int], None] = _show_nothing
 
     def due(self, update: int, plan: RunPlan, *, last: bool) -> list[str]:
         """Return the names of the sets that are evaluated after `update` updates.
@@ -192,6 +200,8 @@ class SplitEvaluator:
         retry: whether to repeat an evaluation with smaller micro-batches if a batch
             does not fit into memory. It has to be False with several workers, since the
             other workers would not repeat the evaluation.
+        show: sees each batch with what `evaluation` has observed of it. None if nothing
+            is shown.
     """
 
     evaluation: Evaluation
@@ -200,6 +210,7 @@ class SplitEvaluator:
     on_halved: Callable[[str, int], None] = _ignore_halved
     changed: Sequence[tf.Variable] = ()
     retry: bool = True
+    show: Show | None = None
     _warned: bool = field(default=False, init=False)
 
     def __call__(self, check: Check = lambda: None) -> dict[str, float]:
@@ -215,6 +226,8 @@ class SplitEvaluator:
         while results is None:
             assign_all(self.changed, before)
             results = self._evaluate(check)
+        if self.show is not None:
+            self.show.finish()
         self._warn_once(results)
         return results
 
@@ -235,7 +248,7 @@ class SplitEvaluator:
     def _evaluate_batch(self) -> Callable[[Any], Any]:
         """A function that evaluates a batch, traced for one micro-batch size."""
         return tf.function(
-            lambda batch: self.evaluation(batch),
+            lambda batch: self.evaluation.observed(batch),
             [self.batches.element_spec],
             autograph=False,
         )
@@ -249,13 +262,15 @@ class SplitEvaluator:
         metrics = self.evaluation.measured
         for metric in metrics.values():
             metric.reset_state()
+        if self.show is not None:
+            self.show.start()
 
         sums: Any = None
         for batch in self.batches:
             if sums is not None:
                 check()
             try:
-                batch_sums = self._evaluate_batch(batch)
+                batch_sums, observation = self._evaluate_batch(batch)
             except tf.errors.ResourceExhaustedError as error:
                 if not self.retry:
                     raise
@@ -267,6 +282,8 @@ class SplitEvaluator:
                 sums = batch_sums
             else:
                 sums = tf.nest.map_structure(tf.add, sums, batch_sums)
+            if self.show is not None:
+                self.show.add(batch, observation)
             del batch  # Free the batch before the next one is read.
         assert sums is not None
         results = {}

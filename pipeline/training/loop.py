@@ -447,6 +447,7 @@ class Trainer:
             # Log the row even if a callback raises an error.
             if results:
                 self.recorder.evaluated("val", self.done, results)
+                self.evaluations.show(self.done)
         return results
 
     def _end_epoch(self, validation: Mapping[str, float]) -> None:

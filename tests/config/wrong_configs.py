@@ -408,6 +408,28 @@ CONFIG = {
         "hardware.profile must be null, or the first update and how many: {start: 10, "
         "updates: 5}. Received: {start: 0, updates: 5}."
     ),
+    "train tracking.show={examples:65}": (
+        "tracking.show must be null, or any of {examples: 16, confusion: true, "
+        "reliability: true}, with at most 64 examples. Received: {examples: 65}."
+    ),
+    "train tracking.show={example:1}": (
+        "tracking.show must be null, or any of {examples: 16, confusion: true, "
+        "reliability: true}, with at most 64 examples. Received: {example: 1}."
+    ),
+    "train tracking.show=true": (
+        "tracking.show must be null, or any of {examples: 16, confusion: true, "
+        "reliability: true}, with at most 64 examples. Received: true."
+    ),
+    "train training.shown=[]": f"training.shown must be {NAMED}. Received: [].",
+    "train +training.shown.mine=early": (
+        "training.shown.mine._target_ must be the dotted name of what builds it. "
+        "Received: 'early'."
+    ),
+    "train +training.shown.worst._target_=builtins.dict": (
+        "training.shown must have names of up to 60 letters, digits, _, -, . and "
+        "blanks, other than examples, fixed, worst, confusion, reliability. Received: "
+        "'worst'."
+    ),
     "train tracking.log_every=0": "tracking.log_every must be at least 1. Received: 0.",
     f"train seed={'9' * 5000}": (
         "arguments cannot be read by Hydra (…4300 digits…). Received: 'seed=99…9…."

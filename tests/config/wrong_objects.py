@@ -393,6 +393,10 @@ PREPARED_TOO = {
         "training.callbacks.stop._target_ must give a keras.callbacks.Callback. "
         "Received: 'Huber'."
     ),
+    f"train {MLP} +training.shown.mine._target_=builtins.dict": (
+        "training.shown.mine._target_ must give a function of (x, y, outputs), by "
+        "_partial_: true. Received: 'dict'."
+    ),
     f"train {MLP} tracking.uri=sqlite:///file/mlflow.db": (
         "tracking.uri must be a store that answers (…/file is not a folder that can be "
         "written). Received: 'sqlite:///file/mlflow.db'."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,10 @@ class MemoryStore:
         self._request(lambda: self.run["inputs"].update(inputs))
 
     def log_artifact(self, run_id: str, path: str, place: str | None) -> None:
-        self._request(lambda: self.run["artifacts"].add(path.rpartition("/")[2]))
+        name = path.rpartition("/")[2]
+        if place is not None:
+            name = f"{place}/{name}"
+        self._request(lambda: self.run["artifacts"].add(name))
 
     def set_tag(self, run_id: str, key: str, value: str) -> None:
         self._request(lambda: self.run["tags"].update({key: value}))
@@ -118,9 +122,13 @@ class MemoryStore:
         self._request(lambda: None)
         return self._snapshot()
 
-    def list_artifacts(self, run_id: str) -> list:
+    def list_artifacts(self, run_id: str, path: str | None = None) -> list:
         self._request(lambda: None)
-        return [SimpleNamespace(path=name) for name in self.run["artifacts"]]
+        names = []
+        for name in self.run["artifacts"]:
+            if name.rpartition("/")[0] == (path or ""):
+                names.append(name)
+        return [SimpleNamespace(path=name) for name in names]
 
     def get_metric_history(self, run_id: str, key: str) -> list:
         self._request(lambda: None)
@@ -164,6 +172,19 @@ class MemoryStore:
         )
 
 
+# The files of one evaluation.
+PICTURE = "images/shown~worst+step+5+timestamp+105+1.png"
+TABLE = "shown/examples_000000005.csv"
+
+
+def write_files(folder: Path) -> None:
+    """Write the files that the lines name."""
+    for name in ("note.txt", PICTURE, TABLE):
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(name)
+
+
 def row(step):
     metrics = {"train/loss": 1.0 / step, "train/learning_rate": 0.1}
     return {"time": 100 + step, "step": step, "metrics": metrics}
@@ -178,6 +199,7 @@ def lines(*, end=True):
     yield {"time": 4, "artifact": "note.txt"}
     for step in range(1, UPDATES // 2 + 1):
         yield row(step)
+    yield {"time": 5, "step": UPDATES // 2, "shown": [PICTURE, TABLE]}
     yield {"time": 5, "tags": {"failure": "it"}}
     yield {"time": 6, "end": "FAILED"}
     yield {"time": 7, "resume": {}}

@@ -27,7 +27,15 @@ from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.journal_lines import Fork
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.tracking.uploader import Uploader
-from tests.tracking.memory_store import UPDATES, MemoryStore, lines, row
+from tests.tracking.memory_store import (
+    PICTURE,
+    TABLE,
+    UPDATES,
+    MemoryStore,
+    lines,
+    row,
+    write_files,
+)
 
 
 class Killed(BaseException):
@@ -46,7 +54,7 @@ def small_requests(monkeypatch):
 @pytest.fixture
 def path(tmp_path):
     """The journal of a run that failed, was resumed, and has ended."""
-    (tmp_path / "note.txt").write_text("a note")
+    write_files(tmp_path)
     writer = journal_file.create(tmp_path / JOURNAL_NAME)
     for line in lines():
         writer.write(line)
@@ -75,7 +83,7 @@ def undisturbed(path):
     assert (run["status"], run["end"]) == ("FINISHED", 9)
     assert run["tags"] == {"journal": "j", "mine": "1"}
     assert run["inputs"] == {("d", "1"), ("d", "2")}
-    assert run["artifacts"] == {"note.txt"}
+    assert run["artifacts"] == {"note.txt", PICTURE, TABLE}
     assert len(points) == 2 * UPDATES
     return store
 
@@ -166,7 +174,7 @@ def test_a_point_that_is_rejected_is_not_left_out(path, monkeypatch):
 
 def test_an_end_that_only_the_store_has_stays_the_end(tmp_path):
     """The disk of the journal was full, and the trainer handed over the last lines."""
-    (tmp_path / "note.txt").write_text("a note")
+    write_files(tmp_path)
     writer = journal_file.create(tmp_path / JOURNAL_NAME)
     for line in lines(end=False):
         writer.write(line)
@@ -234,11 +242,11 @@ def test_artifacts_that_cannot_be_listed_now_are_not_all_there(
     list_artifacts = store.list_artifacts
     errors = [error]
 
-    def failing(run_id):
+    def failing(run_id, path=None):
         if errors:
             store.run["artifacts"].clear()  # the file was confirmed, and is lost
             raise errors.pop()
-        return list_artifacts(run_id)
+        return list_artifacts(run_id, path)
 
     monkeypatch.setattr(store, "list_artifacts", failing)
     ship(store, path)
@@ -260,7 +268,7 @@ def test_a_location_that_never_lists_its_files_does_not_keep_a_run_open(
 ):
     store = MemoryStore()
 
-    def failing(run_id):
+    def failing(run_id, path=None):
         raise error
 
     monkeypatch.setattr(store, "list_artifacts", failing)
@@ -274,14 +282,15 @@ def test_a_server_that_fails_whenever_it_lists_does_not_keep_a_run_open(
     store = MemoryStore()
     failures = []
 
-    def failing(run_id):
+    def failing(run_id, path=None):
         failures.append(run_id)
         raise MlflowException("too many 500 error responses")
 
     monkeypatch.setattr(store, "list_artifacts", failing)
     ship(store, path)
     assert store.run["status"] == "FINISHED"
-    assert len(failures) == MOST_FAILED_LISTS + 1
+    # Once more for the pictures, and once at the end.
+    assert len(failures) == MOST_FAILED_LISTS + 2
 
 
 def test_what_stays_lost_is_no_success(path):
@@ -296,7 +305,7 @@ def test_what_stays_lost_is_no_success(path):
 
 
 def test_lines_that_only_the_trainer_has_are_shipped_once_more(tmp_path):
-    (tmp_path / "note.txt").write_text("a note")
+    write_files(tmp_path)
     writer = journal_file.create(tmp_path / JOURNAL_NAME)
     for line in lines(end=False):
         writer.write(line)
@@ -377,3 +386,82 @@ def test_the_tag_of_the_source_waits_for_a_store_that_is_away(path, monkeypatch)
     run.ship(line, is_last=False)
     assert asked == ["source"] * 3
     assert store.run["tags"]["forks"] == "r"
+
+
+def shipped_again(store, path, picture):
+    """Ship a journal whose last lines were lost, with the picture made once more."""
+    (path.parent / picture).write_text(picture)
+    path.unlink()
+    writer = journal_file.create(path)
+    for line in lines():
+        if "shown" in line:
+            line["shown"] = [picture, TABLE]
+        writer.write(line)
+    writer.close()
+    with closing(Uploader(store, path, may_exist=True)) as again:
+        again.finish(60.0)
+
+
+def test_a_picture_that_is_made_again_after_a_power_cut_is_there_once(
+    path, undisturbed
+):
+    """Its line was shipped and not on the disk: the new one has another time."""
+    later = PICTURE.replace("+timestamp+105+", "+timestamp+999+")
+    assert later != PICTURE
+    shipped_again(undisturbed, path, later)
+    assert undisturbed.run["artifacts"] == {"note.txt", PICTURE, TABLE}
+    # That of another update is another picture.
+    other = PICTURE.replace("+step+5+", "+step+6+")
+    shipped_again(undisturbed, path, other)
+    assert undisturbed.run["artifacts"] == {"note.txt", PICTURE, other, TABLE}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "secret.txt",
+        "../secret.txt",
+        "images/../../secret.txt",
+        "images/inner/picture.png",
+        "elsewhere/picture.png",
+        "images/link.png",
+        "linked/picture.png",
+        "images/missing.png",
+        "images/",
+        "/etc/passwd",
+        "shown/a\0b",
+    ],
+)
+def test_a_journal_ships_no_file_but_those_in_its_two_folders(tmp_path, name):
+    """A run directory may come from somebody else."""
+    write_files(tmp_path)
+    (tmp_path / "secret.txt").write_text("secret")
+    for folder in ("images/inner", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "picture.png").write_text("secret")
+    (tmp_path / "images" / "link.png").symlink_to(tmp_path / "secret.txt")
+    (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
+    for line in lines():
+        if "shown" in line:
+            line["shown"] = [name, TABLE]
+        writer.write(line)
+    writer.close()
+    store = MemoryStore()
+    ship(store, tmp_path / JOURNAL_NAME)
+    assert store.run["status"] == "FINISHED"
+    assert store.run["artifacts"] == {"note.txt", TABLE}
+    assert store.run["tags"]["not_shipped"]
+
+
+def test_a_folder_of_pictures_that_is_a_link_ships_nothing(tmp_path):
+    write_files(tmp_path)
+    (tmp_path / "images").rename(tmp_path / "elsewhere")
+    (tmp_path / "images").symlink_to(tmp_path / "elsewhere")
+    writer = journal_file.create(tmp_path / JOURNAL_NAME)
+    for line in lines():
+        writer.write(line)
+    writer.close()
+    store = MemoryStore()
+    ship(store, tmp_path / JOURNAL_NAME)
+    assert store.run["artifacts"] == {"note.txt", TABLE}

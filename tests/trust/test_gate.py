@@ -329,6 +329,11 @@ REFUSED = [
     ("model", {"_target_": MODEL, "_args_": "RAN"}, MODEL),
     ("model", {"_target_": MODEL, "hidden": Path("x")}, "model.hidden"),
     ("hydra", {"callbacks": {"it": {"_target_": "evil.run"}}}, "evil.run"),
+    (
+        "training.shown.it",
+        {"_target_": "evil.run", "_partial_": True},
+        "training.shown.it._target_ of a config from a tracking store",
+    ),
     ("hydra", {"mode": "RUN"}, "hydra must be of your own config"),
     ("defaults", ["evil"], "defaults must be of your own config"),
     # what Keras would build from a mapping

@@ -51,7 +51,7 @@ def mean_of_means(patch):
     weighted_sum = loss_sums.weighted_sum
 
     def means(*arguments, **options):
-        total, weight, _, examples = weighted_sum(*arguments, **options)
+        total, weight, _, examples, _ = weighted_sum(*arguments, **options)
         return loss_sums.WeightedSum(
             total / weight, tf.ones_like(weight), None, examples
         )

@@ -48,7 +48,13 @@ def topics(
         ("train", validation_split, test_split),
         preprocess,
     )
-    return replace(data, classes=257)
+    return replace(data, classes=257, decode=_text)
+
+
+def _text(tokens: np.ndarray) -> str:
+    """Return the text of some tokens, without padding."""
+    values = [token - 1 for token in tokens.tolist() if token > 0]
+    return bytes(values).decode(errors="replace")
 
 
 class Topics(tfds.core.GeneratorBasedBuilder):
