@@ -14,6 +14,7 @@ __all__ = [
     "key_guide",
     "key_kinds",
     "metric_names",
+    "model_uris",
     "objective_nodes",
     "overrides",
     "plain",

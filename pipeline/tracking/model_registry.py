@@ -19,7 +19,7 @@ from pipeline.trust import artifact_locations
 
 # Tags of a version in the registry: the IDs of the run and of its logged model, which a
 # SQL store does not keep elsewhere.
-RUN_TAG = "pipeline.run"
+RUN_TAG = "pipeline.run_id"
 MODEL_TAG = "pipeline.logged_model"
 # Tag of a logged model and of its version: the number of completed updates.
 UPDATE_TAG = "pipeline.update"

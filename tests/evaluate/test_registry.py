@@ -65,7 +65,7 @@ def made(tmp_path_factory):
 def test_the_version_names_the_run_and_the_update_of_its_best_checkpoint(made):
     (version,) = made.store.client.search_model_versions("name = 'points'")
     assert version.run_id == made.run_id
-    assert version.tags["pipeline.run"] == made.run_id
+    assert version.tags["pipeline.run_id"] == made.run_id
     assert version.tags["pipeline.update"] == str(BEST)
     latest = made.store.client.get_model_version_by_alias("points", "latest")
     assert latest.version == version.version
