@@ -124,4 +124,4 @@ def ranked_metric(params: Mapping[str, Any]) -> RankedMetric:
     if metric == _NULL:
         return RankedMetric("val/loss", higher_is_better=False)
     mode = params.get("training.keep_best.mode")
-    return RankedMetric(f"val/{metric}", higher_is_better=mode == "max")
+    return RankedMetric(str(metric), higher_is_better=mode == "max")

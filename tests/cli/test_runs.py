@@ -18,7 +18,10 @@ from tests.running import one_process, pipeline
 from tests.shared import place_store
 
 EXPERIMENT = "pipeline"
-KEEP_BEST = {"training.keep_best.metric": "accuracy", "training.keep_best.mode": "max"}
+KEEP_BEST = {
+    "training.keep_best.metric": "val/accuracy",
+    "training.keep_best.mode": "max",
+}
 LOCK = """
 import fcntl, sys, time
 file = open(sys.argv[1], "r+b")
