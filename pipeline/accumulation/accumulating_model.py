@@ -82,9 +82,9 @@ class AccumulatingModel(keras.Model):
             raise ValueError(f"{rule}. Received: {type(inner).__name__}")
         for rule, received in unsupported(inner, as_by_fit=True):
             raise ValueError(f"inner {rule}. Received: {received}")
-        micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
-        if micro_batch_size is not None:
+        if micro_batch_tokens is None or micro_batch_size is not None:
             check_positive("micro_batch_size", micro_batch_size)
+        micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
         # Use the strategy of `inner`, even if another one is current.
         with inner.distribute_strategy.scope():
             # No autocast: `inner` casts its inputs.

@@ -29,6 +29,7 @@ _PADDING = 3  # more positions, at its end
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
+@tf.autograph.experimental.do_not_convert
 def prepared_for_tokens(
     model: keras.Model | None, batch: Nest | Share | Batches, training: bool = True
 ) -> Nest | Share:

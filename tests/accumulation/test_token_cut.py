@@ -125,7 +125,7 @@ def test_no_examples_make_no_micro_batch():
     ("name", "limit"),
     slow_but(
         itertools.product(NAMES, [1, 10, 19, 10_000]),
-        [("attention", 19), ("LSTM", 10), ("two sequences", 19), ("two outputs", 10)],
+        [("attention", 19), ("LSTM", 10)],
     ),
 )
 def test_gradients_are_those_of_the_whole_padded_batch(float64, name, limit):
@@ -180,7 +180,7 @@ def test_the_mean_of_micro_batch_means_is_another_gradient(float64):
     ("name", "devices"),
     slow_but(
         itertools.product(["two outputs", "two sequences"], [1, 2]),
-        [("two outputs", 2)],
+        [],
     ),
 )
 def test_updates_on_replicas_and_in_shares(float64, name, devices):
@@ -256,7 +256,7 @@ def test_outputs_of_a_loss_over_the_batch_are_in_the_order_of_the_examples(
     float64, devices
 ):
     x, _, _ = cases()["attention"].batch
-    y = tf.random.stateless_normal([len(LENGTHS), CLASSES], [1, 2], tf.float64)
+    y = np.random.default_rng(2).normal(size=(len(LENGTHS), CLASSES))
     strategy = strategy_on(devices)
     with strategy.scope():
         model = build(cases()["attention"])
@@ -264,7 +264,7 @@ def test_outputs_of_a_loss_over_the_batch_are_in_the_order_of_the_examples(
     with tf.GradientTape() as tape:
         value = Pairs()(y, model(x.to_tensor())) + sum(model.losses)
     variables = [variable.value for variable in model.trainable_variables]
-    norm = tf.linalg.global_norm(tape.gradient(value, variables))
+    expected = map(tf.convert_to_tensor, tape.gradient(value, variables))
     update = Update(
         model,
         Pairs(),
@@ -276,20 +276,23 @@ def test_outputs_of_a_loss_over_the_batch_are_in_the_order_of_the_examples(
     sums = tf.function(update.sums)((x, y))
     assert int(sums.cut.micro_batches) > 1
     assert float(sums.mean_loss()) == pytest.approx(float(value), rel=EXACT)
-    local = []
-    for gradient in sums.gradients():
-        local.append(strategy.experimental_local_results(gradient)[0])
-    norm_of_sums = tf.linalg.global_norm(local)
-    assert float(norm_of_sums) == pytest.approx(float(norm), rel=EXACT)
+    for gradient, expected_gradient in zip(sums.gradients(), expected, strict=True):
+        on_first = strategy.experimental_local_results(gradient)[0]
+        np.testing.assert_allclose(
+            tf.convert_to_tensor(on_first), expected_gradient, rtol=0, atol=EXACT
+        )
 
 
+@pytest.mark.slow
 def test_fit_is_that_of_whole_padded_batches(float64, tmp_path):
     case = cases()["causal"]
     batch = 6  # 6 and 5 examples
 
     def compiled(model):
         model.compile(
-            keras.optimizers.Adam(0.05), case.loss, weighted_metrics=["accuracy"]
+            keras.optimizers.SGD(0.5, momentum=0.9),
+            case.loss,
+            weighted_metrics=["accuracy"],
         )
         return model
 
@@ -395,7 +398,9 @@ def batch_for(model):
     return x, tags
 
 
-@pytest.mark.parametrize("name", DEPENDING)
+@pytest.mark.parametrize(
+    "name", slow_but([(name,) for name in DEPENDING], [("convolution",)])
+)
 def test_what_depends_on_padding_is_rejected_and_would_differ(
     float64, monkeypatch, name
 ):
@@ -414,6 +419,7 @@ def test_what_depends_on_padding_is_rejected_and_would_differ(
     assert difference(sums, expected) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_loss_that_counts_padding_is_rejected_and_would_differ(float64, monkeypatch):
     case = cases()["causal"]
     loss = cross_entropy("sum_over_batch_size")
@@ -426,6 +432,7 @@ def test_a_loss_that_counts_padding_is_rejected_and_would_differ(float64, monkey
     assert difference(accumulate(model, loss, case.batch), expected) > 0.01
 
 
+@pytest.mark.slow
 def test_a_metric_that_counts_padding_is_rejected_and_would_differ(
     float64, monkeypatch
 ):
@@ -445,6 +452,7 @@ def test_a_metric_that_counts_padding_is_rejected_and_would_differ(
     assert abs(ours - float(accuracy.result())) > 1e-3
 
 
+@pytest.mark.slow
 def test_normalization_by_the_batch_is_rejected_and_frozen_it_is_exact(float64):
     model = with_layer(named(layers.BatchNormalization), mask_zero=False)
     batch = batch_for(model)
@@ -503,12 +511,15 @@ def rejected_calls():
                 built_sgd(dropout),
                 micro_batch_tokens=8,
                 loss_over="effective_batch",
-            ).sums
+            ),
+            autograph=False,  # which would put a stack before the message
         )((x, tags)),
     }
 
 
-@pytest.mark.parametrize("rule", list(range(10)))
+@pytest.mark.parametrize(
+    "rule", slow_but([(rule,) for rule in range(10)], [(rule,) for rule in range(9)])
+)
 def test_what_has_no_cut_by_tokens_is_rejected_in_one_line(rule):
     message, call = list(rejected_calls().items())[rule]
     with pytest.raises(ValueError, match=message) as error:
