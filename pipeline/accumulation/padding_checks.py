@@ -1,14 +1,15 @@
 """Rejects models whose outputs depend on how long a micro-batch is padded.
 
-What a layer does with padding cannot be read from it, so it is tried: one made-up
-example is computed as it is, and with more padding. Its outputs, and the losses that
-the layers add, must be the same.
+What a layer does with padding cannot be read from it, so it is tried: made-up examples
+are computed as they are, and with more padding. Their outputs, and the losses that the
+layers add, must be the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import keras
@@ -21,8 +22,9 @@ from .keras_internals import calling, layers_of, mask_of
 from .loss_sums import losses_from_add_loss
 from .padding import check_ragged, with_position_weights
 
-_LENGTH = 5  # positions of the example
-_PADDING = 3  # more positions, at its end
+_LENGTHS = (1, 5)  # positions of the made-up examples
+_DRAWS = 6  # examples of each length: the maximum of one may hide its padding
+_PADDING = 3  # more positions, at the end of an example
 
 # Largest difference, relative to the largest value, that is rounding: by the least
 # precise dtype in which a layer computes. Padding changes outputs by much more.
@@ -71,14 +73,19 @@ def _check_outputs(model: keras.Model, x: Nest) -> None:
     with tf.init_scope():
         if not tf.executing_eagerly():
             return
-        with tf.device("CPU:0"):  # which has no TF32
-            try:
-                alone = _trial(model, x, padding=0)
-                longer = _trial(model, x, padding=_PADDING)
-            except Exception:  # the model needs other values, or has no such shapes
-                return
-    if alone is None or longer is None:
-        return
+        for length, seed in product(_LENGTHS, range(_DRAWS)):
+            with tf.device("CPU:0"):  # which has no TF32
+                try:
+                    alone = _trial(model, x, length, 0, seed)
+                    longer = _trial(model, x, length, _PADDING, seed)
+                except Exception:  # the model needs other values, or longer examples
+                    continue
+            if alone is not None and longer is not None:
+                _check_trial(model, alone, longer)
+
+
+def _check_trial(model: keras.Model, alone: _Trial, longer: _Trial) -> None:
+    """Reject a model whose results for an example change with more padding."""
     rounding = _rounding(model)
     remedy = "mask the padding, or cut by micro_batch_size alone"
 
@@ -119,10 +126,20 @@ class _Trial:
     by_layer: dict[tuple[str, int], list[np.ndarray]]
 
 
-def _trial(model: keras.Model, x: Nest, padding: int) -> _Trial | None:
-    """Compute a made-up example; return None if there is none for inputs like `x`."""
-    numbers = np.random.default_rng(0)
-    leaves = [_example(leaf, padding, numbers) for leaf in tf.nest.flatten(x)]
+def _trial(
+    model: keras.Model, x: Nest, length: int, padding: int, seed: int
+) -> _Trial | None:
+    """Compute a made-up example; return None if there is none for inputs like `x`.
+
+    Args:
+        model: the model.
+        x: inputs of the model, which show the form of the example.
+        length: the number of positions of the example.
+        padding: the number of positions of padding after them.
+        seed: chooses the values.
+    """
+    numbers = np.random.default_rng(seed)
+    leaves = [_example(leaf, length, padding, numbers) for leaf in tf.nest.flatten(x)]
     if any(leaf is None for leaf in leaves):
         return None
     example = tf.nest.pack_sequence_as(x, leaves)
@@ -157,11 +174,15 @@ def _trial(model: keras.Model, x: Nest, padding: int) -> _Trial | None:
             losses = losses_from_add_loss(layer)
             total = sum(float(tf.reduce_sum(loss)) for loss in losses)
             added[layer.name] = np.asarray(total)
-    counts_padding = any(_counts_padding(output) for output in tf.nest.flatten(outputs))
+    counts_padding = any(
+        _counts_padding(output, length) for output in tf.nest.flatten(outputs)
+    )
     return _Trial(_arrays(outputs), bool(counts_padding), added, by_layer)
 
 
-def _example(leaf: Any, padding: int, numbers: np.random.Generator) -> tf.Tensor | None:
+def _example(
+    leaf: Any, length: int, padding: int, numbers: np.random.Generator
+) -> tf.Tensor | None:
     """Return a made-up example for a part of the inputs, or None for strings.
 
     Integers are 1, which any vocabulary has, and which masks do not leave out.
@@ -169,7 +190,7 @@ def _example(leaf: Any, padding: int, numbers: np.random.Generator) -> tf.Tensor
     sizes = leaf.shape[1:].as_list()
     is_ragged = isinstance(leaf, tf.RaggedTensor)
     if is_ragged:
-        sizes[0] = _LENGTH
+        sizes[0] = length
     if leaf.dtype == tf.string or None in sizes:
         return None
     if leaf.dtype.is_floating:
@@ -196,11 +217,11 @@ def _varied(
     return values
 
 
-def _counts_padding(output: Any) -> bool:
+def _counts_padding(output: Any, length: int) -> bool:
     mask = mask_of(output)
     if mask is None or mask.shape.rank < 2:
         return False
-    return bool(tf.reduce_any(mask[:, _LENGTH:]))
+    return bool(tf.reduce_any(mask[:, length:]))
 
 
 def _arrays(outputs: Any) -> list[np.ndarray]:

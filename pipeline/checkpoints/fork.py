@@ -203,7 +203,16 @@ class ModelStart:
         Raises:
             ConfigError: they do not fit, or cannot be downloaded.
         """
+        from pipeline.accumulation import internals
         from pipeline.checkpoints import model_archive, snapshot
+
+        for layer in internals.layers_of(updater.model):
+            if getattr(layer, "lora_enabled", False):
+                rule = (
+                    "must be left out for a model with LoRA, whose weights Keras would "
+                    "set to 0: load them where the model is built"
+                )
+                raise ConfigError(_KEY, f"{rule} ({layer.name})", self.model.name)
 
         store = self.model.store
         with (

@@ -1,14 +1,20 @@
 """Loads the weights in a Keras archive into a model that the config has built."""
 
+import textwrap
+import warnings
 from pathlib import Path
 
 import keras
 
-from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.errors import ConfigError
+
+_LONGEST_REASON = 400  # maximum number of characters of Keras' error
 
 
 def load_weights(model: keras.Model, archive: Path, key: str, name: str) -> None:
     """Load the weights of an archive; nothing else in it is read.
+
+    Keras matches the layers by their order, not by their names.
 
     Args:
         model: the model, built and compiled.
@@ -23,9 +29,13 @@ def load_weights(model: keras.Model, archive: Path, key: str, name: str) -> None
     # The archive has no optimizer, whose variables Keras would look for.
     model.optimizer = None
     try:
-        model.load_weights(archive)
+        with warnings.catch_warnings():
+            # Keras only warns of layers that keep their new weights.
+            warnings.simplefilter("error", UserWarning)
+            model.load_weights(archive)
     except Exception as error:  # the file may be anything
-        rule = f"must have weights that fit the model ({first_line(error)})"
+        reason = textwrap.shorten(str(error), _LONGEST_REASON)
+        rule = f"must have weights that fit the model ({reason})"
         raise ConfigError(key, rule, name) from error
     finally:
         model.optimizer = optimizer

@@ -184,8 +184,9 @@ class _Stored:
         run = self.runs.get(summary.run_id)
         if run is None:
             return None
-        # The status is shipped last, so a run that has it is complete.
-        if run.info.status == (summary.status or "KILLED"):
+        # The status is shipped last, so a run that has it is complete. After a resume,
+        # it may be the status of an earlier segment.
+        if not summary.resumes and run.info.status == (summary.status or "KILLED"):
             return 0
         client = ForeignStore(self.uri).client()
         points = client.get_metric_history(summary.run_id, "train/loss")
@@ -213,7 +214,9 @@ def _local_run(run_dir: Path, summary: JournalSummary, stored: _Stored) -> Liste
         not_shipped = stored.lacks(summary)
         if status == "killed" and files.saved_updates(run_dir / "checkpoints"):
             status = "interrupted"
-            next_command = shlex.join(["pipeline", "resume", str(run_dir)])
+            # The jobs of a sweep are resumed together, by the command of the sweep.
+            if "sweep" not in summary.start.tags:
+                next_command = shlex.join(["pipeline", "resume", str(run_dir)])
     return ListedRun(
         run_id=summary.run_id,
         status=status,

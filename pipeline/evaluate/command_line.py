@@ -73,10 +73,17 @@ def request_of(options: Namespace) -> Request:
 
 def changes_data(request: Request) -> bool:
     """Return whether an override may select other data than those of the run."""
-    return any(
-        f"{key}.".startswith("dataset.") and not key_kinds.facts_of(key).same_data
-        for key in request.values
-    )
+    for key in keys_of_data(request):
+        # Further validation sets change no split.
+        is_set = f"{key}.".startswith("dataset.validations.")
+        if not is_set and not key_kinds.facts_of(key).same_data:
+            return True
+    return False
+
+
+def keys_of_data(request: Request) -> list[str]:
+    """Return the keys of `dataset` that overrides set."""
+    return [key for key in request.values if f"{key}.".startswith("dataset.")]
 
 
 def _check_keys(overrides: list[str]) -> None:

@@ -41,10 +41,15 @@ def evaluate(arguments: Sequence[str]) -> int:
     if logs and options.name is None and command_line.changes_data(request):
         rule = "must be given where an override of dataset selects other data"
         raise ConfigError("--name", f"{rule}, or --no-log")
+    if logs and request.values.get("dataset.checksum") == "none":
+        rule = "must be full to compare evaluations, or come with --no-log"
+        raise ConfigError("dataset.checksum", rule, "none")
+    is_named = options.name is not None or options.no_log
+    other_data = is_named and bool(command_line.keys_of_data(request))
     with subject.found(request) as run:
         if logs:
             _check_ended(run)
-        with loading.loaded(run, request) as parts:
+        with loading.loaded(run, request, other_data=other_data) as parts:
             evaluations = _evaluate(options, run, parts)
             _print(run, evaluations, parts)
         uri = parts.spec.config.tracking.uri
@@ -62,8 +67,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--split",
         action="append",
-        choices=SPLITS,
-        help="a split to evaluate; by default validation and test, if they exist",
+        metavar="SPLIT",
+        help="validation, test, train, or the name of a set of dataset.validations; by "
+        "default validation and test, if they exist",
     )
     parser.add_argument(
         "--name",
@@ -99,21 +105,27 @@ def _evaluate(
     from pipeline.dataset.bad_example import errors_located
     from pipeline.training.evaluator import SplitEvaluator
 
-    names = options.split or [name for name in SPLITS[:2] if name in parts.data.splits]
+    split_keys: dict[str, str] = {}
+    for key in parts.data.splits:
+        split_keys.setdefault(key.removeprefix("validations."), key)
+    names = options.split or [name for name in SPLITS[:2] if name in split_keys]
     names = list(dict.fromkeys(names))
+    for split in names:
+        if split not in split_keys:
+            existing = list(split_keys)
+            raise ConfigError("--split", "must be of the dataset", split, existing)
+
     evaluations = {}
     for split in names:
-        batches = parts.evaluation_batches(split)
-        if batches is None:
-            existing = list(parts.data.splits)
-            raise ConfigError("--split", "must be of the dataset", split, existing)
+        key = split_keys[split]
+        batches = parts.evaluation_batches(key)
         with errors_located(parts.data, parts.files):
             results = SplitEvaluator(parts.evaluation(), batches, split)()
         name = split
         if options.name is not None:
             name = options.name if len(names) == 1 else f"{options.name}-{split}"
-        evaluations[split] = Evaluation(
-            name, run.update, checksum_of(parts, split), results
+        evaluations[key] = Evaluation(
+            name, run.update, checksum_of(parts, key), results
         )
     if not evaluations:
         rule = "must have a validation or a test split: see --split"

@@ -43,15 +43,23 @@ def spec_of(subject: Subject, request: Request) -> RunSpec:
 
 
 @contextmanager
-def loaded(subject: Subject, request: Request) -> Iterator["Parts"]:
+def loaded(
+    subject: Subject, request: Request, *, other_data: bool = False
+) -> Iterator["Parts"]:
     """Yield the parts of the run, whose model has the weights of the subject.
 
     As in the evaluations of the run, the weights are the moving averages if the
     optimizer keeps some (`use_ema`).
 
+    Args:
+        subject: the run and its weights.
+        request: the command line.
+        other_data: whether the data may differ from those of the run, even if no
+            override selects others.
+
     Raises:
-        ConfigError: the config is rejected, the data are not those of the run although
-            no override selects others, or the weights do not fit the model.
+        ConfigError: the config is rejected, the data are not those of the run, or the
+            weights do not fit the model.
     """
     spec = spec_of(subject, request)
     with imports.without_chatter():
@@ -60,7 +68,7 @@ def loaded(subject: Subject, request: Request) -> Iterator["Parts"]:
         from pipeline.training import evaluator
 
     def check_dataset(now: dict[str, Any]) -> None:
-        if not changes_data(request):
+        if not other_data and not changes_data(request):
             subject.check_dataset(now)
 
     parts = assembly.assemble(spec, check_dataset)

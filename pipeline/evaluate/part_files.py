@@ -91,10 +91,13 @@ class PartFiles:
 def check_free(out: Path) -> None:
     """Check that a file does not exist, and can be created.
 
+    The parts of a file that exists are removed: it is complete.
+
     Raises:
         ConfigError: it exists, or its folder does not.
     """
     if out.exists():
+        shutil.rmtree(_folder_of(out), ignore_errors=True)
         raise ConfigError(KEY, "must be a file that does not exist", str(out))
     if not out.parent.is_dir():
         raise ConfigError(KEY, "must lie in a folder that exists", str(out))

@@ -204,7 +204,9 @@ def _without_training(config: Mapping[str, Any]) -> dict[str, Any]:
     # Without these groups, the schema's defaults apply: no scaling, and a new start.
     kept.pop("scaling", None)
     kept.pop("start", None)
-    training = {**(config.get("training") or {}), "callbacks": {}, "resume": None}
+    training = {**(config.get("training") or {}), "resume": None}
+    training["callbacks"] = {}
+    training["shown"] = {}
     training.pop("keep_best", None)
     kept["training"] = training
     kept["schedule"] = {
@@ -213,7 +215,7 @@ def _without_training(config: Mapping[str, Any]) -> dict[str, Any]:
         "clock": "updates",
     }
     tracking = config.get("tracking") or {}
-    kept["tracking"] = {**tracking, **key_kinds.outside_a_sweep()}
+    kept["tracking"] = {**tracking, **key_kinds.outside_a_sweep(), "show": None}
     return kept
 
 

@@ -187,7 +187,18 @@ def _sources(request: _Request) -> list[Any]:
     if others:
         store = ForeignStore.open(request.uri, request.allow)
         run_by_name = {name: store.run_or_sweep(name) for name in others}
-    return [run_by_name.get(name, Path(name)) for name in request.names]
+    sources = [run_by_name.get(name, Path(name)) for name in request.names]
+    identities = [_identity(source) for source in sources]
+    for name, identity in zip(request.names, identities, strict=True):
+        if identities.count(identity) > 1:
+            raise ConfigError("SWEEP or RUN", "must be given only once", name)
+    return sources
+
+
+def _identity(source: Any) -> object:
+    if isinstance(source, Path):
+        return source.resolve()
+    return source.info.run_id
 
 
 def _is_sweep(source: Any) -> bool:

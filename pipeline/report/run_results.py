@@ -78,11 +78,9 @@ def from_directory(run_dir: Path) -> JobResult:
 
 def _status_of_open(run_dir: Path) -> str:
     """Return the status of a run whose journal does not say that it has ended."""
-    # Open the file to write, as only then can its lock be tried.
-    with (run_dir / JOURNAL_NAME).open("r+b") as file:
-        if journal_file.lock(file.fileno(), journal_file.WRITER):
-            return "INTERRUPTED"
+    if journal_file.is_locked(run_dir / JOURNAL_NAME):
         return "RUNNING"
+    return "INTERRUPTED"
 
 
 def _of_updates(metrics: Iterable[str]) -> list[str]:

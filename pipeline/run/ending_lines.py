@@ -21,12 +21,13 @@ def results_and_times(run_dir: Path, recorder: Recorder) -> list[str]:
     """Return a line about the last and the best result, and one about the times.
 
     The results are those of the whole run, the times those of this process. Without a
-    completed update in this process, return no lines.
+    row, there is no line about results. Without a completed update in this process,
+    there are no lines.
     """
     summary = JournalSummary.read(run_dir)
     if summary is None or not recorder.updates:
         return []
-    return [_results(summary), _times(recorder)]
+    return [*_results(summary), _times(recorder)]
 
 
 def open_or_repeat(run_id: str, spec: RunSpec) -> str:
@@ -54,14 +55,16 @@ def _is_trusted(spec: RunSpec) -> bool:
     return True
 
 
-def _results(summary: JournalSummary) -> str:
+def _results(summary: JournalSummary) -> list[str]:
     metric = ranked_metric(summary.start.params).name
     if metric not in summary.last:
         metric = "train/loss"
+    if metric not in summary.last:  # no row was due yet
+        return []
     line = f"last {metric} {summary.last[metric]:.4f}"
     if summary.best is not None:
         line += f", best {summary.best:.4f} after update {summary.best_update}"
-    return line
+    return [line]
 
 
 def _times(recorder: Recorder) -> str:

@@ -14,7 +14,8 @@ from pipeline.tracking import journal_lines
 from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.journal_lines import Created, End, Resume, Row, RunStart, Start
 
-_UPDATE = b'"train/loss"'  # part of each row of an update, and of no other line
+_UPDATE = b'"train/loss":'  # part of each row of an update: only a metric is a key
+_LATEST = 10**14  # the latest time that can be shown, in the year 5138
 _NULL = "null"  # the param of a key that is null
 _LOGGED = b'"logged":true'  # part of each row from the user's own code
 
@@ -33,6 +34,7 @@ class JournalSummary:
         best: the best value of the metric of `training.keep_best`, by default of the
             validation loss; None if there is none.
         best_update: number of completed updates at the first evaluation with this value.
+        resumes: how often the run was resumed.
     """
 
     start: RunStart = field(default_factory=RunStart)
@@ -43,6 +45,7 @@ class JournalSummary:
     last: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     best_update: int = 0
+    resumes: int = 0
 
     @classmethod
     def read(cls, run_dir: Path) -> Self | None:
@@ -59,7 +62,8 @@ class JournalSummary:
             for line in lines:
                 if _LOGGED in line:
                     continue
-                if _UPDATE in line:
+                # The first line describes the run, in the user's own words.
+                if _UPDATE in line and summary.started_at:
                     summary.updates += 1
                     last_update = line
                 else:
@@ -68,7 +72,7 @@ class JournalSummary:
                 summary._add(last_update)
         except (ValueError, RecursionError):
             pass
-        return summary if summary.started_at else None
+        return summary if 0 < summary.started_at < _LATEST else None
 
     def _add(self, text: bytes) -> None:
         line = journal_lines.parsed(json.loads(text))
@@ -82,6 +86,7 @@ class JournalSummary:
                 self._add_row(line)
             case Resume():
                 self.status = None
+                self.resumes += 1
             case End(status):
                 self.status = status
 

@@ -22,6 +22,7 @@ from pipeline.checkpoints.fork import Beginning
 from pipeline.common.errors import say
 from pipeline.tracking.user_metrics import UserMetrics
 from pipeline.training.evaluator import (
+    OWN_SPLIT,
     Check,
     Evaluations,
     averaged_weights,
@@ -433,6 +434,7 @@ class Trainer:
         """
         results: dict[str, float] = {}
         names = self._due()
+        evaluated = list(names)
         if names:
             results = self.validate(names)
         try:
@@ -443,11 +445,13 @@ class Trainer:
             if others:
                 self.pending = False  # A resumed run does not call the callbacks again.
                 results = results | self.validate(others)
+                evaluated += others
         finally:
             # Log the row even if a callback raises an error.
             if results:
                 self.recorder.evaluated("val", self.done, results)
-                self.evaluations.show(self.done)
+                if OWN_SPLIT in evaluated:
+                    self.evaluations.show(self.done)
         return results
 
     def _end_epoch(self, validation: Mapping[str, float]) -> None:

@@ -69,7 +69,7 @@ def test_outputs_are_weighted_as_in_the_loss():
     inputs = keras.Input((4,))
     outputs = {"a": layers.Dense(1)(inputs), "b": layers.Dense(1)(inputs)}
     model = keras.Model(inputs, outputs)
-    x = tf.random.stateless_normal((EXAMPLES, 4), (0, 1), tf.float64)
+    x = tf.random.stateless_normal((EXAMPLES, 4), (0, 1), dtype=tf.float64)
     y = {"a": tf.zeros((EXAMPLES, 1)), "b": tf.ones((EXAMPLES, 1))}
     squares = losses.MeanSquaredError()
     objective = Objective({"a": squares, "b": squares}, loss_weights={"a": 1, "b": 3})

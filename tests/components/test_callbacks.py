@@ -23,6 +23,7 @@ def build(**node):
         "metrics": {},
         "weighted_metrics": {},
         "callbacks": {"mine": node},
+        "shown": {},
     }
     return objective.build(OmegaConf.create(config)).callbacks["mine"]
 

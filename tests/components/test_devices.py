@@ -168,12 +168,14 @@ def test_the_peak_begins_with_the_first_update(requests, monkeypatch):
     for on_gpu, reset in ((True, ["GPU:0"]), (False, [])):
         requests.reset.clear()
         used = devices.Devices(tf.distribute.get_strategy(), on_gpu, "")
-        training = SimpleNamespace(evaluate_every="epoch")
+        training = SimpleNamespace(evaluate_every="epoch", evaluate_at_start=False)
         parts = SimpleNamespace(
             spec=SimpleNamespace(config=SimpleNamespace(training=training)),
             data=SimpleNamespace(splits={}),
             files=None,
             best=None,
+            shown=None,
+            validation_sets=(),
             batches=None,
             reader=None,
             devices=used,

@@ -23,6 +23,7 @@ def test_a_function_of_several_examples_at_once_is_known_as_one(name, couples):
         "metrics": {},
         "weighted_metrics": {},
         "callbacks": {},
+        "shown": {},
     }
     objectives = objective.build(OmegaConf.create(config))
     assert couples_examples(objectives.training.loss) is couples
