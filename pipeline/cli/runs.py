@@ -23,7 +23,7 @@ _LIMIT = 100  # default number of runs
 # Widths of columns, in characters.
 _STATUS = 11
 _EXPERIMENT = 10
-_NAME = 24
+_NAME = 18
 _METRIC = 12  # at most
 
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from pipeline.cli import train_help
-from pipeline.common import nvidia, secrets
+from pipeline.common import nvidia, secrets, yaml_size
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.config import compose, former_names, session, trust_entries
 from pipeline.config.overrides import hydra_quoted, keys_set
@@ -131,7 +131,11 @@ def _lines_of_kept_keys(file: Path, overrides: Sequence[str]) -> list[str]:
 
     For example, `model=mlp` keeps `model.width` of the file, which another model may
     not have.
+
+    Raises:
+        ConfigError: the file has too many values.
     """
+    yaml_size.check_size(file)  # Aliases may expand to more than the memory holds.
     try:
         content = OmegaConf.load(file)
     except (OSError, ValueError, YAMLError):  # Hydra reports it when it composes.

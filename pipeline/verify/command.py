@@ -121,7 +121,16 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--all", action="store_true", help="print each comparison, of each variable"
     )
     parser.add_argument("--log", action="store_true", help="log the result to MLflow")
-    return parser.parse_known_args(list(arguments))
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="a folder with config groups of your own",
+    )
+    options, overrides = parser.parse_known_args(list(arguments))
+    if options.config_dir:
+        overrides = ["--config-dir", options.config_dir, *overrides]
+    return options, overrides
 
 
 def _check(spec: RunSpec) -> None:

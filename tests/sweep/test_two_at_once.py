@@ -41,6 +41,7 @@ def config(tmp_path, monkeypatch):
                 "patience": 60,
             },
             "training": {"metrics": {}},
+            "dataset": {},
             "trust": {"allow": []},
             "hydra": {
                 "job": {"config_name": "config"},
