@@ -420,6 +420,20 @@ def test_what_depends_on_padding_is_rejected_and_would_differ(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("units", [1, 5])
+def test_a_maximum_that_mostly_hides_padding_is_rejected(float64, units):
+    rows = [[[1.0, -1.0]], [[2.0, 0.5], [0.0, 1.0], [-1.0, 3.0]]]
+    x = tf.ragged.constant(rows, ragged_rank=1, dtype=tf.float64)
+    for seed in range(5):
+        keras.utils.set_random_seed(seed)
+        inputs = keras.Input((None, 2))
+        hidden = layers.Dense(units)(inputs)
+        hidden = layers.GlobalMaxPooling1D(name="suspect")(hidden)
+        model = keras.Model(inputs, layers.Dense(3)(hidden))
+        with pytest.raises(ValueError, match=r"Received: suspect$"):
+            accumulate(model, cross_entropy(), (x, tf.constant([0, 1])))
+
+
 def test_a_loss_that_counts_padding_is_rejected_and_would_differ(float64, monkeypatch):
     case = cases()["causal"]
     loss = cross_entropy("sum_over_batch_size")

@@ -89,6 +89,7 @@ class Run:
         sets=(),
         best=None,
         evaluate_at_start=False,
+        show=lambda update: None,
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
@@ -119,7 +120,11 @@ class Run:
             through(examples.batch(SIZE)).repeat(),
             recorder,
             evaluations=Evaluations(
-                evaluate, every=evaluate_every, best=best, sets=evaluated_sets
+                evaluate,
+                every=evaluate_every,
+                best=best,
+                sets=evaluated_sets,
+                show=show,
             ),
             evaluate_at_start=evaluate_at_start,
             callbacks={str(i): callback for i, callback in enumerate(callbacks)},

@@ -65,6 +65,13 @@ def test_they_change_nothing_of_the_training():
     assert plain.rows.updates != other.rows.updates
 
 
+def test_what_is_shown_is_of_the_evaluations_of_the_own_split():
+    shown = []
+    rows = Run(epochs=2, sets={"late": 3}, show=shown.append).rows
+    assert 3 in names_by_step(rows)
+    assert shown == [PER_EPOCH, 2 * PER_EPOCH]
+
+
 def test_a_callback_gets_the_results_of_each_set():
     seen = []
 
