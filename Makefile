@@ -36,7 +36,7 @@ setup: $(STAMP) ## .venv from the lock, and this project in it
 train: $(STAMP) ## train: digits, a small CNN, effective batch 128, factor 4; ARGS="overrides"
 	$(RUN) pipeline train $(ARGS)
 
-test: $(STAMP) ## what is guaranteed, each at its cheapest place: six minutes on two cores
+test: $(STAMP) ## what is guaranteed, each at its cheapest place: ten minutes on two cores
 	$(PYTEST) -m "not slow and not soak" $(ARGS)
 
 test-all: $(STAMP) ## with what takes long: a browser, Slurm, benchmarks, whole experiments

@@ -111,6 +111,7 @@ class Board(keras.callbacks.TensorBoard):
         pass
 
 
+@pytest.mark.slow
 def test_the_steps_of_tensorboard_go_on(tmp_path):
     case = with_callback(Board)
     run = Run(tmp_path / "one", case)

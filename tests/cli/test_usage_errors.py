@@ -32,6 +32,7 @@ def test_a_rerun_takes_any_number_of_overrides_in_any_place():
     assert (request.overrides, request.allow) == (["a=1", "b=2"], ["mine"])
 
 
+@pytest.mark.slow
 def test_keys_that_a_sweep_file_sets_for_another_group_are_named(capsys):
     wrong = "training.epochs=-1"  # ends the command before anything is created
     assert main(["sweep", "does_it_pay", "model=mlp", "dataset=digits", wrong]) == 2

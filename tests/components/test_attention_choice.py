@@ -95,6 +95,7 @@ def test_auto_is_off_on_a_cpu(precision):
     assert decided(network(), "hardware.xla=true") == (False, "H100")
 
 
+@pytest.mark.slow
 def test_true_says_why_a_model_is_left_to_keras(gpu, precision):
     asked = f"{KEY}=true"
     why = "H100, attention not fused (it computes in float32)"

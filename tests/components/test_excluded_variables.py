@@ -111,7 +111,7 @@ PLAIN = {
     ("name", "devices"),
     [
         ("adamw", 1),
-        ("adamw", 2),
+        pytest.param("adamw", 2, marks=pytest.mark.slow),
         pytest.param("lion", 1, marks=pytest.mark.slow),
         pytest.param("muon", 2, marks=pytest.mark.slow),
         pytest.param("adafactor", 2, marks=pytest.mark.slow),
