@@ -102,7 +102,9 @@ PLAIN = {
     "muon": lambda: keras.optimizers.Muon(
         0.01, weight_decay=0.2, exclude_layers=["logits"], adam_weight_decay=0.2
     ),
-    "adafactor": lambda: keras.optimizers.Adafactor(0.01, weight_decay=0.2),
+    "adafactor": lambda: keras.optimizers.Adafactor(
+        0.01, weight_decay=0.2, epsilon_1=1e-16
+    ),
     "lion": lambda: keras.optimizers.Lion(0.01, beta_2=0.99, weight_decay=0.2),
 }
 
