@@ -5,7 +5,7 @@ from argparse import Namespace
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config import compose, key_kinds
 from pipeline.config.overrides import keys_set
-from pipeline.rerun.request import Request
+from pipeline.rerun.request import Request, add_config_options
 
 SPLITS = ("validation", "test", "train")
 # Keys that overrides may set: the data, and where and how it is evaluated.
@@ -35,15 +35,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="PREFIX",
         help="a dotted name or place to trust, if the record is from a store",
     )
-    parser.add_argument(
-        "--config-dir",
-        "-cd",
-        metavar="DIR",
-        help="a folder with config groups of your own, which may set trust.allow",
-    )
-    parser.add_argument(
-        "--config-name", "-cn", metavar="NAME", help="name of your own config"
-    )
+    add_config_options(parser)
     # Without a default, argparse would call them required where RUN is missing.
     parser.add_argument(
         "overrides",

@@ -158,6 +158,19 @@ class Request:
         return [*compose.config_folders(), *self.own_folders]
 
 
+def add_config_options(parser: Parser) -> None:
+    """Add the options that select the user's own config."""
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="a folder with config groups of your own, which may set trust.allow",
+    )
+    parser.add_argument(
+        "--config-name", "-cn", metavar="NAME", help="name of your own config"
+    )
+
+
 def parse_command_line(arguments: Sequence[str], description: str | None) -> Request:
     """Parse the arguments of `pipeline rerun`.
 
@@ -187,15 +200,7 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
         metavar="PREFIX",
         help="a dotted name or place to trust",
     )
-    parser.add_argument(
-        "--config-dir",
-        "-cd",
-        metavar="DIR",
-        help="a folder with config groups of your own, which may set trust.allow",
-    )
-    parser.add_argument(
-        "--config-name", "-cn", metavar="NAME", help="name of your own config"
-    )
+    add_config_options(parser)
     # Without a default, argparse would call them required where RUN_ID is missing.
     parser.add_argument(
         "overrides", nargs="*", default=[], help="overrides in Hydra's grammar"
