@@ -192,6 +192,8 @@ class MicroBatchSettings:
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
             micro-batch is not compiled.
         fused_attention: whether compiled passes compute attention by `attention_fused`.
+        dense_rows: whether the gradients of embeddings are summed as dense tensors, up
+            to a limit in size.
     """
 
     model: keras.Model | None
@@ -202,6 +204,7 @@ class MicroBatchSettings:
     hold_statistics: bool = False
     jit_compile: bool = False
     fused_attention: bool = False
+    dense_rows: bool = False
 
     @property
     def padded(self) -> bool:
@@ -299,6 +302,7 @@ def loop_over_share(
         settings.micro_batch_size,
         settings.jit_compile,
         settings.fused_attention,
+        settings.dense_rows,
     )
 
 

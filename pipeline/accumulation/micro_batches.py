@@ -1,10 +1,12 @@
 """The loop that runs a step on each micro-batch of a batch, and joins the results.
 
-There are three ways to join: see `_DenseSum`, `_RowSum` and `_Concatenation`.
+There are four ways to join: see `_DenseSum`, `_RowSum`, `_DenseRowSum` and
+`_Concatenation`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,10 @@ from .token_cut import CutCounts, TokenLimit, cut_by_tokens
 
 # Maximum size of a batch that is copied to the device as a whole, for one program.
 MOST_BYTES = 64 * 2**20
+
+# Maximum size of an embedding's gradient that is summed as a dense tensor. A GPU reads
+# and writes as much in about a millisecond. The host waits longer to count rows.
+MOST_DENSE_BYTES = 2**30
 
 
 def run_micro_batches(
@@ -71,7 +77,8 @@ def run_micro_batches(
 class MicroBatchLoop:
     """The loop over the micro-batches of a batch, with its step traced.
 
-    For the arguments, see `run_micro_batches`.
+    For most arguments, see `run_micro_batches`. With `dense_rows`, an embedding's
+    gradient of at most `MOST_DENSE_BYTES` is summed as a dense tensor.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class MicroBatchLoop:
         micro_batch_size: int | TokenLimit,
         jit_compile: bool = False,
         fused_attention: bool = False,
+        dense_rows: bool = False,
     ):
         if isinstance(micro_batch_size, TokenLimit):
             cut: _Cut = _TokenCut(batch, micro_batch_size)
@@ -101,17 +109,20 @@ class MicroBatchLoop:
         step = tf.function(on_leaves, input_signature=signature, autograph=False)
         self._cut = cut
         self._structure = step.get_concrete_function().structured_outputs
-        self._joins = [_join_of(leaf) for leaf in tf.nest.flatten(self._structure)]
+        outputs = tf.nest.flatten(self._structure)
+        self._joins = [_join_of(output, dense_rows) for output in outputs]
         self._step = step
         self._compiled_step = None
         if jit_compile:
 
-            def on_full_leaves(*arguments: tf.Tensor) -> Nest:
+            def on_full_leaves(*arguments: tf.Tensor) -> list[Any]:
                 if fused_attention:
                     with attention_fused(self._micro_batch_size):
-                        return on_leaves(*arguments)
-                # Wrap the function that was traced, so that nothing is traced twice.
-                return step(*arguments)
+                        results = on_leaves(*arguments)
+                else:
+                    # Wrap the traced function, so that nothing is traced twice.
+                    results = step(*arguments)
+                return self._prepared(tf.nest.flatten(results))
 
             self._compiled_step = tf.function(
                 on_full_leaves, signature, autograph=False, jit_compile=True
@@ -132,7 +143,7 @@ class MicroBatchLoop:
         ) -> tuple[tf.Tensor, Nest, Nest]:
             stop = cut.stop(start)
             next_micro_batch = cut.on_device(stop)
-            results = tf.nest.flatten(step(start, *micro_batch))
+            results = self._prepared(tf.nest.flatten(step(start, *micro_batch)))
             new_totals = []
             for join, total, value in zip(joins, totals, results, strict=True):
                 new_totals.append(join.add(total, value))
@@ -217,6 +228,20 @@ class MicroBatchLoop:
         state = [tf.constant(0), *zeros]
         _, *totals = tf.while_loop(lambda start, *_: start < stop, body, state)
         return self._packed(totals)
+
+    def _prepared(self, results: Sequence[Any]) -> list[Any]:
+        """Return the results of a step as they are summed.
+
+        A compiled step calls this itself: it returns the indices of rows to the host,
+        which would wait for them.
+        """
+        prepared = []
+        for join, result in zip(self._joins, results, strict=True):
+            if isinstance(join, _DenseRowSum):
+                prepared.append(join.dense(result))
+            else:
+                prepared.append(result)
+        return prepared
 
     def _packed(self, results: Sequence[Any]) -> Nest:
         return tf.nest.pack_sequence_as(self._structure, results)
@@ -393,14 +418,28 @@ class _RowSum:
         return rows_once(all_rows, tf.concat([indices, value.indices], 0))
 
     def dense(self, value: tf.IndexedSlices) -> tf.Tensor:
-        """Return a value as a dense tensor, whose shape XLA knows when it compiles."""
-        rows = self.output.shape[0]
-        return tf.math.unsorted_segment_sum(value.values, value.indices, rows)
+        return _with_all_rows(value, self.output.shape[0])
 
     def finish(self, total: tuple[tf.Tensor, tf.Tensor]) -> tf.IndexedSlices:
         rows, indices = total
         shape = tf.constant(self.output.shape.as_list())
         return tf.IndexedSlices(rows, indices, shape)
+
+
+@dataclass(frozen=True)
+class _DenseRowSum(_DenseSum):
+    """Sums an embedding's gradients as dense tensors.
+
+    Unlike `_RowSum`, it counts no rows. On a GPU, the host would have to wait for their
+    number after each micro-batch.
+    """
+
+    output: tf.IndexedSlices
+
+    def dense(self, value: tf.IndexedSlices | tf.Tensor) -> tf.Tensor:
+        if isinstance(value, tf.IndexedSlices):
+            return _with_all_rows(value, self.output.shape[0])
+        return value
 
 
 @dataclass(frozen=True)
@@ -428,13 +467,24 @@ class _Concatenation:
         return total.concat()
 
 
-def _join_of(output: Any) -> _DenseSum | _RowSum | _Concatenation:
+def _join_of(output: Any, dense_rows: bool) -> _DenseSum | _RowSum | _Concatenation:
     """Return the object that joins an output of the step over the micro-batches."""
     if isinstance(output, tf.IndexedSlices):
+        size = math.prod(output.shape) * output.dtype.size
+        if dense_rows and size <= MOST_DENSE_BYTES:
+            return _DenseRowSum(output)
         return _RowSum(output)
     if output.shape.rank and output.shape[0] is None:
         return _Concatenation(output)
     return _DenseSum(output)
+
+
+def _with_all_rows(slices: tf.IndexedSlices, count: int) -> tf.Tensor:
+    """Return slices as a dense tensor, whose shape XLA knows when it compiles.
+
+    `count` is the number of rows of that tensor.
+    """
+    return tf.math.unsorted_segment_sum(slices.values, slices.indices, count)
 
 
 def rows_once(rows: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -561,8 +561,20 @@ class Update:
             hold_statistics=self.hold_statistics,
             jit_compile=self.compiled,
             fused_attention=self.fused_attention,
+            dense_rows=self._sums_dense_rows(),
         )
         return loop_over_share(settings, share, context, position)
+
+    def _sums_dense_rows(self) -> bool:
+        """Return whether the loop sums the gradients of embeddings as dense tensors.
+
+        It does on a GPU, for an optimizer that makes them dense in any case.
+        """
+        if not self.compiled or not makes_dense(self.optimizer):
+            return False
+        variables = self.model.trainable_variables
+        devices = [variable.value.device for variable in variables]
+        return any("GPU" in device for device in devices)
 
     def _made_dense(
         self, batch: Nest | Share | Batches, sums: GradientSums

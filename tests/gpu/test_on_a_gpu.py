@@ -212,6 +212,23 @@ def test_updates_are_those_of_whole_batches(float64, name, way):
     assert deviation(by_keras(kind, EXAMPLES - 1), expected) > 1e-4
 
 
+def test_no_host_waits_for_the_number_of_rows_of_an_embedding():
+    """On a GPU the gradient of an embedding is summed as a dense tensor."""
+    keras.utils.set_random_seed(0)
+    model = attention()
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+    update = Update(model, loss(), optimizer, MICRO, jit_compile=True)
+    batch = tuple(map(tf.constant, batch_of(KINDS["attention"])))
+    step = tf.function(lambda *parts: update(parts), autograph=False)
+    graph = step.get_concrete_function(*batch).graph.as_graph_def()
+    operations = set()
+    for function in graph.library.function:
+        operations |= {node.op for node in function.node_def}
+    # The control: a CPU, which waits for nobody, sums rows.
+    assert ("Unique" in operations) == (DEVICE == "cpu")
+
+
 @pytest.mark.parametrize("way", TRIED)
 def test_the_noise_does_not_depend_on_the_cut(float64, way):
     def noisy() -> keras.Model:
