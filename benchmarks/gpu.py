@@ -19,7 +19,7 @@ Parts:
                      the copy bandwidth, without XLA and with it
     scopes           a small CNN and an MLP: examples/s without XLA, and with each of
                      `hardware.xla_scope`
-    peers            PyTorch on the same shapes, compiled too, if it is installed
+    peers            PyTorch on the same shapes, compiled too, and JAX, if installed
     train            `pipeline train` as it is, in float32 and bfloat16
     equal            float64: weights after 20 updates in micro-batches on the GPU −
                      those of the CPU
@@ -261,6 +261,7 @@ def _first_pieces() -> list[Piece]:
     limit = "benchmarks.throughput:update_and_limit"
     by_scope = "benchmarks.throughput:by_scope"
     pytorch = "benchmarks.gpu_beside:pytorch"
+    jax = "benchmarks.gpu_beside:jax"
     resnet = {"name": "resnet50", "precision": "float32"}
     transformer = {"name": "transformer10m", "precision": "bfloat16"}
     large = {
@@ -272,13 +273,15 @@ def _first_pieces() -> list[Piece]:
     return [
         Piece("found", "", "benchmarks.gpu_device:found", {}, 5),
         Piece("attention", "", "benchmarks.gpu_attention:attention", {}, 20),
-        Piece("large", "", "benchmarks.throughput:measure", large, 125),
+        Piece("large", "", "benchmarks.throughput:measure", large, 100),
         Piece("update", "transformer10m bfloat16", limit, transformer, 56),
         Piece("update", "resnet50 float32", limit, resnet, 76),
         Piece("scopes", "cnn", by_scope, {"name": "cnn"}, 40),
         Piece("scopes", "mlp", by_scope, {"name": "mlp"}, 25),
         Piece("peers", "10m", pytorch, {"name": "transformer10m"}, 30),
+        Piece("peers", "10m, JAX", jax, {"name": "transformer10m"}, 15),
         Piece("peers", "350m", pytorch, {"name": "transformer350m", "micro": 32}, 60),
+        Piece("peers", "350m, JAX", jax, {"name": "transformer350m", "micro": 32}, 30),
     ]
 
 

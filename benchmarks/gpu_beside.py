@@ -1,9 +1,10 @@
-"""The transformer of 10 million weights beside Keras' `fit` and PyTorch, in bfloat16.
+"""The transformer of 10 million weights beside Keras' `fit`, PyTorch and JAX.
 
-All train on whole batches with Adam, on the same number of examples at a time, out of
-memory. `fit` has `jit_compile="auto"`, its default; our update is compiled if that
-compiles. PyTorch, if this interpreter or that of `.venv-peers` has it, runs eagerly and
-compiled, also with the transformer of 353 million weights.
+All train in bfloat16 with Adam, on the same number of examples at a time, out of memory.
+`fit` has `jit_compile="auto"`, its default; our update is compiled if that compiles.
+PyTorch trains on whole batches, eagerly and compiled, and JAX in micro-batches. They run
+if this interpreter or that of `.venv-peers` has them, also with the transformer of 353
+million weights.
 """
 
 from __future__ import annotations
@@ -64,20 +65,30 @@ def pytorch(name: str, tiny: bool, micro: int | None = None) -> Iterator[Figure]
 
     `micro` is the number of examples in a batch; that of the workload if None.
     """
-    interpreter = _interpreter_with_pytorch()
+    yield from _peer("PyTorch", "torch", "benchmarks.pytorch.device", name, tiny, micro)
+
+
+def jax(name: str, tiny: bool, micro: int | None = None) -> Iterator[Figure]:
+    """Yield examples/s of JAX, or a figure that says that it is not installed.
+
+    `micro` is the number of examples in a micro-batch; that of the workload if None.
+    """
+    yield from _peer("JAX", "jax", "benchmarks.jax_transformer", name, tiny, micro)
+
+
+def _peer(
+    peer: str, package: str, script: str, name: str, tiny: bool, micro: int | None
+) -> Iterator[Figure]:
+    """Yield what a script prints, which runs where its package is installed."""
+    interpreter = _interpreter_with(package)
     if interpreter is None:
-        yield Figure(
-            "peers",
-            "PyTorch",
-            "installations found",
-            [0],
-            note=f"at {time.strftime('%H:%M')}",
-        )
+        note = f"at {time.strftime('%H:%M')}"
+        yield Figure("peers", peer, "installations found", [0], note=note)
         return
 
     seconds = 0.1 if tiny else 1.0
     arguments = {"name": name, "tiny": tiny, "seconds": seconds, "micro": micro}
-    command = [interpreter, "-m", "benchmarks.pytorch.device", json.dumps(arguments)]
+    command = [interpreter, "-m", script, json.dumps(arguments)]
     for line in processes.run(command).splitlines():
         result = json.loads(line)
         yield Figure(
@@ -90,11 +101,11 @@ def pytorch(name: str, tiny: bool, micro: int | None = None) -> Iterator[Figure]
         )
 
 
-def _interpreter_with_pytorch() -> str | None:
+def _interpreter_with(package: str) -> str | None:
     for interpreter in (sys.executable, str(processes.PEERS)):
         try:
             subprocess.run(
-                [interpreter, "-c", "import torch"],
+                [interpreter, "-c", f"import {package}"],
                 check=True,
                 capture_output=True,
                 env=processes.environment(),

@@ -71,7 +71,7 @@ def found(tiny: bool) -> Iterator[Figure]:
 
 def optimizer() -> keras.optimizers.Optimizer:
     """Return Adam, with a scaled loss in float16."""
-    adam = keras_models.optimizer()
+    adam = keras_models.optimizer_of_update()
     if keras.config.dtype_policy().compute_dtype == "float16":
         return keras.optimizers.LossScaleOptimizer(adam)
     return adam

@@ -1,9 +1,9 @@
 """python -m benchmarks.jax_transformer JSON: examples/s of a transformer in JAX.
 
-It prints a line of JSON for each way: one micro-batch in an update, and as many as the
-workload has, summed by `optax.MultiSteps` under `jax.lax.scan`. The argument has the
-keys `name`, `tiny`, `seconds` and `micro`, the number of examples in a micro-batch; that
-of the workload if null.
+It prints a line of JSON. An update has the micro-batches of the workload, whose
+gradients `optax.MultiSteps` averages under `jax.lax.scan`. The argument has the keys
+`name`, `tiny`, `seconds` and `micro`, the number of examples in a micro-batch; that of
+the workload if null.
 
 The network is that of `benchmarks.keras_models`, in bfloat16 with float32 weights.
 """
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.workloads import LEARNING_RATE, Transformer, Workload, on_gpu
+from benchmarks.workloads import LEARNING_RATE, Transformer, on_gpu
 
 ROUNDS = 5
 EPSILON = 1e-3  # that of Keras' layer normalization
@@ -35,22 +35,15 @@ def main() -> None:
     workload = on_gpu(arguments["name"], arguments["tiny"])
     if arguments["micro"] is not None and not arguments["tiny"]:
         workload = dataclasses.replace(workload, micro=arguments["micro"])
-    for factor in (1, workload.factor):
-        _print_rates(workload, factor, arguments["seconds"])
-
-
-def _print_rates(workload: Workload, factor: int, seconds: float) -> None:
     network = workload.network
     assert isinstance(network, Transformer)
     weights = initial(network, workload.classes, workload.input_shape[0])
-    adam = optax.adam(LEARNING_RATE)
-    if factor > 1:
-        adam = optax.MultiSteps(adam, factor)
+    adam = optax.MultiSteps(optax.adam(LEARNING_RATE), workload.factor)
     state = adam.init(weights)
-    x, y = workload.examples(factor * workload.micro)
+    x, y = workload.examples(workload.effective)
 
     def cut(array: Any) -> Any:
-        return array.reshape(factor, workload.micro, *array.shape[1:])
+        return array.reshape(workload.factor, workload.micro, *array.shape[1:])
 
     # The batch comes from the host each time, and weights are replaced in place.
     update = jax.jit(partial(_update, network, adam), donate_argnums=(0, 1))
@@ -60,11 +53,10 @@ def _print_rates(workload: Workload, factor: int, seconds: float) -> None:
         weights, state, losses = update(weights, state, cut(x), cut(y))
         return losses
 
-    rates = _calls_per_second(step, seconds)
-    examples = factor * workload.micro
+    rates = _calls_per_second(step, arguments["seconds"])
     result = {
-        "what": f"JAX, {factor} × {workload.micro}",
-        "rates": [rate * examples for rate in rates],
+        "what": f"JAX, {workload.factor} × {workload.micro}",
+        "rates": [rate * workload.effective for rate in rates],
         "note": f"jax {jax.__version__} on {jax.default_backend()}",
     }
     print(json.dumps(result), flush=True)

@@ -126,6 +126,16 @@ def optimizer(
     )
 
 
+def optimizer_of_update() -> keras.optimizers.Optimizer:
+    """Return the optimizer of our updates, which counts its steps on the host.
+
+    Runs place the counter there, too. The host would otherwise wait for the GPU to read
+    it. XLA rejects such an optimizer in Keras' `fit`.
+    """
+    with tf.device("CPU:0"):
+        return optimizer()
+
+
 def batches(workload: Workload, size: int) -> tf.data.Dataset:
     """Return shuffled batches of `size`, without end, by the `tf.data` of a run."""
     examples = workload.examples(EPOCH * workload.effective)

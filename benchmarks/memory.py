@@ -127,7 +127,7 @@ def _train(who: str, name: str, effective: int, micro: int) -> int:
         batches = tf.data.Dataset.from_tensors((x, y)).unbatch().batch(micro).repeat()
         model.fit(batches, steps_per_epoch=factor, epochs=UPDATES, verbose=0)
     else:
-        optimizer = keras_models.optimizer()
+        optimizer = keras_models.optimizer_of_update()
         optimizer.build(model.trainable_variables)
         step = update.traced(Update(model, keras_models.loss(), optimizer, micro), x, y)
         for _ in range(UPDATES):

@@ -32,6 +32,7 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.turns import alternate_repeated, repeats
 from benchmarks.workloads import Workload
 from pipeline.accumulation import Update, fused_adam
+from pipeline.accumulation.compiled_apply import Applied, ApplyProgram
 from pipeline.accumulation.internals import transposed_gradients, wide_layers
 from pipeline.config.schema import AccumulationConfig
 
@@ -129,7 +130,7 @@ def contenders(
     Its examples are a multiple of a micro-batch.
     """
     loss = keras_models.loss()
-    optimizer = keras_models.optimizer()
+    optimizer = keras_models.optimizer_of_update()
     optimizer.build(model.trainable_variables)
     # The training loop has its batch on the host. The limit waits for no copy.
     with tf.device("CPU:0"):
@@ -276,13 +277,20 @@ def _apply(
         with fused_adam(optimizer):
             optimizer.apply(gradients, model.trainable_variables)
 
-    @tf.function(jit_compile=True)
-    def apply_by_xla(gradients: list[tf.Tensor]) -> None:
-        optimizer.apply(gradients, model.trainable_variables)
+    @tf.function
+    def apply_by_xla() -> None:
+        dense = list(map(tf.convert_to_tensor, gradients))
 
-    if not xla:
-        return apply
-    return tf.function(lambda: apply_by_xla(list(map(tf.convert_to_tensor, gradients))))
+        def applied() -> Applied:
+            optimizer.apply(dense, model.trainable_variables)
+            return Applied(norm=tf.zeros(()), loss_scale=tf.ones(()))
+
+        program = ApplyProgram.traced(optimizer, applied)
+        assert program is not None
+        program.run()
+        program.advance_counts(finite=None)
+
+    return apply_by_xla if xla else apply
 
 
 def _at_same_micro_batch(
@@ -293,7 +301,7 @@ def _at_same_micro_batch(
     Both train on the same examples; the first applies once.
     """
     model = keras_models.build(workload)
-    optimizer = keras_models.optimizer()
+    optimizer = keras_models.optimizer_of_update()
     optimizer.build(model.trainable_variables)
     examples = MANY * workload.micro
     x, y = map(tf.constant, workload.examples(examples))
