@@ -55,8 +55,6 @@ def network(dropout=0.0):
 
 def decided(model, *overrides, batch_spec=SPEC, replicas=1):
     """Return the value that is recorded, and the first line; `auto` is the default."""
-    if not any(override.startswith(KEY) for override in overrides):
-        overrides = (f"{KEY}=auto", *overrides)
     run_devices = Devices(strategy_on(replicas), True, "H100")
     spec, run_devices = attention.decide(
         spec_of(*overrides), run_devices, model, batch_spec, 2

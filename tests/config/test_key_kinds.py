@@ -25,6 +25,7 @@ LEGACY = {
     "accumulation.effective_batch_size": None,
     "accumulation.factor": None,
     "accumulation.moving_statistics": "micro",
+    "hardware.fused_attention": False,
     "hardware.xla": False,
     "tracking.code": [],
     "training.checkpoint_every": None,
