@@ -85,6 +85,14 @@ def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
     assert epochs(8, seed=1, **node, **augment)[0] != order
 
 
+def test_a_buffer_of_one_example_keeps_the_order_of_the_data():
+    node = {"in_memory": False, "shuffle_buffer": 1, "shuffle_files": False}
+    order, _ = epochs(8, **node)
+    assert len(order) > 1
+    for epoch in order:
+        assert epoch == list(range(EXAMPLES))
+
+
 def test_no_thread_tunes_an_iterator():
     """Deleting it would wait for that thread, up to a minute.
 
