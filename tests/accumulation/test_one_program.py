@@ -18,6 +18,7 @@ from keras import layers
 from pipeline.accumulation import Update, micro_batches
 from pipeline.accumulation.compiled_apply import ApplyProgram
 from pipeline.accumulation.internals import Objective
+from tests.parameters import mostly_slow
 
 MICRO = 4
 # Rounding of 1e-16 in each sum, which the division by √v of AdamW stretches.
@@ -120,6 +121,7 @@ ONE_PROGRAM = {"jit_compile": True, "xla_scope": "update"}
 SIZES = (16, 16, 12, 14, 3, 16)
 
 
+@pytest.mark.slow
 def test_all_state_is_that_of_the_update_in_steps(float64):
     update, values, results = trained(SIZES, **ONE_PROGRAM)
     assert update.update_compiled
@@ -161,7 +163,10 @@ def test_it_runs_as_one_program_where_it_fits(float64, monkeypatch):
     assert deviation(values, others) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "compiled"), [("AdamW", True), ("SGD", False)])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    mostly_slow([("AdamW", True), ("SGD", False)], [("SGD", False)]),
+)
 def test_rows_are_compiled_where_they_become_dense_anyway(float64, name, compiled):
     weights = []
     for options in (ONE_PROGRAM, {}):

@@ -405,7 +405,7 @@ def rest(rows: list, update: int) -> list:
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(CASES, ["ema", "callbacks", "streamed"], ["replicas", "unseeded"]),
+    mostly_slow(CASES, ["ema", "callbacks"], ["streamed", "replicas", "unseeded"]),
 )
 def test_what_follows_a_checkpoint_is_what_would_have_followed(
     name, straight, tmp_path

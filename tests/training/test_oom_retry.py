@@ -19,6 +19,7 @@ from pipeline.accumulation.internals import trace_forward
 from pipeline.common.errors import OutOfMemoryError
 from pipeline.training.evaluator import SplitEvaluator
 from pipeline.training.oom_retry import OomRetry
+from tests.parameters import mostly_slow
 from tests.running import Store, pipeline
 
 SCARCE = """
@@ -368,7 +369,7 @@ def test_an_update_of_which_some_may_be_applied_is_not_tried_again():
     assert update.micro_batch_size == 4
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", mostly_slow([False, True], [False]))
 def test_what_a_forward_pass_has_changed_is_put_back(jit_compile):
     """So the update is what it would have been in smaller micro-batches at once.
 
