@@ -44,7 +44,7 @@ class ListedRun:
         run_dir: the run directory, or None if it is not below the folders.
         not_shipped: the number of updates whose rows the store lacks, or None if
             unknown.
-        next_command: the command that goes on with the run, or "" if there is none.
+        next_command: the command that continues the run, or "" if there is none.
     """
 
     run_id: str

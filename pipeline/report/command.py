@@ -29,7 +29,7 @@ _OUT = Path("outputs")  # the folder of pages without `--out`
 
 @dataclass(frozen=True)
 class _Request:
-    """What the command line asks for.
+    """The arguments of the command line.
 
     Attributes:
         names: runs or sweeps.
