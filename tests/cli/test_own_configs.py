@@ -17,7 +17,9 @@ def run_id(tmp_path, monkeypatch):
     place_store(tmp_path / "lab")
     uri = f"sqlite:///{tmp_path}/lab/mlruns/mlflow.db"
     client = MlflowClient(uri)
-    run = client.create_run(client.create_experiment("pipeline"))
+    artifacts = tmp_path / "lab" / "mlruns" / "artifacts"
+    experiment = client.create_experiment("pipeline", artifacts.as_uri())
+    run = client.create_run(experiment)
     client.set_terminated(run.info.run_id, "FINISHED")
 
     file = tmp_path / "mine" / "tracking" / "lab.yaml"
