@@ -96,9 +96,9 @@ class Evaluation:
 
     @tf.autograph.experimental.do_not_convert
     def observed(self, batch: Nest | Share) -> tuple[GradientSums, Any]:
-        """Do as `__call__`; also return what `observe` has measured.
+        """Compute the sums as `__call__` does; also return the results of `observe`.
 
-        The measurements of all micro-batches are joined in the order of the examples
+        The results of all micro-batches are joined in the order of the examples
         that this process has read. They are `ABSENT` without `observe`.
         """
         if self.token_limit is not None:

@@ -174,7 +174,7 @@ class MicroBatchLoop:
 
     @property
     def counts(self) -> CutCounts | tuple[()]:
-        """What a cut by tokens computes, of int64, or `ABSENT` for another cut."""
+        """The counts of a cut by tokens, of int64, or `ABSENT` for any other cut."""
         return self._cut.counts
 
     def fits_program(self) -> tf.Tensor | None:

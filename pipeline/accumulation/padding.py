@@ -1,7 +1,8 @@
-"""Padding of ragged batches after they were cut, and what must not count it.
+"""Pads ragged batches after they are cut, and keeps padding out of the update.
 
-An update must not depend on how long a micro-batch was padded. So padded labels get
-sample weights of 0, and what would count padded positions all the same is rejected.
+An update must not depend on the padded length of a micro-batch. So padded labels get
+sample weights of 0, and losses and metrics that would still count padded positions are
+rejected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rejects models whose outputs depend on how long a micro-batch is padded.
 
-What a layer does with padding cannot be read from it, so it is tried: made-up examples
-are computed as they are, and with more padding. Their outputs, and the losses that the
-layers add, must be the same.
+How a layer treats padding cannot be read from the layer, so it is tried: made-up
+examples are computed as they are, and with more padding. Their outputs, and the losses
+that the layers add, must be the same.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _check_trial(model: keras.Model, alone: _Trial, longer: _Trial) -> None:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What a model computes for one made-up example.
+    """The results of a model for one made-up example.
 
     Attributes:
         outputs: the outputs of the model.

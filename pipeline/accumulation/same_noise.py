@@ -255,7 +255,7 @@ def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    """Return standard normal noise in the shape of `x`, by Box and Muller, 1958.
+    """Return standard normal noise of the shape of `x`, by Box and Muller (1958).
 
     XLA's own normal noise would depend on how many values are drawn at once.
     """

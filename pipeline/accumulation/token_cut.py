@@ -43,7 +43,7 @@ class TokenLimit:
 
 
 class CutCounts(NamedTuple):
-    """What a cut by tokens computes, over all replicas; scalars.
+    """The counts of a cut by tokens, summed over all replicas; scalars.
 
     Attributes:
         micro_batches: number of micro-batches.

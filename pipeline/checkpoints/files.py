@@ -512,7 +512,7 @@ def _verify_files(folder: Path) -> None:
 
 
 def _best_update(folder: Path) -> int | None:
-    """Return the update of the best evaluation that a checkpoint records, or None."""
+    """Return the update of the best evaluation in a checkpoint, or None if unknown."""
     # Ignore a checkpoint that is damaged or records no best evaluation.
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / "meta.json").read_bytes())

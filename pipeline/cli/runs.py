@@ -44,7 +44,7 @@ class ListedRun:
         run_dir: the run directory, or None if it is not below the folders.
         not_shipped: the number of updates whose rows the store lacks, or None if
             unknown.
-        next_command: the command that goes on with the run, or "" if there is none.
+        next_command: the command that continues the run, or "" if there is none.
     """
 
     run_id: str
@@ -82,11 +82,18 @@ def runs(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print the list as JSON to standard output"
     )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="a folder with config groups of your own",
+    )
     overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
     options = parser.parse_args([text for text in arguments if text not in overrides])
     if options.limit < 1:
         raise ConfigError("--limit", "must be at least 1", options.limit)
-    uri = compose.composed(overrides).tracking.uri
+    config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
+    uri = compose.composed([*config_dir, *overrides]).tracking.uri
 
     summaries = _summaries(run_dirs.run_dirs(options.folders))
     stored = _Stored.read(uri, options.limit)

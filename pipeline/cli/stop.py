@@ -33,8 +33,15 @@ def stop(arguments: Sequence[str]) -> int:
         metavar=RUN,
         help="a run directory, or the start of the ID of a run or a sweep",
     )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="a folder with config groups of your own",
+    )
     options, overrides = parser.parse_known_args(list(arguments))
-    config = compose.composed(overrides)
+    config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
+    config = compose.composed([*config_dir, *overrides])
     trust_entries.check_allowed(config.trust.allow)
 
     sweep_folder = _find_sweep(options.run)

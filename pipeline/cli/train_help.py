@@ -76,7 +76,7 @@ def _has(values: dict[str, Any], key: str) -> bool:
 
 
 def _written(value: Any) -> str:
-    """Return a value as an override has it."""
+    """Return a value as it is written in an override."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
 

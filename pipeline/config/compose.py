@@ -352,10 +352,12 @@ def _expanded(path: str) -> str:
 
 
 def _as_override(message: str) -> str | None:
-    """Return the override for an option such as `--epochs=5`, or None.
+    """Return the override that the user meant by an option such as `--epochs=5`.
+
+    Return None if the message names no such option, or no key has this name.
 
     Args:
-        message: the message of Hydra's parser.
+        message: the error message of Hydra's parser.
     """
     match = re.search(r"unrecognized arguments: --([\w.-]+)(=\S+)?", message)
     if match is None:

@@ -385,7 +385,7 @@ def _pattern_error(
 
 
 def _below_null_error(overrides: Sequence[str]) -> ConfigError | None:
-    """Return the error for an override of a key in a group that is null, or None."""
+    """Return the error if an override sets a key in a group that is null, else None."""
     for override in overrides:
         for key in keys_set([override]):
             group = key.rpartition(".")[0]

@@ -13,8 +13,8 @@ def keys_set(overrides: Iterable[str]) -> set[str]:
     """Return the dotted names of the keys and groups that overrides set or delete.
 
     A value that is a mapping sets the keys in it: `training={updates: 5}` sets
-    `training.updates`. Of an override that Hydra cannot parse, it is the text before
-    the `=`.
+    `training.updates`. If Hydra cannot parse an override, the text before its `=` is
+    taken as the key.
     """
     parser = OverridesParser.create()
     keys: set[str] = set()

@@ -172,7 +172,7 @@ class RunSpec:
         return self._answered(XLA, value, str(value).lower())
 
     def _answered(self, key: str, value: Any, text: str) -> RunSpec:
-        """Return a spec in which an answer replaces what the config asked for.
+        """Return a spec in which a decision replaces a config value such as `auto`.
 
         Args:
             key: the dotted key.

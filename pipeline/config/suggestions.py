@@ -26,10 +26,10 @@ _SIMILARITY = 0.75  # minimum similarity of two names, between 0 and 1
 
 
 def key_elsewhere(name: str) -> str | None:
-    """Return the key that a name may stand for in another group, or None.
+    """Return the key of another group that a name may stand for.
 
-    It is the key that means the same as a name in another tool, or else a key whose
-    last part is the same or similar.
+    This is the key for which another tool uses this name, or else a key whose last
+    part is the same or similar. Return None if there is no such key.
     """
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]

@@ -104,8 +104,8 @@ def in_run_dir(task: Task, config: DictConfig, sweep: str | None = None) -> floa
     Args:
         task: the task.
         config: the composed config.
-        sweep: the sweep of the recorded run that a single run goes on with, if that is
-            a job of one.
+        sweep: the sweep of the recorded run that a single run continues, or None if
+            that run is not a job of a sweep.
 
     Raises:
         ConfigError: the config names another sweep for a single run, or sets

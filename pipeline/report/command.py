@@ -1,4 +1,4 @@
-"""`pipeline report`: the report of a sweep, of runs, or of what two sweeps differ in.
+"""`pipeline report`: reports on a sweep, on runs, or on how two sweeps differ.
 
 one SWEEP ─────► writer: its report, logged to its parent run
 RUN …, --filter ► run_results ─► runs_page ─┐
@@ -29,7 +29,7 @@ _OUT = Path("outputs")  # the folder of pages without `--out`
 
 @dataclass(frozen=True)
 class _Request:
-    """What the command line asks for.
+    """The arguments of the command line.
 
     Attributes:
         names: runs or sweeps.

@@ -36,8 +36,8 @@ class SweepFinding:
     """A finding on one topic.
 
     Attributes:
-        topic: a key of `writer.TOPICS`. Several findings may have the same topic, such
-            as one per family.
+        topic: a key of `FindingsPage.topics`. Several findings may have the same topic,
+            such as one per family.
         text: one or several sentences.
         result: the result behind the text, or None if there is none.
         plot: the key of the plot that shows the finding, or None.

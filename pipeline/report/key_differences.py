@@ -64,7 +64,12 @@ def code_of(run: JobResult) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class DifferingKeys(Result):
-    """The keys of the config that decide what runs, and the code, that differ."""
+    """The differing keys of the config that decide what runs, and differing code.
+
+    Attributes:
+        keys: the dotted names of the keys.
+        code: the names of tags in `CODE`, or of packages and parts of the machine.
+    """
 
     keys: list[str]
     code: list[str]

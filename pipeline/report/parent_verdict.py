@@ -49,7 +49,7 @@ def with_verdicts(note: str, verdicts: Sequence[Verdict]) -> str:
 
     The headlines are put before the link to the comparison, since MLflow's UI collapses
     a description to three lines. The sentences follow as a quotation between two
-    comments, by which the next report finds them. Long texts are shortened. If the
+    comments, by which the next report finds them. Long sentences are shortened. If the
     description does not begin with the link, only the quotation is put first.
     """
     headlines = "; ".join(verdict.headline for verdict in verdicts)

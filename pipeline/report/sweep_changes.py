@@ -302,7 +302,7 @@ def _environments(
 
 
 def _described(job: JobResult, environment: dict[str, Any]) -> dict[str, str]:
-    """Return the code, the machine and the packages of a job, as texts by name."""
+    """Return the code, the machine and the packages of a job, as strings by name."""
     described = key_differences.code_of(job)
     for key in _MACHINE:
         if key in environment:

@@ -96,9 +96,9 @@ class SweepResult:
     ) -> dict[Any, list[JobResult]]:
         """Group some jobs of the sweep by their value of a swept key.
 
-        The values are numbers if all values of the key in the sweep are, and different
-        texts are different numbers. Otherwise they are the texts in the names: 1.1 and
-        1.10 may be versions, and 100 may stand beside `all`.
+        The values are numbers if all values of the key in the sweep are numbers, and
+        different strings are different numbers. Otherwise they are the strings in the
+        names of the jobs: 1.1 and 1.10 may be versions, and 100 may stand beside `all`.
         """
         are_texts = key in self._text_keys
 

@@ -57,7 +57,7 @@ class Table:
         heading: the heading above the table.
         head: the headings of the columns.
         rows: the rows; the first cell of each is the heading of the row.
-        has_texts: whether cells are texts, which may be long, instead of numbers.
+        has_texts: whether cells are strings, which may be long, instead of numbers.
     """
 
     heading: str

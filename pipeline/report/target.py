@@ -76,10 +76,11 @@ def choose(
 ) -> TargetLoss | None:
     """Return the target: the lowest loss that all judged jobs reach.
 
-    Jobs without a finite loss set no target. If the loss that all others reach is less
-    than `PROGRESS` of the way down, for example because a job diverged, the target is
-    the lowest loss that half of them reach; if that is no fall at all, it is the lowest
-    that all jobs reach which are that far down.
+    Jobs without a finite loss set no target. If some job gets less than `PROGRESS` of
+    the way down, for example because it diverged, the target is the lowest loss that
+    half of the jobs reach. If that loss is not below the start, the target is the
+    lowest loss that is reached by all jobs that get at least `PROGRESS` of the way
+    down.
 
     Args:
         metric: the loss metric.

@@ -84,8 +84,8 @@ class TrajectoryPair:
     def cause(self) -> "Cause":
         """The cause of the difference, and the update that shows it.
 
-        Rounding is at most the bound of its precision at first, and training amplifies
-        it by at most `_GROWTH` an update.
+        A difference counts as rounding if it is at most the bound of the precision at
+        first, and grows by a factor of at most `_GROWTH` per update.
         """
         steps = self.curve.steps
         values = np.minimum(self.shares, _LARGEST)
@@ -106,11 +106,11 @@ class TrajectoryPair:
 
 @dataclass(frozen=True)
 class Cause:
-    """What set two trajectories apart that should be the same.
+    """The cause of a difference between two trajectories that should be the same.
 
     Attributes:
         kind: `rounding`, `other` (the jobs computed different things) or `unknown`.
-        index: the index in the pair's curve of the difference that shows it.
+        index: the index, in the pair's curve, of the difference that shows the cause.
     """
 
     kind: str

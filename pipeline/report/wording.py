@@ -1,4 +1,4 @@
-"""Numbers, counts and lists of names as texts."""
+"""Formats numbers, counts and lists of names."""
 
 import math
 import re

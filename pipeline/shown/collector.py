@@ -67,7 +67,7 @@ class Reliability:
 
 @dataclass
 class Collected:
-    """What an evaluation leaves to be shown.
+    """The examples and counts of an evaluation that are shown.
 
     Attributes:
         fixed: the first examples of the split.

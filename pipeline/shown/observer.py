@@ -38,7 +38,7 @@ class OutputView(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What is observed of the examples of a batch.
+    """The losses and predictions of the examples in a batch.
 
     Attributes:
         losses: the loss of each example, (examples,): the sum over outputs of the mean

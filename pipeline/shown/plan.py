@@ -67,10 +67,10 @@ class ShownInput:
 
 @dataclass(frozen=True)
 class ShownPlan:
-    """What is shown at each evaluation of a run.
+    """Decides which pictures and tables show each evaluation of a run.
 
     Attributes:
-        settings: what `tracking.show` asks for, without what cannot be shown.
+        settings: the values of `tracking.show`, without those that do not apply.
         shown_input: the part of the input that is shown.
         form: the classes of the only output, or None.
         has_losses: whether a single example has a loss.

@@ -36,7 +36,7 @@ class Show:
 
     @property
     def collected(self) -> Collected:
-        """What was collected over the last evaluation."""
+        """The examples and counts of the last evaluation."""
         return self._collector.collected
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class Show:
         self._collector.start()
 
     def add(self, batch: Any, observation: Any) -> None:
-        """Add a batch, and what was observed of it; see `Observer`."""
+        """Add a batch and its observation; see `Observer`."""
         if not self.plan.observes or not self._is_collected:
             return
         try:

@@ -12,7 +12,7 @@ WORST = math.inf  # the loss that a sweeper gets for a job without a loss
 
 
 class Outcome(enum.Enum):
-    """The kinds of endings of a job."""
+    """The ways in which a job can end."""
 
     FINISHED = "finished"
     FAILED = "failed"  # it raised an error
@@ -25,9 +25,9 @@ class Ending:
     """How a job ended.
 
     Attributes:
-        outcome: the kind of the ending.
+        outcome: the way in which the job ended.
         loss: the last loss of a job that finished, else `WORST`.
-        reason: why the job has no loss, in one line; may be empty.
+        reason: why the job has no loss, in one line, or an empty string.
         cause: what ended the process of a job without a result, such as `killed by
             SIGKILL`; empty for other outcomes.
     """

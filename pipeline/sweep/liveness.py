@@ -39,7 +39,7 @@ def write_heartbeat(parent: SweepRecord) -> None:
 def reject_if_alive(
     client: Any, stored_parent: Any, running_jobs: Sequence[Any] = ()
 ) -> None:
-    """Reject a sweep that has given a sign of life in the last `SILENCE_LIMIT` s.
+    """Reject a sweep with a sign of life in the last `SILENCE_LIMIT` seconds.
 
     Args:
         client: an MLflow client for the store.

@@ -103,7 +103,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Start(Line):
-    """The first line."""
+    """The first line of a journal, which describes the run."""
 
     start: RunStart
 
@@ -220,8 +220,8 @@ class Row(Line):
 class Evaluated(Row):
     """Metrics of a split at a checkpoint, which `pipeline evaluate` has computed.
 
-    They are written when the run has ended. A version that does not know this kind
-    reads a `Row`.
+    Such a line is written after the run has ended. A version of this package without
+    this class reads it as a `Row`.
 
     Attributes:
         evaluation: the `name` of the evaluation, and the `checksum` of its data.

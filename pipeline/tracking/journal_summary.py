@@ -1,4 +1,4 @@
-"""What a list of runs shows of one run, read from its journal in milliseconds.
+"""The entry for one run in a list of runs, read from its journal in milliseconds.
 
 The rows of updates are counted and not parsed, except the last one, and no checksum is
 verified. `pipeline.tracking.journal_file.Past` reads a journal completely.

@@ -328,7 +328,7 @@ def averaged_weights(
 def averaged_weights_for_callbacks(
     optimizer: keras.optimizers.Optimizer, model: keras.Model
 ) -> Iterator[None]:
-    """Do as `averaged_weights`, but let callbacks change the weights in the block.
+    """Use the averages as `averaged_weights` does, but let callbacks change weights.
 
     A variable that a callback has changed keeps its new value after the block, and a
     message says so.
