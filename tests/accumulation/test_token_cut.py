@@ -29,18 +29,11 @@ from tests.accumulation.sequences import (
     difference,
     whole,
 )
+from tests.parameters import mostly_slow
 
 EXACT = 1e-12
 NAMES = ["attention", "LSTM", "masked", "causal", "sum", "two sequences", "two outputs"]
-
-
-def slow_but(values, fast):
-    """Return parameters of which only those in `fast` are not slow."""
-    marked = []
-    for value in values:
-        marks = () if value in fast else pytest.mark.slow
-        marked.append(pytest.param(*value, marks=marks))
-    return marked
+LIMITS = [1, 10, 19, 10_000]
 
 
 def ragged(lengths):
@@ -123,9 +116,10 @@ def test_no_examples_make_no_micro_batch():
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    slow_but(
-        itertools.product(NAMES, [1, 10, 19, 10_000]),
-        [("attention", 19)],
+    mostly_slow(
+        itertools.product(NAMES, LIMITS),
+        fast=[("attention", 19)],
+        slow=[("attention", 1), *zip(NAMES[1:], itertools.cycle(LIMITS), strict=False)],
     ),
 )
 def test_gradients_are_those_of_the_whole_padded_batch(float64, name, limit):
@@ -180,9 +174,10 @@ def test_the_mean_of_micro_batch_means_is_another_gradient(float64):
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    slow_but(
+    mostly_slow(
         itertools.product(["two outputs", "two sequences"], [1, 2]),
-        [],
+        fast=[],
+        slow=[("two outputs", 1), ("two sequences", 2)],
     ),
 )
 def test_updates_on_replicas_and_in_shares(float64, name, devices):
@@ -400,9 +395,7 @@ def batch_for(model):
     return x, tags
 
 
-@pytest.mark.parametrize(
-    "name", slow_but([(name,) for name in DEPENDING], [("convolution",)])
-)
+@pytest.mark.parametrize("name", mostly_slow(DEPENDING, ["convolution"]))
 def test_what_depends_on_padding_is_rejected_and_would_differ(
     float64, monkeypatch, name
 ):
@@ -533,9 +526,7 @@ def rejected_calls():
     }
 
 
-@pytest.mark.parametrize(
-    "rule", slow_but([(rule,) for rule in range(10)], [(rule,) for rule in range(9)])
-)
+@pytest.mark.parametrize("rule", mostly_slow(range(10), range(9)))
 def test_what_has_no_cut_by_tokens_is_rejected_in_one_line(rule):
     message, call = list(rejected_calls().items())[rule]
     with pytest.raises(ValueError, match=message) as error:
