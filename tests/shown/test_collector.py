@@ -24,7 +24,7 @@ from tests.parameters import mostly_slow
 
 CLASSES = 3
 EXAMPLES = 11
-WORST = 4  # how many examples are shown
+WORST = 4  # how many fixed and how many worst examples are shown
 NUMBERS = ShownInput(0, InputKind.NUMBERS)
 
 
@@ -42,14 +42,22 @@ def collected(
     micro_batch_size=3,
     strategy=None,
     model=None,
-    **objective,
 ) -> tuple[Collected, dict[str, float]]:
-    """Evaluate, and return what was collected, with the results of the evaluation."""
+    """Evaluate, and return what was collected, with the results of the evaluation.
+
+    Args:
+        x: inputs of the split.
+        labels: its labels, or its labels and sample weights.
+        loss: the loss.
+        batch_size: of the evaluation.
+        micro_batch_size: of the evaluation.
+        strategy: for several replicas.
+        model: the model; by default, its outputs are its inputs.
+    """
     if model is None:
-        scope = (strategy or tf.distribute.get_strategy()).scope()
-        with scope:
+        with (strategy or tf.distribute.get_strategy()).scope():
             model = identity(x.shape[-1])
-    goal = Objective(loss, **objective)
+    goal = Objective(loss)
     outputs = {"": model(x)}
     y = tf.constant(labels[0])
     plan = make_plan(Settings(examples=WORST), goal, y, outputs, NUMBERS)
