@@ -16,6 +16,7 @@ from tests.accumulation import reference
 from tests.accumulation.replicas import strategy_on
 from tests.parameters import mostly_slow
 
+RATE = 0.01
 UPDATES = 8
 # The operation steps the first two; the bias is too small to gain.
 SHAPES = {"matrix": (256, 256), "table": (4096, 16), "bias": (256,)}
@@ -24,32 +25,32 @@ EXACT = {"float32": 1e-6, "float64": 1e-14}  # of how far a variable has moved
 
 def halving():
     return keras.optimizers.schedules.ExponentialDecay(
-        0.01, decay_steps=5, decay_rate=0.5
+        RATE, decay_steps=5, decay_rate=0.5
     )
 
 
 def without_decay_of_the_table():
-    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    optimizer = keras.optimizers.AdamW(RATE, weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["table"])
     return optimizer
 
 
 STEPS = {
-    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adam": lambda: keras.optimizers.Adam(RATE),
     "adamw": without_decay_of_the_table,
-    "betas": lambda: keras.optimizers.Adam(0.01, beta_1=0.8, beta_2=0.95, epsilon=1e-3),
-    "epsilon": lambda: keras.optimizers.Adam(0.01, epsilon=0.1),
-    "no momentum": lambda: keras.optimizers.Adam(0.01, beta_1=0.0),
+    "betas": lambda: keras.optimizers.Adam(RATE, beta_1=0.8, beta_2=0.95, epsilon=1e-3),
+    "epsilon": lambda: keras.optimizers.Adam(RATE, epsilon=0.1),
+    "no momentum": lambda: keras.optimizers.Adam(RATE, beta_1=0.0),
     "schedule": lambda: keras.optimizers.Adam(halving()),
-    "clipvalue": lambda: keras.optimizers.Adam(0.01, clipvalue=0.5),
-    "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=1.0),
-    "global_clipnorm": lambda: keras.optimizers.Adam(0.01, global_clipnorm=1.0),
-    "weight decay": lambda: keras.optimizers.Adam(0.01, weight_decay=0.1),
+    "clipvalue": lambda: keras.optimizers.Adam(RATE, clipvalue=0.5),
+    "clipnorm": lambda: keras.optimizers.Adam(RATE, clipnorm=1.0),
+    "global_clipnorm": lambda: keras.optimizers.Adam(RATE, global_clipnorm=1.0),
+    "weight decay": lambda: keras.optimizers.Adam(RATE, weight_decay=0.1),
     "ema": lambda: keras.optimizers.Adam(
         0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
     ),
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.Adam(0.01), initial_scale=8.0
+        keras.optimizers.Adam(RATE), initial_scale=8.0
     ),
 }
 
@@ -72,13 +73,18 @@ def gradients(dtype, updates=UPDATES):
     """Yield noise around a mean; of the table a few rows, others in each update."""
     random = np.random.default_rng(1)
     rows_of_table, width = SHAPES["table"]
+    few = 64
     for _ in range(updates):
         matrix = tf.constant(0.3 + random.normal(size=SHAPES["matrix"]), dtype)
         bias = tf.constant(0.3 + random.normal(size=SHAPES["bias"]), dtype)
-        rows = random.choice(rows_of_table, 64, replace=False)
-        values = tf.constant(random.normal(size=(64, width)), dtype)
-        shape = tf.constant(SHAPES["table"])
-        yield matrix, tf.IndexedSlices(values, tf.constant(rows), shape), bias
+        rows = random.choice(rows_of_table, few, replace=False)
+        values = random.normal(size=(few, width))
+        table = tf.IndexedSlices(
+            tf.constant(values, dtype),
+            tf.constant(rows),
+            tf.constant(SHAPES["table"]),
+        )
+        yield matrix, table, bias
 
 
 def applying(optimizer, variables, fused):
@@ -98,7 +104,8 @@ def applying(optimizer, variables, fused):
 
 def fused_count(function, *arguments):
     """Return how many variables the function steps by the one operation."""
-    graph = function.get_concrete_function(*arguments).graph.as_graph_def()
+    concrete = function.get_concrete_function(*arguments)
+    graph = concrete.graph.as_graph_def()
     nodes = list(graph.node)
     for inner in graph.library.function:
         nodes += inner.node_def
@@ -130,7 +137,8 @@ def trained(make, dtype, fused, updates=UPDATES):
         scaled = [times(gradient, scale) for gradient in update]
         apply(*scaled)
         values.append([variable.numpy() for variable in variables])
-    return Trained(values, optimizer, fused_count(apply, *scaled))
+    fused_variables = fused_count(apply, *scaled)
+    return Trained(values, optimizer, fused_variables)
 
 
 def times(gradient, scale):
@@ -197,7 +205,7 @@ def test_in_float32_the_operation_as_it_is_takes_another_step(precision):
 
     def step(updates, fused):
         variable = keras.Variable(np.zeros(SHAPES["matrix"]), dtype="float32")
-        optimizer = keras.optimizers.Adam(0.01)
+        optimizer = keras.optimizers.Adam(RATE)
         apply = applying(optimizer, [variable], fused)
         optimizer.iterations.assign(updates)
         apply(gradient)
@@ -211,7 +219,7 @@ def test_in_float32_the_operation_as_it_is_takes_another_step(precision):
         m=first_moment.handle,
         v=second_moment.handle,
         grad=gradient,
-        lr=0.01,
+        lr=RATE,
         beta1=0.9,
         beta2=0.999,
         epsilon=1e-7,
@@ -222,15 +230,18 @@ def test_in_float32_the_operation_as_it_is_takes_another_step(precision):
     def error(value, expected):
         return np.linalg.norm(value - expected) / np.linalg.norm(expected)
 
-    assert error(weight.numpy(), step(0, False)) > 5e-6
-    assert error(step(0, True), step(0, False)) < 3e-7
-    assert error(step(20_000, True), step(20_000, False)) < 1e-5
+    first_step = step(0, fused=False)
+    assert error(weight.numpy(), first_step) > 5e-6
+    assert error(step(0, fused=True), first_step) < 3e-7
+
+    late_step = step(20_000, fused=False)
+    assert error(step(20_000, fused=True), late_step) < 1e-5
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_loss_scale_skips_an_update_that_is_not_finite(precision, fused):
     precision("float32")
-    adam = keras.optimizers.Adam(0.01)
+    adam = keras.optimizers.Adam(RATE)
     optimizer = keras.optimizers.LossScaleOptimizer(adam, initial_scale=8.0)
     variables = new_variables("float32")
     apply = applying(optimizer, variables, fused)
@@ -243,14 +254,18 @@ def test_a_loss_scale_skips_an_update_that_is_not_finite(precision, fused):
         return not all(map(np.array_equal, before, after))
 
     def state():
+        """Return how many updates were applied, and the loss scale."""
         return int(adam.iterations.numpy()), float(optimizer.dynamic_scale)
 
-    good, (matrix, table, bias) = gradients("float32", 2)
-    assert changes(good)
+    first, second = gradients("float32", 2)
+    matrix, table, bias = second
+    not_finite = (matrix * np.inf, table, bias)
+
+    assert changes(first)
     assert state() == (1, 8.0)
-    assert not changes((matrix * np.inf, table, bias))
+    assert not changes(not_finite)
     assert state() == (1, 4.0)
-    assert changes((matrix, table, bias))
+    assert changes(second)
     assert state() == (2, 4.0)
 
 
@@ -269,15 +284,15 @@ class Other(NamedTuple):
 
 
 ALL_ELSE = {
-    "amsgrad": Other(lambda: keras.optimizers.Adam(0.01, amsgrad=True), "float32"),
+    "amsgrad": Other(lambda: keras.optimizers.Adam(RATE, amsgrad=True), "float32"),
     # Of 1 − β₂ float32 leaves 1.7e-4 too much.
-    "beta_2": Other(lambda: keras.optimizers.Adam(0.01, beta_2=0.9999), "float32"),
-    "bfloat16": Other(lambda: keras.optimizers.Adam(0.01), "bfloat16"),
-    "float16": Other(lambda: keras.optimizers.Adam(0.01), "float16"),
-    "nadam": Other(lambda: keras.optimizers.Nadam(0.01), "float32"),
-    "sgd": Other(lambda: keras.optimizers.SGD(0.01, momentum=0.9), "float32"),
-    "own step": Other(lambda: HalfStep(0.01), "float32"),
-    "own assignment": Other(lambda: Counting(0.01), "float32"),
+    "beta_2": Other(lambda: keras.optimizers.Adam(RATE, beta_2=0.9999), "float32"),
+    "bfloat16": Other(lambda: keras.optimizers.Adam(RATE), "bfloat16"),
+    "float16": Other(lambda: keras.optimizers.Adam(RATE), "float16"),
+    "nadam": Other(lambda: keras.optimizers.Nadam(RATE), "float32"),
+    "sgd": Other(lambda: keras.optimizers.SGD(RATE, momentum=0.9), "float32"),
+    "own step": Other(lambda: HalfStep(RATE), "float32"),
+    "own assignment": Other(lambda: Counting(RATE), "float32"),
 }
 
 
@@ -297,24 +312,28 @@ def test_rows_that_are_looked_up_twice_are_summed_whatever_the_size(precision, r
     """A user's loop has such rows from its tape."""
     precision("float32")
 
+    width = 16
+
     def stepped(gradient):
-        table = keras.Variable(np.ones((rows, 16)))
-        apply = applying(keras.optimizers.Adam(0.01, epsilon=1.0), [table], fused=True)
+        """Return the table after one step."""
+        table = keras.Variable(np.ones((rows, width)))
+        optimizer = keras.optimizers.Adam(RATE, epsilon=1.0)
+        apply = applying(optimizer, [table], fused=True)
         apply(gradient)
         return table.numpy()
 
-    values = np.random.default_rng(0).normal(size=(3, 16))
+    values = np.random.default_rng(0).normal(size=(3, width))
+    row_2_twice = tf.constant([2, 5, 2])
     slices = tf.IndexedSlices(
-        tf.constant(values, tf.float32), tf.constant([2, 5, 2]), tf.constant([rows, 16])
+        tf.constant(values, tf.float32), row_2_twice, tf.constant([rows, width])
     )
-    np.testing.assert_array_equal(
-        stepped(slices), stepped(tf.convert_to_tensor(slices))
-    )
+    dense = tf.convert_to_tensor(slices)
+    np.testing.assert_array_equal(stepped(slices), stepped(dense))
 
 
 def test_the_optimizer_is_its_own_again(precision):
     precision("float32")
-    optimizer = keras.optimizers.Adam(0.01)
+    optimizer = keras.optimizers.Adam(RATE)
     apply = applying(optimizer, new_variables("float32"), fused=True)
     apply(*next(gradients("float32")))
     assert "update_step" not in vars(optimizer)
@@ -346,17 +365,17 @@ def test_training_goes_on_from_the_saved_state_with_either(
     updates = list(gradients(dtype, 6))
     before = new_variables(dtype)
     optimizer = STEPS["adamw"]()
-    go_on(before, optimizer, first, updates[:3])
+    go_on(before, optimizer, fused=first, updates=updates[:3])
     saved = {}
     optimizer.save_own_variables(saved)
 
     after = new_variables(dtype)
-    other = STEPS["adamw"]()
+    resumed = STEPS["adamw"]()
     for variable, value in zip(after, before, strict=True):
         variable.assign(value)
-    other.build(after)
-    other.load_own_variables(saved)
-    go_on(after, other, not first, updates[3:])
+    resumed.build(after)
+    resumed.load_own_variables(saved)
+    go_on(after, resumed, fused=not first, updates=updates[3:])
 
     uninterrupted = trained(STEPS["adamw"], dtype, fused=False, updates=6)
     values = [variable.numpy() for variable in after]
@@ -366,14 +385,20 @@ def test_training_goes_on_from_the_saved_state_with_either(
 def network():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((16,), dtype="int32")
-    hidden = layers.Flatten()(layers.Embedding(*SHAPES["table"])(inputs))
-    return keras.Model(inputs, layers.Dense(10)(layers.Dense(256, "relu")(hidden)))
+    hidden = layers.Embedding(*SHAPES["table"])(inputs)
+    hidden = layers.Flatten()(hidden)
+    hidden = layers.Dense(256, "relu")(hidden)
+    return keras.Model(inputs, layers.Dense(10)(hidden))
 
 
 def batches():
+    """Yield three batches of 24 sequences of tokens, in ten classes."""
     random = np.random.default_rng(2)
+    rows_of_table, _ = SHAPES["table"]
     for _ in range(3):
-        yield random.integers(0, 4096, (24, 16), np.int32), random.integers(0, 10, 24)
+        x = random.integers(0, rows_of_table, (24, 16), np.int32)
+        y = random.integers(0, 10, 24)
+        yield x, y
 
 
 def cross_entropy():
@@ -409,13 +434,13 @@ def test_an_update_applies_by_it_on_each_replica(float64, name, devices):
         model = network()
         optimizer = STEPS[name]()
         optimizer.build(model.trainable_variables)
-    update = tf.function(
-        Update(model, cross_entropy(), optimizer, 5, strategy=strategy).__call__
-    )
+    update = Update(model, cross_entropy(), optimizer, 5, strategy=strategy)
+    step = tf.function(update.__call__)
     for x, y in batches():
         batch = (tf.constant(x), tf.constant(y))
-        update(batch)
-    assert fused_count(update, batch) == 2 * devices  # the table and the large kernel
+        step(batch)
+    large_variables = 2  # the table and the first kernel
+    assert fused_count(step, batch) == large_variables * devices
 
     plain = STEPS[name]()
     plain = getattr(plain, "inner_optimizer", plain)
@@ -423,21 +448,23 @@ def test_an_update_applies_by_it_on_each_replica(float64, name, devices):
     for variable in model.trainable_variables:
         copies = strategy.experimental_local_results(variable.value)
         assert len(copies) == devices
-        assert all(np.array_equal(copy, copies[0]) for copy in copies)
+        for copy in copies:
+            np.testing.assert_array_equal(copy, copies[0])
 
 
 @pytest.mark.slow
 def test_fit_applies_by_it(float64, monkeypatch):
     calls = []
     operation = tf.raw_ops.ResourceApplyAdam
-    monkeypatch.setattr(
-        tf.raw_ops,
-        "ResourceApplyAdam",
-        lambda **arguments: calls.append(operation(**arguments)),
-    )
+
+    def noted(**arguments):
+        calls.append(operation(**arguments))
+
+    monkeypatch.setattr(tf.raw_ops, "ResourceApplyAdam", noted)
     model = AccumulatingModel(network(), 5)
-    model.compile(keras.optimizers.Adam(0.01), cross_entropy(), steps_per_execution=3)
-    x, y = map(np.concatenate, zip(*batches(), strict=True))
+    model.compile(keras.optimizers.Adam(RATE), cross_entropy(), steps_per_execution=3)
+    x = np.concatenate([x for x, _ in batches()])
+    y = np.concatenate([y for _, y in batches()])
     model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
-    assert len(calls) >= 2
-    assert_same(model.get_weights(), by_keras(keras.optimizers.Adam(0.01)))
+    assert len(calls) >= 2  # one for each large variable
+    assert_same(model.get_weights(), by_keras(keras.optimizers.Adam(RATE)))

@@ -17,25 +17,29 @@ WHERE = "see pipeline/accumulation/keras_internals.py"
 
 def test_a_mask_stays_on_the_output():
     masked = layers.Embedding(3, 2, mask_zero=True)(np.array([[1, 0]]))
-    assert np.array(keras_internals.mask_of(masked)).tolist() == [[True, False]], WHERE
-    assert keras_internals.mask_of(layers.Dense(2)(np.ones((1, 2)))) is None
+    mask = keras_internals.mask_of(masked)
+    assert np.array(mask).tolist() == [[True, False]], WHERE
+
+    without_mask = layers.Dense(2)(np.ones((1, 2)))
+    assert keras_internals.mask_of(without_mask) is None
 
 
 def test_the_logits_stay_on_the_output():
     dense = layers.Dense(2, use_bias=False, kernel_initializer="ones")
     for activation in ("softmax", "sigmoid"):
         dense.activation = keras.activations.get(activation)
-        logits = keras_internals.logits_of(dense(np.ones((1, 3))))
+        outputs = dense(np.ones((1, 3)))
+        logits = keras_internals.logits_of(outputs)
         assert np.array(logits).tolist() == [[3, 3]], WHERE
 
 
 def test_layers_inside_of_layers_are_found():
     inside = layers.Dense(2, name="inside")
-    model = keras.Sequential(
-        [keras.Input((2,)), keras.Sequential([inside, layers.Dense(1)])]
-    )
-    assert inside in keras_internals.layers_of(model), WHERE
-    assert model not in keras_internals.layers_of(model), WHERE
+    inner = keras.Sequential([inside, layers.Dense(1)])
+    model = keras.Sequential([keras.Input((2,)), inner])
+    layers_of_model = keras_internals.layers_of(model)
+    assert inside in layers_of_model, WHERE
+    assert model not in layers_of_model, WHERE
 
 
 def test_the_global_seed_is_what_draws_without_a_seed_move():
@@ -44,9 +48,12 @@ def test_the_global_seed_is_what_draws_without_a_seed_move():
     keras_internals.global_seed(make=True)
     before = keras_internals.global_seed().numpy()
     drawn = keras.random.normal((2,))
-    assert (keras_internals.global_seed().numpy() != before).any(), WHERE
+    after = keras_internals.global_seed().numpy()
+    assert (after != before).any(), WHERE
+
     keras_internals.global_seed().assign(before)
-    np.testing.assert_array_equal(keras.random.normal((2,)), drawn)
+    drawn_again = keras.random.normal((2,))
+    np.testing.assert_array_equal(drawn_again, drawn)
 
 
 def test_a_model_checkpoint_counts_in_these():
@@ -63,11 +70,14 @@ def test_a_model_checkpoint_counts_in_these():
 
 def test_a_tensorboard_counts_in_these():
     board = keras.callbacks.TensorBoard("there", write_graph=False)
-    kept = keras_internals.TENSORBOARD_KEEPS
-    assert [getattr(board, name) for name in kept] == [0, 0], WHERE
+
+    def counts():
+        return [getattr(board, name) for name in keras_internals.TENSORBOARD_KEEPS]
+
+    assert counts() == [0, 0], WHERE
     board.on_train_batch_begin(0)
     board.on_test_batch_begin(0)
-    assert [getattr(board, name) for name in kept] == [1, 1], WHERE
+    assert counts() == [1, 1], WHERE
 
 
 def two_outputs():
@@ -76,11 +86,12 @@ def two_outputs():
     return keras.Model(inputs, outputs)
 
 
-def test_what_compile_makes_of_its_arguments():
-    x = np.ones((2, 2))
-    y = [np.ones((2, 1)), np.ones((2, 1))]
+# A batch of two examples for it.
+X_OF_TWO = np.ones((2, 2))
+Y_OF_TWO = [np.ones((2, 1)), np.ones((2, 1))]
 
-    # What each output has of its own.
+
+def test_what_compile_makes_of_the_arguments_of_each_output():
     model = two_outputs()
     model.compile(
         loss=["mse", None],
@@ -89,19 +100,25 @@ def test_what_compile_makes_of_its_arguments():
         weighted_metrics=[None, ["mse"]],
     )
     assert keras_internals.loss_mean(model) is model.metrics[0], WHERE
-    model.compute_loss(x, y, model(x))
-    model.compute_metrics(x, y, model(x))
+    outputs = model(X_OF_TWO)
+    model.compute_loss(X_OF_TWO, Y_OF_TWO, outputs)
+    model.compute_metrics(X_OF_TWO, Y_OF_TWO, outputs)
+
     ((path, loss, scale, mean),) = keras_internals.compiled_losses(model)
-    assert (path, loss.name, scale, mean) == ((0,), "mse", 0.5, None), WHERE
+    assert path == (0,), WHERE
+    assert loss.name == "mse", WHERE
+    assert scale == 0.5, WHERE
+    assert mean is None, WHERE
     metrics, weighted = keras_internals.compiled_metrics(model, ["a", "b"])
     assert [metric.name for metric in metrics["a"]] == ["mae"], WHERE
     assert [metric.name for metric in weighted["b"]] == ["mse"], WHERE
 
-    # One loss for both.
+
+def test_what_compile_makes_of_one_loss_for_both_outputs():
     model = two_outputs()
     assert keras_internals.compiled_losses(model) == []
     model.compile(loss="mse")
-    model.compute_loss(x, y, model(x))
+    model.compute_loss(X_OF_TWO, Y_OF_TWO, model(X_OF_TWO))
     means = [mean.name for *_, mean in keras_internals.compiled_losses(model)]
     assert means == ["a_loss", "b_loss"], WHERE
     assert keras_internals.compiled_metrics(model, ["a", "b"]) == ({}, {})

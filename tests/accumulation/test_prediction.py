@@ -12,34 +12,45 @@ from pipeline.accumulation.internals import Objective, Prediction
 
 pytestmark = pytest.mark.usefixtures("float64")
 EXAMPLES = 7
+CLASSES = 3
+FEATURES = 4
+TIME = 5
 
 
 def sequences() -> keras.Model:
-    """A model with a mask: of each sequence, only what is not 0 counts."""
+    """Return a model with a mask: the positions of a sequence that are 0 do not count."""
     return keras.Sequential(
         [
-            keras.Input((5,), dtype="int64"),
+            keras.Input((TIME,), dtype="int64"),
             layers.Embedding(11, 4, mask_zero=True),
-            layers.Dense(3),
+            layers.Dense(CLASSES),
         ]
     )
 
 
 def vectors() -> keras.Model:
-    return keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(CLASSES)])
+
+
+MODELS = {"vectors": vectors, "sequences": sequences}
 
 
 def batch_of(kind: str, weighted: bool) -> tuple:
+    """Return inputs and labels for a model of `MODELS`, and weights of examples."""
     random = np.random.default_rng(0)
     if kind == "sequences":
-        x = random.integers(0, 3, size=(EXAMPLES, 5))
+        x = random.integers(0, 3, size=(EXAMPLES, TIME))
         x[:, 0] = 1  # no sequence is empty
-        y = random.integers(0, 3, size=(EXAMPLES, 5))
+        y = random.integers(0, CLASSES, size=(EXAMPLES, TIME))
     else:
-        x = random.normal(size=(EXAMPLES, 4))
-        y = random.integers(0, 3, size=EXAMPLES)
-    weights = (random.uniform(0.5, 2.0, size=EXAMPLES),) if weighted else ()
-    return tuple(map(tf.constant, (x, y, *weights)))
+        x = random.normal(size=(EXAMPLES, FEATURES))
+        y = random.integers(0, CLASSES, size=EXAMPLES)
+
+    batch = [x, y]
+    if weighted:
+        weights = random.uniform(0.5, 2.0, size=EXAMPLES)
+        batch.append(weights)
+    return tuple(tf.constant(part) for part in batch)
 
 
 @pytest.mark.parametrize("kind", ["vectors", "sequences"])
@@ -48,34 +59,44 @@ def batch_of(kind: str, weighted: bool) -> tuple:
     "reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"]
 )
 def test_each_loss_is_that_of_the_example_alone(kind, weighted, reduction):
-    model = {"vectors": vectors, "sequences": sequences}[kind]()
+    model = MODELS[kind]()
     loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     batch = batch_of(kind, weighted)
+
+    # Micro-batches of 3, 3 and 1 examples.
     prediction = Prediction(model, Objective(loss), micro_batch_size=3)
-    predicted = tf.function(prediction, autograph=False)(batch)
+    predict = tf.function(prediction, autograph=False)
+    predicted = predict(batch)
 
     expected = []
     for number in range(EXAMPLES):
-        x, *rest = (part[number : number + 1] for part in batch)
-        y, *weights = rest
-        expected.append(loss(y, model(x), *weights).numpy())
+        x, y, *weights = [part[number : number + 1] for part in batch]
+        loss_of_example = loss(y, model(x), *weights)
+        expected.append(loss_of_example.numpy())
     np.testing.assert_allclose(predicted.losses, expected, rtol=1e-12)
+    # They differ, so one in the place of another would be noticed.
     assert np.ptp(expected) > 0.01
+
     (output,) = predicted.outputs.values()
     np.testing.assert_allclose(output, model(batch[0]), rtol=1e-12)
 
 
 def test_outputs_are_weighted_as_in_the_loss():
-    inputs = keras.Input((4,))
+    inputs = keras.Input((FEATURES,))
     outputs = {"a": layers.Dense(1)(inputs), "b": layers.Dense(1)(inputs)}
     model = keras.Model(inputs, outputs)
-    x = tf.random.stateless_normal((EXAMPLES, 4), (0, 1), dtype=tf.float64)
+    x = tf.random.stateless_normal((EXAMPLES, FEATURES), (0, 1), dtype=tf.float64)
     y = {"a": tf.zeros((EXAMPLES, 1)), "b": tf.ones((EXAMPLES, 1))}
     squares = losses.MeanSquaredError()
     objective = Objective({"a": squares, "b": squares}, loss_weights={"a": 1, "b": 3})
-    predicted = Prediction(model, objective, micro_batch_size=2)((x, y))
+
+    prediction = Prediction(model, objective, micro_batch_size=2)
+    predicted = prediction((x, y))
+
     values = model(x)
-    expected = tf.square(values["a"]) + 3 * tf.square(values["b"] - 1)
+    loss_of_a = tf.square(values["a"])
+    loss_of_b = tf.square(values["b"] - 1)
+    expected = loss_of_a + 3 * loss_of_b
     np.testing.assert_allclose(predicted.losses, expected[:, 0], rtol=1e-12)
     assert set(predicted.outputs) == {"a", "b"}
 
@@ -84,5 +105,7 @@ def test_without_a_loss_of_one_example_there_is_none():
     """A loss over the effective batch compares its examples."""
     loss = losses.MeanSquaredError()
     objective = Objective(loss, loss_over="effective_batch")
-    predicted = Prediction(vectors(), objective, 2)(batch_of("vectors", False))
+    prediction = Prediction(vectors(), objective, micro_batch_size=2)
+    batch = batch_of("vectors", weighted=False)
+    predicted = prediction(batch)
     assert predicted.losses == ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
 EPOCHS = 3
 # Of weights of about 1: 72 examples in another order, 72 · 2⁻⁵³ = 8e-15.
 CLOSE = 1e-13
-ROWS = [Row(**row) for row in in_pairs(WAYS)]
+ROWS = [Row(**ways) for ways in in_pairs(WAYS)]
 
 
 def strategy_of(replicas: int) -> tf.distribute.Strategy:
@@ -48,11 +49,22 @@ def test_a_loop_takes_the_steps_of_plain_keras(float64, tmp_path, index):
 
 def test_the_table_would_show_a_leaked_part(float64):
     """The control: an epoch's tail that leaks into the next one gives other weights."""
-    flushed = Row(True, True, True, 4, None, False, False, 1)
+    flushed = Row(
+        known_length=True,
+        tail=True,
+        flush=True,
+        factor=4,
+        saved_after=None,
+        none_now_and_then=False,
+        mask=False,
+        replicas=1,
+    )
     leaked = flushed._replace(flush=False)
     expected, updates = by_plain_keras(flushed, EPOCHS)
-    weights, iterations = by_plain_keras(leaked, EPOCHS)
-    assert (updates, iterations) == (6, 4)
+    weights, updates_of_leaked = by_plain_keras(leaked, EPOCHS)
+    # Three epochs of 6 parts: two updates each, or 18 / 4 in all.
+    assert updates == 6
+    assert updates_of_leaked == 4
     assert np.max(np.abs(weights - expected)) > 1e9 * CLOSE
 
 
@@ -75,14 +87,21 @@ def network(dropout: bool = False) -> keras.Model:
     return model
 
 
+class Trained(NamedTuple):
+    """What a `fit` leaves: all weights in one array, and the count of the optimizer."""
+
+    weights: np.ndarray
+    iterations: int
+
+
 def trained(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
     examples: int,
     batch: int,
     known_length: bool,
-) -> tuple[np.ndarray, int]:
-    """Return the weights and `iterations` after two epochs of `fit`."""
+) -> Trained:
+    """Train for two epochs by `fit`."""
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(examples, 5))
     y = np.arange(examples) % 3
@@ -96,7 +115,13 @@ def trained(
     model.compile(optimizer, loss)
     model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
     weights = [np.ravel(values) for values in model.get_weights()]
-    return np.concatenate(weights), int(model.optimizer.iterations.numpy())
+    iterations = int(model.optimizer.iterations.numpy())
+    return Trained(np.concatenate(weights), iterations)
+
+
+def assert_same(ours: Trained, theirs: Trained) -> None:
+    assert ours.iterations == theirs.iterations
+    np.testing.assert_allclose(ours.weights, theirs.weights, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("inner", [sgd, decaying])
@@ -106,45 +131,46 @@ def test_data_of_unknown_length_in_fit(float64, inner, examples):
 
     So its data have a known length.
     """
-    expected, updates = trained(network(), inner(), examples, 16, True)
-    assert updates == 6
+    plain = trained(network(), inner(), examples, batch=16, known_length=True)
+    assert plain.iterations == 6
+
     optimizer = AccumulatingOptimizer(inner(), 4)
-    weights, iterations = trained(network(), optimizer, examples, 4, False)
-    assert iterations == updates
-    np.testing.assert_allclose(weights, expected, rtol=0, atol=CLOSE)
+    by_optimizer = trained(network(), optimizer, examples, batch=4, known_length=False)
+    assert_same(by_optimizer, plain)
 
     model = AccumulatingModel(network(), micro_batch_size=4)
-    weights, iterations = trained(model, inner(), examples, 16, False)
-    assert iterations == updates
-    np.testing.assert_allclose(weights, expected, rtol=0, atol=CLOSE)
+    by_model = trained(model, inner(), examples, batch=16, known_length=False)
+    assert_same(by_model, plain)
 
 
 def test_a_gradient_of_a_regularizer_alone_waits_for_the_batch(float64):
     """One that depends on the batch does not wait: else all would be in memory at once."""
-    variables = [keras.Variable(np.ones(2)), keras.Variable(np.ones(2))]
+    variables = pair()
     accumulator = GradientAccumulator(variables)
     data = tf.data.Dataset.from_tensors(np.ones(2)).repeat(3).filter(lambda _: True)
 
     @tf.function
     def step(iterator: tf.data.Iterator) -> None:
         batch = next(iterator)
-        accumulator.add([batch * variables[0].value, 2 * variables[1].value])
+        by_batch = batch * variables[0].value
+        by_regularizer = 2 * variables[1].value
+        accumulator.add([by_batch, by_regularizer])
 
     iterator = iter(data)
     for _ in range(3):
         step(iterator)
     with pytest.raises(tf.errors.OutOfRangeError):
         step(iterator)
-    sums = [variable.numpy().tolist() for variable in accumulator.variables]
-    assert sums == [3.0, [3.0, 3.0], [6.0, 6.0], [3.0, 3.0]]
+    # Of three batches, not of four: the weight, both sums, and the counts.
+    assert sums_of(accumulator) == [3.0, [3.0, 3.0], [6.0, 6.0], [3.0, 3.0]]
 
 
 def test_noise_is_the_same_whether_the_length_is_known(float64):
-    weights = []
-    for known_length in (True, False):
+    def weights_of(known_length: bool) -> list[float]:
         model = AccumulatingModel(network(dropout=True), 4, same_noise=True)
-        weights.append(trained(model, sgd(), 48, 16, known_length)[0])
-    assert weights[0].tolist() == weights[1].tolist()
+        return trained(model, sgd(), 48, 16, known_length).weights.tolist()
+
+    assert weights_of(known_length=True) == weights_of(known_length=False)
 
 
 ONE = (1.0, 1.0)
@@ -192,13 +218,16 @@ def test_a_restart_between_two_parts_loses_no_gradient(float64, tmp_path, way):
         return optimizer, variables
 
     optimizer, variables = begun()
-    way(partial(apply, optimizer, variables, "a"))()
+    apply_to_a = way(partial(apply, optimizer, variables, "a"))
+    apply_to_a()
     path = tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "begun")
 
     optimizer, variables = begun()
     tf.train.Checkpoint(optimizer=optimizer).restore(path).assert_consumed()
-    way(partial(apply, optimizer, variables, "b"))()
-    assert [variable.numpy().tolist() for variable in variables] == [[0.5, 0.5]] * 2
+    apply_to_b = way(partial(apply, optimizer, variables, "b"))
+    apply_to_b()
+    for variable in variables:
+        assert variable.numpy().tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("way", [eager, traced])
@@ -213,47 +242,60 @@ def test_an_accumulator_averages_what_a_checkpoint_brought(float64, tmp_path, wa
     add = way(lambda: second.add([None, one]))
     add()
     average = way(second.average)
-    assert [each.numpy().tolist() for each in average()] == [[0.5, 0.5]] * 2
+    for gradient in average():
+        assert gradient.numpy().tolist() == [0.5, 0.5]
+
+    # Now the first variable has none.
     second.reset()
     add()
     if way is eager:
-        assert second.average()[0] is None
+        gradient_of_first, _ = second.average()
+        assert gradient_of_first is None
     else:  # a trace cannot return None now and a tensor then
-        with pytest.raises(
+        rejected = pytest.raises(
             tf.errors.InvalidArgumentError, match="must be zero, not None"
-        ):
+        )
+        with rejected:
             average()
 
 
 @pytest.mark.parametrize("way", [eager, traced])
 def test_momentum_leaves_a_variable_without_a_gradient(float64, way):
-    """Plain Keras leaves it at 0.9 as well; a gradient of zero would move it to 0.81."""
-    variables = pair()
+    """In the second update `a` has no gradient, but `b` has.
+
+    Plain Keras leaves `a` at 0.9 as well; a gradient of zero would move it to 0.81.
+    """
+    a, b = pair()
     optimizer = AccumulatingOptimizer(sgd(), 2)
-    optimizer.build(variables)
-    both = way(partial(apply, optimizer, variables, "ab"))
-    only_b = way(partial(apply, optimizer, variables, "b"))
+    optimizer.build([a, b])
+    both = way(partial(apply, optimizer, [a, b], "ab"))
+    only_b = way(partial(apply, optimizer, [a, b], "b"))
     for step in (both, both, only_b, only_b):
         step()
-    assert variables[0].numpy() == pytest.approx([0.9, 0.9])
-    assert variables[1].numpy() == pytest.approx([0.71, 0.71])
+    assert a.numpy() == pytest.approx([0.9, 0.9])
+    # The second step is 0.1 and 0.9 times the first one.
+    assert b.numpy() == pytest.approx([0.71, 0.71])
 
     for step in (only_b, both):
-        step()  # now `a` had one in the second part: its mean is a half
-    assert variables[0].numpy() == pytest.approx([0.9 - 0.09 - 0.05] * 2)
+        step()
+    # Now `a` had one in the second part: its mean is a half.
+    by_momentum = 0.9 * 0.1
+    by_gradient = 0.1 * 0.5
+    assert a.numpy() == pytest.approx([0.9 - by_momentum - by_gradient] * 2)
 
 
 @pytest.mark.parametrize("way", [eager, traced])
 def test_losses_of_different_variables_share_an_optimizer_in_any_order(float64, way):
-    variables = pair()
+    """Of three parts, the loss of two depends on `a`, and that of one on `b`."""
+    a, b = pair()
     optimizer = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3)
-    optimizer.build(variables)
-    only_a = way(partial(apply, optimizer, variables, "a"))
-    only_b = way(partial(apply, optimizer, variables, "b"))
+    optimizer.build([a, b])
+    only_a = way(partial(apply, optimizer, [a, b], "a"))
+    only_b = way(partial(apply, optimizer, [a, b], "b"))
     for step in (only_a, only_b, only_a):
         step()
-    assert variables[0].numpy() == pytest.approx([1 / 3] * 2)
-    assert variables[1].numpy() == pytest.approx([2 / 3] * 2)
+    assert a.numpy() == pytest.approx([1 / 3] * 2)
+    assert b.numpy() == pytest.approx([2 / 3] * 2)
 
 
 @pytest.mark.parametrize(
@@ -280,27 +322,31 @@ def test_none_alone_in_a_whole_update_is_refused(float64, way, error):
 
 def test_a_traced_step_that_does_not_fit_the_sums_changes_nothing(float64):
     """The step by `c` was traced when `a` and `b` had no gradients apart."""
-    variables = [*pair(), *pair()[:1]]
+    a, b = pair()
+    c, _ = pair()
     optimizer = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 2)
-    optimizer.build(variables)
-    only_a, _, only_c = (
-        traced(partial(apply_to_one, optimizer, variable)) for variable in variables
-    )
+    optimizer.build([a, b, c])
+    only_a = traced(partial(apply_to_one, optimizer, a))
+    only_c = traced(partial(apply_to_one, optimizer, c))
+
     only_c()
     only_c()
     only_a()
     before = sums_of(optimizer.accumulator)
     for _ in range(2):
-        with pytest.raises(
+        rejected = pytest.raises(
             tf.errors.InvalidArgumentError, match="None for some variables of a traced"
-        ):
+        )
+        with rejected:
             only_c()
     assert int(optimizer.parts.numpy()) == 1
     assert sums_of(optimizer.accumulator) == before
 
     only_a()
     assert int(optimizer.iterations.numpy()) == 2
-    assert [value.numpy().tolist() for value in variables] == [[0, 0], [1, 1], [0, 0]]
+    assert a.numpy().tolist() == [0, 0]
+    assert b.numpy().tolist() == [1, 1]
+    assert c.numpy().tolist() == [0, 0]
 
 
 def test_too_many_sets_of_variables_in_a_traced_step_change_nothing(float64):
@@ -327,14 +373,21 @@ def test_a_gradient_of_another_shape_changes_nothing(float64):
     accumulator.add([tf.ones(2), tf.ones((2, 3))])
     before = sums_of(accumulator)
 
-    shape = tf.constant([5, 3])
-    rows = tf.IndexedSlices(tf.ones((1, 3)), tf.constant([0]), shape)
-    for wrong in (tf.ones(3), tf.ones(()), tf.ones((2, 1)), tf.ones((1, 2, 3)), rows):
-        with pytest.raises(
-            ValueError, match=r"gradients must have the shapes of their variables\."
-        ) as raised:
-            accumulator.add([tf.ones(2), wrong])
-        assert f"{tuple(wrong.shape)} for variable 1" in str(raised.value)
+    # The second variable has the shape (2, 3); each of these is of another one.
+    rows = tf.IndexedSlices(tf.ones((1, 3)), tf.constant([0]), tf.constant([5, 3]))
+    wrong_gradients = [
+        tf.ones(3),
+        tf.ones(()),
+        tf.ones((2, 1)),
+        tf.ones((1, 2, 3)),
+        rows,
+    ]
+    rule = r"gradients must have the shapes of their variables\."
+    for gradient in wrong_gradients:
+        with pytest.raises(ValueError, match=rule) as error:
+            accumulator.add([tf.ones(2), gradient])
+        assert f"{tuple(gradient.shape)} for variable 1" in str(error.value)
+
     with pytest.raises(ValueError, match=r"weight must be a scalar.*shape \(2,\)"):
         accumulator.add([tf.ones(2), tf.ones((2, 3))], weight=[1.0, 2.0])
     assert sums_of(accumulator) == before
@@ -352,8 +405,10 @@ def test_a_gradient_of_another_shape_changes_nothing(float64):
 
 def test_rows_without_a_shape_of_their_own():
     accumulator = GradientAccumulator([keras.Variable(np.zeros((3, 2)))])
-    accumulator.add([tf.IndexedSlices(tf.ones((2, 2)), tf.constant([0, 0]))])
-    assert accumulator.average()[0].numpy().tolist() == [[2, 2], [0, 0], [0, 0]]
+    first_row_twice = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([0, 0]))
+    accumulator.add([first_row_twice])
+    (average,) = accumulator.average()
+    assert average.numpy().tolist() == [[2, 2], [0, 0], [0, 0]]
 
 
 def test_a_layer_that_is_frozen_between_two_fits(float64):
@@ -364,12 +419,12 @@ def test_a_layer_that_is_frozen_between_two_fits(float64):
         trained(model, optimizer, 48, batch, True)
         for trainable in (False, True):
             model.layers[0].trainable = trainable
-            weights, _ = trained(model, optimizer, 48, batch, True)
-        return weights
+            last = trained(model, optimizer, 48, batch, True)
+        return last.weights
 
-    expected = weights_of(sgd(), 16)
-    found = weights_of(AccumulatingOptimizer(sgd(), 4), 4)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
+    expected = weights_of(sgd(), batch=16)
+    weights = weights_of(AccumulatingOptimizer(sgd(), 4), batch=4)
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=CLOSE)
 
 
 def test_variables_are_taken_as_keras_takes_them(float64):
@@ -387,8 +442,9 @@ def test_variables_are_taken_as_keras_takes_them(float64):
             optimizer.apply([], [])
         return [variable.numpy() for variable in variables]
 
-    found = weights_of(AccumulatingOptimizer(sgd(), 1))
-    np.testing.assert_allclose(found, weights_of(sgd()), rtol=1e-15)
+    weights = weights_of(AccumulatingOptimizer(sgd(), 1))
+    expected = weights_of(sgd())
+    np.testing.assert_allclose(weights, expected, rtol=1e-15)
 
 
 def test_variables_that_it_was_not_built_for():

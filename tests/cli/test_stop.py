@@ -169,7 +169,10 @@ def test_a_process_that_has_another_file_open_is_not_signalled(tmp_path):
 
     file = tmp_path / "file"
     file.touch()
-    assert stop._process_with_open(file, os.getpid()) is None
+    other = tmp_path / "other"
+    other.touch()
+    with other.open():
+        assert stop._process_with_open(file, os.getpid()) is None
     with file.open():
         assert stop._process_with_open(file, os.getpid()).pid == os.getpid()
         assert stop._process_with_open(file, None) is None

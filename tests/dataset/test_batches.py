@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -31,26 +33,52 @@ def numbered() -> Data:
     """Return images that are zero except one pixel, labeled by their number."""
     images = np.zeros((EXAMPLES, 7, 7, 1), np.float32)
     images[:, 3, 3] = 1
-    return Data(tf.data.Dataset.from_tensor_slices((images, np.arange(EXAMPLES))), None)
+    numbers = np.arange(EXAMPLES)
+    return Data(tf.data.Dataset.from_tensor_slices((images, numbers)), None)
+
+
+class Epochs(NamedTuple):
+    """Some epochs, in their order.
+
+    Attributes:
+        order: the numbers of the examples of each epoch.
+        images: (epochs, examples, pixels).
+    """
+
+    order: list[list[int]]
+    images: np.ndarray
 
 
 def epochs(size, *, seed=0, epochs=2, **node):
-    """Return the examples' numbers in the order of each epoch, and their images."""
+    """Return the epochs of `numbered`, which come in batches of a size."""
     node = OmegaConf.create(node)
     batches = as_arrays(node, numbered(), slices=[Slice(size, epochs)], seed=seed)
     sizes_of_epoch = [size] * (EXAMPLES // size)
     if EXAMPLES % size:
         sizes_of_epoch.append(EXAMPLES % size)
-    assert [len(y) for _, y in batches] == sizes_of_epoch * epochs
-    x, y = map(np.concatenate, zip(*batches, strict=True))
-    numbers = y.reshape(epochs, EXAMPLES).tolist()
-    return numbers, x.reshape(epochs, EXAMPLES, -1)
+    assert sizes_of(batches) == sizes_of_epoch * epochs
+
+    x, y = concatenated(batches)
+    order = y.reshape(epochs, EXAMPLES).tolist()
+    images = x.reshape(epochs, EXAMPLES, -1)
+    return Epochs(order, images)
 
 
 def as_arrays(node, data, **arguments):
     """Return the effective batches of an `effective_batches` as arrays."""
     batches = batching.effective_batches(node, data, **arguments)
     return list(batches.as_numpy_iterator())
+
+
+def sizes_of(batches):
+    return [len(y) for _, y in batches]
+
+
+def concatenated(batches):
+    """Return the inputs and the labels of several batches."""
+    x = np.concatenate([x for x, _ in batches])
+    y = np.concatenate([y for _, y in batches])
+    return x, y
 
 
 SHIFT = {"augment": {"_target_": "pipeline.dataset.augmentation.Shift", "pixels": 3}}
@@ -74,15 +102,19 @@ BY_FILES = {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200}
     ],
 )
 def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
-    order, images = epochs(8, **node, **augment)
-    for epoch in order:
-        assert sorted(epoch) == list(range(EXAMPLES))  # each exactly once
-    assert order[0] != order[1] != list(range(EXAMPLES))
+    shuffled = epochs(8, **node, **augment)
+    in_order = list(range(EXAMPLES))
+    for order_of_epoch in shuffled.order:
+        assert sorted(order_of_epoch) == in_order  # each exactly once
+    first, second = shuffled.order
+    assert first != second != in_order
+
     for size in (1, 5, EXAMPLES):
-        other, other_images = epochs(size, **node, **augment)
-        assert other == order
-        assert (other_images == images).all()
-    assert epochs(8, seed=1, **node, **augment)[0] != order
+        in_other_batches = epochs(size, **node, **augment)
+        assert in_other_batches.order == shuffled.order
+        assert (in_other_batches.images == shuffled.images).all()
+    by_another_seed = epochs(8, seed=1, **node, **augment)
+    assert by_another_seed.order != shuffled.order
 
 
 def test_a_buffer_of_one_example_keeps_the_order_of_the_data():
@@ -166,7 +198,7 @@ def test_what_comes_before_an_update_is_left_out(node, augment):
         return as_arrays(node_of_run, data, slices=slices, seed=0)
 
     all_batches = batches(0)
-    assert [len(y) for _, y in all_batches] == [8, 8, 7] * 3
+    assert sizes_of(all_batches) == [8, 8, 7] * 3
     for first_update in range(10):
         read.clear()
         AUGMENTED.clear()
@@ -178,8 +210,10 @@ def test_what_comes_before_an_update_is_left_out(node, augment):
 
         augmented = 0
         if augment:
-            augmented = sum(len(y) for _, y in rest)
+            augmented = sum(sizes_of(rest))
         assert len(AUGMENTED) == augmented
+
+        # What is in memory is read once, and other data once in each epoch.
         passes = 1
         if not node["in_memory"]:
             passes = 3 - first_update // 3
@@ -207,13 +241,17 @@ def assert_shares(batches, shares_of_workers, replicas):
     for shares in shares_of_workers:
         assert len(shares) == len(batches)
     for batch, *shares in zip(batches, *shares_of_workers, strict=True):
-        count = len(batch[1])
-        size = replicas * -(-count // (replicas * workers))
+        _, labels, *_ = batch
+        count = len(labels)
+        examples_of_replica = math.ceil(count / (replicas * workers))
+        size = replicas * examples_of_replica
         for worker, share in enumerate(shares):
             start = worker * size
+            rest = max(count - start, 0)
+            _, labels_of_share, *_ = share.batch
             assert int(share.examples) == count
             assert int(share.start) == start
-            assert len(share.batch[1]) == min(max(count - start, 0), size)
+            assert len(labels_of_share) == min(rest, size)
         parts_of_shares = [share.batch for share in shares]
         for part, *parts in zip(batch, *parts_of_shares, strict=True):
             assert np.array_equal(np.concatenate(parts), part)
@@ -243,12 +281,14 @@ def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
     """
     training = TrainingConfig(class_weight={3: 5.0}, loss=None)
     node_of_run = OmegaConf.create({**node, **augment})
+    plan = Plan(sizes.derive(8, 1, None), EXAMPLES, 6)
+    after_first_update = plan.slices(1)
 
     def batches_of(reader):
         return as_arrays(
             node_of_run,
             numbered(),
-            slices=Plan(sizes.derive(8, 1, None), EXAMPLES, 6).slices(1),
+            slices=after_first_update,
             seed=0,
             weigh=weigher(training, numbered()),
             reader=reader,
@@ -260,6 +300,7 @@ def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
     assert_shares(all_batches, shares_of_workers, replicas)
     augmented = 0
     if augment:
+        # Two epochs, without the first update.
         augmented = 2 * EXAMPLES - 8
     assert len(AUGMENTED) == augmented
 
@@ -293,11 +334,14 @@ def test_workers_read_examples_of_unequal_length_whole(node):
                 assert (x == worker_x).numpy().all()
 
 
+# The batches of `staged`: 5, 5, 3 · 3 and 4 are an epoch, 8 and 15, then 15 and 8.
+STAGED_SIZES = [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
+
+
 def staged():
     """Return a plan of 23 examples an epoch, in four stages.
 
-    The batches are 5, 5, 3 · 3 and 4; 8 and 15; 15 and 8. Two stages begin in the first
-    epoch.
+    Two of them begin in the first epoch.
     """
     stages = [
         ScheduledStage("updates", 0, 5),
@@ -320,19 +364,20 @@ def staged():
 )
 def test_the_order_does_not_depend_on_stages(node, augment):
     plan = staged()
-    batch_sizes = [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
-    order, images = epochs(8, epochs=3, **node, **augment)
-    numbers = np.concatenate(order).tolist()
-    images = images.reshape(3 * EXAMPLES, -1)
+    without_stages = epochs(8, epochs=3, **node, **augment)
+    numbers = np.concatenate(without_stages.order).tolist()
+    images = np.concatenate(without_stages.images)
     node_of_run = OmegaConf.create({**node, **augment})
     for done in (0, 3, 6):  # the begin, in a stage, where one begins
         slices = plan.slices(done)
         batches = as_arrays(node_of_run, numbered(), slices=slices, seed=0)
-        x, y = map(np.concatenate, zip(*batches, strict=True))
-        examples_done = sum(batch_sizes[:done])
-        assert [len(labels) for _, labels in batches] == batch_sizes[done:]
+        assert sizes_of(batches) == STAGED_SIZES[done:]
+
+        x, y = concatenated(batches)
+        pixels = x.reshape(len(x), -1)
+        examples_done = sum(STAGED_SIZES[:done])
         assert y.tolist() == numbers[examples_done:]
-        assert (x.reshape(len(x), -1) == images[examples_done:]).all()
+        assert (pixels == images[examples_done:]).all()
 
     def batches_of(reader):
         slices = plan.slices(1)
@@ -340,22 +385,21 @@ def test_the_order_does_not_depend_on_stages(node, augment):
             node_of_run, numbered(), slices, seed=0, reader=reader
         )
 
-    assert_shares(list(batches_of(None)), by_readers(3, 1, batches_of), 1)
+    all_batches = list(batches_of(None))
+    shares_of_workers = by_readers(3, 1, batches_of)
+    assert_shares(all_batches, shares_of_workers, replicas=1)
 
 
 @pytest.mark.slow
 def test_examples_of_unequal_length_come_in_stages():
-    rows = tf.data.Dataset.from_tensor_slices(
-        (np.arange(EXAMPLES), np.arange(EXAMPLES))
-    )
-    texts = rows.map(lambda x, y: (tf.repeat(x, 1 + x % 4), y))
+    numbers = np.arange(EXAMPLES)
+    rows = tf.data.Dataset.from_tensor_slices((numbers, numbers))
+    texts = Data(rows.map(lambda x, y: (tf.repeat(x, 1 + x % 4), y)), None)
+    slices = staged().slices(0)
     for node in (IN_MEMORY, STREAMED):
-        batches = list(
-            batching.effective_batches(
-                OmegaConf.create(node), Data(texts, None), staged().slices(0), seed=0
-            )
-        )
-        assert [len(y) for _, y in batches] == [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
+        node_of_run = OmegaConf.create(node)
+        batches = list(batching.effective_batches(node_of_run, texts, slices, seed=0))
+        assert sizes_of(batches) == STAGED_SIZES
         for x, y in batches:
             assert x.to_list() == [text_of(number) for number in y.numpy()]
 
@@ -366,18 +410,22 @@ def text_of(number):
 
 
 def test_the_augmentation_is_of_the_example_in_this_epoch():
-    images_by_number = []
-    for node in (IN_MEMORY, STREAMED):  # two orders
-        order, images = epochs(8, **node, **SHIFT)
-        # (epoch, number, pixel)
-        ranks = np.argsort(order, axis=1)[..., np.newaxis]
-        images_by_number.append(np.take_along_axis(images, ranks, axis=1))
-    assert (images_by_number[0] == images_by_number[1]).all()
-    # (epoch, number) → where the pixel went
-    places = np.argmax(images_by_number[0], -1)
-    assert (np.max(images_by_number[0], -1) == 1).all()
-    assert (places[0] != places[1]).any()
-    assert len(set(places[0].tolist())) > EXAMPLES / 4
+    def images_by_number(node):
+        """Return the images in the order of the numbers: (epoch, number, pixel)."""
+        shifted = epochs(8, **node, **SHIFT)
+        ranks = np.argsort(shifted.order, axis=1)
+        return np.take_along_axis(shifted.images, ranks[..., np.newaxis], axis=1)
+
+    # The two have other orders.
+    images = images_by_number(IN_MEMORY)
+    assert (images == images_by_number(STREAMED)).all()
+
+    # (epoch, number) → where the one pixel of an image went
+    places = np.argmax(images, -1)
+    assert (np.max(images, -1) == 1).all()
+    first_epoch, second_epoch = places
+    assert (first_epoch != second_epoch).any()
+    assert len(set(first_epoch.tolist())) > EXAMPLES / 4
 
 
 def test_ragged_examples_stay_together():
@@ -391,10 +439,10 @@ def test_ragged_examples_stay_together():
 
     data = Data(examples.map(dense), None)
     for node in (IN_MEMORY, STREAMED):
+        node_of_run = OmegaConf.create(node)
+        batches = batching.effective_batches(node_of_run, data, [Slice(8, 1)], seed=0)
         seen = []
-        for batch, numbers in batching.effective_batches(
-            OmegaConf.create(node), data, [Slice(8, 1)], seed=0
-        ):
+        for batch, numbers in batches:
             expected = [text_of(number) for number in numbers.numpy()]
             assert batch.to_list() == expected
             seen += numbers.numpy().tolist()
@@ -416,6 +464,15 @@ print(dataset.digits(sys.argv[1]).examples)
 """
 
 
+DIGITS_IN_TRAINING = 1437
+DIGITS_IN_VALIDATION = 180
+
+
+def as_bytes(examples):
+    """Return the image of each example as bytes, and its label."""
+    return [(x.tobytes(), int(y)) for x, y in examples]
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """The digits, prepared by two processes at once in one empty folder."""
@@ -424,7 +481,7 @@ def digits(tmp_path_factory):
     for process in both:
         out, err = process.communicate()
         assert process.returncode == 0, err
-        assert out.splitlines()[-1] == "1437"
+        assert out.splitlines()[-1] == str(DIGITS_IN_TRAINING)
     return folder
 
 
@@ -445,11 +502,10 @@ def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(
     assert records.element_spec.dtype == tf.string  # as it is stored
     settings = {"seed": 3, "slices": [Slice(100, 1)]}
     batches = as_arrays(OmegaConf.create({**BY_FILES, **augment}), data, **settings)
-    examples = [(x.tobytes(), int(y)) for x, y in data.train.as_numpy_iterator()]
-    seen = []
-    for batch in batches:
-        for x, y in zip(*batch, strict=True):
-            seen.append((x.tobytes(), int(y)))
+
+    examples = as_bytes(data.train.as_numpy_iterator())
+    x, y = concatenated(batches)
+    seen = as_bytes(zip(x, y, strict=True))
     assert seen != examples
     if not augment:
         assert sorted(seen) == sorted(examples)
@@ -457,10 +513,12 @@ def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(
 
     # The order is the same, and each image is moved.
     plain = as_arrays(OmegaConf.create(BY_FILES), data, **settings)
-    labels = np.concatenate([y for _, y in plain])
-    assert [label for _, label in seen] == labels.tolist()
-    unmoved = {image for image, _ in seen} & {image for image, _ in examples}
-    assert len(unmoved) < 1437 / 10  # one place of 49 is where it was
+    _, labels_of_plain = concatenated(plain)
+    assert y.tolist() == labels_of_plain.tolist()
+    stored_images = {image for image, _ in examples}
+    seen_images = {image for image, _ in seen}
+    unmoved = seen_images & stored_images
+    assert len(unmoved) < DIGITS_IN_TRAINING / 10  # one place of 49 is where it was
     for x, _ in batches:
         assert x.dtype == np.float32
 
@@ -501,8 +559,9 @@ def test_each_worker_decodes_its_share_alone(digits, shuffle_files, augment):
     def batches_of(reader):
         return as_arrays(node, counted(data), **settings, reader=reader)
 
-    assert_shares(all_batches, by_readers(3, 1, batches_of), 1)
-    labels = np.concatenate([y for _, y in all_batches])
+    shares_of_workers = by_readers(3, 1, batches_of)
+    assert_shares(all_batches, shares_of_workers, replicas=1)
+    _, labels = concatenated(all_batches)
     assert sorted(STORED) == sorted(labels.tolist())
 
 
@@ -531,7 +590,8 @@ def test_what_makes_an_example_may_have_an_if_of_a_tensor(digits):
         evaluated = batching.in_order(data.validation, 500, None, reader, records)
         for element in trained.concatenate(evaluated).as_numpy_iterator():
             x, y = parts_of(element)
-            assert ((x.max((1, 2, 3)) >= 100) == (y >= 5)).all()
+            is_brighter = x.max((1, 2, 3)) >= 100
+            assert (is_brighter == (y >= 5)).all()
             assert len(set(y.tolist())) == 10
 
 
@@ -558,7 +618,7 @@ def test_each_worker_decodes_its_share_of_an_evaluation_alone(digits):
 
     STORED.clear()
     assert_shares(all_batches, shares_of(counted(data)), 1)
-    assert len(STORED) == 180
+    assert len(STORED) == DIGITS_IN_VALIDATION
 
     # Another split in its place is read as it is.
     brighter = replace(data, validation=data.validation.map(lambda x, y: (x + 1, y)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from pipeline.dataset import batches as batching
 
 TOKENS = 12
 WIDTH = 4
+RATE = 0.5
 LENGTHS = (3, 1, 7, 2, 5, 4, 6, 2, 9)
+PADDED_LENGTH = 12  # the longest has 9: the next multiple of 4
 PAD = {"pad": {"multiple": 4, "value": 0}}
 
 
@@ -29,12 +33,17 @@ def texts(first: int = 1) -> Data:
     numbers = np.random.default_rng(0)
     rows = []
     for length in LENGTHS:
-        rows.append(numbers.integers(first, TOKENS, length + 1).astype("int32"))
+        row = numbers.integers(first, TOKENS, length + 1)
+        rows.append(row.astype("int32"))
+
+    def examples():
+        for row in rows:
+            yield row[:-1], row[1:]
+
     spec = tf.TensorSpec([None], tf.int32)
-    split = tf.data.Dataset.from_generator(
-        lambda: ((row[:-1], row[1:]) for row in rows), output_signature=(spec, spec)
-    )
-    return Data(split.apply(tf.data.experimental.assert_cardinality(len(rows))), None)
+    split = tf.data.Dataset.from_generator(examples, output_signature=(spec, spec))
+    known_length = tf.data.experimental.assert_cardinality(len(rows))
+    return Data(split.apply(known_length), None)
 
 
 def batches(size: int, data: Data | None = None, **node: object) -> list:
@@ -45,62 +54,84 @@ def batches(size: int, data: Data | None = None, **node: object) -> list:
     return list(batching.effective_batches(node, data, [Slice(size, 1)], seed=0))
 
 
+def batch_of_all(split: tf.data.Dataset, **node: object) -> tuple:
+    """Return the one batch of all texts of a split, with its further parts."""
+    (batch,) = batches(len(LENGTHS), Data(split, None), **node)
+    return batch
+
+
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_batch_is_as_long_as_its_longest_example_needs(in_memory):
     padded_batches = batches(4, in_memory=in_memory)
     ragged_batches = batches(4, in_memory=in_memory, pad=None)
     for padded_batch, ragged_batch in zip(padded_batches, ragged_batches, strict=True):
         x, y, weights = padded_batch
-        lengths = ragged_batch[0].row_lengths().numpy()
-        shape = (len(lengths), -(-max(lengths) // 4) * 4)
+        ragged_inputs, _ = ragged_batch
+        lengths = ragged_inputs.row_lengths().numpy()
+
+        # A multiple of four.
+        padded_length = math.ceil(max(lengths) / 4) * 4
+        shape = (len(lengths), padded_length)
         assert x.shape == y.shape == weights.shape == shape
-        mask = np.arange(x.shape[1]) < lengths[:, None]
+
+        # (examples, positions): whether it is one of the text.
+        mask = np.arange(padded_length) < lengths[:, None]
         assert weights.numpy().tolist() == mask.tolist()
         for padded, ragged in zip((x, y), ragged_batch, strict=True):
-            rows = zip(padded.numpy(), lengths, strict=True)
-            kept = [row[:length].tolist() for row, length in rows]
+            values = padded.numpy()
+            kept = []
+            for row, length in zip(values, lengths, strict=True):
+                kept.append(row[:length].tolist())
             assert kept == ragged.to_list()
-            assert not padded.numpy()[~mask].any()
+            assert not values[~mask].any()
 
 
 @pytest.mark.slow
 def test_weights_of_examples_and_of_elements_are_spread_and_padded():
+    # One weight an example: each of its positions gets it.
     weights_of_examples = np.arange(1, len(LENGTHS) + 1, dtype="float32")
     weighted = tf.data.Dataset.zip(
         texts().train, tf.data.Dataset.from_tensor_slices(weights_of_examples)
     )
     weighted = weighted.map(lambda example, weight: (*example, weight))
-    ((_, y, weights),) = batches(len(LENGTHS), Data(weighted, None))
+    _, _, weights = batch_of_all(weighted)
     expected = weights_of_examples * np.array(LENGTHS)
     assert sorted(weights.numpy().sum(1)) == sorted(expected)
 
+    # One weight a position: here the label itself, which is 0 where it is padded.
     elements = texts().train.map(lambda x, y: (x, y, tf.cast(y, tf.float32)))
-    ((_, y, weights),) = batches(len(LENGTHS), Data(elements, None))
+    _, y, weights = batch_of_all(elements)
     assert (weights.numpy() == y.numpy()).all()
 
+    # A label without positions has no weights.
     outputs = texts().train.map(lambda x, y: (x, {"next": y, "first": x[0]}))
-    ((_, _, weights),) = batches(len(LENGTHS), Data(outputs, None))
-    assert weights["next"].shape == (9, 12)
+    _, _, weights = batch_of_all(outputs)
+    assert weights["next"].shape == (len(LENGTHS), PADDED_LENGTH)
     assert weights["first"] is None
 
 
 @pytest.mark.slow
 def test_each_step_of_labels_that_have_an_axis_of_their_own_has_one_weight():
     one_hot = texts().train.map(lambda x, y: (x, tf.one_hot(y, TOKENS)))
-    ((_, y, weights),) = batches(len(LENGTHS), Data(one_hot, None))
-    assert y.shape == (9, 12, TOKENS)
-    assert weights.shape == (9, 12)
+    _, y, weights = batch_of_all(one_hot)
+    assert y.shape == (len(LENGTHS), PADDED_LENGTH, TOKENS)
+    assert weights.shape == (len(LENGTHS), PADDED_LENGTH)
     assert weights.numpy().sum() == sum(LENGTHS)
 
-    images = texts().train.map(lambda x, y: (tf.ones([6, tf.size(x), 1]), y[0]))
-    pad = {"multiple": 16, "value": 0}
-    ((x, _),) = batches(len(LENGTHS), Data(images, None), pad=pad)
-    # An axis of one size keeps it.
-    assert x.shape == (9, 6, 16, 1)
 
+@pytest.mark.slow
+def test_an_axis_of_one_size_keeps_it():
+    images = texts().train.map(lambda x, y: (tf.ones([6, tf.size(x), 1]), y[0]))
+    x, _ = batch_of_all(images, pad={"multiple": 16, "value": 0})
+    assert x.shape == (len(LENGTHS), 6, 16, 1)
+
+
+@pytest.mark.slow
+def test_words_are_padded_with_empty_ones():
     words = texts().train.map(lambda x, y: (tf.strings.as_string(x), y[0]))
-    ((x, _),) = batches(len(LENGTHS), Data(words, None))
-    assert x.numpy()[:, -1].tolist().count(b"") == 9
+    x, _ = batch_of_all(words)
+    # Each text is shorter than the batch.
+    assert x.numpy()[:, -1].tolist() == [b""] * len(LENGTHS)
 
 
 def test_a_pad_value_that_its_type_has_not_is_rejected():
@@ -133,7 +164,7 @@ def step(
 ) -> tuple[list, dict]:
     """Return the weights after one update, and its results."""
     network = model()
-    optimizer = keras.optimizers.SGD(0.5)
+    optimizer = keras.optimizers.SGD(RATE)
     optimizer.build(network.trainable_variables)
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction=reduction
@@ -146,8 +177,10 @@ def step(
 
 def deviation(weights: list, others: list) -> float:
     """Return the greatest absolute difference of two models' weights."""
-    pairs = zip(weights, others, strict=True)
-    return max(float(np.abs(weight - other).max()) for weight, other in pairs)
+    differences = []
+    for weight, other in zip(weights, others, strict=True):
+        differences.append(np.abs(weight - other).max())
+    return float(max(differences))
 
 
 def test_what_is_padded_changes_nothing_but_the_shape(float64):
@@ -159,6 +192,7 @@ def test_what_is_padded_changes_nothing_but_the_shape(float64):
     losses_of_texts = []
     with tf.GradientTape() as tape:
         for x, y in texts().train:
+            # A batch of one text.
             logits = network(x[None], training=True)
             losses = keras.losses.sparse_categorical_crossentropy(
                 y[None], logits, from_logits=True
@@ -166,14 +200,16 @@ def test_what_is_padded_changes_nothing_but_the_shape(float64):
             losses_of_texts.append(losses)
         sums = [tf.reduce_sum(losses) for losses in losses_of_texts]
         mean = tf.add_n(sums) / sum(LENGTHS)
+
     variables = [variable.value for variable in network.trainable_variables]
     gradients = tape.gradient(mean, variables)
     expected = []
     for weight, gradient in zip(network.get_weights(), gradients, strict=True):
-        expected.append(weight - 0.5 * tf.convert_to_tensor(gradient).numpy())
+        step_of_weight = RATE * tf.convert_to_tensor(gradient).numpy()
+        expected.append(weight - step_of_weight)
 
-    (batch,) = batches(len(LENGTHS))
-    for micro_batch_size in (9, 2):
+    batch = batch_of_all(texts().train)
+    for micro_batch_size in (len(LENGTHS), 2):
         weights, results = step(batch, micro_batch_size)
         assert deviation(weights, expected) < 1e-12
         assert abs(results["loss"] - float(mean)) < 1e-12
@@ -181,6 +217,7 @@ def test_what_is_padded_changes_nothing_but_the_shape(float64):
     means = [tf.reduce_mean(losses) for losses in losses_of_texts]
     mean_of_means = float(tf.reduce_mean(means))
     assert abs(mean_of_means - float(mean)) > 1e-3
+
     # Keras' default divides by the padding as well.
     _, results = step(batch, 2, "sum_over_batch_size")
     assert results["loss"] < 0.7 * float(mean)
@@ -188,9 +225,10 @@ def test_what_is_padded_changes_nothing_but_the_shape(float64):
 
 @pytest.mark.slow
 def test_more_padding_changes_nothing(float64):
-    (batch,) = batches(9)
-    (longer,) = batches(9, pad={"multiple": 32, "value": 0})
-    assert longer[0].shape[1] == 32
+    batch = batch_of_all(texts().train)
+    longer = batch_of_all(texts().train, pad={"multiple": 32, "value": 0})
+    inputs_of_longer, *_ = longer
+    assert inputs_of_longer.shape[1] == 32
     weights, _ = step(batch, 4)
     weights_of_longer, _ = step(longer, 4)
     assert deviation(weights, weights_of_longer) < 1e-12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -24,52 +25,95 @@ def test_spread_and_welch_interval_by_hand():
     assert statistics.welch(Spread(10, None, 1), Spread(13, 2, 4)) is None
 
 
+class RelativeDifference(NamedTuple):
+    """Two values, and their relative difference."""
+
+    first: float
+    second: float
+    expected: float
+
+
+# A loss that falls, and rises at the end.
+UPDATES = np.array([10.0, 20, 30, 40])
+LOSSES = np.array([4.0, 3, 1, 2])
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_equal_values_do_not_vary(count):
     """Of the accuracies over 180 examples, the mean of three is rounded for 34."""
-    for correct in range(181):
-        accuracy = correct / 180
-        assert statistics.spread([accuracy] * count).deviation == 0
+    examples = 180
+    for correct in range(examples + 1):
+        accuracy = correct / examples
+        spread = statistics.spread([accuracy] * count)
+        assert spread.deviation == 0
     apart = statistics.spread([0.1, 0.10001])
     assert apart.deviation == pytest.approx(1e-5 / math.sqrt(2))
 
 
 def test_relative_difference_knows_zero_and_what_is_not_finite():
-    first = np.array([2.0, 0, 1, np.nan, np.inf, 1])
-    second = np.array([1.0, 0, -1, np.nan, np.inf, np.nan])
-    relative = statistics.relative_difference(first, second).tolist()
-    assert relative == [0.5, 0, 2, 0, 0, np.inf]
+    pairs = [
+        RelativeDifference(2.0, 1.0, expected=0.5),
+        RelativeDifference(0.0, 0.0, expected=0.0),
+        RelativeDifference(1.0, -1.0, expected=2.0),
+        RelativeDifference(np.nan, np.nan, expected=0.0),
+        RelativeDifference(np.inf, np.inf, expected=0.0),
+        RelativeDifference(1.0, np.nan, expected=np.inf),
+    ]
+    first = np.array([pair.first for pair in pairs])
+    second = np.array([pair.second for pair in pairs])
+    relative = statistics.relative_difference(first, second)
+    assert relative.tolist() == [pair.expected for pair in pairs]
 
 
-def test_a_target_is_reached_between_two_points():
-    x = np.array([10.0, 20, 30, 40])
-    y = np.array([4.0, 3, 1, 2])
-    assert statistics.reached(x, y, 2) == 25
-    assert statistics.reached(x, y, 3) == 20
-    assert statistics.reached(x, y, 5) == 10
-    assert math.isnan(statistics.reached(x, y, 0.5))
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (2, 25),  # half of the way from (20, 3) to (30, 1)
+        (3, 20),
+        (5, 10),  # met at the first point already
+    ],
+)
+def test_a_target_is_reached_between_two_points(target, expected):
+    assert statistics.reached(UPDATES, LOSSES, target) == expected
+
+
+def test_a_target_that_is_never_reached():
+    assert math.isnan(statistics.reached(UPDATES, LOSSES, 0.5))
 
 
 def test_a_trailing_mean_weighs_by_examples():
     examples = np.array([10.0, 20, 25, 35])
     values = np.array([1.0, 2, 4, 8])
     means = statistics.trailing_mean(examples, values, 15)
-    expected = [1, (5 * 1 + 10 * 2) / 15, (10 * 2 + 5 * 4) / 15, (5 * 4 + 10 * 8) / 15]
+    expected = [
+        1,  # of the first ten examples, as there are no others
+        (5 * 1 + 10 * 2) / 15,
+        (10 * 2 + 5 * 4) / 15,
+        (5 * 4 + 10 * 8) / 15,
+    ]
     assert means.tolist() == pytest.approx(expected, rel=1e-12)
-    assert statistics.trailing_mean(examples, values, 1).tolist() == values.tolist()
+    of_single_examples = statistics.trailing_mean(examples, values, 1)
+    assert of_single_examples.tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("spike", [math.inf, -math.inf, math.nan, 1e30])
 def test_a_spike_changes_only_the_means_over_it(spike):
-    examples = np.arange(1, 41.0) * 10
+    # 40 updates of ten examples each.
+    examples = 10.0 * np.arange(1, 41)
     values = np.linspace(2, 1, 40)
     calm = statistics.trailing_mean(examples, values, 35)
+
     values[3] = spike
     means = statistics.trailing_mean(examples, values, 35)
-    # The window of 35 examples begins in the middle of an update.
-    assert means[:3].tolist() == calm[:3].tolist()
-    assert not (np.abs(means[3:7]) < 1e6).any()
-    assert means[7:].tolist() == calm[7:].tolist()
+
+    # The window of 35 examples begins in the middle of an update: it has some of four.
+    before = slice(3)
+    over_the_spike = slice(3, 7)
+    after = slice(7, None)
+    assert means[before].tolist() == calm[before].tolist()
+    is_small = np.abs(means[over_the_spike]) < 1e6
+    assert not is_small.any()
+    assert means[after].tolist() == calm[after].tolist()
 
 
 def test_trailing_means_are_those_of_single_examples():
@@ -80,7 +124,10 @@ def test_trailing_means_are_those_of_single_examples():
     seen = np.cumsum(sizes)
     for window in (1, 7, 30, 1000):
         means = statistics.trailing_mean(seen.astype(float), values, window)
-        expected = [losses[max(end - window, 0) : end].mean() for end in seen]
+        expected = []
+        for end in seen:
+            start = max(end - window, 0)
+            expected.append(losses[start:end].mean())
         assert means.tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -89,15 +136,21 @@ def test_the_loss_of_a_short_tail_is_no_target():
 
     The loss of that one is lower by chance.
     """
-    examples = np.array([*range(124, 993, 124), 1000.0])
-    values = np.array([2.0] * 8 + [0.1])
-    last_mean = statistics.trailing_mean(examples, values, 124)[-1]
-    assert last_mean == pytest.approx((116 * 2 + 8 * 0.1) / 124)
+    batch = 124
+    tail = 1000 - 8 * batch
+    assert tail == 8
+    examples = np.array([*range(batch, 8 * batch + 1, batch), 1000.0])
+    losses = np.array([2.0] * 8 + [0.1])
+    means = statistics.trailing_mean(examples, losses, batch)
+    # The last mean has most of the batch before the tail as well.
+    expected = ((batch - tail) * 2.0 + tail * 0.1) / batch
+    assert means[-1] == pytest.approx(expected)
 
 
 def test_the_trade_off_is_fitted_exactly_and_rejected_where_there_is_none():
     batches = [16, 64, 256]
-    fit = statistics.tradeoff(batches, [1000 + 5 * batch for batch in batches])
+    costs = [1000 + 5 * batch for batch in batches]
+    fit = statistics.tradeoff(batches, costs)
     assert fit.fewest_examples == pytest.approx(1000)
     assert fit.fewest_updates == pytest.approx(5)
     assert statistics.tradeoff(batches[:2], [1000, 2000]) is None
@@ -110,12 +163,17 @@ def test_the_fit_weighs_every_batch_by_its_relative_residual():
     fit = statistics.tradeoff(batches, costs)
 
     def residual(examples: float, updates: float) -> float:
-        return float(np.sum(((examples + updates * batches) / costs - 1) ** 2))
+        fitted = examples + updates * batches
+        relative = fitted / costs - 1
+        return float(np.sum(relative**2))
 
-    least = residual(fit.fewest_examples, fit.fewest_updates)
+    # Any other fit near it is worse.
+    examples = fit.fewest_examples
+    updates = fit.fewest_updates
+    least = residual(examples, updates)
     for share in (0.99, 1.01):
-        assert residual(fit.fewest_examples * share, fit.fewest_updates) > least
-        assert residual(fit.fewest_examples, fit.fewest_updates * share) > least
+        assert residual(share * examples, updates) > least
+        assert residual(examples, share * updates) > least
 
 
 def test_numbers_are_written_with_the_digits_that_count():

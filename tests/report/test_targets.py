@@ -29,8 +29,14 @@ def with_evaluations(job: JobResult, losses: dict[int, float]) -> JobResult:
     """Return the job with these validation losses, by update."""
     curves = dict(job.curves)
     steps = np.array(list(losses), np.int64)
-    curves["val/loss"] = Curve(steps, np.array(list(losses.values())))
+    values = np.array(list(losses.values()))
+    curves["val/loss"] = Curve(steps, values)
     return replace(job, curves=curves)
+
+
+def steps_of(job: JobResult) -> list[int]:
+    """Return the updates after which the job has a training loss."""
+    return job.curves["train/loss"].steps.tolist()
 
 
 def censored() -> SweepResult:
@@ -40,14 +46,15 @@ def censored() -> SweepResult:
     which is as many examples, and had been there for some time.
     """
     one = synthetic.job("factor=1 batch=8", 1.0)
-    steps = [int(step) for step in one.curves["train/loss"].steps]
-    one = with_evaluations(
-        one, dict(zip(steps, [3, 2.4, 2.1, 1.6, 1.2, 1], strict=True))
-    )
+    falling = [3, 2.4, 2.1, 1.6, 1.2, 1]
+    losses_by_update = dict(zip(steps_of(one), falling, strict=True))
+    one = with_evaluations(one, losses_by_update)
+
     eight = synthetic.job("factor=8 batch=64", 2.0, factor=8, batch=64)
-    steps = [int(step) for step in eight.curves["train/loss"].steps]
-    losses = [2.0, 2.02, 2.01, 2.03, 2.02, 2.01]
-    eight = with_evaluations(eight, dict(zip(steps, losses, strict=True)))
+    flat = [2.0, 2.02, 2.01, 2.03, 2.02, 2.01]
+    losses_by_update = dict(zip(steps_of(eight), flat, strict=True))
+    eight = with_evaluations(eight, losses_by_update)
+
     two = synthetic.job("factor=2 batch=16", 2.0, factor=2, batch=16)
     return synthetic.swept([one, eight, two])
 
@@ -60,7 +67,9 @@ def test_a_first_evaluation_below_the_target_is_an_upper_bound():
 
     finding = first_on(sweep, "time_to_target")
     assert set(finding.figures["groups"]) == {"factor=1 batch=8", "factor=2 batch=16"}
-    bound = 1024 / 64 * 0.01 * 8
+    updates_of_epoch = 1024 / 64
+    seconds_of_update = 8 * 0.01  # of 64 examples, and eight take 10 ms
+    bound = updates_of_epoch * seconds_of_update
     assert finding.figures["at_most"] == {"factor=8 batch=64": pytest.approx(bound)}
     assert (
         " Already there at the first evaluation, and so not ranked: factor=8 batch=64 "
@@ -70,8 +79,8 @@ def test_a_first_evaluation_below_the_target_is_an_upper_bound():
     assert "factor=8 batch=64 gets there first" not in finding.text
 
     # Nothing that needs the moment is said.
-    texts = [each.text for each in summarize(sweep)]
-    assert not [text for text in texts if "On this machine take" in text]
+    for other_finding in summarize(sweep):
+        assert "On this machine take" not in other_finding.text
     pays = first_on(sweep, "largest_batch")
     assert pays.figures == {}
     assert "cannot be said where a batch was at the target at its first" in pays.text
@@ -91,10 +100,10 @@ def test_a_run_that_begins_at_the_target_needs_nothing():
     sweep = censored()
     one, eight, two = sweep.jobs
     curve = eight.curves["val/loss"]
-    losses = dict(
-        zip([0, *curve.steps.tolist()[1:]], curve.values.tolist(), strict=True)
-    )
-    sweep = synthetic.swept([one, with_evaluations(eight, losses), two])
+    steps = [0, *curve.steps.tolist()[1:]]
+    losses_by_update = dict(zip(steps, curve.values.tolist(), strict=True))
+    eight_from_start = with_evaluations(eight, losses_by_update)
+    sweep = synthetic.swept([one, eight_from_start, two])
     assert sweep.target.at_first == frozenset()
 
 
@@ -104,20 +113,20 @@ def evaluated_before(losses_by_factor: dict[int, list[float]]) -> SweepResult:
     for factor, losses in losses_by_factor.items():
         batch = 8 * factor
         job = synthetic.job(f"factor={factor}", 1.0, factor=factor, batch=batch)
-        steps = [int(step) for step in job.curves["train/loss"].steps]
-        values = dict(zip([0, *steps[:5]], losses, strict=True))
-        jobs.append(with_evaluations(job, values))
+        steps = [0, *steps_of(job)[:5]]
+        losses_by_update = dict(zip(steps, losses, strict=True))
+        jobs.append(with_evaluations(job, losses_by_update))
     return synthetic.swept(jobs)
 
 
 def test_a_batch_that_begins_at_the_target_has_no_ratio():
     """The last job begins with the weights of another run."""
     falling = [3, 2.5, 2, 1.5, 1.2, 1]
-    sweep = evaluated_before(
-        {1: falling, 2: falling, 4: [1.5, 1.5, 1.6, 1.5, 1.6, 1.7]}
-    )
+    rising = [1.5, 1.5, 1.6, 1.5, 1.6, 1.7]
+    sweep = evaluated_before({1: falling, 2: falling, 4: rising})
     assert sweep.target.value == 1.5
-    assert sweep.cost(sweep.jobs[2], "examples") == 0
+    last_job = sweep.jobs[2]
+    assert sweep.cost(last_job, "examples") == 0
     finding = first_on(sweep, "largest_batch")
     assert finding.figures == {}
     assert finding.text.endswith(
@@ -126,8 +135,9 @@ def test_a_batch_that_begins_at_the_target_has_no_ratio():
 
 
 def test_losses_that_only_rose_set_no_target():
+    falling = [3, 2.5, 2, 1.5, 1.2, 1]
     rising = [3, 3.2, 3.3, 3.4, 3.5, 3.6]
-    sweep = evaluated_before({1: [3, 2.5, 2, 1.5, 1.2, 1], 2: rising, 4: rising})
+    sweep = evaluated_before({1: falling, 2: rising, 4: rising})
     assert sweep.target.value == 1
     finding = first_on(sweep, "time_to_target")
     assert "reached by 1 of the 3 jobs, as others did not get near" in finding.text
@@ -157,11 +167,8 @@ def test_jobs_without_a_finite_loss_set_no_target(lost):
 def test_a_bound_of_unknown_examples_is_unknown_in_any_order(order):
     sweep = censored()
     one, eight, two = sweep.jobs
-    curves = {
-        metric: curve
-        for metric, curve in eight.curves.items()
-        if metric != "train/examples_seen"
-    }
+    curves = dict(eight.curves)
+    del curves["train/examples_seen"]
     unknown = replace(eight, name=f"{eight.name} #2", curves=curves)
     twins = [eight, unknown][::order]
     sweep = synthetic.swept([one, *twins, two])
@@ -203,8 +210,9 @@ def test_one_lucky_batch_reaches_no_target():
 
 
 def test_a_single_job_is_not_all_of_them():
-    text = first_on(synthetic.swept([synthetic.job("job", 1.0)]), "time_to_target").text
-    assert "the lowest that the job that finished reached" in text
+    sweep = synthetic.swept([synthetic.job("job", 1.0)])
+    finding = first_on(sweep, "time_to_target")
+    assert "the lowest that the job that finished reached" in finding.text
 
 
 # --- the largest batch that pays ---
@@ -221,33 +229,50 @@ def sweep_with_costs(
     seed's at each batch, the rest the same at all of them.
     """
     jobs = []
-    of_seeds = noise * rng.standard_normal(seeds)
+    effects_of_seeds = noise * rng.standard_normal(seeds)
     for batch in BATCHES:
         for seed in range(seeds):
-            factor = math.exp(of_seeds[seed] + 0.1 * noise * rng.standard_normal())
-            examples = 1000 * (1 + batch / critical) * factor
-            # The loss is 1 after so many examples, and falls on.
-            seen = examples * np.arange(0.05, 5.01, 0.05)
-            steps = np.arange(1, len(seen) + 1)
-            losses = np.where(seen <= examples * 1.001, 2 - seen / examples, 1 - 1e-9)
-            name = f"factor={batch // 32} batch={batch} seed={seed}"
-            curves = {
-                "train/loss": Curve(steps, losses),
-                "val/loss": Curve(steps, losses),
-                "train/examples_seen": Curve(steps, seen),
-            }
-            job = synthetic.job(name, 1.0, factor=batch // 32, batch=batch)
-            jobs.append(replace(job, curves=curves))
+            rest = 0.1 * noise * rng.standard_normal()
+            factor_of_seed = math.exp(effects_of_seeds[seed] + rest)
+            examples = 1000 * cost_of(batch, critical) * factor_of_seed
+            jobs.append(job_with_cost(batch, seed, examples))
     return synthetic.swept(jobs)
 
 
+def job_with_cost(batch: int, seed: int, examples: float) -> JobResult:
+    """Return a job whose loss falls from 2 to 1 in so many examples.
+
+    Then it stays a little below 1, for four times as many examples.
+    """
+    seen = examples * np.arange(0.05, 5.01, 0.05)
+    steps = np.arange(1, len(seen) + 1)
+    falling = 2 - seen / examples
+    losses = np.where(seen <= examples * 1.001, falling, 1 - 1e-9)
+    curves = {
+        "train/loss": Curve(steps, losses),
+        "val/loss": Curve(steps, losses),
+        "train/examples_seen": Curve(steps, seen),
+    }
+    factor = batch // 32
+    name = f"factor={factor} batch={batch} seed={seed}"
+    job = synthetic.job(name, 1.0, factor=factor, batch=batch)
+    return replace(job, curves=curves)
+
+
+def cost_of(batch: int, critical: float) -> float:
+    """Return the examples to the target, relative to those of a batch near 0."""
+    return 1 + batch / critical
+
+
 def interval_of(sweep: SweepResult) -> tuple[int, int]:
-    return largest_batch.interval_of_largest(batch_costs(sweep, "", sweep.jobs))
+    costs = batch_costs(sweep, "", sweep.jobs)
+    return largest_batch.interval_of_largest(costs)
 
 
 def true_largest(critical: float) -> int:
-    costs = {batch: 1 + batch / critical for batch in BATCHES}
-    return max(batch for batch in BATCHES if costs[batch] <= 2 * costs[32])
+    """Return the largest batch that costs at most twice the smallest one's examples."""
+    limit = 2 * cost_of(BATCHES[0], critical)
+    return max(batch for batch in BATCHES if cost_of(batch, critical) <= limit)
 
 
 @pytest.mark.parametrize("critical", [100.0, 190.0, 400.0])
@@ -258,10 +283,13 @@ def test_the_interval_has_the_largest_batch_that_pays(critical):
     sweeps = 150
     missed = 0
     for _ in range(sweeps):
-        low, high = interval_of(sweep_with_costs(rng, critical, noise=0.3))
+        sweep = sweep_with_costs(rng, critical, noise=0.3)
+        low, high = interval_of(sweep)
         if not low <= truth <= high:
             missed += 1
-    assert missed / sweeps <= CHANCE + 3 * math.sqrt(CHANCE * (1 - CHANCE) / sweeps)
+    # Three standard errors of such a share.
+    slack = 3 * math.sqrt(CHANCE * (1 - CHANCE) / sweeps)
+    assert missed / sweeps <= CHANCE + slack
 
 
 def test_the_interval_is_narrow_where_seeds_agree():
@@ -280,6 +308,14 @@ def test_the_interval_is_narrow_where_seeds_agree():
     assert "95%" not in text
 
 
+def cut_after(job: JobResult, updates: int) -> JobResult:
+    """Return the job as if it had ended after so many updates."""
+    curves = {}
+    for key, curve in job.curves.items():
+        curves[key] = Curve(curve.steps[:updates], curve.values[:updates])
+    return replace(job, curves=curves)
+
+
 def test_a_batch_that_ended_early_may_pay():
     """The batch of 512 ended before it could tell; with more examples it would have."""
     rng = np.random.default_rng(2)
@@ -287,10 +323,7 @@ def test_a_batch_that_ended_early_may_pay():
     jobs = []
     for job in sweep.jobs:
         if job.effective_batch_size == 512:
-            curves = {}
-            for key, curve in job.curves.items():
-                curves[key] = Curve(curve.steps[:8], curve.values[:8])
-            job = replace(job, curves=curves)
+            job = cut_after(job, 8)
         jobs.append(job)
     early = synthetic.swept(jobs)
     costs = batch_costs(early, "", early.jobs)
@@ -303,20 +336,20 @@ def test_a_batch_of_unknown_length_may_pay_in_any_order(order):
     """The jobs of 512 never reach the target; how long one of them ran is not known."""
     sweep = sweep_with_costs(np.random.default_rng(2), critical=200.0, noise=0.01)
     jobs = []
-    largest = []
+    jobs_of_512 = []
     for job in sweep.jobs:
-        if job.effective_batch_size != 512:
+        if job.effective_batch_size == 512:
+            cut = cut_after(job, 15)
+            jobs_of_512.append(replace(cut, status="FAILED"))
+        else:
             jobs.append(job)
-            continue
-        curves = {}
-        for key, curve in job.curves.items():
-            if largest or key != "train/examples_seen":
-                curves[key] = Curve(curve.steps[:15], curve.values[:15])
-        largest.append(replace(job, curves=curves, status="FAILED"))
-    sweep = synthetic.swept([*jobs, *largest[::order]])
+    del jobs_of_512[0].curves["train/examples_seen"]
+
+    sweep = synthetic.swept([*jobs, *jobs_of_512[::order]])
     costs = batch_costs(sweep, "", sweep.jobs)
     assert math.isnan(costs.horizons[512])
-    assert largest_batch.interval_of_largest(costs)[1] == 512
+    _, largest_that_may_pay = largest_batch.interval_of_largest(costs)
+    assert largest_that_may_pay == 512
 
 
 # --- families with little in them ---
@@ -362,7 +395,8 @@ def test_identical_runs_are_one_in_a_ranking():
     for factor, shift in ((1, 0.0), (2, 0.0), (4, 0.1)):
         for seed in range(3):
             name = f"factor={factor} seed={seed}"
-            end = 1 + 0.1 * seed + shift * (1 + 0.1 * seed)
+            effect_of_seed = 1 + 0.1 * seed
+            end = effect_of_seed + shift * effect_of_seed
             jobs.append(synthetic.job(name, end, factor=factor, batch=64))
     sweep = synthetic.swept(jobs)
     finding = first_on(sweep, "final")
@@ -372,8 +406,9 @@ def test_identical_runs_are_one_in_a_ranking():
         "factor=1 (and factor=2, with the same results) ends best, at 1.10 ± 0.10"
     ) in finding.text
     assert "The next is factor=4, " in finding.text
-    for each in summarize(sweep):
-        assert each.topic != "next" or "is better" not in each.text
+    for other_finding in summarize(sweep):
+        if other_finding.topic == "next":
+            assert "is better" not in other_finding.text
 
 
 def test_a_noise_scale_is_a_lower_bound_only_where_it_is_one():

@@ -12,6 +12,9 @@ from pipeline.report.trajectories import same_trajectory
 from tests import synthetic
 from tests.synthetic import PlantedSweep
 
+# The only two jobs of most sweeps here.
+FACTORS = ["factor=1", "factor=2"]
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
@@ -42,7 +45,7 @@ def test_float32_trajectories_part_where_they_were_made_to(store):
     ("tags", "agree"), [({}, False), ({"float32.in_tf32": "true"}, True)]
 )
 def test_the_bounds_of_tf32_apply_where_a_job_computed_in_it(store, tags, agree):
-    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, FACTORS)
     loss = 2 * 0.9 ** np.arange(10)
     sweep.job("factor=1", {"train/loss": loss})
     sweep.job("factor=2", {"train/loss": loss * 1.003}, factor=2, tags=tags)
@@ -52,16 +55,19 @@ def test_the_bounds_of_tf32_apply_where_a_job_computed_in_it(store, tags, agree)
 
 
 def test_the_bound_of_rounding_doubles_with_each_update(store):
-    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
-    loss = 2 * 0.9 ** np.arange(5)
+    # Each is a little below the bound: 1e-5, 2e-5, 4e-5, 8e-5 and 16e-5.
     differences = np.array([0.9e-5, 1.9e-5, 3.9e-5, 7.9e-5, 15e-5])
-    sweep.job("factor=1", {"train/loss": loss})
-    sweep.job("factor=2", {"train/loss": loss * (1 - differences)}, factor=2)
-    assert finding_of(sweep).figures["agree"]
+    losses = 2 * 0.9 ** np.arange(5)
+    losses_of_other = losses * (1 - differences)
+    sweep = PlantedSweep(store, FACTORS)
+    sweep.job("factor=1", {"train/loss": losses})
+    sweep.job("factor=2", {"train/loss": losses_of_other}, factor=2)
+    finding = finding_of(sweep)
+    assert finding.figures["agree"]
 
 
 def test_what_differs_at_the_first_update_is_not_called_rounding(store):
-    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
+    sweep = PlantedSweep(store, FACTORS)
     layers = {"model.batch_dependent_layers": "batch_normalization"}
     loss = 2 * 0.9 ** np.arange(10)
     sweep.job("factor=1", {"train/loss": loss}, tags=layers)
@@ -84,9 +90,9 @@ def test_what_differs_at_the_first_update_is_not_called_rounding(store):
 )
 def test_only_equal_configs_are_compared(store, differs):
     sweep = PlantedSweep(store, ["one", "other"])
-    same = {"params": {"optimizer.learning_rate": 0.1}}
-    sweep.job("one", {"train/loss": [2, 1]}, **same)
-    sweep.job("other", {"train/loss": [2, 1]}, **{**same, **differs})
+    common = {"params": {"optimizer.learning_rate": 0.1}}
+    sweep.job("one", {"train/loss": [2, 1]}, **common)
+    sweep.job("other", {"train/loss": [2, 1]}, **(common | differs))
     finding = finding_of(sweep)
     assert finding.figures == {}
     assert "cannot be compared: no two jobs share effective batch, seed" in finding.text
@@ -113,12 +119,14 @@ def test_what_else_differs_between_jobs_of_one_trajectory_is_named(store):
 
 
 def test_rounding_that_starts_after_the_first_update_has_its_amplification(store):
-    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
-    loss = 2 * 0.99 ** np.arange(30)
+    losses = 2 * 0.99 ** np.arange(30)
     # Both are bit-identical for two updates.
-    apart = np.concatenate([[0, 0], 1e-7 * 1.5 ** np.arange(28)])
-    sweep.job("factor=1", {"train/loss": loss})
-    sweep.job("factor=2", {"train/loss": loss * (1 - apart)}, factor=2)
+    amplified = 1e-7 * 1.5 ** np.arange(28)
+    differences = np.concatenate([[0, 0], amplified])
+    losses_of_other = losses * (1 - differences)
+    sweep = PlantedSweep(store, FACTORS)
+    sweep.job("factor=1", {"train/loss": losses})
+    sweep.job("factor=2", {"train/loss": losses_of_other}, factor=2)
     finding = finding_of(sweep)
     # Of 1e-7 of a loss three digits are left.
     assert finding.figures["amplified"] == pytest.approx(1.5**27, rel=1e-3)
@@ -135,8 +143,18 @@ def pair_of(
     if steps is None:
         steps = np.arange(1, len(apart) + 1)
     losses = 2 * 0.99**steps
+    return finding_on(losses, losses * (1 - apart), steps, precision)
+
+
+def finding_on(
+    losses: np.ndarray,
+    other_losses: np.ndarray,
+    steps: np.ndarray,
+    precision: str = "float32",
+) -> SweepFinding:
+    """Return the finding on two jobs with these losses, of factors 1 and 2."""
     jobs = []
-    for factor, values in ((1, losses), (2, losses * (1 - apart))):
+    for factor, values in ((1, losses), (2, other_losses)):
         job = JobResult(
             f"factor={factor}",
             params={"hardware.precision": precision},
@@ -171,16 +189,10 @@ def test_losses_that_are_zero_but_for_rounding_do_not_jump():
     """Of a batch that is learned by heart: 0 in one job, and 1e-8 in the other."""
     losses = 2 * 0.7 ** np.arange(60)
     losses[50] = 0.0
-    jobs = []
-    for factor, values in ((1, losses), (2, losses.copy())):
-        curve = Curve(np.arange(1, 61), values)
-        name = f"factor={factor}"
-        curves = {"train/loss": curve}
-        jobs.append(
-            JobResult(name, curves=curves, factor=factor, effective_batch_size=64)
-        )
-    jobs[1].curves["train/loss"].values[50] = 1e-8
-    (finding,) = same_trajectory(synthetic.swept(jobs))
+    other_losses = losses.copy()
+    other_losses[50] = 1e-8
+    steps = np.arange(1, 61)
+    finding = finding_on(losses, other_losses, steps)
     assert finding.figures["largest"] == 1
     assert finding.figures["rounding"] is True
 
@@ -208,14 +220,16 @@ def test_a_difference_whose_begin_was_not_logged_has_no_known_cause():
 
 
 def test_what_was_not_logged_is_not_called_more_than_rounding(store):
-    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     # As with tracking.log_every=20.
     steps = np.arange(20, 121, 20)
-    loss = 2 * 0.99**steps
-    apart = 1e-7 * 1.1**steps
-    curve = dict(zip(steps.tolist(), loss, strict=True))
+    losses = 2 * 0.99**steps
+    differences = 1e-7 * 1.1**steps
+    losses_of_other = losses * (1 - differences)
+
+    sweep = PlantedSweep(store, FACTORS)
+    curve = dict(zip(steps.tolist(), losses, strict=True))
     sweep.job("factor=1", {"train/loss": curve}, factor=1)
-    curve = dict(zip(steps.tolist(), loss * (1 - apart), strict=True))
+    curve = dict(zip(steps.tolist(), losses_of_other, strict=True))
     sweep.job("factor=2", {"train/loss": curve}, factor=2)
     finding = finding_of(sweep)
     assert "at update 20, the first that was logged" in finding.text

@@ -107,11 +107,13 @@ def test_a_value_that_is_not_finite_is_never_rounding(value):
 def test_a_point_that_is_missing_is_a_difference():
     both = history(train_loss={1: 1.0, 2: 1.0})
     first = history(train_loss={1: 1.0})
-    assert agreement.compare(both, first, "float32").text.startswith(
+    outcome = agreement.compare(both, first, "float32")
+    assert outcome.text.startswith(
         "different from update 2 on: "
         "train/loss at update 2: 1.0 then, absent now; the most: "
     )
-    assert agreement.compare(first, both, "float32").text.startswith(
+    outcome = agreement.compare(first, both, "float32")
+    assert outcome.text.startswith(
         "different from update 2 on: "
         "train/loss at update 2: absent then, 1.0 now; the most: "
     )
@@ -148,7 +150,8 @@ def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike()
     assert verdict_of(old, new) == "different"
 
 
-@pytest.mark.parametrize(
+# Accuracies over 128 examples, and the verdict on the second one.
+moves_of_accuracies = pytest.mark.parametrize(
     ("old", "new", "verdict"),
     [
         (100 / 128, 102 / 128, "equal within rounding"),
@@ -156,7 +159,10 @@ def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike()
         (0.78, 0.79, "different"),  # no share of 128 examples: nothing is counted
     ],
 )
-def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
+
+
+@moves_of_accuracies
+def test_a_share_of_the_batch_may_move_by_two_examples(old, new, verdict):
     def in_training(accuracy: float):
         return history(
             train_accuracy={1: accuracy},
@@ -165,11 +171,19 @@ def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
         )
 
     assert verdict_of(in_training(old), in_training(new)) == verdict
+
+
+@moves_of_accuracies
+def test_a_share_of_the_validation_may_move_by_two_examples(old, new, verdict):
     then = history(val_accuracy={12: old})
     now = history(val_accuracy={12: new})
     assert verdict_of(then, now, examples={"validation": 128}) == verdict
+    # Without the number of examples, nothing is counted.
     assert verdict_of(then, now) == "different"
-    # The examples of a further validation set are those of that set.
+
+
+@moves_of_accuracies
+def test_a_share_of_a_further_validation_set_is_of_its_own_examples(old, new, verdict):
     then = {"val/late/accuracy": {0: old}}
     now = {"val/late/accuracy": {0: new}}
     counts = {"validation": 3, "validations.late": 128}
@@ -198,32 +212,35 @@ def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
     ],
 )
 def test_nothing_else_may_move_by_two_examples(metric, old, new, examples):
-    sizes = {"train/effective_batch_size": {1: examples}}
+    batch_sizes = {"train/effective_batch_size": {1: examples}}
     for first, second in ((old, new), (new, old)):
-        then = {f"train/{metric}": {1: first}, **sizes}
-        now = {f"train/{metric}": {1: second}, **sizes}
+        then = {f"train/{metric}": {1: first}, **batch_sizes}
+        now = {f"train/{metric}": {1: second}, **batch_sizes}
         assert verdict_of(then, now) == "different"
+
         then = {f"val/{metric}": {1: first}}
         now = {f"val/{metric}": {1: second}}
-        options = {"examples": {"validation": examples}}
-        assert verdict_of(then, now, "float64", **options) == "different"
+        counts = {"validation": examples}
+        assert verdict_of(then, now, "float64", examples=counts) == "different"
 
 
 @pytest.mark.parametrize("examples", [3, 29, 128, 10_000, 1_281_167])
 def test_a_share_is_known_in_float32(examples):
-    def share(count: int):
-        return {"val/it": {1: float(np.float32(count) / np.float32(examples))}}
+    def with_share(count: int):
+        share = np.float32(count) / np.float32(examples)
+        return {"val/it": {1: float(share)}}
 
+    counts = {"validation": examples}
     for count in (0, 1, examples // 3, examples - 2):
-        verdict = verdict_of(
-            share(count), share(count + 2), examples={"validation": examples}
-        )
+        then = with_share(count)
+        now = with_share(count + 2)
+        verdict = verdict_of(then, now, examples=counts)
         assert verdict == "equal within rounding"
 
 
 def test_of_nothing_nothing_is_said():
+    new = history(train_loss={1: 1.0})
     for old in ({}, history(train_loss={})):
-        new = history(train_loss={1: 1.0})
         outcome = agreement.compare(old, new, "float32", until=0)
         assert outcome.text.startswith("nothing to compare: 0 points of ")
 
@@ -243,18 +260,22 @@ def test_the_page_draws_both_runs_and_what_differs():
     data = re.search(
         r'<script type="application/json" id="plots">(.*?)</script>', page, re.DOTALL
     )
-    losses, apart = json.loads(data[1])
-    drawn = {}
+    losses, differences = json.loads(data[1])
+    points_by_name = {}
     for trace in losses["data"]:
-        drawn[trace["name"]] = dict(zip(trace["x"], trace["y"], strict=True))
-    assert drawn["train/loss, then"] == {1: 1.0, 3: 0.5}
-    assert drawn["train/loss, now"] == {1: 1.0, 3: 0.4}
-    assert drawn["val/loss, then"] == {3: 1.0}
-    difference = apart["data"][0]
+        points = zip(trace["x"], trace["y"], strict=True)
+        points_by_name[trace["name"]] = dict(points)
+    assert points_by_name["train/loss, then"] == {1: 1.0, 3: 0.5}
+    assert points_by_name["train/loss, now"] == {1: 1.0, 3: 0.4}
+    assert points_by_name["val/loss, then"] == {3: 1.0}
+
+    difference = differences["data"][0]
     assert difference["x"] == [3]
     assert difference["y"] == [pytest.approx(0.2)]
     assert "<h1>old &amp; new</h1>" in page
-    assert 'class="plotly-graph-div"' not in agreement.page({}, {}, "nothing", "")
+
+    page_of_nothing = agreement.page({}, {}, "nothing", "")
+    assert 'class="plotly-graph-div"' not in page_of_nothing
 
 
 def test_the_documentation_shows_the_bounds_of_rounding():
@@ -272,9 +293,14 @@ def test_the_documentation_shows_the_bounds_of_rounding():
 def test_the_unit_roundoff_of_a_dtype_is_that_of_its_precision():
     cases = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
     for dtype, bits in cases.items():
-        assert rounding.of_dtype(dtype, in_tf32=False).unit_roundoff == 2.0**-bits
-    assert rounding.of_dtype("float32", in_tf32=True).unit_roundoff == 2.0**-11
-    assert rounding.of_dtype("float64", in_tf32=True).unit_roundoff == 2.0**-53
+        bounds = rounding.of_dtype(dtype, in_tf32=False)
+        assert bounds.unit_roundoff == 2.0**-bits
+
+    # TF32 has the mantissa of float16, and is used for float32 alone.
+    bounds = rounding.of_dtype("float32", in_tf32=True)
+    assert bounds.unit_roundoff == 2.0**-11
+    bounds = rounding.of_dtype("float64", in_tf32=True)
+    assert bounds.unit_roundoff == 2.0**-53
 
 
 def test_the_coarsest_precision_bounds_the_comparison_of_two_runs():

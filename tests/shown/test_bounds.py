@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,24 +20,43 @@ EXAMPLES = 64  # the maximum of `tracking.show.examples`
 EVALUATIONS = 1000
 MOST_OF_ALL = 1.5 * 2**30  # as docs/looking.md says
 
+# A sign that takes four bytes in UTF-8.
+EMOJI = "\U0001f600"
+
 
 def examples(shape):
     """Return examples of noise, which no file format makes smaller."""
     generator = np.random.default_rng(0)
-    made = []
+    wrong = OutputView(
+        label=np.int32(9),
+        predicted=np.int32(8),
+        confidence=np.float32(0.5),
+        counted=np.array(True, bool),
+    )
+    noisy_examples = []
     for index in range(EXAMPLES):
-        view = OutputView(
-            np.int32(9), np.int32(8), np.float32(0.5), np.array(True, bool)
-        )
         noise = generator.integers(0, 256, shape, np.uint8)
-        made.append(Example(index, 123.456, noise, {"": view}))
-    return made
+        example = Example(index, 123.456, noise, {"": wrong})
+        noisy_examples.append(example)
+    return noisy_examples
+
+
+def examples_of_text():
+    """Return examples of 1,000 signs of four bytes each."""
+    text = np.array(EMOJI.encode() * 1000, object)
+    return [replace(example, shown_input=text) for example in examples((1, 1, 1))]
 
 
 def size(picture) -> int:
+    """Return the bytes of a picture and its thumbnail, each within its bound."""
     assert len(picture.png) <= MOST_BYTES
     assert len(picture.webp) <= MOST_THUMBNAIL_BYTES
     return len(picture.png) + len(picture.webp)
+
+
+def sides(image: bytes) -> tuple[int, int]:
+    """Return the width and the height of an encoded image, in pixels."""
+    return Image.open(io.BytesIO(image)).size
 
 
 def test_a_thousand_evaluations_of_noise_stay_within_the_stated_size():
@@ -45,24 +65,24 @@ def test_a_thousand_evaluations_of_noise_stay_within_the_stated_size():
     generator = np.random.default_rng(0)
     counts = generator.integers(0, 10**9, (50, 50))
     matrix = encoding.encoded(drawing.confusion_matrix(counts))
+
     reliability = Reliability()
     confidence = generator.random(10_000)
-    reliability.add(confidence, confidence > 0.5)
+    correct = confidence > 0.5
+    reliability.add(confidence, correct)
     curve = encoding.encoded(drawing.reliability_curve(reliability))
 
-    # A text of signs that take four bytes each.
-    text = np.array("\U0001f600".encode() * 1000, object)
-    shown_input = ShownInput(0, InputKind.TOKENS)
-    texts = [
-        Example(each.index, each.loss, text, each.views) for each in examples((1, 1, 1))
-    ]
-    table = tables.of_examples(Collected(fixed=texts, worst=texts), shown_input)
-    assert len(table.encode()) <= MOST_BYTES
+    texts = examples_of_text()
+    tokens = ShownInput(0, InputKind.TOKENS)
+    table = tables.of_examples(Collected(fixed=texts, worst=texts), tokens)
+    table_size = len(table.encode())
+    assert table_size <= MOST_BYTES
 
-    of_one = 2 * size(sheet) + size(matrix) + size(curve) + len(table.encode())
-    assert of_one * EVALUATIONS <= MOST_OF_ALL
-    # Nothing is cut by it that is needed: the sheet is still one.
-    assert max(Image.open(io.BytesIO(sheet.png)).size) >= 256
+    # One sheet is of the fixed examples, the other one of the worst.
+    pictures_size = 2 * size(sheet) + size(matrix) + size(curve)
+    assert EVALUATIONS * (pictures_size + table_size) <= MOST_OF_ALL
+    # The bound cuts nothing that is needed: the sheet is still one.
+    assert max(sides(sheet.png)) >= 256
 
 
 @pytest.mark.parametrize(
@@ -72,21 +92,24 @@ def test_a_picture_of_a_user_is_bounded(shape):
     noise = np.random.default_rng(0).random(shape)
     picture = encoding.encoded(encoding.picture_of(noise))
     assert size(picture) <= MOST_BYTES + MOST_THUMBNAIL_BYTES
-    opened = Image.open(io.BytesIO(picture.png))
-    assert max(opened.size) <= encoding.MOST_PIXELS
-    assert max(Image.open(io.BytesIO(picture.webp)).size) <= encoding.THUMBNAIL
+    assert max(sides(picture.png)) <= encoding.MOST_PIXELS
+    assert max(sides(picture.webp)) <= encoding.THUMBNAIL
 
 
 def test_a_table_of_a_user_is_bounded():
-    columns = {f"column {index}": ["x" * 10_000] * 5000 for index in range(100)}
+    long_cells = ["x" * 10_000] * 5000
+    columns = {f"column {index}": long_cells for index in range(100)}
     text = tables.of_columns(columns)
     assert len(text.encode()) <= MOST_BYTES
     names, *rows = csv.reader(io.StringIO(text))
     assert len(names) == tables.MOST_COLUMNS
     for row in rows:
-        assert {len(cell) for cell in row} == {tables.LONGEST_CELL}
-    short = tables.of_columns({"number": range(5000)})
-    assert len(short.splitlines()) == 1 + tables.MOST_ROWS
+        lengths = {len(cell) for cell in row}
+        assert lengths == {tables.LONGEST_CELL}
+
+    short_cells = tables.of_columns({"number": range(5000)})
+    header_lines = 1
+    assert len(short_cells.splitlines()) == header_lines + tables.MOST_ROWS
 
 
 @pytest.mark.parametrize(
@@ -109,11 +132,15 @@ def test_pictures_of_several_sizes_make_one_sheet():
     small = examples((8, 8, 1))[:3]
     large = examples((300, 100, 3))[:3]
     picture = drawing.sheet([*small, *large])
-    assert picture.size[0] > picture.size[1]
+    width, height = picture.size
+    assert width > height
 
 
 def test_empty_bins_and_classes_are_drawn():
-    assert drawing.reliability_curve(Reliability()).size
-    assert Reliability().calibration_error() == 0
-    assert drawing.confusion_matrix(np.zeros((2, 2), int)).size
-    assert Reliability().positions.shape == (BINS,)
+    empty = Reliability()
+    assert empty.positions.shape == (BINS,)
+    assert empty.calibration_error() == 0
+    assert drawing.reliability_curve(empty).size
+
+    no_counts = np.zeros((2, 2), int)
+    assert drawing.confusion_matrix(no_counts).size

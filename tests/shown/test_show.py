@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -29,12 +30,20 @@ SIZE = 8
 EPOCHS = 3
 
 
+class Shown(NamedTuple):
+    """What one evaluation shows: the names, sorted."""
+
+    update: int
+    pictures: list[str]
+    tables: list[str]
+
+
 class Rows:
     """Where rows and pictures go: here, to be looked at."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple] = []
-        self.shown: list[tuple] = []
+        self.rows: list[tuple[int, dict]] = []
+        self.shown: list[Shown] = []
         self.shown_before: set[int] = set()
         self.error: Exception | None = None
 
@@ -52,10 +61,11 @@ class Rows:
 
     def show(self, update, pictures, tables) -> None:
         # The row of the evaluation is there before.
-        assert self.rows[-1][0] == update
+        update_of_row, _ = self.rows[-1]
+        assert update_of_row == update
         if self.error is not None:
             raise self.error
-        self.shown.append((update, sorted(pictures), sorted(tables)))
+        self.shown.append(Shown(update, sorted(pictures), sorted(tables)))
 
 
 class Jitter(keras.callbacks.Callback):
@@ -63,22 +73,27 @@ class Jitter(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         for variable in self.model.trainable_variables:
-            variable.assign(variable * (1 + 1e-3 * np.random.rand()))
+            factor = 1 + 1e-3 * np.random.rand()
+            variable.assign(variable * factor)
 
 
 def draws(x, y, outputs):
+    """Return a picture, as a function of a user that uses NumPy's random state."""
     np.random.rand()
     return np.zeros((2, 2))
 
 
-def trained(rows=None, settings=None, own=None):
-    """Train for three epochs; return the rows, and the weights at the end."""
-    rows = rows or Rows()
-    keras.utils.set_random_seed(0)
-    x = np.random.default_rng(0).normal(size=(EXAMPLES, 4, 4, 1)).astype("float32")
+def images():
+    """Return images, (examples, 4, 4, 1), and a label of three for each."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(EXAMPLES, 4, 4, 1)).astype("float32")
     y = np.arange(EXAMPLES) % 3
-    examples = tf.data.Dataset.from_tensor_slices((x, y))
-    model = keras.Sequential(
+    return x, y
+
+
+def network():
+    """Return a model that draws noise, and whose statistics an evaluation could move."""
+    return keras.Sequential(
         [
             keras.Input((4, 4, 1)),
             keras.layers.Flatten(),
@@ -87,55 +102,88 @@ def trained(rows=None, settings=None, own=None):
             keras.layers.Dense(3),
         ]
     )
+
+
+class Trained(NamedTuple):
+    """The rows of a run, and the weights at its end."""
+
+    rows: Rows
+    weights: list[np.ndarray]
+
+
+def trained(rows=None, settings=None, own=None) -> Trained:
+    """Train for three epochs.
+
+    Args:
+        rows: get the rows and the pictures.
+        settings: what is shown; None to show nothing.
+        own: functions of the user, by name.
+    """
+    if rows is None:
+        rows = Rows()
+    keras.utils.set_random_seed(0)
+    x, y = images()
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(SIZE)
+    model = network()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    goal = Objective(loss)
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build(model.trainable_variables)
     model.compile(optimizer, loss)
-    plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, EPOCHS * EXAMPLES // SIZE)
-    goal = Objective(loss)
-    observer = None
-    show = None
-    if settings is not None:
+
+    if settings is None:
+        evaluation = Evaluation(model, goal, SIZE)
+        evaluations = Evaluations(SplitEvaluator(evaluation, batches))
+    else:
+        first_labels = tf.constant(y[:4])
         outputs = {"": model(x[:4])}
-        shown_input = ShownInput(0, InputKind.PICTURE)
-        shown_plan = make_plan(settings, goal, tf.constant(y[:4]), outputs, shown_input)
+        picture = ShownInput(0, InputKind.PICTURE)
+        shown_plan = make_plan(settings, goal, first_labels, outputs, picture)
         observer = Observer(goal, shown_plan.has_losses)
-    evaluation = Evaluation(model, goal, SIZE, observe=observer)
-    if settings is not None:
-        user_functions = None
-        if own:
-            user_functions = Functions(own, (x[:4], y[:4]), evaluation)
-        show = Show(shown_plan, rows, user_functions)
-    evaluator = SplitEvaluator(evaluation, examples.batch(SIZE), show=show)
-    evaluations = Evaluations(evaluator)
-    if show is not None:
+        evaluation = Evaluation(model, goal, SIZE, observe=observer)
+        functions_of_user = None
+        if own is not None:
+            functions_of_user = Functions(own, (x[:4], y[:4]), evaluation)
+        show = Show(shown_plan, rows, functions_of_user)
+        evaluator = SplitEvaluator(evaluation, batches, show=show)
         evaluations = Evaluations(evaluator, show=show)
+
+    plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, EPOCHS * EXAMPLES // SIZE)
     recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates))
-    Trainer(
+    trainer = Trainer(
         Update(model, goal, optimizer, SIZE),
-        examples.batch(SIZE).repeat(),
+        batches.repeat(),
         recorder,
         evaluations=evaluations,
         callbacks={"jitter": Jitter()},
-    ).fit()
-    return rows, model.get_weights()
+    )
+    trainer.fit()
+    return Trained(rows, model.get_weights())
 
 
-def are_equal(run, other) -> bool:
-    rows, weights = run
-    other_rows, other_weights = other
-    pairs = zip(weights, other_weights, strict=True)
-    is_same_model = all(np.array_equal(one, two) for one, two in pairs)
-    return is_same_model and rows.rows == other_rows.rows
+def are_equal(run: Trained, other: Trained) -> bool:
+    """Return whether two runs have the same rows and the same bits of weights."""
+    for weight, other_weight in zip(run.weights, other.weights, strict=True):
+        if not np.array_equal(weight, other_weight):
+            return False
+    return run.rows.rows == other.rows.rows
 
 
 def test_it_trains_to_the_bits_of_a_run_that_shows_nothing():
     plain = trained()
     shown = trained(settings=Settings(), own={"mine": draws})
     assert are_equal(plain, shown)
-    keys = ["shown/confusion", "shown/fixed", "shown/mine", "shown/reliability"]
-    keys.append("shown/worst")
-    assert shown[0].shown == [(step, keys, ["examples"]) for step in (3, 6, 9)]
+
+    pictures = [
+        "shown/confusion",
+        "shown/fixed",
+        "shown/mine",
+        "shown/reliability",
+        "shown/worst",
+    ]
+    # An epoch has three updates.
+    expected = [Shown(update, pictures, ["examples"]) for update in (3, 6, 9)]
+    assert shown.rows.shown == expected
 
 
 @pytest.mark.slow
@@ -148,17 +196,20 @@ def test_the_random_state_decides_the_weights(monkeypatch):
 
 @pytest.mark.slow
 def test_each_part_can_be_left_out():
-    shown, _ = trained(settings=Settings(examples=0, reliability=False))
-    assert [names for _, names, _ in shown.shown] == [["shown/confusion"]] * 3
-    assert [tables for _, _, tables in shown.shown] == [[]] * 3
+    settings = Settings(examples=0, reliability=False)
+    rows = trained(settings=settings).rows
+    assert len(rows.shown) == EPOCHS
+    for shown in rows.shown:
+        assert shown.pictures == ["shown/confusion"]
+        assert shown.tables == []
 
 
 @pytest.mark.slow
 def test_what_was_shown_before_a_resume_is_not_shown_again():
     rows = Rows()
     rows.shown_before = {3, 6}
-    shown, _ = trained(rows, Settings())
-    assert [step for step, _, _ in shown.shown] == [9]
+    trained(rows, Settings())
+    assert [shown.update for shown in rows.shown] == [9]
 
 
 def test_an_error_ends_nothing_and_is_one_line(capsys):
@@ -166,8 +217,8 @@ def test_an_error_ends_nothing_and_is_one_line(capsys):
     rows.error = OSError(28, "No space left on device")
     assert are_equal(trained(rows, Settings()), trained())
     lines = capsys.readouterr().err.splitlines()
-    (line,) = [line for line in lines if line.startswith("tracking.show")]
-    assert line == (
+    (warning,) = [line for line in lines if line.startswith("tracking.show")]
+    assert warning == (
         "tracking.show is left out: OSError: [Errno 28] No space left on device"
     )
 
@@ -178,15 +229,17 @@ def test_a_batch_that_cannot_be_collected_leaves_the_functions(capsys, monkeypat
         raise ValueError("on purpose")
 
     monkeypatch.setattr(Collector, "add", fails)
-    shown = trained(settings=Settings(), own={"mine": draws})
-    assert [names for _, names, _ in shown[0].shown] == [["shown/mine"]] * EPOCHS
-    assert are_equal(shown, trained())
-    said = capsys.readouterr().err
-    assert said.count("tracking.show is left out: ValueError: on purpose") == 1
+    run = trained(settings=Settings(), own={"mine": draws})
+    output = capsys.readouterr().err
+    assert output.count("tracking.show is left out: ValueError: on purpose") == 1
+    assert len(run.rows.shown) == EPOCHS
+    for shown in run.rows.shown:
+        assert shown.pictures == ["shown/mine"]
+    assert are_equal(run, trained())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [1, 64])
 def test_any_number_of_examples(examples):
-    shown, _ = trained(settings=Settings(examples=examples))
-    assert len(shown.shown) == EPOCHS
+    run = trained(settings=Settings(examples=examples))
+    assert len(run.rows.shown) == EPOCHS

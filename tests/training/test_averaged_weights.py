@@ -36,19 +36,27 @@ class Plants(keras.callbacks.Callback):
 
 def after(epochs: int, **options) -> list[np.ndarray]:
     """Return the weights that a run of this length ends with."""
-    return Run(epochs=epochs, validate=False, **options).model.get_weights()
+    run = Run(epochs=epochs, validate=False, **options)
+    return run.model.get_weights()
 
 
 def assert_equal(weights, expected) -> None:
-    for value, right in zip(weights, expected, strict=True):
-        np.testing.assert_array_equal(value, right)
+    for weight, expected_weight in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(weight, expected_weight)
+
+
+def distance(weights, others) -> float:
+    """Return the largest difference of two kernels: the first weights of each."""
+    return np.abs(weights[0] - others[0]).max()
 
 
 def test_a_callback_sees_the_weights_of_which_its_validation_is():
     looks = Looks()
     run = Run([looks], use_ema=True, epochs=2)
-    assert_equal(looks.weights[0], after(1, use_ema=True))
-    assert np.abs(looks.weights[0][0] - after(1)[0]).max() > 1e-3
+    at_first_end, _ = looks.weights
+    assert_equal(at_first_end, after(1, use_ema=True))
+    assert distance(at_first_end, after(1)) > 1e-3
+
     # The training goes on from the weights themselves.
     assert run.rows.updates == Run(use_ema=True, epochs=2).rows.updates
     assert_equal(run.model.get_weights(), after(2, use_ema=True))
@@ -63,23 +71,29 @@ def test_the_weights_of_the_best_epoch_are_kept_tested_and_left(use_ema, tmp_pat
     )
     stop = keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True)
     run = Run([Plants(), keep, stop], epochs=EPOCHS, use_ema=use_ema, fit=False)
-    tested = []
+    weights_at_test = []
 
     def test(check):
-        tested.append(run.model.get_weights())
+        weights_at_test.append(run.model.get_weights())
         return {"loss": 0.0}
 
     run.trainer.evaluations = replace(run.trainer.evaluations, test=test)
     run.trainer.recorder.evaluated = lambda *_: None
     run.trainer.fit()
 
-    expected = after(BEST + 1, use_ema=use_ema)
-    assert run.trainer.done == (BEST + 3) * PER_EPOCH
-    assert_equal(run.model.get_weights(), expected)
-    assert_equal(tested[0], expected)
+    # Epochs count from 0, and the patience is of two epochs.
+    epochs_to_best = BEST + 1
+    epochs_to_stop = epochs_to_best + 2
+    assert run.trainer.done == epochs_to_stop * PER_EPOCH
+    best = after(epochs_to_best, use_ema=use_ema)
+    assert_equal(run.model.get_weights(), best)
+    assert_equal(weights_at_test[0], best)
     run.model.load_weights(file)
-    assert_equal(run.model.get_weights(), expected)
-    assert np.abs(expected[0] - after(BEST + 3, use_ema=use_ema)[0]).max() > 1e-3
+    assert_equal(run.model.get_weights(), best)
+
+    # The control: the last weights are others.
+    last = after(epochs_to_stop, use_ema=use_ema)
+    assert distance(best, last) > 1e-3
 
 
 def test_what_a_callback_assigns_is_kept_with_a_line(capsys):
@@ -96,9 +110,11 @@ def test_what_a_callback_assigns_is_kept_with_a_line(capsys):
     begins = Begins()
     Run([Halves(), begins], use_ema=True, epochs=2)
     kernel, bias = begins.weights
-    np.testing.assert_array_equal(kernel, after(1, use_ema=True)[0] / 2)
+    averaged_kernel, _ = after(1, use_ema=True)
+    np.testing.assert_array_equal(kernel, averaged_kernel / 2)
     # The bias, which it left alone, is that of the training.
-    np.testing.assert_array_equal(bias, after(1)[1])
+    _, trained_bias = after(1)
+    np.testing.assert_array_equal(bias, trained_bias)
     lines = capsys.readouterr().err
     assert "a callback has changed weights in on_epoch_end" in lines
     assert lines.count("training goes on from there") == 1
@@ -115,13 +131,16 @@ def test_each_optimizer_of_several_is_averaged_by_its_own_setting():
     several = keras.optimizers.MultiOptimizer(optimizer_of)
     variables = model.trainable_variables
     several.build(variables)
+    ones = [np.ones(variable.shape, "float32") for variable in variables]
     for _ in range(2):
-        ones = [np.ones(variable.shape, "float32") for variable in variables]
         several.apply(ones, variables)
+
     before = model.get_weights()
     with averaged_weights(several, model):
         inside = model.get_weights()
     assert_equal(model.get_weights(), before)
     # The first step is the average; the second one moves it by half of −0.1.
-    np.testing.assert_allclose(inside[0] - before[0], 0.05, rtol=1e-5)
-    assert_equal(inside[1:], before[1:])
+    kernel, *others = before
+    averaged_kernel, *others_inside = inside
+    np.testing.assert_allclose(averaged_kernel - kernel, 0.05, rtol=1e-5)
+    assert_equal(others_inside, others)

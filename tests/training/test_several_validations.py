@@ -11,6 +11,8 @@ from tests.training.test_loop import PER_EPOCH, Rows, Run, StopAt
 from tests.training.test_monitored import Taking
 
 LOSSES = {"loss", "late/loss", "rare/loss"}
+# Set "late" every 3 updates, set "rare" never within a run of these tests.
+LATE_AND_RARE = {"late": 3, "rare": 100}
 
 
 def names_by_step(rows: Rows) -> dict[int, set[str]]:
@@ -23,7 +25,7 @@ def names_by_step(rows: Rows) -> dict[int, set[str]]:
 
 
 def test_each_set_is_evaluated_at_its_own_steps_and_all_at_the_last():
-    rows = Run(epochs=2, sets={"late": 3, "rare": 100}).rows
+    rows = Run(epochs=2, sets=LATE_AND_RARE).rows
     assert names_by_step(rows) == {
         3: {"late/loss"},
         PER_EPOCH: {"loss"},
@@ -34,34 +36,43 @@ def test_each_set_is_evaluated_at_its_own_steps_and_all_at_the_last():
 
 
 def test_all_are_evaluated_before_the_first_update():
-    rows = Run(epochs=1, sets={"late": 3, "rare": 100}, evaluate_at_start=True).rows
+    rows = Run(epochs=1, sets=LATE_AND_RARE, evaluate_at_start=True).rows
     assert names_by_step(rows) == {
         0: LOSSES,
         3: {"late/loss"},
         PER_EPOCH: LOSSES,
     }
-    assert rows.validations[0][1]["loss"] > rows.validations[-1][1]["loss"]
+    _, initial_results = rows.validations[0]
+    _, last_results = rows.validations[-1]
+    assert initial_results["loss"] > last_results["loss"]
 
 
 @pytest.mark.parametrize("use_ema", [False, True])
 def test_the_first_evaluation_is_of_the_initial_weights(use_ema):
     """The moving averages of an optimizer begin with its first update."""
     rows = Run(epochs=1, use_ema=use_ema, evaluate_at_start=True).rows
-    initial = Run(fit=False).evaluate()
-    assert rows.validations[0] == (0, {"loss": initial["loss"]})
+    of_initial_weights = Run(fit=False).evaluate()
+    update, results = rows.validations[0]
+    assert update == 0
+    assert results == {"loss": of_initial_weights["loss"]}
+
+
+def with_dropout(rate: float) -> list[layers.Layer]:
+    """Return layers that draw noise at each update."""
+    return [layers.Dense(4), layers.Dropout(rate)]
 
 
 def test_they_change_nothing_of_the_training():
-    middle = [layers.Dense(4), layers.Dropout(0.5)]
-    plain = Run(epochs=2, middle=middle)
-    middle = [layers.Dense(4), layers.Dropout(0.5)]
-    sets = {"late": 3}
-    evaluated = Run(epochs=2, middle=middle, sets=sets, evaluate_at_start=True)
+    plain = Run(epochs=2, middle=with_dropout(0.5))
+    evaluated = Run(
+        epochs=2, middle=with_dropout(0.5), sets={"late": 3}, evaluate_at_start=True
+    )
     assert plain.rows.updates == evaluated.rows.updates
-    assert (
-        plain.loss == evaluated.loss
-    )  # the objective of a sweep is that of `val/loss`
-    other = Run(epochs=2, middle=[layers.Dense(4), layers.Dropout(0.4)])
+    # The objective of a sweep is that of `val/loss`.
+    assert plain.loss == evaluated.loss
+
+    # The control: other noise would be noticed.
+    other = Run(epochs=2, middle=with_dropout(0.4))
     assert plain.rows.updates != other.rows.updates
 
 
@@ -72,33 +83,50 @@ def test_what_is_shown_is_of_the_evaluations_of_the_own_split():
     assert shown == [PER_EPOCH, 2 * PER_EPOCH]
 
 
+class Looks(keras.callbacks.Callback):
+    """Notes the results that it gets.
+
+    Attributes:
+        epochs: those of the validation at the end of each epoch.
+        tests: the names of those of each evaluation.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+        self.tests = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        results = {}
+        for name, value in logs.items():
+            if name.startswith("val_"):
+                results[name] = value
+        self.epochs.append(results)
+
+    def on_test_end(self, logs=None):
+        self.tests.append(set(logs))
+
+
 def test_a_callback_gets_the_results_of_each_set():
-    seen = []
-
-    class Looks(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            names = {name for name in logs if name.startswith("val_")}
-            seen.append((names, logs.get("val_late_loss")))
-
-        def on_test_end(self, logs=None):
-            self.tests = [*getattr(self, "tests", []), set(logs)]
-
     looks = Looks()
-    rows = Run(
-        [looks], epochs=2, sets={"late": 2 * PER_EPOCH}, evaluate_at_start=True
-    ).rows
-    late = rows.validations[-1][1]["late/loss"]
-    assert seen == [({"val_loss"}, None), ({"val_loss", "val_late_loss"}, late)]
-    assert looks.tests == [{"loss", "late/loss"}, {"loss"}, {"loss", "late/loss"}]
+    only_at_the_end = {"late": 2 * PER_EPOCH}
+    rows = Run([looks], epochs=2, sets=only_at_the_end, evaluate_at_start=True).rows
+
+    both = {"loss", "late/loss"}
+    assert looks.tests == [both, {"loss"}, both]
+    first_epoch, second_epoch = looks.epochs
+    assert set(first_epoch) == {"val_loss"}
+    assert set(second_epoch) == {"val_loss", "val_late_loss"}
+    _, last_results = rows.validations[-1]
+    assert second_epoch["val_late_loss"] == last_results["late/loss"]
 
 
 def test_a_callback_that_monitors_a_set_which_an_epoch_does_not_have_is_named(capsys):
     stop = keras.callbacks.EarlyStopping("val_late_loss", mode="min")
     Run([stop], epochs=2, sets={"late": 7}, rows=Taking())
-    lines = [
-        line for line in capsys.readouterr().err.splitlines() if "monitors" in line
-    ]
-    assert lines == [
+    output = capsys.readouterr().err
+    warnings = [line for line in output.splitlines() if "monitors" in line]
+    assert warnings == [
         "training.callbacks.0 monitors val_late_loss, which is missing at the end of "
         "epoch 1: `every: epoch` in dataset.validations.late evaluates at the end of "
         "each epoch"
@@ -107,7 +135,7 @@ def test_a_callback_that_monitors_a_set_which_an_epoch_does_not_have_is_named(ca
 
 def test_a_stop_by_a_callback_is_the_end_for_each_set():
     """The sets that were not due before are evaluated after the callback."""
-    rows = Run([StopAt(0)], sets={"late": 3, "rare": 100}).rows
+    rows = Run([StopAt(0)], sets=LATE_AND_RARE).rows
     assert names_by_step(rows) == {3: {"late/loss"}, PER_EPOCH: LOSSES}
 
 
@@ -115,13 +143,17 @@ def test_a_stop_by_a_callback_is_the_end_for_each_set():
 def test_the_best_is_that_of_the_evaluations_with_its_metric(metric):
     best = Best(metric, "min")
     rows = Run(epochs=2, sets={"late": 3}, best=best, evaluate_at_start=True).rows
-    values = {}
+    values_by_step = {}
     for step, results in rows.validations:
         if metric in results and step > 0:
-            values[step] = results[metric]
-    assert best.value == min(values.values())
-    assert values[best.update] == best.value
-    assert rows.end[2] == {f"best/val/{metric}": best.value, "best/update": best.update}
+            values_by_step[step] = results[metric]
+    assert best.value == min(values_by_step.values())
+    assert values_by_step[best.update] == best.value
+    _, _, best_row = rows.end
+    assert best_row == {
+        f"best/val/{metric}": best.value,
+        "best/update": best.update,
+    }
 
 
 def test_the_evaluation_at_the_start_is_never_the_best():
@@ -130,13 +162,16 @@ def test_the_evaluation_at_the_start_is_never_the_best():
     rows = Run(epochs=1, best=best, evaluate_at_start=True).rows
     at_start, at_end = [results["loss"] for _, results in rows.validations]
     assert at_start > at_end
-    assert (best.value, best.update) == (at_end, PER_EPOCH)
+    assert best.value == at_end
+    assert best.update == PER_EPOCH
 
 
 def test_sets_without_a_validation_split_of_its_own():
     run = Run(epochs=1, sets={"late": 3}, validate=False)
     assert names_by_step(run.rows) == {3: {"late/loss"}, PER_EPOCH: {"late/loss"}}
-    assert run.loss == run.rows.updates[-1][1]["loss"]
+    # The objective of a sweep is then the loss of the training.
+    _, last_results = run.rows.updates[-1]
+    assert run.loss == last_results["loss"]
 
 
 def test_an_interruption_of_the_first_evaluation_writes_no_row():
