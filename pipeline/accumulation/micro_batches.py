@@ -50,8 +50,7 @@ def run_micro_batches(
             `batch`. The step returns a nest of tensors and `tf.IndexedSlices`.
         batch: the batch, which stays on the host. While one micro-batch is computed,
             the next one is copied to the device, which holds two micro-batches at a
-            time; 32-bit integers stay on the host until they are used. In `Batches`, no
-            micro-batch spans two batches.
+            time. In `Batches`, no micro-batch spans two batches.
         micro_batch_size: examples per micro-batch; the last one may be smaller. With a
             `TokenLimit`, the batch is sorted by length and cut by tokens. `start` is
             then a position after sorting. The step is not compiled.
@@ -268,9 +267,15 @@ class _Cut:
             # GPU by default.
             leaves = tf.nest.flatten(self._parts)
             self._leaves = [tf.identity(leaf) for leaf in leaves if leaf is not None]
-        self.specs = slice_specs(self._leaves)
+        self._dtypes = [leaf.dtype for leaf in self._leaves]
+        self.specs = _specs_on_device(slice_specs(self._leaves))
         if isinstance(batch, Batches):
-            self.specs = [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs]
+            self._make_specs_dense()
+
+    def _make_specs_dense(self) -> None:
+        """Make `specs` those of micro-batches whose ragged parts are padded."""
+        dense = [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs]
+        self.specs = _specs_on_device(dense)
 
     @property
     def is_ragged(self) -> bool:
@@ -287,10 +292,10 @@ class _Cut:
 
     def packed(self, slices: Sequence[tf.Tensor]) -> Nest:
         """Return `(x, y, sample_weight)` of a micro-batch, built from its leaves."""
-        remaining = iter(slices)
+        leaves = map(_with_dtype, slices, self._dtypes)
 
         def leaf_of_slice(leaf: Any) -> Any:
-            return None if leaf is None else next(remaining)
+            return None if leaf is None else next(leaves)
 
         return tf.nest.map_structure(leaf_of_slice, self._parts)
 
@@ -312,8 +317,14 @@ class _Cut:
                 slices = [
                     tf.ensure_shape(to_dense(leaf), spec.shape) for leaf, spec in pairs
                 ]
+            slices = self._as_on_device(slices)
         # Copy to the device that computes, which is current outside of the block.
         return [tf.identity(leaf) for leaf in slices]
+
+    def _as_on_device(self, slices: Sequence[Any]) -> list[Any]:
+        """Return leaves of a micro-batch with the dtypes of `specs`."""
+        pairs = zip(slices, self.specs, strict=True)
+        return [_with_dtype(leaf, spec.dtype) for leaf, spec in pairs]
 
     def examples_in_program(self) -> tf.Tensor:
         """Return the number of examples, which XLA knows when it compiles."""
@@ -327,7 +338,7 @@ class _Cut:
             begin = tf.concat([[start], tf.zeros([rank - 1], tf.int32)], 0)
             size = tf.concat([[self._micro_batch_size], tf.shape(leaf)[1:]], 0)
             slices.append(tf.slice(leaf, begin, size))
-        return slices
+        return self._as_on_device(slices)
 
     def in_order_of_batch(self, values: tf.Tensor) -> tf.Tensor:
         """Return values of the examples in the order of the batch."""
@@ -347,7 +358,7 @@ class _TokenCut(_Cut):
             self._ends: tf.Tensor = tf.concat([cut.ends, [self.examples]], 0)
             self._leaves = [tf.gather(leaf, cut.order) for leaf in self._leaves]
         self.counts = cut.counts
-        self.specs = [tf.TensorSpec(spec.shape, spec.dtype) for spec in self.specs]
+        self._make_specs_dense()
 
     def stop(self, start: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):
@@ -358,12 +369,33 @@ class _TokenCut(_Cut):
         with tf.device("CPU:0"):
             slices = slice_of(self._leaves, start, self.stop(start))
             slices = [padded(leaf, self._pad_multiple) for leaf in slices]
+            slices = self._as_on_device(slices)
         return [tf.identity(leaf) for leaf in slices]
 
     def in_order_of_batch(self, values: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):
             places = tf.math.invert_permutation(self._order)
         return tf.gather(values, places)
+
+
+def _specs_on_device(specs: Sequence[tf.TypeSpec]) -> list[tf.TypeSpec]:
+    """Return the specs of leaves as they are copied to the device.
+
+    Dense leaves of int32 are copied as int64. TensorFlow keeps int32 in the memory of a
+    GPU's host until a step uses it. The copy would then wait for the step before, and
+    the step for the copy.
+    """
+    on_device = []
+    for spec in specs:
+        if isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int32:
+            spec = tf.TensorSpec(spec.shape, tf.int64)
+        on_device.append(spec)
+    return on_device
+
+
+def _with_dtype(leaf: Any, dtype: tf.DType) -> Any:
+    """Return a leaf with another dtype. A leaf that has it already is not changed."""
+    return leaf if leaf.dtype == dtype else tf.cast(leaf, dtype)
 
 
 @dataclass(frozen=True)

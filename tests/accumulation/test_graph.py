@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update, accumulate_gradients
+from pipeline.accumulation import Update, accumulate_gradients, micro_batches
 from pipeline.accumulation import update as update_module
 from tests.accumulation.replicas import strategy_on
 
@@ -196,6 +196,33 @@ def test_what_would_take_the_batch_to_a_device_is_seen():
         if name.startswith("Mean") and not device:
             means.append(name)
     assert means
+
+
+def integers_of_the_step() -> int:
+    """Return how many tensors of int32 a traced step takes.
+
+    The batch has tokens and labels of int32. The position of the micro-batch in it is
+    another one, which stays on the host.
+    """
+    tokens = keras.Input((WIDTH,), dtype="int32")
+    hidden = layers.Flatten()(layers.Embedding(7, 3)(tokens))
+    update = update_of(keras.Model(tokens, layers.Dense(3)(hidden)))
+    x = tf.TensorSpec([None, WIDTH], tf.int32)
+    y = tf.TensorSpec([None], tf.int32)
+    step = tf.function(lambda *batch: update(batch), autograph=False)
+    graph = step.get_concrete_function(x, y).graph.as_graph_def()
+    for call in of_kind(inner_nodes(graph), *PASSED_ON):
+        if "on_leaves" in call.attr["f"].func.name:
+            return list(call.attr["Tin"].list.type).count(tf.int32.as_datatype_enum)
+    raise AssertionError("no call of a step")
+
+
+def test_integers_are_copied_to_the_device_before_their_step(monkeypatch):
+    """TensorFlow keeps int32 on a GPU's host until a step uses it."""
+    copied = integers_of_the_step()
+    # The control: tokens and labels that keep their dtype.
+    monkeypatch.setattr(micro_batches, "_specs_on_device", list)
+    assert integers_of_the_step() == copied + 2
 
 
 def test_whether_the_noise_is_measured_is_decided_on_the_host():
