@@ -1,5 +1,6 @@
 """The training loop: update, record, evaluate, checkpoint."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -143,7 +144,8 @@ class Trainer:
         """Train, and return the last loss.
 
         This is the validation loss if there is a validation split, and the training
-        loss otherwise.
+        loss otherwise. If a callback has stopped training before the first update, and
+        nothing was evaluated, the loss is infinite.
 
         Args:
             start: the checkpoint, of this or of another run, from which to continue.
@@ -165,6 +167,8 @@ class Trainer:
             if isinstance(start, Checkpoint):
                 csv_rows.keep_rows(self.callbacks.values())
             self._hooks.on_train_begin()
+            if self.stopped_by is not None:
+                say(f"the callback {self.stopped_by} has ended training as it began")
             iterator = iter(self.batches)
             self.recorder.start_clock()
             if start is not None:
@@ -188,7 +192,7 @@ class Trainer:
         self.agree(True)  # Wait until every worker has finished computing.
         if "loss" in self.validation:
             return self.validation["loss"]
-        return self.recorder.last["loss"]
+        return self.recorder.last.get("loss", math.inf)
 
     @property
     def ended(self) -> bool:
@@ -365,8 +369,11 @@ class Trainer:
     def finish(self) -> None:
         """Log the remaining rows, finalize the weights, and end the callbacks."""
         self.recorder.finish()
-        # With `use_ema`, replace the model's weights by their moving averages.
-        self.updater.optimizer.finalize_variable_values(self.model.trainable_variables)
+        # With `use_ema`, replace the model's weights by their moving averages. Before
+        # the first update, these are zeros.
+        if self.done:
+            variables = self.model.trainable_variables
+            self.updater.optimizer.finalize_variable_values(variables)
         self._hooks.on_train_end()
         self.user_metrics.report_other_run("", ended=True)
         self.recorder.log_end(self.done, self.stopped_by, self.evaluations.best)

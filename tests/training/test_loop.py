@@ -66,6 +66,13 @@ class StopAt(keras.callbacks.Callback):
         self.model.stop_training = epoch >= self.epoch
 
 
+class StopAtOnce(keras.callbacks.Callback):
+    """Ends the run before its first update."""
+
+    def on_train_begin(self, logs=None):
+        self.model.stop_training = True
+
+
 class Run:
     """A linear model on 40 examples, 5 updates an epoch; it leaves `rows`, `model`."""
 
@@ -151,6 +158,28 @@ def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(
     for after_stop, of_whole in pairs:
         np.testing.assert_array_equal(after_stop, of_whole)
     assert stopped.evaluate()["loss"] == stopped.loss
+
+
+@pytest.mark.parametrize("evaluate_at_start", [False, True])
+def test_a_callback_that_stops_as_training_begins_leaves_a_run_of_no_updates(
+    evaluate_at_start, capsys
+):
+    """Its weights are those that it began with, and not the averages, still zeros."""
+    stop = StopAtOnce()
+    run = Run([stop], use_ema=True, evaluate_at_start=evaluate_at_start, fit=False)
+    before = run.model.get_weights()
+    loss = run.trainer.fit()
+
+    assert run.rows.updates == []
+    assert run.rows.end == (0, "0", None)
+    np.testing.assert_array_equal(run.model.get_weights()[0], before[0])
+    if evaluate_at_start:
+        assert run.rows.validations == [(0, {"loss": loss})]
+        assert np.isfinite(loss)
+    else:
+        assert run.rows.validations == []
+        assert loss == math.inf
+    assert "the callback 0 has ended training as it began" in capsys.readouterr().err
 
 
 @pytest.mark.slow
