@@ -167,16 +167,16 @@ class _Stored:
         next_command = ""
         if "sweep.name" in tags and status in ("failed", "killed"):
             next_command = again_command(tags["sweep.name"], run_id, self.uri)
-        name, last = _shown_metric(metric.name, run.data.metrics)
+        shown = metric.or_training_loss(run.data.metrics).name
         return ListedRun(
             run_id=run_id,
             status=status,
             started_at=run.info.start_time,
             experiment=self.experiments[run.info.experiment_id],
             name=run.info.run_name or "",
-            metric=name,
+            metric=shown,
             best=run.data.metrics.get(f"best/{metric.name}"),
-            last=last,
+            last=run.data.metrics.get(shown),
             next_command=next_command,
         )
 
@@ -210,8 +210,7 @@ _STATUSES = {  # words for MLflow's statuses
 
 def _local_run(run_dir: Path, summary: JournalSummary, stored: _Stored) -> ListedRun:
     """Return the run in a run directory."""
-    metric = ranked_metric(summary.start.params)
-    name, last = _shown_metric(metric.name, summary.last)
+    metric = ranked_metric(summary.start.params).or_training_loss(summary.last).name
     status = _STATUSES.get(summary.status or "KILLED", "killed")
     not_shipped = None
     next_command = ""
@@ -230,23 +229,13 @@ def _local_run(run_dir: Path, summary: JournalSummary, stored: _Stored) -> Liste
         started_at=summary.started_at,
         experiment=summary.start.experiment,
         name=summary.start.name or "",
-        metric=name,
+        metric=metric,
         best=summary.best,
-        last=last,
+        last=summary.last.get(metric),
         run_dir=str(run_dir),
         not_shipped=not_shipped,
         next_command=next_command,
     )
-
-
-def _shown_metric(metric: str, values: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return the metric to show and its last value.
-
-    Without an evaluation, it is the training loss.
-    """
-    if metric not in values:
-        metric = "train/loss"
-    return metric, values.get(metric)
 
 
 def _lines(run: ListedRun) -> list[str]:

@@ -24,6 +24,7 @@ from pipeline.report.job_results import (
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.table import Table
 from pipeline.report.wording import SECONDS, joined, number
+from pipeline.tracking.journal_summary import RankedMetric, ranked_metric
 
 MOST_RUNS = 20  # maximum number of runs on a page
 # The headings of the findings, by topic.
@@ -193,13 +194,14 @@ class LastValues(Result):
 
 def _result(runs: Sequence[JobResult]) -> SweepFinding:
     """Report the last value of the metric that ranks the runs."""
-    collection = _collection(comparable_jobs(runs))
-    metric = collection.quality
-    if metric is None:
+    compared = comparable_jobs(runs)
+    ranking = _ranking(compared)
+    if ranking is None:
         return SweepFinding("result", "There is no metric of training or validation.")
-    lower = collection.lower_is_better(metric)
+    metric = ranking.name
+    lower = not ranking.higher_is_better
     ranked = []
-    for run in jobs_with(collection.jobs, metric):
+    for run in jobs_with(compared, metric):
         if math.isfinite(run.last(metric)):
             ranked.append(run)
     if not ranked:
@@ -215,6 +217,27 @@ def _result(runs: Sequence[JobResult]) -> SweepFinding:
         cell = _metric_cell(ranked[0].curves[metric], lower, has_best=True)
         return SweepFinding("result", f"Last {metric}: {cell}.", result)
     return SweepFinding("result", _ranking_sentences(result, lower), result)
+
+
+def _ranking(runs: Sequence[JobResult]) -> RankedMetric | None:
+    """Return the metric that ranks runs, or None if there is no metric.
+
+    As in `pipeline runs`, it is that of `training.keep_best`, by default the validation
+    loss, or else the training loss. It is the default, too, if the runs keep their best
+    checkpoints by different metrics.
+    """
+    collection = _collection(runs)
+    ranked = {ranked_metric(run.params) for run in runs}
+    metric = ranked.pop() if len(ranked) == 1 else ranked_metric({})
+    logged = collection.metrics
+    metric = metric.or_training_loss(logged)
+    if metric.name in logged:
+        return metric
+    # Another program than this one logged the runs.
+    name = collection.quality
+    if name is None:
+        return None
+    return RankedMetric(name, not collection.lower_is_better(name))
 
 
 def _ranking_sentences(result: LastValues, lower_is_better: bool) -> str:

@@ -56,9 +56,8 @@ def _is_trusted(spec: RunSpec) -> bool:
 
 
 def _results(summary: JournalSummary) -> list[str]:
-    metric = ranked_metric(summary.start.params).name
-    if metric not in summary.last:
-        metric = "train/loss"
+    ranked = ranked_metric(summary.start.params)
+    metric = ranked.or_training_loss(summary.last).name
     if metric not in summary.last:  # no row was due yet
         return []
     line = f"last {metric} {summary.last[metric]:.4f}"

@@ -5,7 +5,7 @@ verified. `pipeline.tracking.journal_file.Past` reads a journal completely.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -117,6 +117,17 @@ class RankedMetric:
     def is_better(self, value: float, other: float) -> bool:
         """Return whether a value is better than another one."""
         return value > other if self.higher_is_better else value < other
+
+    def or_training_loss(self, logged: Container[str]) -> "RankedMetric":
+        """Return this metric if it was logged, or else the training loss.
+
+        Args:
+            logged: the names of the metrics that were logged.
+        """
+        return self if self.name in logged else _TRAINING_LOSS
+
+
+_TRAINING_LOSS = RankedMetric("train/loss", higher_is_better=False)
 
 
 def ranked_metric(params: Mapping[str, Any]) -> RankedMetric:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,12 @@ from mlflow.entities import Metric
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.common.errors import ConfigError
-from pipeline.report import command, curve_plots, run_results, runs_page
+from pipeline.report import command, curve_plots, job_results, run_results, runs_page
 from pipeline.report.curve_plots import BINS, extremes
 from pipeline.report.key_differences import DifferingKeys
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_lines import Created, End, Row, RunIds, RunStart, Start
+from pipeline.tracking.journal_summary import ranked_metric
 from tests import running, synthetic
 from tests.browser import window
 from tests.synthetic import PlantedSweep
@@ -46,7 +48,12 @@ def runs(store) -> PlantedSweep:
             f"factor={factor}",
             {"train/loss": rows, "val/accuracy": {10: 0.5, 20: 1 - factor / 10}},
             factor=factor,
-            params={"tracking.run_name": f"factor={factor}", "optimizer._target_": "x"},
+            params={
+                "tracking.run_name": f"factor={factor}",
+                "optimizer._target_": "x",
+                "training.keep_best.metric": "val/accuracy",
+                "training.keep_best.mode": "max",
+            },
             tags={"team": team, "git.commit": "abc"},
         )
     return planted
@@ -190,6 +197,40 @@ def test_last_and_best_values_and_the_status(runs):
     assert page.findings[0].text == "3 of 3 runs finished."
     keys = [plot["title"] for plot in plots_on(page.html)]
     assert keys[:2] == ["train/loss by updates", "val/accuracy by updates"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "metric", "best"),
+    [
+        ([None, None], "val/loss", "run-0"),
+        (["val/accuracy", "val/accuracy"], "val/accuracy", "run-1"),
+        # They have no metric in common by which their users judge them.
+        (["val/accuracy", "val/late/accuracy"], "val/loss", "run-0"),
+    ],
+)
+def test_runs_are_ranked_by_the_metric_that_the_list_of_runs_shows(kept, metric, best):
+    results = []
+    for number, name in enumerate(kept):
+        job = synthetic.job(f"run-{number}", 1.0 + number)
+        accuracy = job_results.curve({1: 0.5, 2: 0.6 + number / 10})
+        params = {"training.keep_best.metric": "null"}
+        if name is not None:
+            params = {
+                "training.keep_best.metric": name,
+                "training.keep_best.mode": "max",
+            }
+        shown = ranked_metric(params).name
+        if len(set(kept)) == 1:
+            assert shown == metric
+        curves = {**job.curves, "val/accuracy": accuracy, "val/late/accuracy": accuracy}
+        results.append(replace(job, curves=curves, params=params))
+
+    page = runs_page.page(results)
+    (result,) = [
+        finding.result for finding in page.findings if finding.topic == "result"
+    ]
+    assert result.metric == metric
+    assert next(iter(result.values)) == best
 
 
 def test_one_run_has_a_page_with_all_of_its_metrics(runs):
