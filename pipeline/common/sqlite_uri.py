@@ -36,3 +36,10 @@ def misread(uri: str) -> str:
     if unquote(path) != path:
         return f"must have no %-code in its path, which is read as {unquote(path)}"
     return ""
+
+
+def is_missing(uri: str) -> bool:
+    """Return whether a URI is that of a SQLite file that does not exist."""
+    if not uri.startswith(SQLITE) or misread(uri):
+        return False
+    return not os.path.exists(path_in(uri))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from pipeline.common import sqlite_uri
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.common.sqlite_uri import absolute
@@ -55,12 +56,16 @@ class ForeignStore:
             ConfigError: the store does not exist or does not answer, or an entry of
                 `allow` is invalid.
         """
-        from pipeline.tracking.store import Store
-
         check_allowed(allow)
-        if Store(uri).is_new():
+        remember(uri)
+        if sqlite_uri.is_missing(uri):
             rule = f"must be a store that exists: {mask(absolute(uri))} does not"
             raise ConfigError("tracking.uri", rule, uri)
+
+        # Import the module only here, since it imports MLflow, which takes seconds.
+        from pipeline.tracking.store import Store
+
+        Store(uri)  # rejects a store that does not answer
         return cls(uri, tuple(allowed_places(allow)))
 
     def client(self) -> Any:
@@ -172,7 +177,6 @@ class ForeignStore:
         Raises:
             ConfigError: there is no active experiment with this name.
         """
-        # Import the module only here, since it imports MLflow, which takes seconds.
         from pipeline.tracking.store import all_experiments
 
         client = self.client()

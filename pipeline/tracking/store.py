@@ -15,7 +15,6 @@ import requests
 from filelock import FileLock
 from mlflow.entities import Experiment, Run, ViewType
 from mlflow.exceptions import MlflowException
-from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 
 from pipeline.common import durable, sqlite_uri
@@ -90,6 +89,9 @@ class Store:
         existing store, this does nothing.
         """
         if self.is_new():
+            # A server needs none of this import, which takes half a second.
+            from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
             with tempfile.TemporaryDirectory() as folder:
                 new = Path(folder) / "new.db"
                 # Pass the artifact folder as a URI, which percent-encodes quotes and

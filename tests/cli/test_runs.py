@@ -231,3 +231,30 @@ def test_a_run_without_a_row_ends_with_its_times_alone(tmp_path):
     assert times.startswith("3 updates in 4.0 s: training 1.0 s, compilation 2.0 s")
     results, _ = results_and_times(planted(tmp_path, "run", 1_000), recorder)
     assert results == "last val/loss 4.5000, best 2.5000 after update 2"
+
+
+def test_run_directories_that_cannot_be_read_hide_no_other_run(tmp_path):
+    planted(tmp_path, "whole", 1_000)
+    cut = planted(tmp_path, "cut", 2_000) / JOURNAL_NAME
+    lines = cut.read_bytes().splitlines(keepends=True)
+    cut.write_bytes(b"".join(lines[:3]) + b"\xff\x00{[\n")
+    for name in ("gone", "folder", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "gone" / JOURNAL_NAME).symlink_to("nowhere")
+    (tmp_path / "folder" / JOURNAL_NAME).mkdir()
+    (tmp_path / "empty" / JOURNAL_NAME).touch()
+
+    listed = pipeline("runs", "--json", cwd=tmp_path)
+    assert [run["name"] for run in json.loads(listed.stdout)] == ["cut", "whole"]
+    left_out = [line for line in listed.stderr.splitlines() if "left out" in line]
+    assert [line.partition(" ")[0] for line in left_out] == ["gone", "the"]
+    assert "No such file" in left_out[0]
+
+
+def test_mlflow_is_not_imported_without_a_store_to_ask(tmp_path):
+    planted(tmp_path, "run", 1_000)
+    (answer,) = one_process({"runs": "runs"}, tmp_path, warm=False).values()
+    assert answer["status"] == 0
+    assert "run" in answer["out"]
+    assert "tracking.uri must be a store that exists" in answer["err"]
+    assert answer["loaded"] == []
