@@ -15,7 +15,7 @@ from pipeline.checkpoints import files, run_dirs
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, Parser, count, first_line, say
 from pipeline.config import compose
-from pipeline.tracking.foreign_store import ForeignStore, again_command
+from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, again_command
 from pipeline.tracking.journal_file import JOURNAL_NAME, is_locked
 from pipeline.tracking.journal_summary import JournalSummary, ranked_metric
 
@@ -171,8 +171,11 @@ class _Stored:
         metric = ranked_metric(run.data.params)
         status = _STATUSES.get(run.info.status, run.info.status.lower())
         next_command = ""
-        if "sweep.name" in tags and status in ("failed", "killed"):
-            next_command = again_command(tags["sweep.name"], run_id, self.uri)
+        sweep = tags.get("sweep.name")
+        # `pipeline critical` also needs the run from which its jobs branch off.
+        is_repeatable = sweep is not None and sweep != CRITICAL
+        if is_repeatable and status in ("failed", "killed"):
+            next_command = again_command(sweep, run_id, self.uri)
         shown = metric.or_training_loss(run.data.metrics).name
         return ListedRun(
             run_id=run_id,

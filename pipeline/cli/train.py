@@ -23,7 +23,7 @@ from pipeline.config.plain import leaves, value_at
 from pipeline.launch import hydra_job
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
-from pipeline.tracking.foreign_store import ForeignStore, sync_command
+from pipeline.tracking.foreign_store import MULTIRUN, ForeignStore, sync_command
 from pipeline.trust import artifact_locations
 
 if TYPE_CHECKING:  # importing it takes a second
@@ -53,23 +53,33 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def sweep(arguments: Sequence[str]) -> int:
-    """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package."""
+    """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package.
+
+    With --again, NAME may also be `multirun`: a sweep of `pipeline train -m`.
+    """
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
     # Convert the overrides to the form in which a sweep records them.
     rest = compose.as_text(rest)
-    if options.name not in files:
+    path = files.get(options.name)
+    has_no_file = path is None and options.name == MULTIRUN and options.again
+    if path is None and not has_no_file:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
 
     config_dir = options.config_dir or compose.own_folder()
     if config_dir:
         compose.check_config_dir(config_dir)
-    file = _sweep_file_arguments(options.name, files[options.name], config_dir)
+    file: list[str] = []
+    if path is not None:
+        file = _sweep_file_arguments(options.name, path, config_dir)
+    elif config_dir:
+        file = ["--config-dir", config_dir]
     overrides = rest
     if options.again:
         overrides = _recorded_overrides(options, file, rest)
 
-    say(*_lines_of_kept_keys(files[options.name], rest))
+    if path is not None:
+        say(*_lines_of_kept_keys(path, rest))
 
     def command_again(run_id: str) -> list[str]:
         command = ["sweep", options.name, "--again", run_id]

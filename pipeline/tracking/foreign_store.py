@@ -375,16 +375,11 @@ class OwnStore:
 def again_command(name: str, run_id: str, uri: str) -> str:
     """Return the command that runs the unfinished jobs of a sweep.
 
-    For a multirun, the user has to fill in the overrides in place of "…".
-
     Args:
         name: the sweep's name.
         run_id: the ID of the parent run.
         uri: the URI of the store.
     """
-    if name == MULTIRUN:
-        overrides = [f"tracking.sweep={run_id}", *store_argument(uri)]
-        return f"pipeline train -m … {shlex.join(overrides)}"
     command = ["pipeline", "sweep", name, "--again", run_id, *store_argument(uri)]
     return shlex.join(command)
 

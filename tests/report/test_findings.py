@@ -583,9 +583,7 @@ def test_a_sweep_without_a_file_is_run_again_as_it_was_run(store):
     sweep = PlantedSweep(store, ["seed=0"], name="multirun")
     sweep.end("FAILED")
     finding = first_with(all_findings(sweep), "missing")
-    command = (
-        f"pipeline train -m … tracking.sweep={sweep.run_id} tracking.uri={store.uri}"
-    )
+    command = f"pipeline sweep multirun --again {sweep.run_id} tracking.uri={store.uri}"
     assert command in finding.text
 
 

@@ -6,6 +6,7 @@ Processes that are gone may have left runs RUNNING.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 
@@ -16,7 +17,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.sweep import again, liveness, opening
 from pipeline.sweep.liveness import ALIVE, SILENCE_LIMIT
 from tests import synthetic
-from tests.running import pipeline, wait
+from tests.running import Store, pipeline, wait
 from tests.sweep.test_sweep import PLANNED
 from tests.synthetic import PlantedSweep
 
@@ -246,6 +247,33 @@ def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
     assert int(made.client.get_run(made.run_id).data.tags[ALIVE]) == pytest.approx(
         1000 * time.time(), abs=30_000
     )
+
+
+# A sweep without a file
+
+
+@pytest.mark.slow
+def test_the_command_in_the_report_of_a_multirun_adds_its_seeds(tmp_path):
+    command = ["train", "-m", "experiment=quick", "training.epochs=1", "seed=3"]
+    printed = pipeline(*command, "tracking.log_model=false", cwd=tmp_path).stderr
+    more = re.search(
+        r"pipeline (sweep multirun --again [0-9a-f]{32}) seed=\S+", printed
+    )
+    assert more is not None, printed
+    pipeline(*more[1].split(), "seed=3,4", cwd=tmp_path)
+
+    jobs = {}
+    for run in Store(tmp_path).trained():
+        assert run.data.tags["sweep.job"] not in jobs
+        jobs[run.data.tags["sweep.job"]] = run
+    assert jobs.keys() == {"seed=3", "seed=4"}
+    for run in jobs.values():
+        assert run.info.status == "FINISHED"
+        assert run.data.params["training.epochs"] == "1"
+
+    # It is no name of a sweep to begin.
+    refused = pipeline("sweep", "multirun", cwd=tmp_path, status=2)
+    assert "NAME must name a sweep" in refused.stderr
 
 
 # Configs of one's own
