@@ -32,6 +32,7 @@ from pipeline.config.schema import register
 from pipeline.config.sizes import Batching
 from pipeline.rerun.request import parse_command_line
 from pipeline.sweep.files import sweep_files
+from pipeline.tracking.foreign_store import MULTIRUN
 from tests.docs.pages import TUTORIAL, Block, command_lines, read_blocks, read_pages
 from tests.running import ROOT, environment
 from tests.test_architecture import PACKAGES
@@ -248,13 +249,15 @@ def sizes_of(overrides: list[str]) -> Batching:
 @pytest.mark.parametrize("line", lines_of("sweep"), ids=str)
 def test_every_sweep_composes(line):
     _, name, *words = shlex.split(line)
-    folder = sweep_files()[name].parent
+    file = []
+    if name != MULTIRUN or "--again" not in words:
+        file = ["--config-dir", str(sweep_files()[name].parent), "--config-name", name]
     no_overrides = ("--", "SWEEP", "https:")
     overrides = []
     for word in words:
         if not word.startswith(no_overrides):
             overrides.append(first_value(word))
-    composed(["--config-dir", str(folder), "--config-name", name, *overrides])
+    composed([*file, *overrides])
 
 
 def first_value(override: str) -> str:

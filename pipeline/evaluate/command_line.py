@@ -1,11 +1,15 @@
 """The arguments that `pipeline evaluate` and `pipeline predict` share."""
 
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config import compose, key_kinds
 from pipeline.config.overrides import keys_set
 from pipeline.rerun.request import Request, add_config_options
+
+if TYPE_CHECKING:  # importing this takes seconds
+    from pipeline.components.assembly import Parts
 
 SPLITS = ("validation", "test", "train")
 # Keys that overrides may set: the data, and where and how it is evaluated.
@@ -76,6 +80,29 @@ def changes_data(request: Request) -> bool:
 def keys_of_data(request: Request) -> list[str]:
     """Return the keys of `dataset` that overrides set."""
     return [key for key in request.values if f"{key}.".startswith("dataset.")]
+
+
+def split_keys(parts: "Parts") -> dict[str, str]:
+    """Return the keys of all splits in `Data.splits`, by their names for `--split`.
+
+    The name of a set of `dataset.validations` is its own, without `validations.`.
+    """
+    keys: dict[str, str] = {}
+    for key in parts.data.splits:
+        keys.setdefault(key.removeprefix("validations."), key)
+    return keys
+
+
+def split_key(parts: "Parts", name: str) -> str:
+    """Return the key in `Data.splits` of the split that `--split` names.
+
+    Raises:
+        ConfigError: the dataset has no such split.
+    """
+    keys = split_keys(parts)
+    if name not in keys:
+        raise ConfigError("--split", "must be of the dataset", name, list(keys))
+    return keys[name]
 
 
 def _check_keys(overrides: list[str]) -> None:

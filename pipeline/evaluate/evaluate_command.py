@@ -105,19 +105,14 @@ def _evaluate(
     from pipeline.dataset.bad_example import errors_located
     from pipeline.training.evaluator import SplitEvaluator
 
-    split_keys: dict[str, str] = {}
-    for key in parts.data.splits:
-        split_keys.setdefault(key.removeprefix("validations."), key)
-    names = options.split or [name for name in SPLITS[:2] if name in split_keys]
+    existing = command_line.split_keys(parts)
+    names = options.split or [name for name in SPLITS[:2] if name in existing]
     names = list(dict.fromkeys(names))
-    for split in names:
-        if split not in split_keys:
-            existing = list(split_keys)
-            raise ConfigError("--split", "must be of the dataset", split, existing)
+    # Reject a wrong name before the first split is evaluated.
+    keys = {name: command_line.split_key(parts, name) for name in names}
 
     evaluations = {}
-    for split in names:
-        key = split_keys[split]
+    for split, key in keys.items():
         batches = parts.evaluation_batches(key)
         with errors_located(parts.data, parts.files):
             results = SplitEvaluator(parts.evaluation(), batches, split)()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.common.errors import ConfigError, Parser, as_config_error, count, say
+from pipeline.common.errors import Parser, as_config_error, count, say
 from pipeline.evaluate import command_line, loading, part_files, subject
 from pipeline.evaluate.command_line import SPLITS
 from pipeline.evaluate.part_files import PartFiles
@@ -29,16 +29,12 @@ def predict(arguments: Sequence[str]) -> int:
         subject.found(request) as run,
         loading.loaded(run, request) as parts,
     ):
-        if options.split not in parts.data.splits:
-            existing = list(parts.data.splits)
-            raise ConfigError(
-                "--split", "must be of the dataset", options.split, existing
-            )
-        identity = _identity(run, parts, options.split)
+        key = command_line.split_key(parts, options.split)
+        identity = _identity(run, parts, key)
         with part_files.opened(options.out, identity) as files:
             if files.rows_done:
                 say(f"goes on after {count(files.rows_done, 'row')}")
-            _write(parts, options.split, files)
+            _write(parts, key, files)
             files.finish()
     say(
         f"{count(files.rows_done, 'row')} of the {options.split} split, "
@@ -61,9 +57,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--split",
-        choices=SPLITS,
+        metavar="SPLIT",
         default=SPLITS[0],
-        help="the split to predict; by default validation",
+        help="validation, test, train, or the name of a set of dataset.validations; by "
+        "default validation",
     )
     return parser.parse_intermixed_args(list(arguments))
 

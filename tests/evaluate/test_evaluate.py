@@ -124,6 +124,9 @@ def made_by_id(made):
         "by ID": f"evaluate {made.run_id}@{LAST} --allow mine --no-log",
         "not trusted": f"evaluate {made.run_id}",
         "same name": "evaluate run dataset.flip=true dataset.slow=true --name flipped",
+        "set": "predict run --split late --out set.parquet "
+        "'+dataset.validations.late={_target_: mine.points, flip: true}'",
+        "no such set": "predict run --split lat --out none.parquet",
     }
     return one_process(lines, made.folder)
 
@@ -218,6 +221,22 @@ def test_a_run_that_is_running_is_not_written_to(made, tmp_path):
     os.close(descriptor)
     assert "is still running: with --no-log, its results are printed" in result.stderr
     assert journal.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_further_validation_set_is_predicted(made, made_by_id):
+    assert made_by_id["set"]["status"] == 0, made_by_id["set"]["err"]
+    table = pq.read_table(made.folder / "set.parquet")
+    assert table.num_rows == 400
+    evaluated = made.history("eval/flipped-validation/loss")[LAST]
+    assert np.mean(table["loss"]) == pytest.approx(evaluated, rel=EQUAL)
+    # A control: the split of the run has other labels.
+    assert np.mean(table["loss"]) != pytest.approx(made.history("val/loss")[LAST])
+
+    answer = made_by_id["no such set"]
+    assert answer["status"] == 2
+    assert "--split must be of the dataset. Received: 'lat'" in answer["err"]
+    assert answer["changed"] == []
 
 
 def test_predictions_have_a_row_for_each_example(made):

@@ -6,7 +6,6 @@ Processes that are gone may have left runs RUNNING.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import ConfigError
 from pipeline.sweep import again, liveness, opening
 from pipeline.sweep.liveness import ALIVE, SILENCE_LIMIT
+from pipeline.tracking.foreign_store import MULTIRUN
 from tests import synthetic
 from tests.running import Store, pipeline, wait
 from tests.sweep.test_sweep import PLANNED
@@ -253,20 +253,18 @@ def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_in_the_report_of_a_multirun_adds_its_seeds(tmp_path):
-    command = ["train", "-m", "experiment=quick", "training.epochs=1", "seed=3"]
-    printed = pipeline(*command, "tracking.log_model=false", cwd=tmp_path).stderr
-    more = re.search(
-        r"pipeline (sweep multirun --again [0-9a-f]{32}) seed=\S+", printed
-    )
-    assert more is not None, printed
-    pipeline(*more[1].split(), "seed=3,4", cwd=tmp_path)
+def test_a_sweep_without_a_file_gets_further_seeds_and_no_job_twice(tmp_path):
+    command = ["train", "-m", "experiment=quick", "training.epochs=1", "seed=3,4"]
+    pipeline(*command, "tracking.log_model=false", cwd=tmp_path)
+    (parent,) = [run for run in Store(tmp_path).runs() if "sweep.name" in run.data.tags]
+    again_arguments = ["sweep", MULTIRUN, "--again", parent.info.run_id]
+    pipeline(*again_arguments, "seed=3,4,5", cwd=tmp_path)
 
     jobs = {}
     for run in Store(tmp_path).trained():
         assert run.data.tags["sweep.job"] not in jobs
         jobs[run.data.tags["sweep.job"]] = run
-    assert jobs.keys() == {"seed=3", "seed=4"}
+    assert jobs.keys() == {"seed=3", "seed=4", "seed=5"}
     for run in jobs.values():
         assert run.info.status == "FINISHED"
         assert run.data.params["training.epochs"] == "1"
