@@ -1,7 +1,7 @@
 """Finds run directories, and reads the configs that are recorded in them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
     if (folder / JOURNAL_NAME).exists() and not _is_same(folder, excluding):
         return folder
     matching = []
-    for run_id, run_dir in by_id(key, excluding).items():
+    # A copy of a run directory has the same ID: either may be meant.
+    for run_id, run_dir in _ids_and_dirs(key, excluding):
         if len(start) >= SHORTEST_ID and run_id.startswith(start):
             matching.append(run_dir)
     if len(matching) != 1:
@@ -59,13 +60,22 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
     return matching[0]
 
 
-def by_id(key: str, excluding: Path | None = None) -> dict[str, Path]:
+def by_id(key: str) -> dict[str, Path]:
     """Return the run directories below the working directory, by run ID.
 
     The IDs are read from the journals. Runs without an ID are left out, since they have
-    never been in a store. See `find` for `key` and `excluding`.
+    never been in a store. `key` is as in `find`.
     """
-    run_dirs_by_id = {}
+    return dict(_ids_and_dirs(key))
+
+
+def _ids_and_dirs(
+    key: str, excluding: Path | None = None
+) -> Iterator[tuple[str, Path]]:
+    """Yield the run directories below the working directory, each with its run ID.
+
+    For the arguments, see `find`.
+    """
     for run_dir in run_dirs([]):
         if _is_same(run_dir, excluding):
             continue
@@ -73,8 +83,7 @@ def by_id(key: str, excluding: Path | None = None) -> dict[str, Path]:
         with suppress(ConfigError):
             past = Past.read(run_dir, key, running=True)
             if past.run_id:
-                run_dirs_by_id[past.run_id] = run_dir
-    return run_dirs_by_id
+                yield past.run_id, run_dir
 
 
 def run_dirs(folders: Sequence[str]) -> list[Path]:

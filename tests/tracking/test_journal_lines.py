@@ -205,6 +205,16 @@ def test_a_run_is_found_beside_bad_journals(tmp_path, monkeypatch):
         run_dirs.find("aaa", "RUN")
 
 
+def test_a_run_is_not_told_from_its_copy_by_the_id(tmp_path, monkeypatch):
+    run = {"run": {"run_id": 32 * "a", "experiment_id": "1"}}
+    for name in ("original", "copy"):
+        crafted(tmp_path / name, {"start": START}, run)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"one run directory.*Choices: copy, origina"):
+        run_dirs.find("aaaa", "RUN")
+    assert run_dirs.find("original", "RUN") == Path("original")
+
+
 def test_a_second_start_in_a_folder_that_is_in_use_says_so(tmp_path):
     """The first line is not written yet: there is no run in the folder."""
     fork = multiprocessing.get_context("fork")
