@@ -89,6 +89,9 @@ def _run_missing_jobs(sweep: SweepResult) -> Iterable[SweepFinding]:
     else:
         begin = f"Run the {count(len(missing), 'job')} that did not finish: "
     command = again_command(sweep.name, sweep.run_id, sweep.uri)
+    if sweep.branches:
+        # The record lacks the arguments of `pipeline critical`.
+        command = f"pipeline critical as before, with --again {sweep.run_id}"
     yield SweepFinding("next", begin + command, MissingJobs(missing))
 
 

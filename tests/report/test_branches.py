@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.report import critical_batch, reading, wording, writer
+from pipeline.report import critical_batch, next_steps, reading, wording, writer
 from pipeline.report.critical_batch import TOLERANCE, Branch, measure
 from pipeline.report.job_results import Curve, JobResult
 from tests import synthetic
@@ -251,6 +251,8 @@ def test_what_is_larger_than_a_missing_branch_is_not_judged(tmp_path):
     failed = branches_sweep(store, losses, finished | {128: "FAILED"})
     results = reading.read(store.uri, failed.run_id)
     assert critical_batch.measured(results).critical == 64
+    missing = next(iter(next_steps.findings(results, [])))
+    assert f"pipeline critical as before, with --again {failed.run_id}" in missing.text
 
 
 NON_FINITE = "pipeline.training.recorder.NonFiniteError: gradient_norm=nan at update 3"
