@@ -96,7 +96,7 @@ def runs(arguments: Sequence[str]) -> int:
     uri = compose.composed([*config_dir, *overrides]).tracking.uri
 
     summaries = _summaries(run_dirs.run_dirs(options.folders))
-    # Collecting garbage would take as long as a search for 200 runs itself: 0.5 s.
+    # For 200 runs, this takes 0.5 s, and collecting garbage would take 1.4 s more.
     with imports.without_collections():
         stored = _Stored.read(uri, options.limit)
     listed = [_local_run(path, each, stored) for path, each in summaries.items()]
