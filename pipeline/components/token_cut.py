@@ -15,16 +15,20 @@ def check_data(spec: RunSpec, data: Data) -> None:
     """Reject a cut by tokens of examples whose lengths are not known.
 
     Raises:
-        ConfigError: no input has an unequal length, or `dataset.pad` is null.
+        ConfigError: no input of a split has an unequal length, or `dataset.pad` is
+            null.
     """
     if not spec.cuts_by_tokens:
         return
-    inputs = tf.nest.flatten(data.train.element_spec[0])
-    if spec.dataset.get("pad") is None or not any(map(_varies, inputs)):
+    is_ragged = spec.dataset.get("pad") is not None
+    for split in data.splits.values():
+        inputs = tf.nest.flatten(split.element_spec[0])
+        is_ragged = is_ragged and any(map(_varies, inputs))
+    if not is_ragged:
         rule = (
-            "must come with inputs of unequal length and dataset.pad, such as "
-            "{multiple: 8, value: 0}, as the lengths of dense inputs are not known: "
-            f"give the texts without padding, or cut by {MICRO}"
+            "must come with inputs of unequal length in each split and dataset.pad, "
+            "such as {multiple: 8, value: 0}, as the lengths of dense inputs are not "
+            f"known: give the texts without padding, or cut by {MICRO}"
         )
         raise ConfigError(TOKENS, rule, spec.batching.micro_batch_tokens)
 
@@ -50,7 +54,7 @@ def check_update(spec: RunSpec, evaluation: Evaluation, batch_spec: Any) -> None
     rule = "must be null, as padding would change the update"
     tokens = spec.batching.micro_batch_tokens
     with as_config_error(TOKENS, rule, tokens):
-        tf.function(check, autograph=False).get_concrete_function(*[batch_spec])
+        tf.function(check, autograph=False).get_concrete_function(batch_spec)
 
 
 def _varies(spec: Any) -> bool:

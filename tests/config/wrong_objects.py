@@ -62,9 +62,9 @@ PREPARED = {
         "the padding as well. Received: 'sum_over_batch_size'."
     ),
     "train accumulation.micro_batch_tokens=512": (
-        "accumulation.micro_batch_tokens must come with inputs of unequal length and "
-        "dataset.pad, such as {multiple: 8, value: 0}, as the lengths of dense inputs "
-        "are not known: give the texts without padding, or cut by "
+        "accumulation.micro_batch_tokens must come with inputs of unequal length in "
+        "each split and dataset.pad, such as {multiple: 8, value: 0}, as the lengths "
+        "of dense inputs are not known: give the texts without padding, or cut by "
         "accumulation.micro_batch_size. Received: 512."
     ),
     "train experiment=text model._target_=mine.pooled accumulation.micro_batch_tokens=9": (

@@ -51,6 +51,10 @@ class Killed(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def shown(x, y, outputs):
+    return {"text": list(range(len(x)))}
+
+
 class Scarce(keras.layers.Layer):
     "It has memory for at most MOST positions."
 
@@ -160,13 +164,18 @@ def test_it_is_killed_resumed_and_repeated(folder):
     for metric in ("train/loss", "train/micro_steps", "train/tokens_seen"):
         assert run[metric] == whole[metric]
 
-    rerun = pipeline("rerun", Store(folder).run("tokens").info.run_id, cwd=folder)
+    run_id = Store(folder).run("tokens").info.run_id
+    rerun = pipeline("rerun", run_id, "--allow", "texts", cwd=folder)
     assert "bit-equal" in rerun.stderr
 
 
 @pytest.mark.slow
 def test_a_fork_counts_on_and_a_resumed_run_keeps_its_unit(folder):
-    trained(folder, "short", TOKENS, "training.epochs=1", "schedule=constant")
+    shown = "+training.shown.texts={_target_: texts.shown, _partial_: true}"
+    more = ("training.epochs=1", "schedule=constant", shown)
+    done = trained(folder, "short", TOKENS, *more)
+    assert "is left out" not in done.stderr
+    assert list((folder / "short" / "shown").iterdir())
     fork = ("start.run=short", "schedule=constant", "training.epochs=2")
     trained(folder, "fork", "accumulation.micro_batch_tokens=60", *fork)
     short = histories(folder, "short")
