@@ -22,6 +22,8 @@ Parts:
     checkpoints  how long one checkpoint stalls the training loop, and what it costs
     replicas     the training loop under MirroredStrategy with 2 and 4 logical CPU
                  devices ÷ with 1
+    text         tokens/s of texts of unequal length, cut by tokens ÷ cut by examples,
+                 and ÷ Keras' fit; the padding of each cut
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from pipeline.common import imports
 
 # These compute in processes of their own.
 PARTS_ELSEWHERE = ("startup", "main", "auto", "memory")
-PARTS_HERE = ("update", "peers", "tracking", "checkpoints", "replicas")
+PARTS_HERE = ("update", "peers", "tracking", "checkpoints", "replicas", "text")
 PARTS = (*PARTS_ELSEWHERE, *PARTS_HERE)
 RESULTS = Path(__file__).parent / "results"
 AUTO_TURNS = 2  # of each size in `auto`, for each start of a command
@@ -65,6 +67,10 @@ def main() -> None:
         for name in options.models:
             figures += _with_model(WORKLOADS[name], options)
         figures += peers.overall(figures)
+        if "text" in options.parts:
+            from benchmarks import text
+
+            figures += text.measure(options.tracked_rounds)
 
     seconds = time.time() - begun
     print(f"\n{device}, {os.cpu_count()} processors; {seconds:.0f} s")

@@ -49,6 +49,8 @@ from .objective import (
     labels_by_name,
 )
 from .over_effective_batch import not_supported
+from .padding import padded_parts, with_position_weights
+from .padding_checks import prepared_for_tokens
 from .same_noise import draw_noise_seeds, noise_by_position, noisy_layers
 from .xla import compiled_by_xla, shapes_compiled
 
@@ -85,7 +87,9 @@ __all__ = [
     "noisy_layers",
     "normalizing_layers",
     "not_supported",
+    "padded_parts",
     "parts_of",
+    "prepared_for_tokens",
     "replaced",
     "shapes_compiled",
     "slice_of",
@@ -98,4 +102,5 @@ __all__ = [
     "weighted_sum",
     "why_attention_is_not_fused",
     "wide_layers",
+    "with_position_weights",
 ]

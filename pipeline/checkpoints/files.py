@@ -63,6 +63,7 @@ _RECORDER = {  # see `Recorder.get_state`
     "epoch_sums": dict,
     "epoch_examples": (dict, int),  # one number for all results in older checkpoints
     "explosion?": {"first?": (int, float), "update?": int},
+    "cut?": {"micro_steps": int, "tokens": int},
 }
 _VALUES = {
     "loop": _LOOP,

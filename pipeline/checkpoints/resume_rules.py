@@ -28,7 +28,7 @@ from pipeline.config.plain import leaves, plain
 from pipeline.config.plan import RunPlan
 from pipeline.config.resolve import FUSED_ATTENTION, RunSpec
 from pipeline.config.schema import Config
-from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
+from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, TOKENS
 from pipeline.config.stages import CLOCK
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import (
@@ -404,6 +404,7 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     """
     _check_store(spec.config.tracking.uri, past)
     _check_effective_batch(recorded, spec, past)
+    _check_unit_of_cut(spec, past)
 
     values_then = leaves(recorded)
     values_now = leaves(spec.recorded)
@@ -435,6 +436,21 @@ def _check_store(uri: str, past: Past) -> None:
     store = past.start.store
     if past.run_id and mask(absolute(uri)) != mask(store):
         raise ConfigError("tracking.uri", f"must be the store of the run, {store}", uri)
+
+
+def _check_unit_of_cut(spec: RunSpec, past: Past) -> None:
+    """Reject a run that would be cut by tokens from now on, or no longer.
+
+    The limit may change, but the micro-steps of its rows are counted in one of two ways.
+    """
+    then = past.start.segment["cut"].get("micro_batch_tokens")
+    now = spec.batching.micro_batch_tokens
+    if (then is None) == (now is None):
+        return
+    rule = "must be null, as in the run: begin another one, with start.run"
+    if then is not None:
+        rule = f"must be a number, as in the run: {then}"
+    raise ConfigError(TOKENS, rule, now)
 
 
 def _check_effective_batch(recorded: dict[str, Any], spec: RunSpec, past: Past) -> None:

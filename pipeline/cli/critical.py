@@ -260,7 +260,7 @@ def _branch_config(
         )
     branch["accumulation"] |= {
         "effective_batch_size": sizes[0],
-        "micro_batch_size": past.start.segment["cut"]["micro_batch_size"],
+        "micro_batch_size": _micro_batch_size(config, past),
         "batch_schedule": schedule,
     }
     branch["training"]["evaluate_every"] = _NEVER
@@ -272,3 +272,12 @@ def _branch_config(
     }
     branch["scaling"] = {"rule": "sqrt", "reference_batch_size": reference}
     return branch
+
+
+def _micro_batch_size(config: dict[str, Any], past: Past) -> int | None:
+    """Return the micro-batch size of a run; in a cut by tokens, that of its config."""
+    if config["accumulation"].get("micro_batch_tokens") is not None:
+        limit: int | None = config["accumulation"]["micro_batch_size"]
+        return limit
+    size: int = past.start.segment["cut"]["micro_batch_size"]
+    return size

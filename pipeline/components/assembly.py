@@ -27,6 +27,7 @@ from pipeline.components import (
     objective_checks,
     optimizer,
     showing,
+    token_cut,
 )
 from pipeline.components.devices import Devices
 from pipeline.components.objective import RunObjective
@@ -95,8 +96,10 @@ class Parts:
         cut = self.spec.largest
         # The noise scale compares the gradients of several micro-batches. A loss over
         # the effective batch has no gradient per micro-batch.
+        # Micro-batches of a cut by tokens are sorted, so they are no random samples.
         noise_every = 0
-        if cut.factor * cut.replicas > 1 and not training.over_batch:
+        has_samples = cut.is_cut and not self.spec.cuts_by_tokens
+        if has_samples and not training.over_batch:
             noise_every = config.accumulation.noise_scale_every
         # `assemble` rejects `same_noise=true` if a layer does not allow it, so `auto`
         # covers both values here.
@@ -105,7 +108,7 @@ class Parts:
             self.model,
             training,
             self.model.optimizer,
-            self.plan.micro_batch_size,
+            **self._limits(self.plan.micro_batch_size),
             strategy=self.devices.strategy,
             noise_every=noise_every,
             same_noise=same_noise,
@@ -146,13 +149,26 @@ class Parts:
         return accumulation.Evaluation(
             self.model,
             self.objective.evaluation,
-            self.plan.batching.micro_batch_size,
+            **self._limits(self.plan.batching.micro_batch_size),
             strategy=self.devices.strategy,
             jit_compile=hardware.xla,
             fused_attention=hardware.fused_attention is True,
             reductions_ready=self.devices.reductions_ready,
             observe=observer,
         )
+
+    def _limits(self, micro_batch_size: int) -> dict[str, Any]:
+        """Return the limits of a micro-batch, as arguments of an `Update`.
+
+        `micro_batch_size` is the limit if batches are not cut by tokens.
+        """
+        if not self.spec.cuts_by_tokens:
+            return {"micro_batch_size": micro_batch_size}
+        return {
+            "micro_batch_size": self.spec.config.accumulation.micro_batch_size,
+            "micro_batch_tokens": self.plan.batching.micro_batch_tokens,
+            "pad_multiple": self.spec.dataset.pad["multiple"],
+        }
 
     def prediction(self) -> internals.Prediction:
         """Return a new `Prediction`, which predicts one batch per call."""
@@ -176,7 +192,10 @@ class Parts:
         return _batches(self.spec, self.data, self.plan, done)
 
     def evaluation_batches(
-        self, name: str = "validation", reader: ShareReader | None = None
+        self,
+        name: str = "validation",
+        reader: ShareReader | None = None,
+        padded: bool | None = None,
     ) -> tf.data.Dataset | None:
         """Return the unshuffled batches of a split, or None if the split is missing.
 
@@ -185,7 +204,11 @@ class Parts:
                 such as `validations.late`.
             reader: a worker's reader, to get only its share of each batch, or None for
                 whole batches.
+            padded: whether `dataset.pad` makes the batches dense. By default, it does
+                unless batches are cut by tokens.
         """
+        if padded is None:
+            padded = not self.spec.cuts_by_tokens
         if name not in self.data.splits:
             return None
         node = self.spec.dataset
@@ -193,7 +216,9 @@ class Parts:
             node, self.data, self.spec.workers_on_machine, name
         )
         size = self.plan.batching.effective_batch_size
-        return evaluation_batches(self.data, name, size, node.get("pad"), reader, keep)
+        return evaluation_batches(
+            self.data, name, size, node.get("pad"), reader, keep, padded
+        )
 
     @cached_property  # Trace only once: each trace may draw another seed.
     def forward(self) -> internals.Forward:
@@ -236,6 +261,7 @@ def assemble(
     attention.check(spec)
     source = _open_dataset(spec, run_devices, check_dataset)
     data = source.data
+    token_cut.check_data(spec, data)
     planned = _planned(source.spec, data)
     spec = planned.spec
     reader = _reader(source.spec)
@@ -290,6 +316,8 @@ def assemble(
         shown=shown,
     )
     _check_cut(parts)
+    if spec.cuts_by_tokens:
+        token_cut.check_update(spec, parts.evaluation(), batches.element_spec)
     return parts
 
 
@@ -404,7 +432,13 @@ def _batches(
     if not isinstance(plan, Plan):
         raise ValueError("a user's loader is read by its stream alone")
     return effective_batches(
-        spec.dataset, data, plan.slices(first_update), spec.config.seed, weigh, reader
+        spec.dataset,
+        data,
+        plan.slices(first_update),
+        spec.config.seed,
+        weigh,
+        reader,
+        padded=not spec.cuts_by_tokens,
     )
 
 

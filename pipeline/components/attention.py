@@ -90,6 +90,8 @@ def _is_compiled(spec: RunSpec, model: keras.Model, batch_spec: Any) -> bool:
     """Return whether XLA compiles the micro-steps of a run."""
     if spec.dataset.get("batched"):  # XLA would compile for each size of a batch
         return False
+    if spec.cuts_by_tokens:  # XLA would compile for each length
+        return False
     compiled = []
 
     def note(batch: Any) -> None:

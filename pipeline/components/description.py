@@ -36,7 +36,13 @@ def first_lines(parts: Parts) -> list[str]:
     scope_note = xla_scope_note(
         parts.spec.config.hardware, parts.plan.batching, parts.devices.on_gpu
     )
-    lines = [line for line in (parts.record.scaling, scope_note) if line]
+    token_note = ""
+    if parts.spec.cuts_by_tokens:
+        token_note = (
+            "the gradient noise scale is not measured: micro-batches that are cut by "
+            "tokens are no random samples"
+        )
+    lines = [line for line in (parts.record.scaling, scope_note, token_note) if line]
     return [*lines, *parts.record.notes, *differences_from_large_batch(parts)]
 
 
@@ -51,6 +57,8 @@ def xla_scope_note(hardware: HardwareConfig, batching: Batching, on_gpu: bool) -
         reason = "hardware.xla is false"
     elif hardware.xla == "auto" and not on_gpu:
         reason = "hardware.xla=auto compiles nothing on a CPU"
+    elif batching.micro_batch_tokens is not None:
+        reason = "nothing is compiled where batches are cut by tokens"
     elif batching.replicas > 1:
         reason = "it is for one replica"
     elif (
@@ -73,7 +81,7 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
     Each reason is one line that ends with the names of the layers that cause it. The
     list is empty if the effective batch is not cut.
     """
-    if parts.spec.largest.factor * parts.plan.batching.replicas == 1:
+    if not parts.spec.largest.is_cut:
         return []
     config = parts.spec.config.accumulation
     normalizing = internals.normalizing_layers(parts.model)

@@ -101,9 +101,10 @@ KEY_GROUPS = (
     ),
     KeyGroup(
         "Accumulation",
-        "For models with dropout, noise or BatchNormalization, and for batches that "
-        "grow.",
+        "For models with dropout, noise or BatchNormalization, for texts of unequal "
+        "length, and for batches that grow.",
         (
+            "accumulation.micro_batch_tokens",
             "accumulation.same_noise",
             "accumulation.moving_statistics",
             "accumulation.batch_schedule",

@@ -22,7 +22,12 @@ WHAT_RUNS = frozenset([Kind.TRAINING, Kind.CUT, Kind.NUMERICS])
 # Keys of the other kinds decide only where a run takes place and how it is logged.
 WHERE_AND_HOW = frozenset(Kind) - WHAT_RUNS
 # Logged params that are derived from the keys of the kind `CUT`.
-DERIVED_CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
+DERIVED_CUT = (
+    "derived.factor",
+    "derived.micro_batch_size",
+    "derived.micro_batch_tokens",
+    "derived.replicas",
+)
 
 _UNKNOWN = facts(Kind.TRAINING)
 

@@ -63,11 +63,20 @@ UPDATE_METRICS = {
         UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
     ),
     **dict.fromkeys(
-        ("skipped_updates", "effective_batch_size", "examples_seen", "epoch"),
+        (
+            "skipped_updates",
+            "effective_batch_size",
+            "examples_seen",
+            "epoch",
+            "tokens",
+            "tokens_seen",
+        ),
         UpdateMetric(counted=True),
     ),
     **dict.fromkeys(
-        ("micro_steps", "accumulation_factor"),
+        # The positions of an update, padding included, are not logged: see
+        # `perf/padding_share`.
+        ("micro_steps", "accumulation_factor", "positions"),
         UpdateMetric(counted=True, of_the_cut=True),
     ),
 }

@@ -15,6 +15,7 @@ LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASC
 SHORT = {
     "effective_batch_size": "batch",
     "micro_batch_size": "micro",
+    "micro_batch_tokens": "tokens",
     "learning_rate": "rate",
     # Keep the former keys here, as a sweep finds its existing jobs by their names.
     "batch_schedule": "schedule",

@@ -16,8 +16,9 @@ from pipeline.config.stages import SCHEDULE, ScheduledStage, Slice, Stage
 
 # Tag with the cuts of a run whose micro-batches were halved, in words.
 HALVED = "micro_batch_size.halved"
-# Tag with the same cuts as JSON: [[micro-batch size, last update], …]. The last update
-# of the last cut is null.
+# Tag with the same cuts as JSON: [[limit of a micro-batch, last update], …]. The limit
+# is in tokens if batches are cut so, or in examples. The last update of the last cut is
+# null.
 CUTS = f"{HALVED}.json"
 # Number of updates that stands for an unknown or unlimited number.
 ENDLESS = 2**31 - 1
@@ -46,12 +47,15 @@ class RunPlan(ABC):
     updates: int
     before: tuple[tuple[int, Batching], ...] = ()
 
-    def halved(self, update: int, micro_batch_size: int) -> Self:
-        """Return the plan of a run whose micro-batch size changes after `update`."""
+    def halved(self, update: int, limit: int) -> Self:
+        """Return the plan of a run whose micro-batches change after `update`.
+
+        `limit` is their new `Batching.limit`.
+        """
         # Do not change an earlier cut: updates that are repeated keep their counters.
         update = max([update, *(last for last, _ in self.before)])
         before = (*self.before, (update, self.batching))
-        batching = self.batching.with_micro_batch_size(micro_batch_size)
+        batching = self.batching.with_limit(limit)
         return replace(self, batching=batching, before=before)
 
     @property
@@ -62,11 +66,12 @@ class RunPlan(ABC):
         """
         phrases = []
         cuts: list[tuple[int, int | None]] = []
+        unit = "" if self.batching.micro_batch_tokens is None else " tokens"
         for last, cut in self.before:
-            phrases.append(f"{cut.micro_batch_size} up to update {last}")
-            cuts.append((cut.micro_batch_size, last))
-        phrases.append(f"{self.batching.micro_batch_size} then")
-        cuts.append((self.batching.micro_batch_size, None))
+            phrases.append(f"{cut.limit}{unit} up to update {last}")
+            cuts.append((cut.limit, last))
+        phrases.append(f"{self.batching.limit}{unit} then")
+        cuts.append((self.batching.limit, None))
         return {HALVED: ", ".join(phrases), CUTS: json.dumps(cuts)}
 
     def after(self, cuts: Sequence[tuple[int, int | None]], update: int) -> Self:
@@ -78,10 +83,10 @@ class RunPlan(ABC):
         """
         end = max([update, *(last for _, last in cuts if last is not None)])
         before = []
-        for size, last in cuts:
+        for limit, last in cuts:
             if last is None:
                 last = end
-            before.append((last, self.batching.with_micro_batch_size(size)))
+            before.append((last, self.batching.with_limit(limit)))
         return replace(self, before=tuple(before))
 
     @property
@@ -143,7 +148,10 @@ class RunPlan(ABC):
 
     @abstractmethod
     def micro_steps(self, update: int) -> int:
-        """Return the micro-steps per replica in the first `update` updates."""
+        """Return the micro-steps per replica in the first `update` updates.
+
+        In a cut by tokens they are counted instead: see `Recorder`.
+        """
 
     @abstractmethod
     def epoch(self, update: int) -> float:
@@ -292,8 +300,11 @@ class Plan(RunPlan):
         is_resized = False
         for after, size in self.changes[1:]:
             if after < self.updates:
-                factor = self.batching.with_effective_batch_size(size).factor
-                cuts += f", {size} (factor {factor}) after update {after}"
+                cut = self.batching.with_effective_batch_size(size)
+                factor = f" (factor {cut.factor})"
+                if cut.micro_batch_tokens is not None:
+                    factor = ""
+                cuts += f", {size}{factor} after update {after}"
                 is_resized = True
 
         per_epoch = f"{count(self.updates_per_epoch, 'update')} per epoch"
@@ -307,13 +318,13 @@ class Plan(RunPlan):
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
-    """Return the micro-batch sizes of a recorded run, each with its last update.
+    """Return the limits of a recorded run's micro-batches, each with its last update.
 
-    For the last size, the update is None. The list is empty if micro-batches were never
+    For the last limit, the update is None. The list is empty if micro-batches were never
     halved.
     """
     if CUTS in tags:
-        return [(size, last) for size, last in json.loads(tags[CUTS])]
+        return [(limit, last) for limit, last in json.loads(tags[CUTS])]
     if HALVED not in tags:
         return []
 

@@ -109,8 +109,18 @@ class RunSpec:
 
     @property
     def same_noise(self) -> bool:
-        """Whether layers that support it draw the same noise for every cut."""
+        """Whether layers that support it draw the same noise for every cut.
+
+        They do not in a cut by tokens, where the length of an example depends on it.
+        """
+        if self.cuts_by_tokens:
+            return False
         return self.config.accumulation.same_noise is not False
+
+    @property
+    def cuts_by_tokens(self) -> bool:
+        """Whether effective batches are cut by tokens, not by examples."""
+        return self.batching.micro_batch_tokens is not None
 
     @property
     def workers_on_machine(self) -> int:
@@ -262,6 +272,7 @@ def resolve(
     _check_gpus(spec)
     check_fused_attention(spec)
     _check_fastest_xla(spec)
+    _check_cut_by_tokens(spec)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
         # Reject an unusable secret now, not when the workers connect.
@@ -297,6 +308,9 @@ def check_fused_attention(spec: RunSpec) -> None:
         raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
     if spec.dataset.get("batched"):
         because = f"with {sizes.BATCHED}=true: batches have any size"
+        raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
+    if spec.cuts_by_tokens:
+        because = f"with {sizes.TOKENS}: XLA compiles nothing"
         raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
 
 
@@ -360,6 +374,30 @@ def _check_fastest_xla(spec: RunSpec) -> None:
     if spec.times_xla and replicas > 1:
         rule = f"must be true, false or auto with {replicas} replicas: one is timed"
         raise ConfigError(XLA, rule, spec.config.hardware.xla)
+
+
+def _check_cut_by_tokens(spec: RunSpec) -> None:
+    """Reject values that do not fit `accumulation.micro_batch_tokens`."""
+    if not spec.cuts_by_tokens:
+        return
+    beside = f"with {sizes.TOKENS}"
+    config = spec.config
+    if config.accumulation.same_noise is True:
+        rule = f"must be auto or false {beside}: noise is drawn for each micro-batch"
+        raise ConfigError("accumulation.same_noise", rule, True)
+    if config.hardware.xla not in ("auto", False):
+        rule = f"must be auto or false {beside}: XLA would compile once for each length"
+        raise ConfigError(XLA, rule, config.hardware.xla)
+    if config.tracking.show is not None:
+        rule = (
+            f"must be null {beside}, which evaluates examples in the order of their "
+            "lengths; training.shown logs pictures and tables of your own"
+        )
+        raise ConfigError("tracking.show", rule, config.tracking.show)
+    pad = spec.dataset.get("pad")
+    if pad is not None and pad["value"] != 0:
+        rule = f"must be 0 {beside}"
+        raise ConfigError("dataset.pad.value", rule, pad["value"])
 
 
 def _check_gpus(spec: RunSpec) -> None:

@@ -234,6 +234,9 @@ class AccumulationConfig(_SetOnce):
     # (int | auto | auto_fastest | null) examples per forward and backward pass on one
     # replica; null: derived from the other two sizes; auto: the largest that fits
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
+    # tokens per forward and backward pass on one replica, padding included, in place of
+    # a factor; see docs/accumulation.md
+    micro_batch_tokens: int | None = field(default=None, metadata=about(Kind.CUT))
     # (true | false | auto) whether noise is the same for every cut; auto: in layers
     # that support it
     same_noise: Any = field(default=False, metadata=about(Kind.TRAINING, fixed=False))

@@ -17,6 +17,7 @@ LARGEST = 2**31 - 1
 EFFECTIVE = "accumulation.effective_batch_size"
 FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
+TOKENS = "accumulation.micro_batch_tokens"
 REPLICAS = "hardware.replicas"
 HORIZONS = ("epochs", "updates", "examples")
 SIZES = ("effective_batch_size", "factor", "micro_batch_size")
@@ -38,14 +39,18 @@ class Batching:
         effective_batch_size: number of examples per update, over all replicas.
         micro_batch_size: maximum number of examples per forward and backward pass on a
             replica.
-        factor: number of micro-batches per update on each replica.
+        factor: number of micro-batches per update on each replica. In a cut by tokens,
+            it is the smallest possible number.
         replicas: number of copies of the model, over all workers.
+        micro_batch_tokens: maximum number of tokens, padding included, per forward and
+            backward pass on a replica; None unless batches are cut by tokens.
     """
 
     effective_batch_size: int
     micro_batch_size: int
     factor: int
     replicas: int = 1
+    micro_batch_tokens: int | None = None
 
     @property
     def share(self) -> int:
@@ -55,18 +60,50 @@ class Batching:
         """
         return ceil_div(self.effective_batch_size, self.replicas)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether an effective batch may be computed in several micro-batches."""
+        return self.micro_batch_tokens is not None or self.factor * self.replicas > 1
+
+    @property
+    def limit(self) -> int:
+        """The limit of a micro-batch: in tokens if batches are cut so, or in examples."""
+        if self.micro_batch_tokens is not None:
+            return self.micro_batch_tokens
+        return self.micro_batch_size
+
+    def with_limit(self, limit: int) -> Batching:
+        """Return the batching with another `limit`, in the same unit."""
+        if self.micro_batch_tokens is not None:
+            return replace(self, micro_batch_tokens=limit)
+        return self.with_micro_batch_size(limit)
+
     def with_micro_batch_size(self, micro_batch_size: int) -> Batching:
         """Return the batching with another micro-batch size and the matching factor."""
         factor = ceil_div(self.share, micro_batch_size)
         return replace(self, micro_batch_size=micro_batch_size, factor=factor)
 
     def with_effective_batch_size(self, size: int) -> Batching:
-        """Return the batching of `size` examples with the same micro-batch size."""
+        """Return the batching of `size` examples with the same micro-batch size.
+
+        In a cut by tokens without a limit of examples, there is none for `size` either.
+        """
         resized = replace(self, effective_batch_size=size)
-        return resized.with_micro_batch_size(self.micro_batch_size)
+        micro_batch_size = self.micro_batch_size
+        if self.micro_batch_tokens is not None and micro_batch_size == self.share:
+            micro_batch_size = resized.share
+        return resized.with_micro_batch_size(micro_batch_size)
 
     def __str__(self) -> str:
         replicas = count(self.replicas, "replica")
+        if self.micro_batch_tokens is not None:
+            limit = count(self.micro_batch_tokens, "token")
+            if self.micro_batch_size < self.share:
+                limit += f" and {count(self.micro_batch_size, 'example')}"
+            return (
+                f"effective batch {self.effective_batch_size} in micro-batches of at "
+                f"most {limit}, padding included, on {replicas}"
+            )
         text = (
             f"effective batch {self.effective_batch_size} = "
             f"{self.micro_batch_size} × {self.factor} × {replicas}"
@@ -213,6 +250,9 @@ def sizes_in_force(
         named: keys that the command line sets.
     """
     sizes = {name: accumulation[name] for name in SIZES}
+    if accumulation.get("micro_batch_tokens") is not None:
+        return _sizes_by_tokens(accumulation, sizes, named)
+
     present = [name for name in SIZES if sizes[name] is not None]
     explicit = [name for name in present if f"accumulation.{name}" in named]
     if not explicit:
@@ -225,6 +265,42 @@ def sizes_in_force(
     for name in defaults[kept:]:
         sizes[name] = None
     return sizes
+
+
+def _sizes_by_tokens(
+    accumulation: Mapping[str, Any], sizes: Mapping[str, Any], named: Container[str]
+) -> dict[str, Any]:
+    """Return the sizes that apply beside a limit of tokens, or without it.
+
+    A factor on the command line outranks a limit of tokens that comes from elsewhere.
+    Otherwise, the factor is None, as it differs between updates.
+
+    Args:
+        accumulation: the config group, which has a limit of tokens.
+        sizes: the values of the keys in `SIZES`.
+        named: keys that the command line sets.
+
+    Raises:
+        ConfigError: the factor is set, too, or the effective batch size is not, or the
+            micro-batch size is to be searched.
+    """
+    factor = sizes["factor"]
+    micro = sizes["micro_batch_size"]
+    if FACTOR in named and factor is not None:
+        if TOKENS in named:
+            rule = f"must be left out with {TOKENS}, which decides how many there are"
+            raise ConfigError(FACTOR, rule, factor)
+        without = {**accumulation, "micro_batch_tokens": None}
+        return {**sizes_in_force(without, named), "micro_batch_tokens": None}
+    if micro in SEARCHED:
+        rule = (
+            f"cannot be searched with {TOKENS}: set a number of examples, or null, or "
+            "set the other key to null"
+        )
+        raise ConfigError(MICRO, rule, micro)
+    if sizes["effective_batch_size"] is None:
+        raise ConfigError(EFFECTIVE, f"must be given with {TOKENS}")
+    return {**sizes, "factor": None}
 
 
 def of_batches(
@@ -270,6 +346,10 @@ def of_batches(
             "known before: set a number, or null"
         )
         raise ConfigError(MICRO, rule, micro)
+    tokens = accumulation.get("micro_batch_tokens")
+    if tokens is not None:
+        rule = f"must be null with {BATCHED}=true, whose batches are padded already"
+        raise ConfigError(TOKENS, rule, tokens)
     if factor is None or factor < 1:
         rule = (
             f"must be at least 1 with {BATCHED}=true: that many batches are an update"
@@ -295,7 +375,8 @@ def batching(
     assumed, which is the share of one replica.
 
     Args:
-        sizes: the sizes that apply, by their names in `SIZES`.
+        sizes: the sizes that apply, by their names in `SIZES`, and the limit of tokens
+            if there is one.
         replicas: number of replicas, over all workers.
         named: keys that the command line sets.
         batched: whether an element of the dataset is a batch. Until the first batch is
@@ -310,6 +391,11 @@ def batching(
         if micro is None:
             micro = 1
         return derive(None, factor, micro, replicas)
+    tokens = sizes.get("micro_batch_tokens")
+    if tokens is not None:
+        factor = None if micro is not None else 1
+        cut = derive(effective, factor, micro, replicas, largest)
+        return replace(cut, micro_batch_tokens=tokens)
     if micro in SEARCHED:
         if factor is not None and (FACTOR in named or effective is not None):
             rule = (

@@ -522,6 +522,7 @@ _CHECKS = {
         f"an integer, {' or '.join(sizes.SEARCHED)}",
         lambda value: _is_integer(value) or value in sizes.SEARCHED,
     ).or_null(),
+    "accumulation.micro_batch_tokens": _COUNT.or_null(),
     "hardware.memory": _SIZE.or_null(),
     "hardware.gpu_memory": _SIZE.or_null(),
     "hardware.gpu": Check(

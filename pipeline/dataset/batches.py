@@ -25,7 +25,7 @@ from pipeline.config.stages import ALL, Slice
 from pipeline.dataset import cache
 from pipeline.dataset.augmentation import augmented, check_keeps_inputs
 from pipeline.dataset.class_weights import Weigh
-from pipeline.dataset.padding import padder
+from pipeline.dataset.padding import padder, value_checker
 from pipeline.dataset.source import (
     AHEAD,
     ShareReader,
@@ -52,6 +52,7 @@ def effective_batches(
     seed: int,
     weigh: Weigh | None = None,
     reader: ShareReader | None = None,
+    padded: bool = True,
 ) -> tf.data.Dataset:
     """Return the effective batches of the training split, epoch after epoch.
 
@@ -67,6 +68,8 @@ def effective_batches(
         reader: reads this worker's share of each batch, or None if there is only one
             worker. With a reader, each element is the worker's `Share`, or the whole
             batch if examples differ in shape or are padded.
+        padded: whether `dataset.pad` makes the batches dense. Otherwise, parts of
+            unequal length are ragged.
 
     Raises:
         ConfigError: the augmentation changes the shape or dtype of an input, or the
@@ -105,11 +108,12 @@ def effective_batches(
     batches = functools.reduce(
         tf.data.Dataset.concatenate, map(batches_of_slice, slices)
     )
-    batches = _padded_and_cast(batches, pad, spec)
+    batches = _padded_and_cast(batches, pad, spec, padded)
     if weigh is not None:
         batches = map_batches(batches, weigh)
     if augment is not None:
-        plain_inputs = in_order(data.train, 1, pad).element_spec[0]
+        plain = in_order(data.train, 1, pad, padded=padded)
+        plain_inputs = plain.element_spec[0]
         check_keeps_inputs(plain_inputs, _inputs_spec(batches))
     return _read_ahead(batches)
 
@@ -132,6 +136,7 @@ def in_order(
     reader: ShareReader | None = None,
     made_of: Stored | None = None,
     keep: bool = False,
+    padded: bool = True,
 ) -> tf.data.Dataset:
     """Return the batches of one unshuffled pass over a split.
 
@@ -147,6 +152,7 @@ def in_order(
         made_of: the records from which the split is made, or None if they are unknown.
             With the records, a reader makes only the examples of its own share.
         keep: whether to keep the batches in memory after the first pass.
+        padded: see `effective_batches`.
     """
     spec = examples.element_spec
     reader = _independent_reader(reader, spec, pad)
@@ -157,7 +163,7 @@ def in_order(
     batches = source.batches(size, reader)
     if keep:
         batches = batches.cache()
-    return _read_ahead(_padded_and_cast(batches, pad, spec))
+    return _read_ahead(_padded_and_cast(batches, pad, spec, padded))
 
 
 def stream_batches(
@@ -180,6 +186,7 @@ def evaluation_batches(
     pad: Any,
     reader: ShareReader | None,
     keep: bool,
+    padded: bool = True,
 ) -> tf.data.Dataset:
     """Return the unshuffled batches of a split, from its loader if there is one.
 
@@ -189,7 +196,9 @@ def evaluation_batches(
     loader = data.loaders.get(name)
     if loader is None:
         records = data.made_of(name)
-        return in_order(data.splits[name], batch_size, pad, reader, records, keep)
+        return in_order(
+            data.splits[name], batch_size, pad, reader, records, keep, padded
+        )
 
     batches = tf.data.Dataset.from_generator(loader.epoch, output_signature=loader.spec)
     return _read_ahead(map_batches(batches, _cast_to_floatx))
@@ -346,10 +355,14 @@ def _is_small(spec: tuple) -> bool:
 
 
 def _padded_and_cast(
-    batches: tf.data.Dataset, pad: Mapping[str, Any] | None, spec: tuple
+    batches: tf.data.Dataset,
+    pad: Mapping[str, Any] | None,
+    spec: tuple,
+    padded: bool,
 ) -> tf.data.Dataset:
     if pad is not None:
-        batches = batches.map(padder(pad, spec), AHEAD)
+        prepared = padder(pad, spec) if padded else value_checker(pad)
+        batches = batches.map(prepared, AHEAD)
     return map_batches(batches, _cast_to_floatx)
 
 

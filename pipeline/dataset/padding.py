@@ -48,6 +48,20 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
     return padded
 
 
+def value_checker(pad: Mapping[str, Any]) -> Callable[..., tuple]:
+    """Return a function that leaves a batch ragged, to be padded after it is cut.
+
+    As `padder`, it rejects inputs that contain `pad.value`.
+    """
+    value = pad["value"]
+
+    @tf.autograph.experimental.do_not_convert
+    def checked(x: Any, *others: Any) -> tuple:
+        return tf.nest.map_structure(lambda leaf: _with_check(leaf, value), x), *others
+
+    return checked
+
+
 def _has_ragged_part(nest: Any) -> bool:
     return any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(nest))
 

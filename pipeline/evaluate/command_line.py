@@ -15,6 +15,7 @@ SPLITS = ("validation", "test", "train")
 # Keys that overrides may set: the data, and where and how it is evaluated.
 _ALLOWED = (
     "accumulation.micro_batch_size",
+    "accumulation.micro_batch_tokens",
     "dataset",
     "hardware",
     "tracking.patience",

@@ -89,7 +89,7 @@ def _write(parts: "Parts", split: str, files: PartFiles) -> None:
     from pipeline.dataset.bad_example import errors_located
     from pipeline.evaluate import predicted_rows
 
-    batches = parts.evaluation_batches(split)
+    batches = parts.evaluation_batches(split, padded=True)
     assert batches is not None
     prediction = parts.prediction()
     predict_batch = tf.function(

@@ -29,7 +29,15 @@ PEAK_MEMORY = "perf/peak_memory_bytes"
 EXAMPLES_SEEN = "train/examples_seen"
 
 NO_RUN = "NO RUN"  # status of a planned job without a run
-SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
+SIZES = {
+    "factor",
+    "batch",
+    "micro",
+    "tokens",
+    "effective_batch_size",
+    "micro_batch_size",
+    "micro_batch_tokens",
+}
 
 # Python also takes `nan` and `1_0` for numbers, which may be the names of things.
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -377,7 +385,12 @@ def current_params(params: Mapping[str, str]) -> dict[str, str]:
 def sizes(params: Mapping[str, str]) -> dict[str, int | None]:
     """Return the factor and the batch sizes of a run, as fields of `JobResult`."""
     keys = ("factor", "effective_batch_size", "micro_batch_size")
-    return {key: _size(params, key) for key in keys}
+    sizes_of_run = {key: _size(params, key) for key in keys}
+    if _size(params, "micro_batch_tokens") is not None:
+        # The micro-batches of a cut by tokens differ in size, and in number.
+        sizes_of_run["factor"] = None
+        sizes_of_run["micro_batch_size"] = None
+    return sizes_of_run
 
 
 def _size(params: Mapping[str, str], key: str) -> int | None:

@@ -55,8 +55,10 @@ class Functions:
         self._outputs = None
         with self._reported("training.shown"), _state_kept(self._changed):
             parts = []
-            size = self._evaluation.micro_batch_size
-            for start in range(0, int(examples_in(self._inputs)), size):
+            count = int(examples_in(self._inputs))
+            # In a cut by tokens, the number of examples may have no limit.
+            size = self._evaluation.micro_batch_size or count
+            for start in range(0, count, size):
                 x = slice_of(self._inputs, start, start + size)
                 outputs = self._forward(x)
                 parts.append(tf.nest.map_structure(_array, outputs))

@@ -66,6 +66,9 @@ NAMED = (
 
 
 HASH_VERSION = "v2:"  # prefix of a config hash; a hash of version 1 has no prefix
+# Keys that are newer than this version, with the default that changes nothing. A hash
+# does not cover such a default, so that it is that of a config without the key.
+_NEWER_KEYS = {"accumulation.micro_batch_tokens": None}
 
 
 def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
@@ -82,6 +85,11 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
         run_dir: the run directory; its path in values does not affect the hash.
     """
     covered = key_kinds.restricted(resolved, key_kinds.WHAT_RUNS)
+    for key, default in _NEWER_KEYS.items():
+        group, _, name = key.partition(".")
+        values = covered.get(group)
+        if isinstance(values, dict) and values.get(name) == default:
+            values.pop(name, None)
     return HASH_VERSION + _sha256_of_config(covered, run_dir)
 
 

@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,14 +205,18 @@ class Tracker:
                 has been dispatched, which may be before the device has computed it.
         """
         plan = self.plan
-        micro_steps = plan.micro_steps(update)
         training = dict(results)
         training["epoch"] = plan.epoch(update)
-        training["micro_steps"] = micro_steps
+        if plan.batching.micro_batch_tokens is None:
+            # In a cut by tokens, the update has counted them.
+            micro_steps = plan.micro_steps(update)
+            factor = micro_steps - plan.micro_steps(update - 1)
+            training["micro_steps"] = micro_steps
+            training["accumulation_factor"] = factor
+        if not plan.changes:
+            training.pop("accumulation_factor", None)
         training["effective_batch_size"] = plan.batch_size(update)
         training["examples_seen"] = plan.examples_seen(update)
-        if plan.changes:
-            training["accumulation_factor"] = micro_steps - plan.micro_steps(update - 1)
         row = _prefixed("train", training) | _prefixed("perf", performance)
         self._row("train", Row(update, row, time=int(at * 1000)))
 
@@ -223,12 +228,14 @@ class Tracker:
         self.plan = plan
         self.tag(plan.tags)
 
-    def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
-        """Tag the run with the reduced micro-batch size for the evaluation of a split.
+    def evaluation_halved(self, name: str, limit: int) -> None:
+        """Tag the run with the reduced micro-batches for the evaluation of a split.
 
-        The size is reduced if a larger micro-batch does not fit into memory.
+        They are reduced if larger ones do not fit into memory. `limit` is their new
+        `Batching.limit`.
         """
-        self.tag({f"micro_batch_size.{name}": str(micro_batch_size)})
+        unit = "" if self.plan.batching.micro_batch_tokens is None else " tokens"
+        self.tag({f"micro_batch_size.{name}": f"{limit}{unit}"})
 
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
@@ -373,8 +380,13 @@ class Tracker:
         params: dict[str, Any] = {}
         for key, value in plain.leaves(recorded).items():
             params[key] = value if isinstance(value, str) else json.dumps(value)
-        for name in ("effective_batch_size", "factor", "micro_batch_size", "replicas"):
-            params[f"derived.{name}"] = getattr(self.plan.batching, name)
+        for name, value in asdict(self.plan.batching).items():
+            params[f"derived.{name}"] = value
+        # Either the factor is derived, or it differs between updates.
+        if self.plan.batching.micro_batch_tokens is None:
+            del params["derived.micro_batch_tokens"]
+        else:
+            del params["derived.factor"]
         if self.plan.updates != ENDLESS:
             params["derived.updates"] = self.plan.updates
         sizes = [math.prod(variable.shape) for variable in model.trainable_variables]

@@ -30,9 +30,14 @@ from pipeline.training.evaluator import (
     averaged_weights_for_callbacks,
 )
 from pipeline.training.monitored import MonitoredMetrics
-from pipeline.training.oom_retry import OomRetry
+from pipeline.training.oom_retry import OomRetry, limit_of
 from pipeline.training.profiler import Profiler
-from pipeline.training.recorder import NOISE_ESTIMATES, Recorder, UpdateResults
+from pipeline.training.recorder import (
+    CUT_COUNTS,
+    NOISE_ESTIMATES,
+    Recorder,
+    UpdateResults,
+)
 
 WORKER_LOST = (
     tf.errors.UnavailableError,
@@ -288,8 +293,8 @@ class Trainer:
         except tf.errors.ResourceExhaustedError as error:
             self.recorder.fetch()
             results = self.oom_retry.retry_halved(error, self.done + 1, self._step)
-        micro_batch_size = self.updater.micro_batch_size
-        self.recorder.cut(self.recorder.plan.halved(self.done, micro_batch_size))
+        limit = limit_of(self.updater)
+        self.recorder.cut(self.recorder.plan.halved(self.done, limit))
         self._next_update = tf.function(self._next_step, autograph=False)
         return results
 
@@ -299,7 +304,7 @@ class Trainer:
         self.recorder.add(self.done + 1, results, traces)
         if self._has_batch_hooks:
             logs = self.recorder.layout.unpack(tf.unstack(results)).metrics
-            for name in NOISE_ESTIMATES:
+            for name in (*NOISE_ESTIMATES, *CUT_COUNTS):
                 logs.pop(name, None)
             _, index = self.recorder.plan.place(self.done)
             self._hooks.on_train_batch_end(index, logs)

@@ -5,6 +5,7 @@ failed attempt had not happened.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -192,24 +193,41 @@ def halve(
         error: the error that showed a lack of memory.
 
     Returns:
-        The new micro-batch size.
+        The new limit of a micro-batch: in tokens if `step` cuts by tokens, or in
+        examples.
 
     Raises:
         OutOfMemoryError: the micro-batches have only one example.
     """
-    size = step.micro_batch_size
-    if size == 1:
+    limit = limit_of(step)
+    tokens = step.token_limit
+    smallest = 1  # each example is a micro-batch of its own
+    if tokens is not None:
+        smallest = tokens.pad_multiple
+    if limit <= smallest:
         raise OutOfMemoryError(
             "not even a micro-batch of one example fits into memory in "
             f"{name}: {first_line(error)}"
         ) from error
-    half = -(-size // 2)  # rounded up
-    step.micro_batch_size = half
+    half = -(-limit // 2)  # rounded up
+    unit = ""
+    if tokens is None:
+        step.micro_batch_size = half
+    else:
+        step.token_limit = replace(tokens, tokens=half)
+        unit = " tokens"
     say(
-        f"{name} does not fit into memory: again, in micro-batches of {half} "
-        f"in place of {size}"
+        f"{name} does not fit into memory: again, in micro-batches of {half}{unit} "
+        f"in place of {limit}"
     )
     return half
+
+
+def limit_of(step: Update | Evaluation) -> int:
+    """Return the limit of a micro-batch: in tokens if `step` cuts so, or in examples."""
+    if step.token_limit is not None:
+        return step.token_limit.tokens
+    return int(step.micro_batch_size)
 
 
 def assign_all(variables: Iterable[tf.Variable], values: Iterable[Any]) -> None:

@@ -26,6 +26,8 @@ FETCH_SECONDS = 1.0
 FETCH_UPDATES = 200  # maximum number of updates between two fetches
 # Results of which only averages over updates are logged.
 NOISE_ESTIMATES = ("gradient_variance", "gradient_square")
+# Results of a cut by tokens, from which `_CutTotals` makes what is logged.
+CUT_COUNTS = ("micro_steps", "tokens", "positions")
 
 
 class NonFiniteError(ArithmeticError):
@@ -157,6 +159,49 @@ class _EpochMeans:
 
 
 @dataclass
+class _CutTotals:
+    """What the updates of a cut by tokens have computed so far, over all replicas.
+
+    Attributes:
+        micro_steps: number of micro-batches.
+        tokens: number of positions in ragged inputs, without padding.
+    """
+
+    micro_steps: int = 0
+    tokens: int = 0
+
+    def add(self, results: dict[str, float]) -> "_CutRow":
+        """Add the counts of an update, and remove them from its results.
+
+        In a cut by examples, there are none.
+        """
+        if "positions" not in results:
+            return _CutRow({}, {})
+        micro_steps, tokens, positions = [results.pop(name) for name in CUT_COUNTS]
+        self.micro_steps += round(micro_steps)
+        self.tokens += round(tokens)
+        training = {
+            "micro_steps": self.micro_steps,
+            "tokens": tokens,
+            "tokens_seen": self.tokens,
+            "accumulation_factor": micro_steps,
+        }
+        return _CutRow(training, {"padding_share": 1 - tokens / positions})
+
+
+class _CutRow(NamedTuple):
+    """The part of an update's row that is about its cut by tokens.
+
+    Attributes:
+        training: metrics to log as `train/…`.
+        performance: metrics to log as `perf/…`.
+    """
+
+    training: dict[str, float]
+    performance: dict[str, float]
+
+
+@dataclass
 class Recorder:
     """Keeps the results of updates on the device and fetches them in groups.
 
@@ -201,6 +246,7 @@ class Recorder:
     _noise: NoiseScale = field(default_factory=NoiseScale)
     _unlogged: _Row | None = None  # the last row, until it is logged
     _epoch: _EpochMeans = field(default_factory=_EpochMeans)
+    _cut_totals: _CutTotals = field(default_factory=_CutTotals)
     _unfetched: list[_UnfetchedUpdate] = field(default_factory=list)
     # The time from which the time of updates is counted, by `time.perf_counter`: that
     # of the last fetch, moved forward by the pauses since then.
@@ -251,6 +297,7 @@ class Recorder:
             self.last = results.metrics
             self._check_for_explosion(entry.update)
             self._smooth_noise(self.last)
+            cut_row = self._cut_totals.add(self.last)
             self._add_to_epoch(entry.update, self.last)
             non_finite = _non_finite(self.last)
             if self.skips:
@@ -261,7 +308,12 @@ class Recorder:
                     non_finite = []
                 self.last["skipped_updates"] = self._skipped
 
-            self._unlogged = _Row(entry.update, self.last, performance, entry.wall_time)
+            self._unlogged = _Row(
+                entry.update,
+                self.last | cut_row.training,
+                performance | cut_row.performance,
+                entry.wall_time,
+            )
             # Only the chief, which has a tracker, ends the run.
             fails = bool(non_finite) and self.tracker is not None
             if fails or entry.update % self.log_every == 0:
@@ -357,6 +409,7 @@ class Recorder:
             "epoch_sums": dict(self._epoch.sums),
             "epoch_examples": dict(self._epoch.examples),
             "explosion": asdict(self._explosion),
+            "cut": asdict(self._cut_totals),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -371,6 +424,8 @@ class Recorder:
         # Older checkpoints lack it: the next loss then counts as the first one.
         explosion = state.get("explosion") or {}
         self._explosion = Explosion(explosion.get("first"), explosion.get("update"))
+        # Older checkpoints lack it: no batches were cut by tokens.
+        self._cut_totals = _CutTotals(**(state.get("cut") or {}))
 
     def _check_for_explosion(self, update: int) -> None:
         """Print and tag once that the loss has exploded; the run continues."""
@@ -450,8 +505,9 @@ class Recorder:
                 utilization = self.share_of_peak * examples / timed.seconds
                 performance["model_flops_utilization"] = utilization
         if self.plan.before:
-            micro_batch_size = self.plan.batching.micro_batch_size
-            performance["micro_batch_size"] = micro_batch_size
+            cut = self.plan.batching
+            unit = "size" if cut.micro_batch_tokens is None else "tokens"
+            performance[f"micro_batch_{unit}"] = cut.limit
         return performance
 
     def _log_last(self) -> None:

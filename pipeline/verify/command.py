@@ -275,12 +275,16 @@ def _fault(
             return "the evaluation"
         return f"the evaluation: {_differing_results(update, differing)}"
 
+    cut = parts.plan.batching
+    micro_batch_size = cut.micro_batch_size
+    if cut.micro_batch_tokens is not None:
+        micro_batch_size = 1  # the smallest that a cut by tokens may have
     with layers.without_noise(parts.model):
         culprit = layers.culprit(
             parts.model,
             update.objective,
-            batch,
-            parts.plan.batching.micro_batch_size,
+            engine.whole_parts(update, batch),
+            micro_batch_size,
             engine.unit(update),
         )
     if culprit:
@@ -381,12 +385,15 @@ def _print(certificate: Certificate, every: bool) -> None:
     """
     parts = certificate.parts
     cut = parts.spec.largest
-    parts_of_batch = count(cut.factor, "micro-batch", "micro-batches")
+    how = (
+        f"{count(cut.factor, 'micro-batch', 'micro-batches')} of {cut.micro_batch_size}"
+    )
+    if cut.micro_batch_tokens is not None:
+        how = f"micro-batches of at most {count(cut.micro_batch_tokens, 'token')}"
     rows = _rows(certificate.comparisons, every)
     say(
         f"{parts.devices.description}; {cut}",
-        f"an update by {parts_of_batch} of {cut.micro_batch_size} and one of the "
-        f"whole batch are {certificate.verdict}",
+        f"an update by {how} and one of the whole batch are {certificate.verdict}",
         *_table(rows),
         *_remarks(certificate.comparisons),
         to=sys.stdout,

@@ -135,7 +135,7 @@ def compare(
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Difference]:
     """Compare the loss and metrics of a batch in micro-batches with those by Keras."""
-    parts = internals.parts_of(batch)
+    parts = whole_parts(evaluation, batch)
 
     _reset_metrics(evaluation)
     by_keras = tf.function(
@@ -150,6 +150,18 @@ def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Difference]:
     rounding = _Rounding(_gamma(evaluation, batch), unit(evaluation), scale=1.0)
     findings = _compare_results(expected, reached, rounding)
     return [replace(finding, what=f"val/{finding.what}") for finding in findings]
+
+
+def whole_parts(computation: Computation, batch: Any) -> tuple[Any, Any, Any]:
+    """Return `(x, y, sample_weight)` of a batch that is computed as a whole.
+
+    Parts that would be padded after a cut by tokens are padded to the longest example.
+    """
+    limit = computation.token_limit
+    if limit is None:
+        return internals.parts_of(batch)
+    weighted = internals.with_position_weights(batch)
+    return internals.padded_parts(weighted, limit.pad_multiple)
 
 
 @contextmanager
@@ -230,7 +242,7 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
     variables = model.trainable_variables
 
     def gradients_by_keras(batch: Any) -> tuple[dict[str, Any], list[Any]]:
-        x, *others = internals.parts_of(batch)
+        x, *others = whole_parts(update, batch)
         noisy = []
         if update.same_noise:
             noisy = internals.noisy_layers(model, x)
@@ -313,11 +325,15 @@ def _update_by_keras(traced: _TracedUpdate, batch: Any) -> _Outcome:
 
 def _by_single_examples(update: Update, batch: Any) -> tuple[dict[str, Any], list[Any]]:
     """Compute loss and gradients by the kernel with micro-batches of one example."""
+    limits: dict[str, Any] = {"micro_batch_size": 1}
+    if update.token_limit is not None:
+        limits["micro_batch_tokens"] = update.token_limit.tokens
+        limits["pad_multiple"] = update.token_limit.pad_multiple
     single = Update(
         update.model,
         update.objective,
         update.optimizer,
-        1,
+        **limits,
         same_noise=update.same_noise,
         hold_statistics=False,
     )

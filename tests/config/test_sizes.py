@@ -212,3 +212,72 @@ def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_writt
         1768,
         1784,
     ]
+
+
+# --- a limit of tokens ---
+
+
+def by_tokens(tokens=512, **others):
+    """Return the config group of a run that is cut by tokens, with conf's defaults."""
+    defaults = {
+        "effective_batch_size": 128,
+        "factor": 4,
+        "micro_batch_size": None,
+        "micro_batch_tokens": tokens,
+    }
+    return defaults | others
+
+
+def test_a_limit_of_tokens_outranks_the_default_factor():
+    group = by_tokens()
+    in_force = sizes.sizes_in_force(group, {sizes.TOKENS})
+    assert in_force == {
+        "effective_batch_size": 128,
+        "factor": None,
+        "micro_batch_size": None,
+    }
+    cut = sizes.batching(group | in_force, 2)
+    assert cut == sizes.Batching(128, 64, 1, 2, 512)
+    assert cut.is_cut
+    assert str(cut) == (
+        "effective batch 128 in micro-batches of at most 512 tokens, padding included, "
+        "on 2 replicas"
+    )
+
+
+def test_examples_beside_tokens_are_a_limit():
+    group = by_tokens(factor=None, micro_batch_size=8)
+    group |= sizes.sizes_in_force(group, {sizes.TOKENS, sizes.MICRO})
+    cut = sizes.batching(group, 1)
+    assert cut.micro_batch_size == 8
+    assert "at most 512 tokens and 8 examples, padding included" in str(cut)
+    assert cut.with_effective_batch_size(256).micro_batch_size == 8
+    # Without such a limit, there is none in larger batches either.
+    free = sizes.batching(by_tokens(factor=None), 1)
+    assert free.with_effective_batch_size(256).micro_batch_size == 256
+
+
+def test_a_factor_on_the_command_line_outranks_the_tokens_of_a_file():
+    in_force = sizes.sizes_in_force(by_tokens(), {sizes.FACTOR})
+    assert in_force == {
+        "effective_batch_size": 128,
+        "factor": 4,
+        "micro_batch_size": None,
+        "micro_batch_tokens": None,
+    }
+    # A null there is no factor.
+    in_force = sizes.sizes_in_force(by_tokens(factor=None), {sizes.FACTOR})
+    assert "micro_batch_tokens" not in in_force
+
+
+def test_cuts_by_tokens_that_were_halved_are_recorded_in_tokens():
+    cut = sizes.Batching(128, 128, 1, 1, 512)
+    plan = plan_of(cut, 1280, sizes.Horizon("updates", 100))
+    halved = plan.halved(40, 256)
+    assert halved.batching.limit == 256
+    assert halved.tags == {
+        HALVED: "512 tokens up to update 40, 256 tokens then",
+        CUTS: "[[512, 40], [256, null]]",
+    }
+    resumed = plan.after(recorded_cuts(halved.tags), 60)
+    assert resumed.tags[CUTS] == "[[512, 40], [256, 60], [512, null]]"

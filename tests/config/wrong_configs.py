@@ -250,6 +250,58 @@ CONFIG = {
         "accumulation.moving_statistics must be one of its choices. Received: 'none'. "
         "Choices: effective, micro."
     ),
+    "train accumulation.micro_batch_tokens=0": (
+        "accumulation.micro_batch_tokens must be at least 1, or null. Received: 0."
+    ),
+    "train accumulation.micro_batch_tokens=512 accumulation.factor=4": (
+        "accumulation.factor must be left out with accumulation.micro_batch_tokens, "
+        "which decides how many there are. Received: 4."
+    ),
+    "train accumulation.micro_batch_tokens=512 accumulation.micro_batch_size=auto": (
+        "accumulation.micro_batch_size cannot be searched with "
+        "accumulation.micro_batch_tokens: set a number of examples, or null, or set "
+        "the other key to null. Received: 'auto'."
+    ),
+    (
+        "train accumulation.micro_batch_tokens=512 "
+        "accumulation.effective_batch_size=null"
+    ): (
+        "accumulation.effective_batch_size must be given with "
+        "accumulation.micro_batch_tokens."
+    ),
+    "train accumulation.micro_batch_tokens=512 accumulation.same_noise=true": (
+        "accumulation.same_noise must be auto or false with "
+        "accumulation.micro_batch_tokens: noise is drawn for each micro-batch. "
+        "Received: true."
+    ),
+    "train accumulation.micro_batch_tokens=512 hardware.xla=true": (
+        "hardware.xla must be auto or false with accumulation.micro_batch_tokens: XLA "
+        "would compile once for each length. Received: true."
+    ),
+    "train accumulation.micro_batch_tokens=512 hardware.xla=fastest": (
+        "hardware.xla must be auto or false with accumulation.micro_batch_tokens: XLA "
+        "would compile once for each length. Received: 'fastest'."
+    ),
+    "train accumulation.micro_batch_tokens=512 hardware.fused_attention=true": (
+        "hardware.fused_attention must be false or auto with "
+        "accumulation.micro_batch_tokens: XLA compiles nothing. Received: true."
+    ),
+    "train accumulation.micro_batch_tokens=512 dataset.batched=true": (
+        "accumulation.micro_batch_tokens must be null with dataset.batched=true, whose "
+        "batches are padded already. Received: 512."
+    ),
+    "train accumulation.micro_batch_tokens=512 'tracking.show={}'": (
+        "tracking.show must be null with accumulation.micro_batch_tokens, which "
+        "evaluates examples in the order of their lengths; training.shown logs "
+        "pictures and tables of your own. Received: {}."
+    ),
+    (
+        "train experiment=text accumulation.micro_batch_tokens=512 "
+        "dataset.pad.value=300"
+    ): (
+        "dataset.pad.value must be 0 with accumulation.micro_batch_tokens. "
+        "Received: 300."
+    ),
     "train accumulation.micro_batch_size=auto accumulation.factor=4": (
         "accumulation.factor cannot be set with accumulation.micro_batch_size=auto, as "
         "the effective batch would depend on the machine: set "

@@ -61,6 +61,18 @@ PREPARED = {
         "dataset.pad pads the labels and the model has no mask: this one divides by "
         "the padding as well. Received: 'sum_over_batch_size'."
     ),
+    "train accumulation.micro_batch_tokens=512": (
+        "accumulation.micro_batch_tokens must come with inputs of unequal length in "
+        "each split and dataset.pad, such as {multiple: 8, value: 0}, as the lengths "
+        "of dense inputs are not known: give the texts without padding, or cut by "
+        "accumulation.micro_batch_size. Received: 512."
+    ),
+    "train experiment=text model._target_=mine.pooled accumulation.micro_batch_tokens=9": (
+        "accumulation.micro_batch_tokens must be null, as padding would change the "
+        "update (model must give the same outputs with more padding at the end of an "
+        "example, with micro_batch_tokens: mask the padding, or cut by "
+        "micro_batch_size alone. Received: …). Received: 9."
+    ),
     "train model._target_=mine.recurrent accumulation.same_noise=true": (
         "accumulation.same_noise must be auto, which names them, or false: some layers "
         "can only draw for each micro-batch. Received: 'lstm'."

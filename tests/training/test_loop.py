@@ -398,6 +398,32 @@ def recorder(rows: Rows, losses: list[float]) -> Recorder:
     return recorder
 
 
+def test_a_cut_by_tokens_is_counted_on_after_a_resume():
+    names = (*NAMES, "micro_steps", "tokens", "positions")
+
+    def results_of(micro_steps, tokens, positions):
+        values = [1.0, 1.0, 0.1, micro_steps, tokens, positions, math.nan, 0.0]
+        return tf.constant(values, tf.float64)
+
+    rows = Rows()
+    plan = Plan(Batching(SIZE, SIZE, 1, 1, 64), EXAMPLES, 9)
+    first = Recorder(rows, plan, 1, lambda: 0, Progress(9), layout=ResultLayout(names))
+    first.add(1, results_of(3, 90, 120), traces=1)
+    first.add(2, results_of(2, 60, 100), traces=1)
+    first.fetch()
+    state = first.get_state()
+    assert "tokens" not in state["last"]  # nor in the logs of callbacks
+
+    layout = ResultLayout(names)
+    resumed = Recorder(rows, plan, 1, lambda: 0, Progress(9), layout=layout)
+    resumed.set_state(state)
+    resumed.add(3, results_of(4, 100, 100), traces=1)
+    resumed.fetch()
+    logged = [(row["micro_steps"], row["tokens_seen"]) for _, row in rows.updates]
+    assert logged == [(3, 90), (5, 150), (9, 250)]
+    assert [row["padding_share"] for row in rows.performance] == [0.25, 0.4, 0.0]
+
+
 def test_a_loss_that_has_exploded_is_said_and_tagged_once(capsys):
     tagged = []
     rows = Rows()

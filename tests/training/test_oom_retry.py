@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -16,9 +17,10 @@ from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
 from pipeline.accumulation.internals import trace_forward
+from pipeline.accumulation.token_cut import TokenLimit
 from pipeline.common.errors import OutOfMemoryError
 from pipeline.training.evaluator import SplitEvaluator
-from pipeline.training.oom_retry import OomRetry
+from pipeline.training.oom_retry import OomRetry, halve
 from tests.parameters import mostly_slow
 from tests.running import Store, pipeline
 
@@ -257,6 +259,18 @@ def test_where_one_example_does_not_fit_the_run_fails_in_one_line(tmp_path):
     assert "no room" in run.data.tags["failure"]
     assert "Traceback" not in printed
     assert list(rows["train/loss"]) == list(range(1, len(rows["train/loss"]) + 1))
+
+
+def test_a_limit_of_tokens_is_halved_down_to_single_examples(capsys):
+    step = SimpleNamespace(token_limit=TokenLimit(100, 8, 16), micro_batch_size=8)
+    error = tf.errors.ResourceExhaustedError(None, None, "no room")
+    assert [halve(step, "update 3", error) for _ in range(3)] == [50, 25, 13]
+    assert step.token_limit == TokenLimit(13, 8, 16)
+    line = "update 3 does not fit into memory: again, in micro-batches of 50 tokens "
+    assert f"{line}in place of 100" in capsys.readouterr().err
+    # Each example is padded to at least 16, so all are alone by now.
+    with pytest.raises(OutOfMemoryError, match="not even a micro-batch of one example"):
+        halve(step, "update 3", error)
 
 
 HALVED = " does not fit into memory: again, in micro-batches of 8"

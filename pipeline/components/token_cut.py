@@ -1,0 +1,64 @@
+"""Checks that the data, the model and the objective of a run can be cut by tokens."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from pipeline.accumulation import Evaluation, internals
+from pipeline.common.errors import ConfigError, as_config_error
+from pipeline.config.resolve import RunSpec
+from pipeline.config.sizes import MICRO, TOKENS
+from pipeline.dataset.splits import Data
+
+
+def check_data(spec: RunSpec, data: Data) -> None:
+    """Reject a cut by tokens of examples whose lengths are not known.
+
+    Raises:
+        ConfigError: no input of a split has an unequal length, or `dataset.pad` is
+            null.
+    """
+    if not spec.cuts_by_tokens:
+        return
+    is_ragged = spec.dataset.get("pad") is not None
+    for split in data.splits.values():
+        inputs = tf.nest.flatten(split.element_spec[0])
+        is_ragged = is_ragged and any(map(_varies, inputs))
+    if not is_ragged:
+        rule = (
+            "must come with inputs of unequal length in each split and dataset.pad, "
+            "such as {multiple: 8, value: 0}, as the lengths of dense inputs are not "
+            f"known: give the texts without padding, or cut by {MICRO}"
+        )
+        raise ConfigError(TOKENS, rule, spec.batching.micro_batch_tokens)
+
+
+def check_update(spec: RunSpec, evaluation: Evaluation, batch_spec: Any) -> None:
+    """Reject a model or an objective for which padding would change an update.
+
+    Nothing but made-up examples is computed: the evaluation is traced.
+
+    Args:
+        spec: the spec of a run that cuts by tokens.
+        evaluation: the evaluation of the run, with its model and its objective.
+        batch_spec: the spec of an effective batch.
+
+    Raises:
+        ConfigError: padding would count.
+    """
+
+    def check(batch: Any) -> None:
+        internals.prepared_for_tokens(evaluation.model, batch)
+        evaluation(batch)
+
+    rule = "must be null, as padding would change the update"
+    tokens = spec.batching.micro_batch_tokens
+    with as_config_error(TOKENS, rule, tokens):
+        tf.function(check, autograph=False).get_concrete_function(batch_spec)
+
+
+def _varies(spec: Any) -> bool:
+    """Return whether a part of an example has a first axis without a fixed size."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return True
+    return bool(spec.shape.rank) and spec.shape[0] is None

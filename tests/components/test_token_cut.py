@@ -1,0 +1,101 @@
+"""A run hands ragged batches to its update, which is that of the whole padded batch."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipeline.common.errors import ConfigError
+from pipeline.components import assembly
+from pipeline.config.compose import composed
+from pipeline.config.resolve import resolve
+from pipeline.dataset import Data
+
+EXACT = 1e-12
+CLASSES = 12
+HERE = __name__
+CONFIG = (
+    "~dataset",
+    f"+dataset={{_target_: {HERE}.texts, pad: {{multiple: 4, value: 0}}}}",
+    "objective=language_model",
+    "~model",
+    f"+model={{_target_: {HERE}.network}}",
+    "hardware.precision=float64",
+    "hardware.device=cpu",
+    "accumulation.effective_batch_size=16",
+    "training.updates=2",
+)
+TOKENS = "accumulation.micro_batch_tokens=100"
+
+
+def texts(last: int = 1) -> Data:
+    """Return texts of 1 to 40 tokens from 1 on; the last text begins with `last`."""
+    numbers = np.random.default_rng(0)
+    lengths = 2 + np.minimum(numbers.geometric(0.1, 40), 39)
+    rows = [numbers.integers(1, CLASSES, length) for length in lengths]
+    rows[-1][0] = last
+
+    def examples():
+        for row in rows:
+            yield row[:-1], row[1:]
+
+    spec = tf.TensorSpec([None], tf.int32)
+    split = tf.data.Dataset.from_generator(examples, output_signature=(spec, spec))
+    split = split.apply(tf.data.experimental.assert_cardinality(len(rows)))
+    return Data(split, split.take(10), name="texts", classes=CLASSES)
+
+
+def network(classes: int, pools: bool = False) -> keras.Model:
+    """Return a model whose outputs change with padding if it `pools`."""
+    inputs = keras.Input([None], dtype="int32")
+    vectors = keras.layers.Embedding(classes, 8)(inputs)
+    if pools:
+        vectors += keras.ops.mean(vectors, axis=1, keepdims=True)
+    return keras.Model(inputs, keras.layers.Dense(classes)(vectors))
+
+
+def parts_of(*more):
+    return assembly.assemble(resolve(composed([*CONFIG, *more]), [*CONFIG, *more], {}))
+
+
+def results_of(parts):
+    """Return the results of two updates, and those of an evaluation after them."""
+    update = tf.function(parts.update(), autograph=False)
+    results = [update(batch) for batch in parts.batches]
+    evaluation = parts.evaluation()
+    (batch,) = parts.evaluation_batches()
+    sums = tf.function(evaluation, autograph=False)(batch)
+    results.append(sums.results(evaluation.measured))
+    return [{name: float(value) for name, value in row.items()} for row in results]
+
+
+def test_updates_and_evaluations_are_those_of_whole_padded_batches(float64):
+    by_tokens = parts_of(TOKENS)
+    x, y = by_tokens.batches.element_spec
+    assert isinstance(x, tf.RaggedTensorSpec)
+    assert isinstance(y, tf.RaggedTensorSpec)
+    rows = results_of(by_tokens)
+    expected = results_of(parts_of("accumulation.factor=1"))
+    for row, other in zip(rows, expected, strict=True):
+        for name in {"loss", "accuracy", "gradient_norm"} & other.keys():
+            assert row[name] == pytest.approx(other[name], rel=EXACT)
+    for row in rows[:2]:
+        assert row["micro_steps"] > 1
+        assert row["tokens"] < row["positions"]
+        assert "gradient_variance" not in row
+
+
+def test_a_model_that_counts_padding_is_rejected_before_the_run(float64):
+    with pytest.raises(ConfigError) as rejected:
+        parts_of(TOKENS, "+model.pools=true")
+    assert rejected.value.key == "accumulation.micro_batch_tokens"
+    assert "must give the same outputs with more padding" in str(rejected.value)
+
+
+def test_ragged_inputs_must_not_contain_the_padding_either(float64):
+    parts = parts_of(TOKENS, "+dataset.last=0")
+    line = "dataset.pad.value must not be a value of the inputs"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=line):
+        list(parts.batches)
