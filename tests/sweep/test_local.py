@@ -57,7 +57,6 @@ class Noting(keras.callbacks.Callback):
 # What a job is
 
 
-@pytest.mark.slow
 def test_a_forked_job_trains_to_the_bits_of_a_run_by_hand(tmp_path):
     store = Store(tmp_path)
     run = ("train", *TINY, "seed=1")
