@@ -59,10 +59,8 @@ def fault_of(loss=None, metrics=(), regularizer=None) -> str:
     differing = [finding for finding in comparisons[0] if not finding.holds]
     if not differing:
         return ""
-    parts = SimpleNamespace(
-        model=model,
-        plan=SimpleNamespace(batching=SimpleNamespace(micro_batch_size=MICRO)),
-    )
+    cut = SimpleNamespace(micro_batch_size=MICRO, micro_batch_tokens=None)
+    parts = SimpleNamespace(model=model, plan=SimpleNamespace(batching=cut))
     return command._fault(parts, update, batch, differing)
 
 
