@@ -102,7 +102,8 @@ def test_every_part_has_its_figures(tmp_path):
         assert figure["what"] == summary["what"]
         assert len(figure["values"]) == summary["rounds"] > 0
         assert all(map(math.isfinite, figure["values"]))
-        if figure["part"] in TIMED and figure["subject"] != "PyTorch":
+        is_absent = figure["what"] == "installations found"  # PyTorch's or JAX'
+        if figure["part"] in TIMED and not is_absent:
             assert min(figure["values"]) > 0
 
     # The table comes last, a line for each figure.
