@@ -13,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.call_rate import calls_per_second
 from benchmarks.workloads import LEARNING_RATE, Transformer, on_gpu
 
-ROUNDS = 5
 EPSILON = 1e-3  # that of Keras' layer normalization
 
 Weights = dict[str, Any]
@@ -53,7 +51,7 @@ def main() -> None:
         weights, state, losses = update(weights, state, cut(x), cut(y))
         return losses
 
-    rates = _calls_per_second(step, arguments["seconds"])
+    rates = calls_per_second(step, jax.block_until_ready, arguments["seconds"])
     result = {
         "what": f"JAX, {workload.factor} × {workload.micro}",
         "rates": [rate * workload.effective for rate in rates],
@@ -155,21 +153,6 @@ def initial(network: Transformer, vocabulary: int, length: int) -> Weights:
         "norm": norm(),
         "logits": dense(width, vocabulary),
     }
-
-
-def _calls_per_second(call: Callable[[], Any], seconds: float) -> list[float]:
-    """Return calls a second in each round of about `seconds`."""
-
-    def turn(count: int) -> float:
-        begun = time.perf_counter()
-        for _ in range(count):
-            result = call()
-        jax.block_until_ready(result)
-        return time.perf_counter() - begun
-
-    turn(3)
-    count = max(1, int(3 * seconds / turn(3)))
-    return [count / turn(count) for _ in range(ROUNDS)]
 
 
 if __name__ == "__main__":

@@ -9,16 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from benchmarks.call_rate import calls_per_second
 from benchmarks.pytorch import networks
 from benchmarks.workloads import LEARNING_RATE, Workload, on_gpu
-
-ROUNDS = 5
 
 
 def main() -> None:
@@ -47,9 +44,10 @@ def _print_rates(workload: Workload, seconds: float, compiled: bool) -> None:
     def step() -> None:
         update(forward, adam, x.to(device), y.to(device), device)
 
+    rates = calls_per_second(step, finish, seconds)
     result = {
         "what": what,
-        "rates": [rate * workload.micro for rate in calls_per_second(step, seconds)],
+        "rates": [rate * workload.micro for rate in rates],
         "note": f"torch {torch.__version__} on {device}",
     }
     print(json.dumps(result), flush=True)
@@ -70,20 +68,10 @@ def update(
     adam.zero_grad()
 
 
-def calls_per_second(call: Callable[[], object], seconds: float) -> list[float]:
-    """Return calls a second in each round of about `seconds`."""
-
-    def turn(count: int) -> float:
-        begun = time.perf_counter()
-        for _ in range(count):
-            call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    turn(3)
-    count = max(1, int(3 * seconds / turn(3)))
-    return [count / turn(count) for _ in range(ROUNDS)]
+def finish(result: object) -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
