@@ -35,10 +35,11 @@ def wide(input_shape, classes):
     return keras.Model(inputs, keras.layers.Dense({OUTPUTS})(inputs))
 """
 PEAK = """
-import resource, sys
+import sys
 from pipeline.__main__ import main
 status = main(sys.argv[1:])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+from pipeline.components import devices
+print(devices.peak_memory(devices.Devices(None, False, "")) / 2**20)
 sys.exit(status)
 """
 
