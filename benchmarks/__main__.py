@@ -2,7 +2,7 @@
 
 Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]
            (`make bench`)
-Run time:  about 40 minutes on two CPU cores, on a quiet machine.
+Run time:  about 75 minutes on two CPU cores, on a quiet machine.
 Expect:    a table with each figure and whether it meets its target, and the medians and
            quartiles as JSON in benchmarks/results/.
 
@@ -17,6 +17,8 @@ Parts:
                  apply, each measured alone
     peers        the training loop ÷ Keras' fit, PyTorch, Accelerate and Lightning; the
                  last three with `make peers`
+    compiled     the training loop with `hardware.xla=fastest` ÷ Keras' fit with XLA and
+                 PyTorch with torch.compile
     tracking     the training loop that logs every update ÷ the same one that logs
                  nothing; CPU time of a logged update
     checkpoints  how long one checkpoint stalls the training loop, and what it costs
@@ -42,7 +44,15 @@ from pipeline.common import imports
 
 # These compute in processes of their own.
 PARTS_ELSEWHERE = ("startup", "main", "auto", "memory")
-PARTS_HERE = ("update", "peers", "tracking", "checkpoints", "replicas", "text")
+PARTS_HERE = (
+    "update",
+    "peers",
+    "compiled",
+    "tracking",
+    "checkpoints",
+    "replicas",
+    "text",
+)
 PARTS = (*PARTS_ELSEWHERE, *PARTS_HERE)
 RESULTS = Path(__file__).parent / "results"
 AUTO_TURNS = 2  # of each size in `auto`, for each start of a command
@@ -52,7 +62,7 @@ def main() -> None:
     options = _options()
     begun = time.time()
     load = os.getloadavg()[0]
-    if {"main", "peers"} & set(options.parts):
+    if {"main", "peers", "compiled"} & set(options.parts):
         processes.check_peers()
 
     # These come before TensorFlow takes memory and threads in this process.
@@ -117,7 +127,7 @@ def _in_other_processes(options: argparse.Namespace) -> list[Figure]:
 
 def _with_model(workload: Workload, options: argparse.Namespace) -> list[Figure]:
     """Measure the parts that compute with a model in this process."""
-    from benchmarks import checkpoints, peers, replicas, tracking, update
+    from benchmarks import checkpoints, compiled, peers, replicas, tracking, update
 
     rounds = options.rounds
     seconds = options.seconds
@@ -128,6 +138,8 @@ def _with_model(workload: Workload, options: argparse.Namespace) -> list[Figure]
         figures += update.measure(workload, rounds, seconds, options.xla)
     if "peers" in options.parts:
         figures += peers.measure(workload, rounds, seconds, options.xla)
+    if "compiled" in options.parts:
+        figures += compiled.measure(workload, rounds, seconds)
     # With a large model, a turn would be two updates.
     if "tracking" in options.parts and not workload.is_large:
         figures += tracking.measure(workload, tracked_rounds, tracked_seconds)

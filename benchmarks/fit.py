@@ -118,10 +118,16 @@ def _faster(first: Update, second: Update, batches: tf.data.Dataset) -> Update:
     return second
 
 
-def keras_fit(workload: Workload, updates: int, steps_per_execution: int) -> Body:
+def keras_fit(
+    workload: Workload,
+    updates: int,
+    steps_per_execution: int,
+    jit_compile: bool | str = "auto",
+) -> Body:
     """Return `fit`, which pauses after every `updates` updates.
 
-    That is the end of what it takes for an epoch.
+    That is the end of what it takes for an epoch. The last two arguments are those of
+    Keras' `compile`.
     """
 
     def body(pause: Callable[[], None]) -> object:
@@ -130,6 +136,7 @@ def keras_fit(workload: Workload, updates: int, steps_per_execution: int) -> Bod
             keras_models.optimizer(gradient_accumulation_steps=workload.factor),
             keras_models.loss(),
             steps_per_execution=steps_per_execution,
+            jit_compile=jit_compile,
         )
         pausing = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: pause()

@@ -1,12 +1,12 @@
 """The training loop ÷ the peers: Keras' `fit`, PyTorch by hand, Accelerate, Lightning.
 
 Ours is `pipeline.training.loop.Trainer` itself, with its recorder and without a
-tracker. It also runs as with `hardware.xla=fastest`, which is not compared with the
-peers. `fit` has `verbose=0` and no metrics, at `steps_per_execution` 1, as people use
+tracker. `fit` has `verbose=0` and no metrics, at `steps_per_execution` 1, as people use
 it, and at the factor. The other three are in `benchmarks.pytorch`, each in a process of
 `.venv-peers`: eager, as their documentation writes them, with the fastest options that
 it offers. Model, optimizer and examples are the same; all shuffle out of memory. All of
-them have started and traced when the first turn begins.
+them have started and traced when the first turn begins. `benchmarks.compiled` compares
+what is compiled.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from benchmarks import fit, keras_models
 from benchmarks.figures import BEST_PEER, Figure, ratios
 from benchmarks.processes import PEERS, Process
 from benchmarks.turns import Coroutine, alternate
-from benchmarks.workloads import ResNet, Workload
+from benchmarks.workloads import Workload
 
-FASTEST = "hardware.xla=fastest"
 LOOPS = ("PyTorch", "Accelerate", "Lightning")
 # GNU's OpenMP, which PyTorch comes with, lets its threads spin for some milliseconds
 # after their last work.
@@ -40,15 +39,13 @@ def measure(workload: Workload, rounds: int, seconds: float, xla: bool) -> list[
     }
     if not workload.is_large:
         bodies["fit"] = fit.keras_fit(workload, updates, 1)
-    if not isinstance(workload.network, ResNet):  # XLA would compile it for minutes
-        bodies[FASTEST] = fit.ours(workload, updates, xla="fastest")
 
     with ExitStack() as contenders:
         turns: dict[str, Callable[[], object]] = {}
         for name, body in bodies.items():
             turns[name] = contenders.enter_context(closing(Coroutine(body)))
         for loop in _loops(workload):
-            process = _process(loop, workload, updates)
+            process = pytorch_process(loop, workload, updates)
             turns[loop] = contenders.enter_context(closing(process))
         alternate(turns, 2)  # traces, and fills the read-ahead
         times = alternate(turns, rounds, REST)
@@ -56,7 +53,7 @@ def measure(workload: Workload, rounds: int, seconds: float, xla: bool) -> list[
     examples = workload.effective * updates
     figures = []
     for name in times:
-        if name in ("train", FASTEST):
+        if name == "train":
             continue
         figures.append(
             Figure(
@@ -79,9 +76,6 @@ def measure(workload: Workload, rounds: int, seconds: float, xla: bool) -> list[
             note=nearest.what.removeprefix("train ÷ "),
         )
     )
-    if FASTEST in times:
-        gains = ratios(times["train"], times[FASTEST])
-        figures.append(Figure("peers", workload.name, f"{FASTEST} ÷ train", gains))
     return figures
 
 
@@ -101,16 +95,12 @@ def overall(figures: Sequence[Figure]) -> list[Figure]:
     ]
 
 
-def _loops(workload: Workload) -> Sequence[str]:
-    """Return the loops in PyTorch that take turns."""
-    if not PEERS.exists():
-        return ()
-    if workload.is_large:
-        return LOOPS[:1]
-    return LOOPS
+def pytorch_process(loop: str, workload: Workload, updates: int) -> Process:
+    """Start one of `benchmarks.pytorch.loops.LOOPS`, as a contender of a turn.
 
-
-def _process(loop: str, workload: Workload, updates: int) -> Process:
+    Raises:
+        RuntimeError: its model has another number of weights than that in Keras.
+    """
     threads = len(os.sched_getaffinity(0))  # as TensorFlow has
     command = [str(PEERS), "-m", "benchmarks.pytorch"]
     command += [loop, workload.name, str(threads)]
@@ -124,3 +114,12 @@ def _process(loop: str, workload: Workload, updates: int) -> Process:
             f"{workload.name} has {theirs} weights in PyTorch, not {ours}"
         )
     return process
+
+
+def _loops(workload: Workload) -> Sequence[str]:
+    """Return the loops in PyTorch that take turns."""
+    if not PEERS.exists():
+        return ()
+    if workload.is_large:
+        return LOOPS[:1]
+    return LOOPS

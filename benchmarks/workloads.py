@@ -160,6 +160,16 @@ _ON_A_CPU = (
         factor=4,
         is_large=True,
     ),
+    # Half a million weights; the tokens are bytes.
+    Workload(
+        name="small_transformer",
+        network=Transformer(layers=2, width=128, heads=4),
+        input_shape=(64,),
+        classes=256,
+        micro=32,
+        factor=4,
+        integers_below=256,
+    ),
     # 11 million weights; the tokens are bytes.
     Workload(
         name="transformer10m",

@@ -1,4 +1,4 @@
-"""Three loops that accumulate gradients, each as its documentation writes it.
+"""Loops that accumulate gradients, each as its documentation writes it.
 
 They share what was fastest of what PyTorch's documentation offers: the fused Adam,
 micro-batches indexed at once, the faster layout of images, and sums of sparse gradients
@@ -24,13 +24,24 @@ Updated = Callable[[], None]  # called after each update
 
 def pytorch(workload: Workload, model: nn.Module, updated: Updated) -> None:
     """Train without end, by hand."""
+    _by_hand(workload, model, model, updated)
+
+
+def pytorch_compiled(workload: Workload, model: nn.Module, updated: Updated) -> None:
+    """Train without end, by hand, with `torch.compile`."""
+    _by_hand(workload, model, torch.compile(model), updated)
+
+
+def _by_hand(
+    workload: Workload, model: nn.Module, forward: Any, updated: Updated
+) -> None:
     factor = workload.factor
     adam = optimizer(model)
     loss = nn.CrossEntropyLoss()
     loader = batches(workload)
     while True:
         for number, (x, y) in enumerate(loader, 1):
-            (loss(model(x), y) / factor).backward()
+            (loss(forward(x), y) / factor).backward()
             if number % factor == 0:
                 adam.step()
                 adam.zero_grad()
@@ -70,7 +81,12 @@ def with_lightning(workload: Workload, model: nn.Module, updated: Updated) -> No
     trainer.fit(Module(model), batches(workload))
 
 
-LOOPS = {"PyTorch": pytorch, "Accelerate": accelerate, "Lightning": with_lightning}
+LOOPS = {
+    "PyTorch": pytorch,
+    "PyTorch, compiled": pytorch_compiled,
+    "Accelerate": accelerate,
+    "Lightning": with_lightning,
+}
 
 
 class Module(lightning.LightningModule):

@@ -131,13 +131,30 @@ def test_every_peer_that_is_there_takes_turns(tmp_path):
         others |= {"train ÷ PyTorch", "train ÷ Accelerate", "train ÷ Lightning"}
     else:
         assert "`make peers` sets them up" in done.stderr
-    of_ours = {"train ÷ best peer", "hardware.xla=fastest ÷ train"}
-    assert set(figures) == others | of_ours
+    assert set(figures) == others | {"train ÷ best peer"}
     for figure in figures.values():
         assert figure["rounds"] == 2
         assert figure["median"] > 0
     lowest = min(figures[what]["median"] for what in others)
     assert figures["train ÷ best peer"]["median"] == lowest
+
+
+@pytest.mark.slow
+def test_what_is_compiled_takes_turns(tmp_path):
+    path = tmp_path / "result.json"
+    done = bench("compiled", *TINY, "--output", str(path))
+    assert done.returncode == 0, done.stderr
+    medians = {}
+    for figure in json.loads(path.read_text())["figures"]:
+        assert figure["rounds"] == 2
+        contender = figure["what"].removeprefix("hardware.xla=fastest ÷ ")
+        medians[contender] = figure["median"]
+
+    peers = {"fit, jit_compile=True"}
+    if PEERS.exists():
+        peers |= {"PyTorch", "PyTorch, compiled"}
+    assert set(medians) == peers | {"hardware.xla=false", "best peer"}
+    assert medians["best peer"] == min(medians[peer] for peer in peers) > 0
 
 
 TORCH_TWIN = """
