@@ -157,6 +157,22 @@ def test_what_is_compiled_takes_turns(tmp_path):
     assert medians["best peer"] == min(medians[peer] for peer in peers) > 0
 
 
+@pytest.mark.slow
+def test_what_is_compiled_starts_fewer_operations():
+    command = [sys.executable, "-m", "benchmarks.operations", "--models", "mlp"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    *_, row = done.stdout.splitlines()
+    numbers = [int(number) for number in re.findall(r"\d+", row)]
+    micro_batch = numbers[0::2]
+    rest = numbers[1::2]
+    assert len(micro_batch) == len(rest) == 4
+    without, step, apply, update = micro_batch
+    assert without > step == apply > update == 0
+    without, step, apply, update = rest
+    assert without > 2 * apply > 2 * update > 0
+    assert step > apply
+
+
 TORCH_TWIN = """
 import sys
 import torch
