@@ -57,6 +57,7 @@ from .micro_batches import MicroBatchLoop
 from .moving_statistics import normalizing_layers, statistics_held
 from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
+from .padding import padded_inputs
 from .padding_checks import prepared_for_tokens
 from .same_noise import Key, noise_by_position, noisy_layers
 from .token_cut import TokenLimit, micro_batch_limit
@@ -354,9 +355,12 @@ class _MicroStep:
         if model is not None:
             for rule, received in unsupported(model):
                 raise ValueError(f"model {rule}. Received: {received}")
-            if context.noise_seeds:
-                noisy = noisy_layers(model, inputs_of(share))
             size = settings.micro_batch_size
+            if context.noise_seeds:
+                inputs = inputs_of(share)
+                if isinstance(size, TokenLimit):
+                    inputs = padded_inputs(share)
+                noisy = noisy_layers(model, inputs)
             if not settings.jit_compile and not isinstance(size, TokenLimit):
                 wide = wide_layers(model, size)
             if settings.hold_statistics:
@@ -375,7 +379,7 @@ class _MicroStep:
         """Return the sums over a micro-batch.
 
         `position` is the position of the micro-batch's first example in the effective
-        batch.
+        batch; in a cut by tokens, that of each example.
         """
         settings = self.settings
         model = settings.model

@@ -44,7 +44,9 @@ class Forward:
     drawing_by_position: list[keras.Layer]
 
 
-def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
+def trace_forward(
+    model: keras.Model, x: Any, same_noise: bool, by_tokens: bool = False
+) -> Forward:
     """Trace a forward pass of a built model, without changing the model.
 
     Args:
@@ -52,6 +54,8 @@ def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
         x: inputs of a few examples.
         same_noise: whether noise is drawn by the position of an example, where the
             layer allows it; see `Update`.
+        by_tokens: whether micro-batches are cut by tokens, so that the padded length of
+            an example depends on the cut.
     """
     noisy = noisy_layers(model, x) if same_noise else []
     x = tf.nest.map_structure(_as_tensor, x)
@@ -59,7 +63,9 @@ def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
     @tf.function(input_signature=[slice_specs(x)], autograph=False)
     def call(x: Any) -> None:
         keys = [tf.zeros([2], tf.int64)] * len(noisy)
-        with noise_by_position(noisy, keys, 0, examples_in(x)):
+        examples = examples_in(x)
+        position = tf.range(examples) if by_tokens else 0
+        with noise_by_position(noisy, keys, position, examples):
             model(x, training=True)
 
     with keras.StatelessScope() as scope:

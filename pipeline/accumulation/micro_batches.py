@@ -53,7 +53,8 @@ def run_micro_batches(
             time. In `Batches`, no micro-batch spans two batches.
         micro_batch_size: examples per micro-batch; the last one may be smaller. With a
             `TokenLimit`, the batch is sorted by length and cut by tokens. `start` is
-            then a position after sorting. The step is not compiled.
+            then the position of each example of the micro-batch in `batch`, of shape
+            (examples,). The step is not compiled.
         jit_compile: whether XLA compiles the step for full micro-batches. A smaller
             last micro-batch is not compiled.
         fused_attention: whether the compiled step is traced in `attention_fused`. A
@@ -102,7 +103,7 @@ class MicroBatchLoop:
         # Trace the step as a separate function: its outputs are then known before the
         # loop, and XLA can compile it for full micro-batches.
         def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:
-            return micro_step(start, *cut.packed(slices))
+            return micro_step(cut.positions(start, slices), *cut.packed(slices))
 
         signature = [tf.TensorSpec([], tf.int32), *cut.specs]
         step = tf.function(on_leaves, input_signature=signature, autograph=False)
@@ -340,6 +341,10 @@ class _Cut:
             slices.append(tf.slice(leaf, begin, size))
         return self._as_on_device(slices)
 
+    def positions(self, start: tf.Tensor, slices: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return the positions in the batch that a micro-step is given."""
+        return start
+
     def in_order_of_batch(self, values: tf.Tensor) -> tf.Tensor:
         """Return values of the examples in the order of the batch."""
         return values
@@ -371,6 +376,10 @@ class _TokenCut(_Cut):
             slices = [padded(leaf, self._pad_multiple) for leaf in slices]
             slices = self._as_on_device(slices)
         return [tf.identity(leaf) for leaf in slices]
+
+    def positions(self, start: tf.Tensor, slices: Sequence[tf.Tensor]) -> tf.Tensor:
+        with tf.device("CPU:0"):
+            return self._order[start : start + examples_in(slices)]
 
     def in_order_of_batch(self, values: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):

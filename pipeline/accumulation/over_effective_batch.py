@@ -35,7 +35,7 @@ from .keras_internals import logits_of, mask_of, with_mask_and_logits
 from .loss_sums import LossSum, divide, scaled_sum, weighted_sum
 from .micro_batches import run_micro_batches
 from .objective import Objective, by_name
-from .padding import has_padded_axis
+from .padding import has_padded_axis, padded_inputs
 from .same_noise import Key, noise_by_position, noisy_layers
 from .token_cut import TokenLimit
 from .xla import compiled_by_xla, without_cudnn
@@ -149,7 +149,10 @@ def kept_outputs(
     share, position = share_of(batch)
     by_tokens = isinstance(micro_batch_size, TokenLimit)
     compiled = not by_tokens and compiled_by_xla(jit_compile, model, share)
-    noisy = noisy_layers(model, share[0]) if noise_seeds else []
+    noisy: list[keras.Layer] = []
+    if noise_seeds:
+        inputs = padded_inputs(share) if by_tokens else share[0]
+        noisy = noisy_layers(model, inputs)
     keys = [Key.from_seed(seed) for seed in noise_seeds]
 
     def micro_step(start: tf.Tensor, x: Nest, *_: Nest) -> Outputs:

@@ -11,6 +11,16 @@ p·⌈m/4⌉ on, where m is the number of values per example, and a block has fo
 So a micro-batch draws the same values for its examples as one draw for the whole
 effective batch would, on any replica, without the memory for that draw. Noise is drawn
 in float32, whatever the precision of the layer.
+
+In a cut by tokens, m depends on the padded length of the micro-batch, and the positions
+of its examples do not follow each other. So each example has 2³² blocks there, which is
+one draw for each example:
+
+    position  0              1              2          …
+    blocks    0 … 2³²−1      2³² … 2·2³²−1  …
+
+The values of an example are drawn from its first step to its last one. More padding
+adds values at the end, and changes none.
 """
 
 from __future__ import annotations
@@ -32,6 +42,7 @@ from .keras_internals import calling, graph, keeps_call_of, layers_of
 Draw = Callable[[Sequence[Any]], tf.Tensor]
 
 _BLOCK = 4  # 32-bit values per block
+_BLOCKS_OF_EXAMPLE = 2**32  # in a cut by tokens
 _PHILOX = 1  # the number of the Philox algorithm in raw operations
 _SCRAMBLE = 0x02461E293EC8F720  # with it, TensorFlow derives a key from a seed
 
@@ -105,7 +116,8 @@ def noise_by_position(
         noisy: the layers; see `noisy_layers`.
         keys: one seed per layer for this update (see `draw_noise_seeds`), or the key of
             the seed.
-        position: position of the micro-batch's first example in the effective batch.
+        position: position of the micro-batch's first example in the effective batch. In
+            a cut by tokens, the position of each example, of shape (examples,).
         examples: number of examples in the micro-batch.
         jit_compile: whether XLA compiles the calls.
     """
@@ -113,7 +125,7 @@ def noise_by_position(
         uniform = _uniform_by_xla
     else:
         uniform = tf.raw_ops.StatelessRandomUniformV2
-    rows = _Rows(position, examples, uniform)
+    rows = _rows(position, examples, uniform)
     keys = [_as_key(key) for key in keys]
     pairs = zip(noisy, keys, strict=True)
     return calling((layer, _call(layer, key, rows)) for layer, key in pairs)
@@ -141,6 +153,10 @@ class _Rows:
     position: Any  # of the first example in the effective batch
     examples: tf.Tensor  # number of examples
     uniform: Callable[..., tf.Tensor]  # the operation that draws
+
+    def can_draw(self, inputs: tf.Tensor) -> bool:
+        """Return whether noise for these inputs does not depend on the cut."""
+        return True
 
     def draw(self, key: Key, sizes: Sequence[Any]) -> tf.Tensor:
         """Return values of shape `sizes`, drawn by the positions of the examples."""
@@ -179,6 +195,52 @@ class _Rows:
         return self.uniform(shape=sizes, key=key.key, counter=key.counter, alg=_PHILOX)
 
 
+@dataclass(frozen=True)
+class _RowsByTokens(_Rows):
+    """The examples of a micro-batch of a cut by tokens. `position` is that of each."""
+
+    def can_draw(self, inputs: tf.Tensor) -> bool:
+        """Return whether more padding adds values at the end of an example alone.
+
+        It does not with a second axis of unknown size, as in the dropout of attention.
+        """
+        return None not in inputs.shape[2:]
+
+    def draw(self, key: Key, sizes: Sequence[Any]) -> tf.Tensor:
+        checks = []
+        if tf.is_tensor(sizes[1]):
+            # Values of a second sequence axis would come between those of the first.
+            rule = "same_noise: rows that are of no example, of unknown length"
+            checks.append(tf.debugging.assert_equal(sizes[0], self.examples, rule))
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            # An example has several rows if a layer before has merged the first axes.
+            values = math.prod(sizes) // self.examples
+        blocks = -(-values // _BLOCK)
+        with tf.device("CPU:0"):  # where the positions already are
+            positions = tf.cast(self.position, tf.uint64)
+            first = positions * tf.constant(_BLOCKS_OF_EXAMPLE, tf.uint64)
+            start = tf.stack([first, tf.zeros_like(first)], axis=1)
+            counters = key.counter + start
+
+        def noise_of_example(counter: tf.Tensor) -> tf.Tensor:
+            noise = self.uniform(
+                shape=[blocks * _BLOCK], key=key.key, counter=counter, alg=_PHILOX
+            )
+            return noise[:values]
+
+        noise = tf.map_fn(noise_of_example, counters, fn_output_signature=tf.float32)
+        return tf.reshape(tf.stop_gradient(noise), sizes)
+
+
+def _rows(
+    position: Any, examples: tf.Tensor, uniform: Callable[..., tf.Tensor]
+) -> _Rows:
+    """Return the examples of a micro-batch; for the arguments, see `_Rows`."""
+    if tf.convert_to_tensor(position).shape.rank == 0:
+        return _Rows(position, examples, uniform)
+    return _RowsByTokens(position, examples, uniform)
+
+
 def _call(layer: keras.Layer, key: Key, rows: _Rows) -> Callable[..., tf.Tensor]:
     formula = _formula(layer)
     assert formula is not None
@@ -193,7 +255,8 @@ def _call(layer: keras.Layer, key: Key, rows: _Rows) -> Callable[..., tf.Tensor]
         # each step needs new noise; and for inputs with a known number of rows, whose
         # first axis is not that of the examples.
         is_of_examples = inputs.shape[0] is None or is_shared
-        if not training or graph() is not traced_graph or not is_of_examples:
+        is_drawn_here = is_of_examples and rows.can_draw(inputs)
+        if not training or graph() is not traced_graph or not is_drawn_here:
             return type(layer).call(layer, inputs, training=training)
         # If a layer is called again in a forward pass, draw other values.
         key_of_call = Key.from_seed(key.seed, calls) if calls else key

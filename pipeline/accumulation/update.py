@@ -71,8 +71,7 @@ class Update:
         micro_batch_tokens: maximum number of positions per pass, in place of a number
             of examples, for ragged inputs; see `accumulate_gradients`. Each replica
             sorts and cuts its share. The gradient noise is then not measured: sorted
-            micro-batches are no random samples. `jit_compile` and `same_noise` must not
-            be True.
+            micro-batches are no random samples. `jit_compile` must not be True.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
         strategy: the strategy in whose scope the model was built; the current one by
@@ -150,9 +149,6 @@ class Update:
         self.token_limit = limit if isinstance(limit, TokenLimit) else None
         if self.token_limit is not None:
             check_not_compiled(jit_compile)
-            if same_noise is True:
-                rule = 'same_noise must be "auto" or False with micro_batch_tokens'
-                raise ValueError(f"{rule}. Received: True")
         self.strategy = strategy or tf.distribute.get_strategy()
         self.noise_every = noise_every
         self.same_noise = same_noise
@@ -196,14 +192,6 @@ class Update:
             return self.token_limit
         size: int = self.micro_batch_size
         return size
-
-    @property
-    def _same_noise(self) -> bool | str:
-        """Whether layers draw by the position of an example.
-
-        They do not where its place and its length depend on the cut.
-        """
-        return self.same_noise if self.token_limit is None else False
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest | Share | Batches) -> dict[str, tf.Tensor]:
@@ -314,7 +302,7 @@ class Update:
         # Draw the seeds outside of the replicas, where all copies of a seed get the
         # same value: the copies may have diverged.
         noise_seeds: list[tf.Tensor] = []
-        if self._same_noise:
+        if self.same_noise:
             with tf.control_dependencies(tensors_of(batch)):
                 noise_seeds = draw_noise_seeds(noisy_layers(self.model, x))
         totals = global_batch_totals(
@@ -483,8 +471,10 @@ class Update:
             if self.jit_compile is True:
                 rule = "jit_compile must be False or auto for Batches"
                 raise ValueError(f"{rule}: they have any size. Received: True")
+        by_tokens = self.token_limit is not None
         if self.same_noise is True:
-            noisy = trace_forward(self.model, x, True).cut_dependent_noise
+            forward = trace_forward(self.model, x, True, by_tokens)
+            noisy = forward.cut_dependent_noise
             if noisy:
                 rule = 'same_noise must be "auto" or False'
                 received = f"True, {', '.join(noisy)}"
@@ -496,7 +486,7 @@ class Update:
             if isinstance(batch, Batches):
                 rule = "loss_over must be example for Batches"
                 raise ValueError(f"{rule}. Received: 'effective_batch'")
-            forward = trace_forward(self.model, x, bool(self._same_noise))
+            forward = trace_forward(self.model, x, bool(self.same_noise), by_tokens)
             for rule, received in over.not_supported(self.model, forward):
                 raise ValueError(f"{rule}. Received: {received}")
 

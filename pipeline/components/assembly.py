@@ -223,7 +223,9 @@ class Parts:
     @cached_property  # Trace only once: each trace may draw another seed.
     def forward(self) -> internals.Forward:
         """The side effects of a forward pass in training; see `Forward`."""
-        return internals.trace_forward(self.model, self.inputs, self.spec.same_noise)
+        return internals.trace_forward(
+            self.model, self.inputs, self.spec.same_noise, self.spec.cuts_by_tokens
+        )
 
     def assigned_by_forward(self) -> list[tf.Variable]:
         """Return every replica's copy of variables that a forward pass may assign."""

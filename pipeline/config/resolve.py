@@ -109,12 +109,7 @@ class RunSpec:
 
     @property
     def same_noise(self) -> bool:
-        """Whether layers that support it draw the same noise for every cut.
-
-        They do not in a cut by tokens, where the length of an example depends on it.
-        """
-        if self.cuts_by_tokens:
-            return False
+        """Whether layers that support it draw the same noise for every cut."""
         return self.config.accumulation.same_noise is not False
 
     @property
@@ -382,9 +377,6 @@ def _check_cut_by_tokens(spec: RunSpec) -> None:
         return
     beside = f"with {sizes.TOKENS}"
     config = spec.config
-    if config.accumulation.same_noise is True:
-        rule = f"must be auto or false {beside}: noise is drawn for each micro-batch"
-        raise ConfigError("accumulation.same_noise", rule, True)
     if config.hardware.xla not in ("auto", False):
         rule = f"must be auto or false {beside}: XLA would compile once for each length"
         raise ConfigError(XLA, rule, config.hardware.xla)

@@ -249,7 +249,9 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
         seeds = internals.draw_noise_seeds(noisy)
 
         with tf.GradientTape() as tape:
-            with internals.noise_by_position(noisy, seeds, 0, internals.examples_in(x)):
+            examples = internals.examples_in(x)
+            position = tf.range(examples) if update.token_limit is not None else 0
+            with internals.noise_by_position(noisy, seeds, position, examples):
                 results = _results_by_keras(update, x, *others, training=True)
             scaled = update.optimizer.scale_loss(results["loss"])
         values = [variable.value for variable in variables]

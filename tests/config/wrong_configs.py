@@ -269,11 +269,6 @@ CONFIG = {
         "accumulation.effective_batch_size must be given with "
         "accumulation.micro_batch_tokens."
     ),
-    "train accumulation.micro_batch_tokens=512 accumulation.same_noise=true": (
-        "accumulation.same_noise must be auto or false with "
-        "accumulation.micro_batch_tokens: noise is drawn for each micro-batch. "
-        "Received: true."
-    ),
     "train accumulation.micro_batch_tokens=512 hardware.xla=true": (
         "hardware.xla must be auto or false with accumulation.micro_batch_tokens: XLA "
         "would compile once for each length. Received: true."
