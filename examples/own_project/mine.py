@@ -20,6 +20,17 @@ def moons(noise):
     return Data(examples.take(1000), examples.skip(1000), classes=2)
 
 
+def arrays(file):
+    """Arrays of examples and labels that `numpy.savez(file, x=x, y=y)` has written."""
+    stored = np.load(file)
+    examples = tf.data.Dataset.from_tensor_slices((stored["x"], stored["y"]))
+    test = len(stored["y"]) // 10
+    rest = examples.skip(2 * test)
+    return Data(
+        rest, examples.take(test), classes=10, test=examples.skip(test).take(test)
+    )
+
+
 def tiny(input_shape, classes, units):
     inputs = keras.Input(input_shape)
     x = keras.layers.Flatten()(inputs)

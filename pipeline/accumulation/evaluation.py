@@ -173,7 +173,7 @@ class Predicted(NamedTuple):
     Attributes:
         outputs: the outputs by name, with the examples on axis 0.
         losses: the loss that each example has alone, (examples,); `ABSENT` if there is
-            no loss, or if it compares several examples.
+            no loss, if it compares several examples, or without labels.
     """
 
     outputs: dict[str, tf.Tensor]
@@ -221,7 +221,8 @@ class Prediction:
                     rule = "outputs must be dense tensors with the examples on axis 0"
                     received = name or type(output).__name__
                     raise ValueError(f"{rule}. Received: {received}")
-            if self.objective.over_batch or self.objective.loss is None:
+            has_loss = self.objective.loss is not None and y is not None
+            if self.objective.over_batch or not has_loss:
                 return Predicted(outputs, ABSENT)
 
             losses: Any = 0.0

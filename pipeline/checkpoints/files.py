@@ -26,12 +26,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -402,6 +403,32 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         for update in saved_updates(self.folder / BEST):
             if update not in referred:
                 _remove(self.folder / BEST / str(update))
+
+
+def linked(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """Return a copy of a checkpoint in `folder`, which the run does not remove.
+
+    The files are hard links where the file system allows them, and copies elsewhere.
+
+    Raises:
+        OSError: a file cannot be read, as the run has removed the checkpoint.
+    """
+    copy = folder / checkpoint.folder.name
+    try:
+        shutil.copytree(checkpoint.folder, copy, copy_function=_link)
+    except OSError:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+    return replace(checkpoint, folder=copy)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
 
 
 def newest(

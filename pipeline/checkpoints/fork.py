@@ -342,7 +342,11 @@ def checkpoint_in(
     if updates_done is None:
         checkpoint = files.newest(checkpoints)
         if checkpoint is None:
-            raise ConfigError(key, "must have a whole checkpoint", text)
+            rule = "must have a whole checkpoint"
+            if not files.saved_updates(checkpoints):
+                rule = "must name an update: only the best evaluation has a checkpoint"
+            names = [f"{text}@{number}" for number in folder_by_update]
+            raise ConfigError(key, rule, text, names)
         return checkpoint
     if updates_done not in folder_by_update:
         rule = "must name an update whose checkpoint is there"

@@ -244,7 +244,11 @@ class Parts:
 
 
 def assemble(
-    spec: RunSpec, check_dataset: CheckDataset | None = None, first_update: int = 0
+    spec: RunSpec,
+    check_dataset: CheckDataset | None = None,
+    first_update: int = 0,
+    *,
+    labels_needed: bool = True,
 ) -> Parts:
     """Build the parts of a run and check that they fit each other.
 
@@ -254,6 +258,8 @@ def assemble(
             checksums of the files. Without `check_dataset`, the checksums are computed
             later.
         first_update: number of completed updates; their batches are skipped.
+        labels_needed: whether the loss is computed. If not, the data may have no
+            labels.
 
     Raises:
         ConfigError: a part cannot be built, or does not fit the others.
@@ -275,7 +281,7 @@ def assemble(
     # Seed again: TFDS draws random numbers while it prepares a dataset. A run that
     # prepares the dataset would otherwise start from other weights than later runs.
     keras.utils.set_random_seed(seed)
-    network = _build_network(spec, source, planned.plan, run_devices)
+    network = _build_network(spec, source, planned.plan, run_devices, labels_needed)
     sets = validation_sets.parse(spec.resolved["dataset"].get("validations"))
     results = kept_best.result_names(
         network.model, network.objective.evaluation, network.outputs
@@ -487,7 +493,11 @@ class _Network:
 
 
 def _build_network(
-    spec: RunSpec, source: _Source, plan: RunPlan, run_devices: Devices
+    spec: RunSpec,
+    source: _Source,
+    plan: RunPlan,
+    run_devices: Devices,
+    labels_needed: bool,
 ) -> _Network:
     """Build the model, the objective and the optimizer; check them on a batch."""
     data = source.data
@@ -499,7 +509,9 @@ def _build_network(
         stages_known = plan if isinstance(plan, Plan) else None
         built_optimizer, scaling = optimizer.build(spec, plan.updates, stages_known)
         batch = _first_batch(spec, data, source.files, run_devices)
-        checked = objective_checks.check(goal, network, data, batch, spec)
+        checked = objective_checks.check(
+            goal, network, data, batch, spec, labels_needed=labels_needed
+        )
         _check_validation_sets(spec, source, network)
         goal = checked.objective
         notes = added_losses.check(network, batch[0], goal.training.added_losses)

@@ -19,8 +19,8 @@ from pipeline.trust import instantiate
 # Errors for parameters of a model that the dataset cannot provide.
 _NOT_OFFERED = {
     "classes": (
-        "must be given, as with +model.classes=10: the dataset does not say how many "
-        "classes it has, as a pipeline.dataset.Data with classes does"
+        "must be known: return a pipeline.dataset.Data with classes=10 from the "
+        "dataset's function, or train with +model.classes=10"
     ),
     "input_shape": (
         "must be given, or the model must not need it: the dataset has several inputs"

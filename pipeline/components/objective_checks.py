@@ -65,7 +65,13 @@ class _Example:
 
 
 def check(
-    objective: RunObjective, model: keras.Model, data: Data, batch: Any, spec: RunSpec
+    objective: RunObjective,
+    model: keras.Model,
+    data: Data,
+    batch: Any,
+    spec: RunSpec,
+    *,
+    labels_needed: bool = True,
 ) -> Checked:
     """Compute the loss and the metrics of a batch; this also builds the model.
 
@@ -75,6 +81,8 @@ def check(
         data: the loaded dataset.
         batch: `(x, y, sample_weight)` of a few examples; the last two may be missing.
         spec: the spec of the run.
+        labels_needed: whether the loss and the metrics are computed. If not, they are
+            checked only if the batch has labels.
 
     Raises:
         ConfigError: the model does not take the inputs or has no weights to train, the
@@ -99,13 +107,14 @@ def check(
         rule=f"must fit labels {_shape(y)} and outputs {_shape(outputs)}",
     )
 
-    _check_loss(goal, model, example)
-    _check_class_weights(spec.config.training.class_weight or {}, goal, example)
-    labels = {}
-    if y is not None:
-        labels = internals.labels_by_name(goal.loss, y, example.outputs)
-    for group in METRIC_GROUPS:
-        _check_metrics(goal, group, labels, example)
+    if labels_needed or y is not None:
+        _check_loss(goal, model, example)
+        _check_class_weights(spec.config.training.class_weight or {}, goal, example)
+        labels = {}
+        if y is not None:
+            labels = internals.labels_by_name(goal.loss, y, example.outputs)
+        for group in METRIC_GROUPS:
+            _check_metrics(goal, group, labels, example)
     layer_metrics = _layer_metrics(model)
     _check_names(goal, list(example.outputs), layer_metrics)
 

@@ -160,9 +160,14 @@ def _log(
     if not new:
         return 0
     if run.run_dir is None:
-        return _send(run, new, uri)
-    evaluation_log.append(run.run_dir, new)
-    return sync_run(str(run.run_dir), OwnStore(uri), patience, named=True)
+        status = _send(run, new, uri)
+    else:
+        evaluation_log.append(run.run_dir, new)
+        status = sync_run(str(run.run_dir), OwnStore(uri), patience, named=True)
+    if status == 0:
+        for evaluation in new:
+            say(f"run {run.name} has eval/{evaluation.name}/… after {run.update}")
+    return status
 
 
 def _send(run: Subject, evaluations: list[Evaluation], uri: str) -> int:

@@ -44,7 +44,11 @@ def spec_of(subject: Subject, request: Request) -> RunSpec:
 
 @contextmanager
 def loaded(
-    subject: Subject, request: Request, *, other_data: bool = False
+    subject: Subject,
+    request: Request,
+    *,
+    other_data: bool = False,
+    labels_needed: bool = True,
 ) -> Iterator["Parts"]:
     """Yield the parts of the run, whose model has the weights of the subject.
 
@@ -56,6 +60,8 @@ def loaded(
         request: the command line.
         other_data: whether the data may differ from those of the run, even if no
             override selects others.
+        labels_needed: whether the loss is computed. If not, the data may have no
+            labels.
 
     Raises:
         ConfigError: the config is rejected, the data are not those of the run, or the
@@ -71,7 +77,7 @@ def loaded(
         if not other_data and not changes_data(request):
             subject.check_dataset(now)
 
-    parts = assembly.assemble(spec, check_dataset)
+    parts = assembly.assemble(spec, check_dataset, labels_needed=labels_needed)
     updater = parts.update()
     weights = subject.weights
     if isinstance(weights, StoredModel):

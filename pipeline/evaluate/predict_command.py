@@ -27,7 +27,7 @@ def predict(arguments: Sequence[str]) -> int:
     part_files.check_free(options.out)
     with (
         subject.found(request) as run,
-        loading.loaded(run, request) as parts,
+        loading.loaded(run, request, labels_needed=False) as parts,
     ):
         key = command_line.split_key(parts, options.split)
         identity = _identity(run, parts, key)

@@ -5,6 +5,7 @@ is not: it passes the gate, and of its model, only the weights are read.
 """
 
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,12 +23,18 @@ from pipeline.rerun import adapted_config, recorded_run
 from pipeline.rerun.request import Request
 from pipeline.tracking import model_registry, provenance
 from pipeline.tracking.foreign_store import ForeignStore
-from pipeline.tracking.journal_file import DATASET_RECORD, JOURNAL_NAME, Past
+from pipeline.tracking.journal_file import (
+    DATASET_RECORD,
+    JOURNAL_NAME,
+    Past,
+    is_locked,
+)
 from pipeline.tracking.model_registry import StoredModel
 from pipeline.trust.artifact_locations import confined
 from pipeline.trust.gate import Gate, strict
 
 BEST = "best"
+_TRIES = 10  # to link a checkpoint before the run removes it
 _ID = re.compile("[0-9a-f]{4,32}")
 _CHOICES = (
     "a run directory",
@@ -88,10 +95,18 @@ def found(request: Request) -> Iterator[Subject]:
     Raises:
         ConfigError: there is no such run or checkpoint, or its record is rejected.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _found(request, Path(folder))
+
+
+def _found(request: Request, folder: Path) -> Iterator[Subject]:
+    """Yield the subject; `folder` may hold its checkpoint."""
     name, selected = _parsed(request.run_id)
     is_model = MODEL.fullmatch(request.run_id) is not None
     if not is_model and (Path(name) / JOURNAL_NAME).exists():
-        yield _in_run_dir(Path(name).absolute(), selected, request)
+        named_dir = Path(name).absolute()
+        checkpoint = _lasting_checkpoint(named_dir, selected, request.run_id, folder)
+        yield _in_run_dir(named_dir, checkpoint, request)
         return
     if not is_model and not _ID.fullmatch(name):
         rule = "must name a run"
@@ -115,7 +130,7 @@ def found(request: Request) -> Iterator[Subject]:
         if model is not None:
             weights = model
         elif run_dir is not None:
-            weights = _checkpoint(run_dir, selected, request.run_id)
+            weights = _lasting_checkpoint(run_dir, selected, request.run_id, folder)
         else:
             weights = _logged_model(store, recorded.run, selected)
         subject = Subject(
@@ -139,6 +154,28 @@ def _parsed(text: str) -> tuple[str, str]:
     if name and (is_update or selected == BEST):
         return name, selected
     return text, ""
+
+
+def _lasting_checkpoint(
+    run_dir: Path, selected: str, text: str, folder: Path
+) -> Checkpoint:
+    """Return a checkpoint that stays until the command ends.
+
+    A run that is training removes its checkpoints as it writes newer ones. So they are
+    linked into `folder`; if one is removed meanwhile, the next one is taken.
+    """
+    if not is_locked(run_dir / JOURNAL_NAME):
+        return _checkpoint(run_dir, selected, text)
+    failure: Exception | None = None
+    for _ in range(_TRIES):
+        try:
+            return files.linked(_checkpoint(run_dir, selected, text), folder)
+        except (OSError, ConfigError) as error:
+            failure = error
+    if isinstance(failure, ConfigError):
+        raise failure
+    rule = "must have a checkpoint that stays for long enough to be read"
+    raise ConfigError("RUN", rule, text) from failure
 
 
 def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
@@ -169,7 +206,7 @@ def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
     return models[update]
 
 
-def _in_run_dir(run_dir: Path, selected: str, request: Request) -> Subject:
+def _in_run_dir(run_dir: Path, checkpoint: Checkpoint, request: Request) -> Subject:
     past = Past.read(run_dir, running=True)
     config = _without_training(run_dirs.recorded_config(run_dir, "RUN"))
     run_dirs.complete(config, past, keys_set(request.overrides))
@@ -186,7 +223,7 @@ def _in_run_dir(run_dir: Path, selected: str, request: Request) -> Subject:
     return Subject(
         run_id=past.run_id,
         run_dir=run_dir,
-        weights=_checkpoint(run_dir, selected, request.run_id),
+        weights=checkpoint,
         config=_on_one_replica(config),
         dataset=dataset,
         tags=past.tags,

@@ -379,6 +379,11 @@ class Trainer:
         if self.done:
             variables = self.model.trainable_variables
             self.updater.optimizer.finalize_variable_values(variables)
+            if self.stopped_by is not None:
+                say(
+                    f"the callback {self.stopped_by} has ended training after update "
+                    f"{self.done}"
+                )
         self._hooks.on_train_end()
         self.user_metrics.report_other_run("", ended=True)
         self.recorder.log_end(self.done, self.stopped_by, self.evaluations.best)

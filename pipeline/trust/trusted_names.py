@@ -132,7 +132,7 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
             "of a config from a tracking store must be a builder of this package, "
             "a public Keras layer, optimizer, schedule, loss, metric, callback, "
             "regularizer, initializer, constraint or application, or lie under "
-            "a prefix that you allow"
+            "a prefix that you allow by --allow or trust.allow"
         )
         raise ConfigError(key, rule, target)
 

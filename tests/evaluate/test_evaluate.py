@@ -22,16 +22,19 @@ from tests.running import Store, one_process, pipeline, start, wait
 from tests.shared import place_store
 
 MINE = """
+import shutil
 import time
 from pathlib import Path
 import keras, numpy as np, tensorflow as tf
 from pipeline.dataset import Data
 
-def points(flip=False, slow=False):
+def points(flip=False, slow=False, labels=True, removes=None):
+    if removes is not None:
+        shutil.rmtree(removes)
     random = np.random.default_rng(0)
     x = random.normal(size=(6600, 2)).astype("float32")
     y = (x[:, 0] > x[:, 1]).astype("int64") ^ int(flip)
-    data = tf.data.Dataset.from_tensor_slices((x, y))
+    data = tf.data.Dataset.from_tensor_slices((x, y) if labels else (x,))
     test = data.skip(600)
     if slow:
         test = test.enumerate().map(pause)
@@ -86,7 +89,8 @@ def write_own_code(folder: Path) -> None:
     (folder / "conf/dataset").mkdir(parents=True)
     (folder / "conf/model").mkdir()
     (folder / "mine.py").write_text(MINE)
-    dataset = "_target_: mine.points\nflip: false\nslow: false\n"
+    dataset = "_target_: mine.points\nflip: false\nslow: false\nlabels: true\n"
+    dataset += "removes: null\n"
     (folder / "conf/dataset/points.yaml").write_text(dataset)
     (folder / "conf/model/tiny.yaml").write_text("_target_: mine.tiny\n")
 
@@ -127,6 +131,8 @@ def made_by_id(made):
         "set": "predict run --split late --out set.parquet "
         "'+dataset.validations.late={_target_: mine.points, flip: true}'",
         "no such set": "predict run --split lat --out none.parquet",
+        "no labels": "predict run dataset.labels=false --out no_labels.parquet",
+        "labels": "predict run --out labels.parquet",
     }
     return one_process(lines, made.folder)
 
@@ -145,6 +151,9 @@ def test_a_checkpoint_has_the_results_that_the_run_logged(made, answer, update):
         # A control: another checkpoint has other results.
         assert evaluated[BEST] != pytest.approx(evaluated[LAST], rel=1e-6)
     assert f"{made.history('val/loss')[update]:.6g}" in made.answers[answer]["out"]
+    if answer != "only printed":
+        said = f"run {made.run_id} has eval/validation/… after {update}"
+        assert said in made.answers[answer]["err"]
 
 
 def test_the_test_split_is_that_of_the_best_checkpoint(made):
@@ -221,6 +230,32 @@ def test_a_run_that_is_running_is_not_written_to(made, tmp_path):
     os.close(descriptor)
     assert "is still running: with --no-log, its results are printed" in result.stderr
     assert journal.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_checkpoint_stays_while_it_is_evaluated(made, tmp_path):
+    """A run that is training removes its checkpoint as it writes a better one."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    descriptor = os.open(tmp_path / "run/journal.jsonl", os.O_RDWR)
+    assert journal_file.lock(descriptor, journal_file.WRITER)
+    command = ["evaluate", "run@best", "--no-log", "--config-dir", "conf"]
+    removes = "dataset.removes=run/checkpoints/best"
+    result = pipeline(*command, removes, cwd=tmp_path)
+    os.close(descriptor)
+    assert not (tmp_path / "run/checkpoints/best").exists()
+    assert f"{made.history('val/loss')[BEST]:.6g}" in result.stdout
+
+
+@pytest.mark.slow
+def test_examples_without_labels_are_predicted(made, made_by_id):
+    tables = {}
+    for name in ("labels", "no_labels"):
+        answer = made_by_id[name.replace("_", " ")]
+        assert answer["status"] == 0, answer["err"]
+        tables[name] = pq.read_table(made.folder / f"{name}.parquet")
+    assert tables["no_labels"].column_names == ["position", "output"]
+    assert tables["no_labels"]["output"] == tables["labels"]["output"]
+    assert {"label", "loss"} < set(tables["labels"].column_names)
 
 
 @pytest.mark.slow

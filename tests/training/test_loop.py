@@ -146,9 +146,11 @@ class Run:
     ("evaluate_every", "use_ema"), [("epoch", False), (100, True), (2, True)]
 )
 def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(
-    evaluate_every, use_ema
+    evaluate_every, use_ema, capsys
 ):
     stopped = Run([StopAt(1)], evaluate_every=evaluate_every, use_ema=use_ema)
+    line = f"the callback 0 has ended training after update {2 * PER_EPOCH}"
+    assert line in capsys.readouterr().err
     whole = Run(epochs=2, evaluate_every=evaluate_every, use_ema=use_ema)
     assert stopped.rows.updates == whole.rows.updates
     # Each step is there once, the last one of the final weights.
