@@ -19,7 +19,7 @@ from pipeline.trust import instantiate
 # Errors for parameters of a model that the dataset cannot provide.
 _NOT_OFFERED = {
     "classes": (
-        "must be known: return a pipeline.dataset.Data with classes=10 from the "
+        "must be given: return a pipeline.dataset.Data with classes=10 from the "
         "dataset's function, or train with +model.classes=10"
     ),
     "input_shape": (
