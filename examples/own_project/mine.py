@@ -24,11 +24,11 @@ def arrays(file):
     """Arrays of examples and labels that `numpy.savez(file, x=x, y=y)` has written."""
     stored = np.load(file)
     examples = tf.data.Dataset.from_tensor_slices((stored["x"], stored["y"]))
-    test = len(stored["y"]) // 10
-    rest = examples.skip(2 * test)
-    return Data(
-        rest, examples.take(test), classes=10, test=examples.skip(test).take(test)
-    )
+    held_out = len(stored["y"]) // 10
+    validation = examples.take(held_out)
+    test = examples.skip(held_out).take(held_out)
+    train = examples.skip(2 * held_out)
+    return Data(train, validation, classes=10, test=test)
 
 
 def tiny(input_shape, classes, units):
