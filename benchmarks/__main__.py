@@ -25,7 +25,8 @@ Parts:
     replicas     the training loop under MirroredStrategy with 2 and 4 logical CPU
                  devices ÷ with 1
     text         tokens/s of texts of unequal length, cut by tokens ÷ cut by examples,
-                 and ÷ Keras' fit; the padding of each cut
+                 and ÷ Keras' fit, PyTorch and the Trainer of transformers; the padding
+                 of each cut; how far each update is from the true one; peak memory
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> None:
     options = _options()
     begun = time.time()
     load = os.getloadavg()[0]
-    if {"main", "peers", "compiled"} & set(options.parts):
+    if {"main", "peers", "compiled", "text"} & set(options.parts):
         processes.check_peers()
 
     # These come before TensorFlow takes memory and threads in this process.
@@ -78,9 +79,7 @@ def main() -> None:
             figures += _with_model(WORKLOADS[name], options)
         figures += peers.overall(figures)
         if "text" in options.parts:
-            from benchmarks import text
-
-            figures += text.measure(options.tracked_rounds)
+            figures += _texts(options)
 
     seconds = time.time() - begun
     print(f"\n{device}, {os.cpu_count()} processors; {seconds:.0f} s")
@@ -148,6 +147,18 @@ def _with_model(workload: Workload, options: argparse.Namespace) -> list[Figure]
     if "replicas" in options.parts and workload.name in replicas.NAMES:
         figures += replicas.measure(workload, rounds, seconds)
     return figures
+
+
+def _texts(options: argparse.Namespace) -> list[Figure]:
+    """Measure texts of unequal length."""
+    from benchmarks import text, text_memory, text_updates
+
+    figures: list[Figure] = []
+    for case in text.all_cases():
+        figures += text.measure(case, options.tracked_rounds)
+        if case.with_peers:
+            figures += text_updates.measure(case)
+    return figures + text_memory.measure(options.starts)
 
 
 def _options() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv-peers" / "bin" / "python"  # made by `make peers`
-PEER_PACKAGES = ("torch", "accelerate", "lightning")
+PEER_PACKAGES = ("torch", "accelerate", "lightning", "transformers")
 _NONE: Mapping[str, str] = MappingProxyType({})
 _ERROR_CHARACTERS = 2000  # of the end of a process' standard error
 
@@ -53,11 +53,12 @@ class Process:
         )
         self.facts = json.loads(self._answer())
 
-    def __call__(self) -> None:
+    def __call__(self) -> int:
+        """Run a turn, and return the tokens of its updates; 0 if none are counted."""
         # If the process has ended, `_answer` raises and says why.
         with suppress(BrokenPipeError):
             print(self._updates, file=self._process.stdin, flush=True)
-        self._answer()
+        return int(self._answer())
 
     def close(self) -> None:
         self._process.communicate()
@@ -149,7 +150,7 @@ def check_peers() -> None:
     """Print how to set up the environment of the peers if it does not exist."""
     if not PEERS.exists():
         print(
-            "PyTorch, Accelerate and Lightning are left out: `make peers` sets them up",
+            "PyTorch and the libraries on it are left out: `make peers` sets them up",
             file=sys.stderr,
         )
 

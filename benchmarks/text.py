@@ -1,208 +1,300 @@
-"""Texts of unequal length: micro-batches cut by tokens ÷ cut by examples.
+"""Texts of unequal length: micro-batches cut by tokens ÷ cut by examples, and ÷ peers.
 
 Both are `pipeline.accumulation.Update` on the same effective batches, with the model of
 `experiment=text`. A cut by examples pads the effective batch to its longest text. The
 limit of tokens is what the largest micro-batch of examples has: examples × the longest
-text. The third contender is Keras' `fit` on padded batches of a micro-batch each, with
-`gradient_accumulation_steps`. Its updates are others: means of micro-batch means.
+text. The others accumulate padded batches of a micro-batch each:
+
+- Keras' `fit`, with `gradient_accumulation_steps`, on the same micro-batches of
+  examples, each padded to its own longest text; and on batches of similar length, by
+  `bucket_by_sequence_length`.
+- PyTorch, with a collate function that pads, on the same micro-batches of examples; and
+  the Trainer of transformers, which groups by length. They are in `benchmarks.pytorch`.
+
+Their updates are others, see `benchmarks.text_updates`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from benchmarks.figures import Figure, ratios
+from benchmarks.keras_models import weight_count
+from benchmarks.peers import REST
+from benchmarks.processes import PEERS, Process
+from benchmarks.texts import (
+    CLASSES,
+    DECODER,
+    LEARNING_RATE,
+    LONGEST,
+    MULTIPLE,
+    PYTORCH,
+    TRAINER_BY_LENGTH,
+    UPDATES,
+    WEIGHT_DECAY,
+    Case,
+    Texts,
+    padded,
+    read,
+    token_count,
+)
 from benchmarks.turns import alternate
 from pipeline.accumulation import Update
 from pipeline.components.model import decoder
 
-EFFECTIVE = (32, 128)
-FACTORS = (1, 4, 16)
-MULTIPLE = 16  # `dataset.pad.multiple` of `experiment=text`
-CLASSES = 257
-BATCHES = 2  # effective batches that a turn computes
-LONGEST = {"help texts": 127, "pieces of 512 bytes": 511, "log-normal": 512}
+BY_TOKENS = "by tokens"
+BY_EXAMPLES = "by examples"
+FIT = "fit"
+FIT_BY_LENGTH = "fit, by length"
+BUCKET = 64  # boundaries of `bucket_by_sequence_length` are multiples of it
+
+Turn = Callable[[], int]  # returns the tokens that it has computed
 
 
-def measure(rounds: int, names: Sequence[str] = tuple(LONGEST)) -> list[Figure]:
-    """Return the speed and the padding of each cut, for each kind of texts."""
-    figures: list[Figure] = []
-    for name in names:
-        texts = _texts(name)
-        for effective in EFFECTIVE:
-            for factor in FACTORS:
-                case = _Case(name, effective, factor)
-                figures += _measure_case(case, texts, rounds)
-    return figures
+def all_cases() -> list[Case]:
+    """Return the cases of `make bench`; peers take turns where batches are large."""
+    cases = []
+    for name, effective, factor in itertools.product(LONGEST, (32, 128), (1, 4, 16)):
+        with_peers = effective == 128 and factor > 1
+        cases.append(Case(name, effective, factor, with_peers))
+    return cases
 
 
-@dataclass(frozen=True)
-class _Case:
-    """What is cut: `effective` texts, into `factor` micro-batches of examples."""
-
-    name: str
-    effective: int
-    factor: int
-
-    @property
-    def micro(self) -> int:
-        return -(-self.effective // self.factor)
-
-    @property
-    def longest(self) -> int:
-        """The padded length of the longest text."""
-        return _padded(LONGEST[self.name])
-
-    def __str__(self) -> str:
-        return f"{self.name}, batch {self.effective}, factor {self.factor}"
-
-
-def _texts(name: str) -> list[np.ndarray]:
-    """Return texts as arrays of tokens from 1 on, in a random order."""
-    random = np.random.default_rng(0)
-    if name == "log-normal":
-        lengths = random.lognormal(4.0, 1.0, 2000)
-        lengths = np.clip(lengths.round(), 1, LONGEST[name]).astype(int)
-        return [random.integers(1, CLASSES, length) for length in lengths]
-    pieces = list(_pieces_of_help(LONGEST[name] + 1))
-    random.shuffle(pieces)
-    return pieces
-
-
-def _pieces_of_help(most: int) -> Iterator[np.ndarray]:
-    """Yield the paragraphs of Python's help topics in pieces of at most `most` bytes."""
-    from pydoc_data.topics import topics
-
-    for topic in sorted(topics):
-        for paragraph in topics[topic].split("\n\n"):
-            content = np.frombuffer(paragraph.strip().encode(), np.uint8)
-            for start in range(0, len(content), most):
-                piece = content[start : start + most]
-                if len(piece) > 1:
-                    yield piece.astype(np.int32) + 1
-
-
-def _measure_case(
-    case: _Case, texts: list[np.ndarray], rounds: int
-) -> Iterator[Figure]:
+def measure(case: Case, rounds: int) -> Iterator[Figure]:
+    """Yield the padding and the speed of each cut, and ours ÷ those of the others."""
+    texts = read(case)
     batches = []
-    for start in range(0, BATCHES * case.effective, case.effective):
+    for start in range(0, UPDATES * case.effective, case.effective):
         batches.append(texts[start : start + case.effective])
-    counted = texts[: BATCHES * case.effective]
-    tokens = sum(len(text) - 1 for text in counted)
+    tokens = token_count(texts[: UPDATES * case.effective])
 
-    by_size = _Updates(case, [_padded_batch(batch) for batch in batches])
-    by_tokens = _Updates(case, [_ragged_batch(batch) for batch in batches])
-    contenders: dict[str, Callable[[], object]] = {
-        "by tokens": by_tokens,
-        "by examples": by_size,
-        "fit": _fit(case, batches),
+    by_tokens = _Updates(case, batches, by_tokens=True)
+    micro_batches = micro_batches_of(case, texts[: UPDATES * case.effective])
+    turns: dict[str, Turn] = {
+        BY_TOKENS: by_tokens,
+        BY_EXAMPLES: _Updates(case, batches, by_tokens=False),
+        FIT: _fit_turn(case, micro_batches),
     }
-    for contender in contenders.values():
-        contender()  # traces
-    times = alternate(contenders, rounds)
+    with ExitStack() as processes:
+        if case.with_peers:
+            turns[FIT_BY_LENGTH] = _fit_turn(case, grouped_by_length(case, texts))
+            for loop in _loops():
+                process = _process(loop, case)
+                turns[loop] = processes.enter_context(closing(process))
+        speeds = _speeds(turns, rounds)
     keras.backend.clear_session()
 
     positions = 0
     for batch in batches:
-        positions += case.effective * _padded(max(map(len, batch)) - 1)
+        positions += case.effective * padded(max(map(len, batch)) - 1)
     shares = {
-        "by examples": 1 - tokens / positions,
-        "by tokens": 1 - tokens / by_tokens.positions,
+        BY_EXAMPLES: 1 - tokens / positions,
+        BY_TOKENS: 1 - tokens / by_tokens.positions,
     }
     for cut, share in shares.items():
         yield Figure("text", str(case), f"padding, {cut}", [share])
-    speeds = {cut: [tokens / value for value in times[cut]] for cut in contenders}
-    for cut, values in speeds.items():
-        yield Figure("text", str(case), f"speed, {cut}", values, unit="tokens/s")
-    for other in ("by examples", "fit"):
-        best = {cut: max(speeds[cut]) for cut in ("by tokens", other)}
+    for contender, values in speeds.items():
+        yield Figure("text", str(case), f"speed, {contender}", values, unit="tokens/s")
+    for contender, values in speeds.items():
+        if contender == BY_TOKENS:
+            continue
         yield Figure(
             "text",
             str(case),
-            f"by tokens ÷ {other}",
-            ratios(speeds["by tokens"], speeds[other]),
-            best=best,
+            f"by tokens ÷ {contender}",
+            ratios(speeds[BY_TOKENS], values),
+            best={who: max(speeds[who]) for who in (BY_TOKENS, contender)},
             best_unit="tokens/s",
         )
 
 
-class _Updates:
-    """Applies each batch once; ragged batches are cut by tokens, others by examples."""
+def _speeds(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
+    """Return the tokens/s of every contender in every round."""
+    tokens: dict[str, list[int]] = {name: [] for name in turns}
 
-    def __init__(self, case: _Case, batches: Sequence[Any]):
-        self._batches = batches
-        model = _model(case)
-        optimizer = keras.optimizers.AdamW(1e-4)
-        optimizer.build(model.trainable_variables)
-        limits: dict[str, Any] = {"micro_batch_size": case.micro}
-        if isinstance(batches[0][0], tf.RaggedTensor):
-            limits = {
-                "micro_batch_tokens": case.micro * case.longest,
-                "pad_multiple": MULTIPLE,
-            }
-        update = Update(model, _loss(), optimizer, **limits)
-        self._update = tf.function(update, autograph=False, reduce_retracing=True)
+    def counted(name: str) -> Callable[[], None]:
+        def turn() -> None:
+            tokens[name].append(turns[name]())
+
+        return turn
+
+    contenders = {name: counted(name) for name in turns}
+    alternate(contenders, 1)  # traces
+    for counts in tokens.values():
+        counts.clear()
+    times = alternate(contenders, rounds, REST)
+    return {name: ratios(tokens[name], times[name]) for name in turns}
+
+
+class _Updates:
+    """Applies our update to each effective batch once."""
+
+    def __init__(self, case: Case, batches: Sequence[Texts], by_tokens: bool):
+        self._tokens = sum(map(token_count, batches))
+        as_batch = ragged_batch if by_tokens else padded_batch
+        self._batches = [as_batch(batch) for batch in batches]
+        optimizer = keras.optimizers.AdamW(LEARNING_RATE, WEIGHT_DECAY)
+        self._update = traced_update(case, build(case), optimizer, by_tokens)
         self.positions = 0
 
-    def __call__(self) -> None:
+    def __call__(self) -> int:
         self.positions = 0
         for batch in self._batches:
             results = self._update(batch)
             self.positions += int(results.get("positions", 0))
+        return self._tokens
 
 
-def _fit(case: _Case, batches: Sequence[list[np.ndarray]]) -> Callable[[], object]:
-    """Return a call of Keras' `fit` on the micro-batches of all batches."""
+def traced_update(
+    case: Case,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    by_tokens: bool,
+) -> Callable[[Any], Any]:
+    """Return our update; it takes ragged batches if it is cut by tokens."""
+    optimizer.build(model.trainable_variables)
+    limits: dict[str, Any] = {"micro_batch_size": case.micro}
+    if by_tokens:
+        limits = {
+            "micro_batch_tokens": case.micro * case.longest,
+            "pad_multiple": MULTIPLE,
+        }
+    update = Update(model, loss(), optimizer, **limits)
+    return tf.function(update, autograph=False, reduce_retracing=True)
+
+
+def _fit_turn(case: Case, micro_batches: Sequence[Texts]) -> Turn:
+    """Return turns of `fit` on micro-batches, one after another and again from first.
+
+    A turn has as many micro-batches as `UPDATES` updates.
+    """
+    model = build(case)
+    optimizer = fit_optimizer(
+        case, keras.optimizers.AdamW, LEARNING_RATE, weight_decay=WEIGHT_DECAY
+    )
+    model.compile(optimizer, loss())
+
+    size = UPDATES * case.factor
+    parts = []
+    for start in range(0, len(micro_batches) - size + 1, size):
+        part = micro_batches[start : start + size]
+        tokens = sum(map(token_count, part))
+        parts.append((padded_dataset(part), tokens))
+    endless = itertools.cycle(parts)
+
+    def turn() -> int:
+        data, tokens = next(endless)
+        model.fit(data, verbose=0)
+        return tokens
+
+    return turn
+
+
+def fit_optimizer(
+    case: Case, optimizer: type[keras.optimizers.Optimizer], *rate: float, **more: float
+) -> keras.optimizers.Optimizer:
+    """Return an optimizer that accumulates; Keras rejects a factor of 1."""
+    if case.factor == 1:
+        return optimizer(*rate, **more)
+    return optimizer(*rate, **more, gradient_accumulation_steps=case.factor)
+
+
+def micro_batches_of(case: Case, texts: Texts) -> list[Texts]:
+    """Return texts in micro-batches of examples, in their order."""
+    starts = range(0, len(texts), case.micro)
+    return [texts[start : start + case.micro] for start in starts]
+
+
+def grouped_by_length(case: Case, texts: Texts) -> list[Texts]:
+    """Return as many micro-batches of `bucket_by_sequence_length` as an epoch has.
+
+    The texts are shuffled and repeated before, so that every micro-batch is full.
+    """
+    lengths = tf.constant([len(text) for text in texts])
+    boundaries = list(range(BUCKET, case.longest, BUCKET))
+    indices = tf.data.Dataset.range(len(texts)).shuffle(len(texts), seed=0).repeat()
+    grouped = indices.bucket_by_sequence_length(
+        lambda index: lengths[index],
+        boundaries,
+        [case.micro] * (len(boundaries) + 1),
+    )
     micro_batches = []
-    for batch in batches:
-        for start in range(0, case.effective, case.micro):
-            micro_batches.append(_padded_batch(batch[start : start + case.micro]))
+    for batch in grouped.take(len(texts) // case.micro).as_numpy_iterator():
+        micro_batches.append([texts[index] for index in batch])
+    return micro_batches
+
+
+def padded_dataset(micro_batches: Sequence[Texts]) -> tf.data.Dataset:
+    """Return micro-batches, each padded to its longest text, as `fit` takes them."""
+    batches = [padded_batch(batch) for batch in micro_batches]
     signature = (
         tf.TensorSpec([None, None], tf.int32),
         tf.TensorSpec([None, None], tf.int32),
         tf.TensorSpec([None, None], tf.float32),
     )
     data = tf.data.Dataset.from_generator(
-        lambda: iter(micro_batches), output_signature=signature
+        lambda: iter(batches), output_signature=signature
     )
-    model = _model(case)
-    accumulates = {}
-    if case.factor > 1:
-        accumulates["gradient_accumulation_steps"] = case.factor
-    model.compile(keras.optimizers.AdamW(1e-4, **accumulates), _loss())
-    return lambda: model.fit(data, verbose=0)
+    # Where the end is not known before, `fit` counts once more there.
+    return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
-def _model(case: _Case) -> keras.Model:
+def build(case: Case) -> keras.Model:
+    """Build the model of `experiment=text`, always with the same weights."""
     keras.utils.set_random_seed(0)
-    return decoder(classes=CLASSES, length=case.longest)
+    return decoder(
+        classes=CLASSES,
+        length=case.longest,
+        width=DECODER.width,
+        blocks=DECODER.layers,
+        heads=DECODER.heads,
+    )
 
 
-def _loss() -> keras.losses.Loss:
+def loss() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction="mean_with_sample_weight"
     )
 
 
-def _padded(length: int) -> int:
-    return MULTIPLE * -(-length // MULTIPLE)
-
-
-def _ragged_batch(texts: Sequence[np.ndarray]) -> tuple[Any, Any]:
+def ragged_batch(texts: Texts) -> tuple[Any, Any]:
+    """Return inputs and labels."""
     x = tf.ragged.constant([text[:-1].tolist() for text in texts], tf.int32)
     y = tf.ragged.constant([text[1:].tolist() for text in texts], tf.int32)
     return x, y
 
 
-def _padded_batch(texts: Sequence[np.ndarray]) -> tuple[Any, Any, Any]:
-    x, y = _ragged_batch(texts)
-    shape = [len(texts), _padded(int(x.bounding_shape()[1]))]
+def padded_batch(texts: Texts) -> tuple[Any, Any, Any]:
+    """Return inputs, labels and the weights of positions."""
+    x, y = ragged_batch(texts)
+    shape = [len(texts), padded(int(x.bounding_shape()[1]))]
     weights = tf.ones_like(y, tf.float32).to_tensor(shape=shape)
     return x.to_tensor(shape=shape), y.to_tensor(shape=shape), weights
+
+
+def _loops() -> Sequence[str]:
+    """Return the loops in PyTorch that take turns."""
+    if PEERS.exists():
+        return PYTORCH, TRAINER_BY_LENGTH
+    return ()
+
+
+def _process(loop: str, case: Case) -> Process:
+    threads = len(os.sched_getaffinity(0))  # as TensorFlow has
+    command = [str(PEERS), "-m", "benchmarks.pytorch.texts"]
+    command += [loop, case.to_json(), str(threads)]
+    process = Process(command, UPDATES)
+
+    theirs = process.facts["weights"]
+    ours = weight_count(build(case))
+    if theirs != ours:
+        process.close()
+        raise RuntimeError(f"the decoder has {theirs} weights in PyTorch, not {ours}")
+    return process
