@@ -32,12 +32,18 @@ class Process:
     Args:
         command: starts the process.
         updates: of one call.
+        variables: further environment variables.
 
     Attributes:
         facts: what the child has sent about itself.
     """
 
-    def __init__(self, command: Sequence[str], updates: int):
+    def __init__(
+        self,
+        command: Sequence[str],
+        updates: int,
+        variables: Mapping[str, str] = _NONE,
+    ):
         self._updates = updates
         self._command = " ".join(command)
         # It is open as long as the process runs.
@@ -45,7 +51,7 @@ class Process:
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(),
+            env=environment() | {**variables},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

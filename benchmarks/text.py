@@ -53,7 +53,10 @@ BY_TOKENS = "by tokens"
 BY_EXAMPLES = "by examples"
 FIT = "fit"
 FIT_BY_LENGTH = "fit, by length"
-BUCKET = 64  # boundaries of `bucket_by_sequence_length` are multiples of it
+# GNU's OpenMP spins before it sleeps. Beside other work, PyTorch had a sixth of its speed
+# with it, and the Trainer down to a twentieth.
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}
+BUCKETS = 8  # of `bucket_by_sequence_length`, up to the longest text
 
 Turn = Callable[[], int]  # returns the tokens that it has computed
 
@@ -218,14 +221,15 @@ def grouped_by_length(case: Case, texts: Texts) -> list[Texts]:
     The texts are shuffled and repeated before, so that every micro-batch is full.
     """
     lengths = tf.constant([len(text) for text in texts])
-    boundaries = list(range(BUCKET, case.longest, BUCKET))
+    width = case.longest // BUCKETS
+    boundaries = list(range(width, case.longest, width))
     indices = tf.data.Dataset.range(len(texts)).shuffle(len(texts), seed=0).repeat()
     grouped = indices.bucket_by_sequence_length(
         lambda index: lengths[index],
         boundaries,
-        [case.micro] * (len(boundaries) + 1),
+        [case.micro] * BUCKETS,
     )
-    micro_batches = []
+    micro_batches: list[Texts] = []
     for batch in grouped.take(len(texts) // case.micro).as_numpy_iterator():
         micro_batches.append([texts[index] for index in batch])
     return micro_batches
@@ -290,7 +294,7 @@ def _process(loop: str, case: Case) -> Process:
     threads = len(os.sched_getaffinity(0))  # as TensorFlow has
     command = [str(PEERS), "-m", "benchmarks.pytorch.texts"]
     command += [loop, case.to_json(), str(threads)]
-    process = Process(command, UPDATES)
+    process = Process(command, UPDATES, SLEEPING)
 
     theirs = process.facts["weights"]
     ours = weight_count(build(case))

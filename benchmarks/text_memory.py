@@ -37,9 +37,9 @@ M_MMAP_THRESHOLD = -3
 
 def measure(starts: int) -> list[Figure]:
     """Return the peak for each model: of each length alone, and of all of them."""
-    runs = {"all": LENGTHS}
+    runs: dict[str, Sequence[int]] = {f"{LENGTHS[0]} to {LENGTHS[-1]}": LENGTHS}
     for length in LENGTHS:
-        runs[str(length)] = (length,)
+        runs[str(length)] = [length]
     figures = []
     for model in (DENSE, ATTENTION):
         peaks: dict[str, list[float]] = {name: [] for name in runs}
@@ -47,8 +47,6 @@ def measure(starts: int) -> list[Figure]:
             peaks[name].append(_peak(model, runs[name]) / MiB)
         for name, values in peaks.items():
             what = f"peak memory, texts of {name} tokens"
-            if name == "all":
-                what = f"peak memory, texts of {LENGTHS[0]} to {LENGTHS[-1]} tokens"
             figures.append(Figure("text", model, what, values, unit="MiB"))
     return figures
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -251,17 +252,20 @@ def _in_pytorch(
     with tempfile.TemporaryDirectory() as folder:
         before = Path(folder) / "weights.npz"
         after = Path(folder) / "updates.npz"
-        np.savez(before, **in_pytorch(weights))
+        arrays: dict[str, Any] = in_pytorch(weights)
+        np.savez(before, **arrays)
         command = [str(PEERS), "-m", "benchmarks.pytorch.text_updates"]
         run([*command, loop, case.to_json(), str(before), str(after)])
         with np.load(after) as results:
-            arrays = dict(results)
+            changes_by_name = dict(results)
 
-    indices = arrays.pop("texts")  # (updates, effective)
+    indices = changes_by_name.pop("texts")  # (updates, effective)
     batches = [[texts[index] for index in row] for row in indices]
     updates = []
     for number in _compared(len(batches)):
-        change = {name: changes[number] for name, changes in arrays.items()}
+        change = {}
+        for name, changes in changes_by_name.items():
+            change[name] = changes[number]
         updates.append(TextUpdate(batches[number], change))
     return Contender(updates, [_mean_length(batch) for batch in batches])
 

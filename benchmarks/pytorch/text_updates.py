@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,8 +70,10 @@ def main() -> None:
             learning_rate=1.0,
             num_train_epochs=1,
         )
-    changes = {name: np.stack(values) for name, values in single.changes.items()}
-    np.savez(Path(output), texts=np.array(single.texts), **changes)
+    results: dict[str, Any] = {"texts": np.array(single.texts)}
+    for name, changes in single.changes.items():
+        results[name] = np.stack(changes)
+    np.savez(Path(output), **results)
 
 
 if __name__ == "__main__":
