@@ -22,6 +22,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv-peers" / "bin" / "python"  # made by `make peers`
 PEER_PACKAGES = ("torch", "accelerate", "lightning", "transformers")
+# GNU's OpenMP spins before it sleeps. Beside other work, PyTorch had a sixth of its speed
+# by that, and the Trainer down to a twentieth.
+SLEEPING: Mapping[str, str] = MappingProxyType({"OMP_WAIT_POLICY": "passive"})
 _NONE: Mapping[str, str] = MappingProxyType({})
 _ERROR_CHARACTERS = 2000  # of the end of a process' standard error
 

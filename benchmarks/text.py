@@ -28,7 +28,7 @@ import tensorflow as tf
 from benchmarks.figures import Figure, ratios
 from benchmarks.keras_models import weight_count
 from benchmarks.peers import REST
-from benchmarks.processes import PEERS, Process
+from benchmarks.processes import PEERS, SLEEPING, Process
 from benchmarks.texts import (
     CLASSES,
     DECODER,
@@ -53,19 +53,16 @@ BY_TOKENS = "by tokens"
 BY_EXAMPLES = "by examples"
 FIT = "fit"
 FIT_BY_LENGTH = "fit, by length"
-# GNU's OpenMP spins before it sleeps. Beside other work, PyTorch had a sixth of its speed
-# with it, and the Trainer down to a twentieth.
-SLEEPING = {"OMP_WAIT_POLICY": "passive"}
 BUCKETS = 8  # of `bucket_by_sequence_length`, up to the longest text
 
 Turn = Callable[[], int]  # returns the tokens that it has computed
 
 
 def all_cases() -> list[Case]:
-    """Return the cases of `make bench`; peers take turns where batches are large."""
+    """Return the cases of `make bench`; the peers take turns in those that are cut most."""
     cases = []
     for name, effective, factor in itertools.product(LONGEST, (32, 128), (1, 4, 16)):
-        with_peers = effective == 128 and factor > 1
+        with_peers = effective == 128 and factor == 16
         cases.append(Case(name, effective, factor, with_peers))
     return cases
 

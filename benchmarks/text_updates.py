@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from benchmarks import text
 from benchmarks.figures import Figure
-from benchmarks.processes import PEERS, run
+from benchmarks.processes import PEERS, SLEEPING, run
 from benchmarks.texts import (
     DECODER,
     PYTORCH,
@@ -255,7 +255,8 @@ def _in_pytorch(
         arrays: dict[str, Any] = in_pytorch(weights)
         np.savez(before, **arrays)
         command = [str(PEERS), "-m", "benchmarks.pytorch.text_updates"]
-        run([*command, loop, case.to_json(), str(before), str(after)])
+        command += [loop, case.to_json(), str(before), str(after)]
+        run(command, variables=SLEEPING)
         with np.load(after) as results:
             changes_by_name = dict(results)
 
