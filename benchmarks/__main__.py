@@ -2,7 +2,7 @@
 
 Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]
            (`make bench`)
-Run time:  about 75 minutes on two CPU cores, on a quiet machine.
+Run time:  about 90 minutes on two CPU cores, on a quiet machine.
 Expect:    a table with each figure and whether it meets its target, and the medians and
            quartiles as JSON in benchmarks/results/.
 
