@@ -248,6 +248,7 @@ def assemble(
     check_dataset: CheckDataset | None = None,
     first_update: int = 0,
     *,
+    trains: bool = True,
     labels_needed: bool = True,
 ) -> Parts:
     """Build the parts of a run and check that they fit each other.
@@ -258,6 +259,8 @@ def assemble(
             checksums of the files. Without `check_dataset`, the checksums are computed
             later.
         first_update: number of completed updates; their batches are skipped.
+        trains: whether the parts are for a training. If not, the training split may
+            have fewer examples than an effective batch.
         labels_needed: whether the loss is computed. If not, the data may have no
             labels.
 
@@ -270,7 +273,10 @@ def assemble(
     source = _open_dataset(spec, run_devices, check_dataset)
     data = source.data
     token_cut.check_data(spec, data)
-    planned = _planned(source.spec, data)
+    spec = source.spec
+    if not trains:
+        spec = _with_smaller_batches(spec, data)
+    planned = _planned(spec, data)
     spec = planned.spec
     reader = _reader(source.spec)
     with _reading_for_training(spec, source):
@@ -389,6 +395,14 @@ class _Planned:
     spec: RunSpec  # with a user's loader, its batching follows from the first batch
     plan: RunPlan
     stream: Stream | None  # effective batches of a user's loader, if there is one
+
+
+def _with_smaller_batches(spec: RunSpec, data: Data) -> RunSpec:
+    """Return a spec whose effective batch is at most the training split."""
+    if data.loaders or spec.batching.effective_batch_size <= data.examples:
+        return spec
+    batching = spec.batching.with_effective_batch_size(data.examples)
+    return replace(spec, batching=batching)
 
 
 def _planned(spec: RunSpec, data: Data) -> _Planned:

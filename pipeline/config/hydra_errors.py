@@ -73,6 +73,11 @@ _TEXTS = (
         "must be deleted with the value that it has",
     ),
     (
+        r"(In '.+': )?Could not override '(?P<key>[^'@]+@[^']+?)'\.",
+        "must be a group of the defaults list: in a file of experiment, the first line "
+        "is # @package _global_",
+    ),
+    (
         r"(In '.+': )?Could not override '(?P<key>.+?)'\.",
         "must be a group of the defaults list",
     ),

@@ -77,7 +77,9 @@ def loaded(
         if not other_data and not changes_data(request):
             subject.check_dataset(now)
 
-    parts = assembly.assemble(spec, check_dataset, labels_needed=labels_needed)
+    parts = assembly.assemble(
+        spec, check_dataset, trains=False, labels_needed=labels_needed
+    )
     updater = parts.update()
     weights = subject.weights
     if isinstance(weights, StoredModel):

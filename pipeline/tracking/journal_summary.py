@@ -46,6 +46,7 @@ class JournalSummary:
     best: float | None = None
     best_update: int = 0
     resumes: int = 0
+    _evaluations: dict[int, float] = field(default_factory=dict)  # by update
 
     @classmethod
     def read(cls, run_dir: Path) -> Self | None:
@@ -72,6 +73,7 @@ class JournalSummary:
                 summary._add(last_update)
         except (ValueError, RecursionError):
             pass
+        summary._find_best()
         return summary if 0 < summary.started_at < _LATEST else None
 
     def _add(self, text: bytes) -> None:
@@ -84,9 +86,14 @@ class JournalSummary:
                 self.run_id = run.run_id
             case Row():
                 self._add_row(line)
-            case Resume():
+            case Resume(segment):
                 self.status = None
                 self.resumes += 1
+                # The updates after the checkpoint are trained again.
+                after = segment.get("after")
+                for update in [*self._evaluations]:
+                    if isinstance(after, int) and update > after:
+                        del self._evaluations[update]
             case End(status):
                 self.status = status
 
@@ -94,12 +101,19 @@ class JournalSummary:
         self.last |= row.metrics
         metric = ranked_metric(self.start.params)
         value = row.metrics.get(metric.name)
-        # Not a number is never the best, and is unequal to itself.
-        if value is None or value != value:
-            return
-        if self.best is None or metric.is_better(value, self.best):
-            self.best = value
-            self.best_update = row.step
+        if value is not None:
+            self._evaluations[row.step] = value
+
+    def _find_best(self) -> None:
+        """Find the best evaluation, other than that before the first update."""
+        metric = ranked_metric(self.start.params)
+        for update, value in self._evaluations.items():
+            # Not a number is never the best, and is unequal to itself.
+            if update == 0 or value != value:
+                continue
+            if self.best is None or metric.is_better(value, self.best):
+                self.best = value
+                self.best_update = update
 
 
 @dataclass(frozen=True)

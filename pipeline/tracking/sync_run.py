@@ -3,7 +3,7 @@
 from contextlib import closing
 from pathlib import Path
 
-from pipeline.common.errors import NOT_SHIPPED, ConfigError, first_line, say
+from pipeline.common.errors import NOT_SHIPPED, ConfigError, count, first_line, say
 from pipeline.tracking.foreign_store import OwnStore
 from pipeline.tracking.journal_file import Past
 
@@ -78,10 +78,7 @@ def _ship(
     )
     with closing(uploader):
         uploader.finish(patience)
-    missing = f"{uploader.sent} points were missing"
-    if uploader.sent == 1:
-        missing = "1 point was missing"
-    summary = f"{missing}; run {uploader.run_id} is {uploader.status}"
+    summary = f"{count(uploader.sent, 'point')} sent to the store; run {uploader.run_id} is {uploader.status}"
     if uploader.not_logged:
         summary += f"; the model was not logged: {uploader.not_logged}"
     return summary

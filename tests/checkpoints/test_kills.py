@@ -112,7 +112,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, 
 
     pipeline(*AUTO, f"hardware.replicas={replicas}", cwd=tmp_path, **THREADS)
     synced = pipeline("sync", "run", cwd=tmp_path)
-    assert synced.stderr.startswith("run: 0 points were missing; run ")
+    assert synced.stderr.startswith("run: 0 points sent to the store; run ")
     for name, process in processes:
         _, err = process.communicate(timeout=60)
         assert "Traceback" not in err, name

@@ -217,6 +217,31 @@ def test_words_of_the_user_are_no_row(tmp_path):
     assert summary.last["train/loss"] == 0.25
 
 
+def append(run_dir, *lines):
+    """Append lines to a journal whose checksums nobody reads."""
+    with (run_dir / JOURNAL_NAME).open("a") as journal:
+        for line in lines:
+            journal.write(json.dumps(line) + "\n")
+
+
+def test_the_best_evaluation_is_one_that_the_run_has(tmp_path):
+    run_dir = planted(tmp_path, "run", 1_000)
+    assert JournalSummary.read(run_dir).best == 2.5
+    # That before the first update is none of the best.
+    append(run_dir, {"metrics": {"val/loss": 0.1}, "step": 0, "time": 2_000})
+    assert JournalSummary.read(run_dir).best == 2.5
+    # What a resumed run trains again does not count.
+    append(
+        run_dir,
+        {"metrics": {"val/loss": 0.5}, "step": 6, "time": 3_000},
+        {"resume": {"after": 5}, "time": 4_000},
+    )
+    summary = JournalSummary.read(run_dir)
+    assert (summary.best, summary.best_update) == (2.5, 2)
+    append(run_dir, {"metrics": {"val/loss": 0.7}, "step": 6, "time": 5_000})
+    assert JournalSummary.read(run_dir).best == 0.7
+
+
 def test_a_run_of_an_impossible_time_is_left_out(tmp_path):
     assert JournalSummary.read(planted(tmp_path, "late", 10**17)) is None
     assert JournalSummary.read(planted(tmp_path, "run", 10**12)) is not None

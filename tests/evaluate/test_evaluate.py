@@ -28,6 +28,11 @@ from pathlib import Path
 import keras, numpy as np, tensorflow as tf
 from pipeline.dataset import Data
 
+def few():
+    x = np.random.default_rng(1).normal(size=(3, 2)).astype("float32")
+    examples = tf.data.Dataset.from_tensor_slices((x,))
+    return Data(examples, examples, classes=2)
+
 def points(flip=False, slow=False, labels=True, removes=None):
     if removes is not None:
         shutil.rmtree(removes)
@@ -92,6 +97,7 @@ def write_own_code(folder: Path) -> None:
     dataset = "_target_: mine.points\nflip: false\nslow: false\nlabels: true\n"
     dataset += "removes: null\n"
     (folder / "conf/dataset/points.yaml").write_text(dataset)
+    (folder / "conf/dataset/few.yaml").write_text("_target_: mine.few\n")
     (folder / "conf/model/tiny.yaml").write_text("_target_: mine.tiny\n")
 
 
@@ -133,6 +139,8 @@ def made_by_id(made):
         "no such set": "predict run --split lat --out none.parquet",
         "no labels": "predict run dataset.labels=false --out no_labels.parquet",
         "labels": "predict run --out labels.parquet",
+        # Fewer than an effective batch has.
+        "few": "predict run --config-dir conf dataset=few --out few.parquet",
     }
     return one_process(lines, made.folder)
 
@@ -255,6 +263,10 @@ def test_examples_without_labels_are_predicted(made, made_by_id):
         tables[name] = pq.read_table(made.folder / f"{name}.parquet")
     assert tables["no_labels"].column_names == ["position", "output"]
     assert tables["no_labels"]["output"] == tables["labels"]["output"]
+
+    assert made_by_id["few"]["status"] == 0, made_by_id["few"]["err"]
+    assert pq.read_table(made.folder / "few.parquet").num_rows == 3
+
     assert {"label", "loss"} < set(tables["labels"].column_names)
 
 

@@ -187,7 +187,7 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     files = Store(tmp_path).client.list_artifacts(again.info.run_id)
     assert [file.path for file in files] == ["note.txt"]
     assert synced(tmp_path).endswith(
-        f"0 points were missing; run {again.info.run_id} is FINISHED\n"
+        f"0 points sent to the store; run {again.info.run_id} is FINISHED\n"
     )
 
 

@@ -187,7 +187,7 @@ def test_one_bad_journal_keeps_no_other_run_from_anything(tmp_path):
     crafted(tmp_path / "good", *lines)
     answer = pipeline("sync", cwd=tmp_path, status=None)
     assert "Traceback" not in answer.stderr
-    assert "good: 1 point was missing; run " in answer.stderr
+    assert "good: 1 point sent to the store; run " in answer.stderr
     assert "worse: RUN_DIR must have a journal of format 1 (its first " in answer.stderr
     (run,) = Store(tmp_path).runs("e")
     assert run.info.status == "FINISHED"

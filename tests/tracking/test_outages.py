@@ -103,7 +103,7 @@ def test_down_from_the_start_to_the_end(
     assert sync(tmp_path) == 0
     check_complete()
     assert sync(tmp_path) == 0
-    assert "0 points were missing" in capsys.readouterr().err
+    assert "0 points sent to the store" in capsys.readouterr().err
     check_complete()
 
 
