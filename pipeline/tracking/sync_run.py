@@ -78,7 +78,8 @@ def _ship(
     )
     with closing(uploader):
         uploader.finish(patience)
-    summary = f"{count(uploader.sent, 'point')} sent to the store; run {uploader.run_id} is {uploader.status}"
+    sent = count(uploader.sent, "point")
+    summary = f"{sent} sent to the store; run {uploader.run_id} is {uploader.status}"
     if uploader.not_logged:
         summary += f"; the model was not logged: {uploader.not_logged}"
     return summary
