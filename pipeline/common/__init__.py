@@ -8,6 +8,7 @@ __all__ = [
     "disk_cache",
     "durable",
     "errors",
+    "file_patterns",
     "imports",
     "link_path",
     "memory_budget",

@@ -357,7 +357,8 @@ def _open_dataset(
             spec.dataset, data, run_devices.agree, spec.workers_on_machine
         )
         spec = spec.changed({f"dataset.{key}": value for key, value in values.items()})
-        notes = [line, one_class(spec.dataset, data, spec.config.seed)]
+        notes = [f"{name}: {note}" for name, note in data.notes.items()]
+        notes += [line, one_class(spec.dataset, data, spec.config.seed)]
         record = provenance.dataset(
             data,
             spec.dataset.get("checksum", "full"),

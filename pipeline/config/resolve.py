@@ -28,6 +28,7 @@ from pipeline.config import (
     hydra_errors,
     key_kinds,
     plain,
+    sequence_length,
     sizes,
     stages,
     text_keys,
@@ -268,6 +269,7 @@ def resolve(
     check_fused_attention(spec)
     _check_fastest_xla(spec)
     _check_cut_by_tokens(spec)
+    sequence_length.check(spec.resolved["dataset"], spec.resolved["model"])
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
         # Reject an unusable secret now, not when the workers connect.

@@ -464,6 +464,7 @@ class TrustConfig(_SetOnce):
 _DATASET_KEYS = {
     "data_dir": facts(Kind.MACHINE, same_data=True, path=True),
     "download": facts(Kind.MACHINE, same_data=True),
+    "token_cache": facts(Kind.MACHINE, same_data=True, path=True),
     "checksum": facts(Kind.PLACE, same_data=True),
     "in_memory": facts(Kind.TRAINING, same_data=True),
     "shuffle_buffer": facts(Kind.TRAINING, same_data=True),

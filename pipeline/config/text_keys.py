@@ -24,12 +24,13 @@ TYPES = {key.name: key.hint for key in keys_in(Config) if key.hint in TEXTS}
 # Matches an override whose value is a scalar, or several scalars for a sweep. The value
 # has no quotes, escapes, interpolations, functions, lists or mappings.
 _OVERRIDE = re.compile(r"(\+{0,2})([\w./-]+)=([^'\"$\\()\[\]{}]+)")
-# Keys that hold a folder and are not in the schema: Hydra's own, and one of `dataset`.
+# Keys that hold a folder and are not in the schema: Hydra's own, and two of `dataset`.
 _FOLDERS = (
     "hydra.run.dir",
     "hydra.sweep.dir",
     "hydra.sweep.subdir",
     "dataset.data_dir",
+    "dataset.token_cache",
 )
 
 

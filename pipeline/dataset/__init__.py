@@ -32,6 +32,7 @@ _MODULES_OF_NAMES = {
     "Stored": "splits",
     "from_tfds": "load",
     "digits": "builtin.digits",
+    "text_files": "texts.text_files",
     "topics": "builtin.topics",
     "breast_cancer": "builtin.tables",
     "diabetes": "builtin.tables",

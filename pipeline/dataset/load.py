@@ -12,14 +12,14 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pipeline.common.errors import ConfigError, as_config_error, first_line
+from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config import validation_sets
 from pipeline.config.validation_sets import ValidationSet
 from pipeline.dataset import elements, single_examples, stream, tfds_files
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data, ValidationSplit
-from pipeline.trust import gate, instantiate
+from pipeline.trust import instantiate
 
 # Keys of the `dataset` group that this package reads. All others are arguments of the
 # target.
@@ -87,6 +87,8 @@ def _with_validations(node: DictConfig, data: Data, prepare: bool) -> Data:
     validations = {}
     stored = dict(data.stored)
     shards = dict(data.shards)
+    unbatched = set(data.unbatched)
+    notes = dict(data.notes)
     for validation_set in validation_sets.parse(plain.get("validations")):
         name = validation_set.split_key
         source = _source_of_set(node, validation_set, prepare)
@@ -98,7 +100,18 @@ def _with_validations(node: DictConfig, data: Data, prepare: bool) -> Data:
             stored[name] = source.stored["validation"]
         if "validation" in source.shards:
             shards[name] = source.shards["validation"]
-    return replace(data, validations=validations, stored=stored, shards=shards)
+        if "validation" in source.unbatched:
+            unbatched.add(name)
+        if "validation" in source.notes:
+            notes[name] = source.notes["validation"]
+    return replace(
+        data,
+        validations=validations,
+        stored=stored,
+        shards=shards,
+        unbatched=unbatched,
+        notes=notes,
+    )
 
 
 def _source_of_set(
@@ -306,49 +319,17 @@ def from_tfds(  # noqa: PLR0913  keys of the config
     if (name is None) == (builder is None):
         rule = "must give one of name and builder"
         raise ConfigError("dataset", rule, {"name": name, "builder": builder})
-    tfds_builder: Any
-    if builder is not None:
-        tfds_builder = _own_builder(builder, data_dir)
-    else:
-        tfds_builder = _tfds_builder(name, data_dir)
-
+    tfds_builder = tfds_files.find_builder(name, builder, data_dir)
     if preprocess is None:
         _check_features(tfds_builder, input_key, label_key, resize)
         preprocess = tfds_files.inputs_and_labels(input_key, label_key, scale, resize)
-    download = download and (gate.in_force is None or gate.in_force.downloads)
     return tfds_files.read(
         tfds_builder,
-        download,
+        tfds_files.may_download(download),
         (train_split, validation_split, test_split),
         preprocess,
         label_key,
     )
-
-
-def _own_builder(builder: str, data_dir: str | None) -> Any:
-    """Return an instance of the user's builder with the dotted name `builder`.
-
-    Raises:
-        ConfigError: the name is not trusted, or is not that of a TFDS builder.
-    """
-    import tensorflow_datasets as tfds
-
-    node = OmegaConf.create({"_target_": builder})
-    cls: Any = instantiate.locate(node, "dataset.builder")
-    if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
-        rule = "must be a tfds.core.DatasetBuilder"
-        raise ConfigError("dataset.builder", rule, builder)
-    return cls(data_dir=data_dir)
-
-
-def _tfds_builder(name: str | None, data_dir: str | None) -> Any:
-    import tensorflow_datasets as tfds
-
-    try:
-        return tfds.builder(name, data_dir=data_dir)
-    except Exception as error:
-        rule = f"must be a TFDS dataset ({first_line(error)})"
-        raise ConfigError("dataset.name", rule, name) from error
 
 
 def _check_features(
@@ -418,7 +399,7 @@ def _normalized_split(data: Data, name: str, fix_sizes: bool) -> Data:
     shuffled files, and from stored records.
     """
     split = data.splits[name]
-    single_examples.check_split(split, name)
+    single_examples.check_split(split, name, unbatched=name in data.unbatched)
     image_shapes: dict[int, tuple[int, ...]] = {}
     if fix_sizes:
         image_shapes = single_examples.image_shapes(elements.as_parts(split, name))

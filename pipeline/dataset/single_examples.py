@@ -14,8 +14,13 @@ from pipeline.dataset.splits import Data
 _SAMPLE = 20
 
 
-def check_split(dataset: Any, split: str) -> None:
+def check_split(dataset: Any, split: str, unbatched: bool = False) -> None:
     """Check that a split is a dataset of single examples.
+
+    Args:
+        dataset: what the user's function gave as the split.
+        split: the name of the split.
+        unbatched: whether its elements are known not to be batches.
 
     Raises:
         ConfigError: the split is not a dataset of single examples, has sparse tensors,
@@ -48,8 +53,9 @@ def check_split(dataset: Any, split: str) -> None:
             "or batches with dataset.batched=true"
         )
         raise ConfigError(TARGET, rule, count)
-    if not all(map(_is_image_of_unknown_size, _leaves(dataset))):
-        _reject_batches(dataset, split)
+    if unbatched or all(map(_is_image_of_unknown_size, _leaves(dataset))):
+        return
+    _reject_batches(dataset, split)
 
 
 def check_single_examples(data: Data, model: keras.Model) -> None:

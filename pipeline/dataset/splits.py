@@ -1,6 +1,6 @@
 """Defines `Data`, the splits of a dataset, and the parts of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,6 +82,9 @@ class Data:
             The split itself then has only the examples of the first batch.
         decode: a function from the tokens of one example, an array of integers, to its
             text, for `tracking.show`. None if the inputs are no tokens.
+        notes: a line for the user about a split, by the split's name.
+        unbatched: names of splits whose elements are known to be single examples, even
+            if all of them have the same length and so look like batches.
         validations: the splits of `dataset.validations`, by the split's name, such as
             `validations.late`. `load` sets them.
     """
@@ -98,6 +101,8 @@ class Data:
     stored: Mapping[str, Stored] = field(default_factory=dict)
     loaders: Mapping[str, Loader] = field(default_factory=dict)
     decode: Callable[[Any], str] | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+    unbatched: Collection[str] = ()
     validations: Mapping[str, ValidationSplit] = field(default_factory=dict)
 
     @property

@@ -6,10 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 from filelock import FileLock
+from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.dataset import tfds_internals
 from pipeline.dataset.splits import Data, Shard, Stored
+from pipeline.trust import gate, instantiate
 
 FILES_AT_ONCE = 16  # number of files to interleave if the order of files is shuffled
 # Size of the read buffer per file, in bytes. TFDS would use 128 MB for all files.
@@ -43,7 +45,7 @@ def read(
     if splits[0] is None:
         rule = f"must be a split of {builder.name}: a run needs one"
         raise ConfigError("dataset.train_split", rule, None)
-    _prepare(builder, download)
+    prepare(builder, download)
     names = {}
     for part, name in zip(("train", "validation", "test"), splits, strict=True):
         if name is not None:
@@ -63,7 +65,7 @@ def read(
         classes=getattr(features.get(label_key), "num_classes", None),
         name=builder.name,
         version=str(builder.version),
-        files=_files(builder),
+        files=files_of(builder),
         shards={part: _shards(builder, name) for part, name in names.items()},
         stored=stored,
     )
@@ -84,7 +86,46 @@ def inputs_and_labels(
     return preprocess
 
 
-def _prepare(builder: Any, download: bool) -> None:
+def find_builder(name: str | None, builder: str | None, data_dir: str | None) -> Any:
+    """Return the `tfds.core.DatasetBuilder` that a config names.
+
+    Args:
+        name: name of the dataset in TFDS; see `tfds.builder`.
+        builder: dotted name of the user's own builder, in place of `name`, or None.
+        data_dir: folder of TFDS datasets, or None for the default of TFDS.
+
+    Raises:
+        ConfigError: there is no such dataset, or the builder is not trusted or no
+            builder of TFDS.
+    """
+    if builder is not None:
+        return _own_builder(builder, data_dir)
+    import tensorflow_datasets as tfds
+
+    try:
+        return tfds.builder(name, data_dir=data_dir)
+    except Exception as error:
+        rule = f"must be a TFDS dataset ({first_line(error)})"
+        raise ConfigError("dataset.name", rule, name) from error
+
+
+def _own_builder(builder: str, data_dir: str | None) -> Any:
+    import tensorflow_datasets as tfds
+
+    node = OmegaConf.create({"_target_": builder})
+    cls: Any = instantiate.locate(node, "dataset.builder")
+    if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
+        rule = "must be a tfds.core.DatasetBuilder"
+        raise ConfigError("dataset.builder", rule, builder)
+    return cls(data_dir=data_dir)
+
+
+def may_download(download: bool) -> bool:
+    """Return whether TFDS may download: the config and the gate, if any, allow it."""
+    return download and (gate.in_force is None or gate.in_force.downloads)
+
+
+def prepare(builder: Any, download: bool) -> None:
     """Prepare the dataset if it is missing.
 
     Of several processes, one prepares the dataset while the others wait for a lock.
@@ -137,7 +178,7 @@ def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
         name: name of the split in TFDS, or a slice.
         preprocess: a function from the features of an example to the example.
     """
-    split = _as_dataset(builder, part, name)
+    split = as_dataset(builder, part, name)
     split = split.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
     # Convert with AutoGraph, as `map` does: the user's function may branch on tensors.
     converted = tf.function(preprocess)
@@ -157,7 +198,7 @@ def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
     return Stored(split, records, make, records_by_seed)
 
 
-def _as_dataset(builder: Any, part: str, name: str) -> tf.data.Dataset:
+def as_dataset(builder: Any, part: str, name: str) -> tf.data.Dataset:
     import tensorflow_datasets as tfds
 
     config = tfds.ReadConfig(
@@ -218,7 +259,7 @@ def _shards(builder: Any, name: str) -> list[Shard]:
     return [Shard(Path(file.filename), file.skip, file.take) for file in instructions]
 
 
-def _files(builder: Any) -> tuple[Path, ...]:
+def files_of(builder: Any) -> tuple[Path, ...]:
     """Return the files of a prepared dataset, except `dataset_info.json`."""
     files = []
     for path in Path(builder.data_dir).iterdir():

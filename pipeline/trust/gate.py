@@ -19,16 +19,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
+from pipeline.common import file_patterns
 from pipeline.common.errors import ConfigError
 from pipeline.config.hydra_errors import translated
 from pipeline.config.model_uris import MODEL
 from pipeline.trust import artifact_locations, trusted_names
 
 _TFDS = "pipeline.dataset.from_tfds"
+# Targets that read a dataset of TFDS; the second one only if it has a `name`.
+_TFDS_READERS = (_TFDS, "pipeline.dataset.text_files")
 # Matches a dataset name without a namespace, for which TFDS would download code, and
 # without arguments, such as data_dir.
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
@@ -77,23 +80,39 @@ class Gate:
         Raises:
             ConfigError: `path`, the value at `key`, is outside these folders.
         """
-        if self._is_the_users(path, key):
-            return
-        roots = [self.run_dir]
-        if self.data_dir is not None:
-            roots.append(self.data_dir)
-        if key.startswith("dataset."):
-            roots.append(Path.cwd())
+        if not self._is_the_users(path, key) and not self._is_inside(path, key):
+            self._raise_outside(path, key)
 
+    def confine_pattern(self, pattern: str, key: str) -> None:
+        """Reject a pattern of files that matches one outside the allowed folders.
+
+        See `confine`, and `pipeline.common.file_patterns` for patterns.
+        """
+        self.confine(pattern, key)
+        if self._is_the_users(pattern, key):
+            return
+        for file in file_patterns.matching(pattern):
+            if not self._is_inside(str(file), key):  # through a symlink
+                self._raise_outside(pattern, key)
+
+    def _folders(self, key: str) -> list[Path]:
+        """Return the folders from which a path at `key` may be read."""
+        folders = [self.run_dir]
+        if self.data_dir is not None:
+            folders.append(self.data_dir)
+        if key.startswith("dataset."):
+            folders.append(Path.cwd())
+        return folders
+
+    def _is_inside(self, path: str, key: str) -> bool:
         is_local = path != "" and not _leads_away(path)
-        if not is_local or not artifact_locations.is_inside(Path(path), roots):
-            folders = " or ".join(str(root) for root in roots)
-            again = shlex.quote(f"{key}={path[:300]}")
-            rule = (
-                f"must lie in {folders}; "
-                f"if the path is your own, give it again: {again}"
-            )
-            raise ConfigError(key, rule, path)
+        return is_local and artifact_locations.is_inside(Path(path), self._folders(key))
+
+    def _raise_outside(self, path: str, key: str) -> NoReturn:
+        folders = " or ".join(str(folder) for folder in self._folders(key))
+        again = shlex.quote(f"{key}={path[:300]}")
+        rule = f"must lie in {folders}; if the path is your own, give it again: {again}"
+        raise ConfigError(key, rule, path)
 
     def _is_the_users(self, text: str, key: str) -> bool:
         """Return whether the user gave the string at `key`, or chose its group."""
@@ -279,7 +298,7 @@ def _is_tfds_name(node: _Node) -> bool:
     Such a name may look like a path. It is checked with the node's `_target_`.
     """
     parent = node.parents[-1]
-    if not isinstance(parent, dict) or parent.get("_target_") != _TFDS:
+    if not isinstance(parent, dict) or parent.get("_target_") not in _TFDS_READERS:
         return False
     return node.key.endswith(".name") and node.value == parent.get("name")
 
@@ -364,20 +383,27 @@ def _check_reader(node: dict[Any, Any], key: str, target: str, gate: Gate) -> No
     if is_application and node.get("weights") not in (None, "imagenet"):
         rule = f"of {target} must be null or 'imagenet'"
         raise ConfigError(_join(key, "weights"), rule, node["weights"])
-    if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
+    reads_tfds = target == _TFDS or node.get("name") is not None
+    is_tfds_name = _TFDS_NAME.fullmatch(str(node.get("name"))) is not None
+    if target in _TFDS_READERS and reads_tfds and not is_tfds_name:
         rule = (
             f"of {target} must be a dataset of TFDS itself: "
             "name, name/config or name:version"
         )
         raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
 
-    name = trusted_names.READERS.get(target, "")
-    path = node.get(name)
-    if isinstance(path, dict):  # the built object could be any text
-        rule = f"of {target} must be given as it is"
-        raise ConfigError(_join(key, name), rule, path)
-    if type(path) is str:  # a vocabulary may be a list; null is the reader's default
-        gate.confine(path, _join(key, name))
+    for name in trusted_names.READERS.get(target, ()):
+        path = node.get(name)
+        if isinstance(path, dict):  # the built object could be any text
+            rule = f"of {target} must be given as it is"
+            raise ConfigError(_join(key, name), rule, path)
+        # A vocabulary may be a list; null is the reader's default.
+        if type(path) is str:
+            gate.confine(path, _join(key, name))
+    for name in trusted_names.PATTERN_READERS.get(target, ()):
+        for value in _nodes(node.get(name), _join(key, name)):
+            if type(value.value) is str:
+                gate.confine_pattern(value.value, value.key)
 
 
 def _is_writer(target: object) -> bool:

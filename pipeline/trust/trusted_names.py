@@ -27,6 +27,7 @@ BUILDERS = {
     "pipeline.dataset.diabetes",
     "pipeline.dataset.digits",
     "pipeline.dataset.from_tfds",
+    "pipeline.dataset.text_files",
     "pipeline.dataset.topics",
     "pipeline.components.model.application",
     "pipeline.components.model.cnn",
@@ -95,15 +96,21 @@ REJECTED = {
     "keras.callbacks.RemoteMonitor": "must not send anything over the network",
 }
 
-# Target → the argument that is a path if it is text.
+# Target → the arguments that are paths if they are text.
 READERS = {
-    "keras.layers.IntegerLookup": "vocabulary",
-    "keras.layers.StringLookup": "vocabulary",
-    "keras.layers.TextVectorization": "vocabulary",
-    "pipeline.dataset.digits": "data_dir",
-    "pipeline.dataset.from_tfds": "data_dir",
-    "pipeline.dataset.topics": "data_dir",
-    "pipeline.components.model.application": "weights",
+    "keras.layers.IntegerLookup": ["vocabulary"],
+    "keras.layers.StringLookup": ["vocabulary"],
+    "keras.layers.TextVectorization": ["vocabulary"],
+    "pipeline.dataset.digits": ["data_dir"],
+    "pipeline.dataset.from_tfds": ["data_dir"],
+    "pipeline.dataset.text_files": ["data_dir", "token_cache"],
+    "pipeline.dataset.topics": ["data_dir"],
+    "pipeline.components.model.application": ["weights"],
+}
+# Target → the arguments that are patterns of files, or lists of patterns, if they are
+# text.
+PATTERN_READERS = {
+    "pipeline.dataset.text_files": ["files", "validation_split", "test_split"],
 }
 
 

@@ -90,6 +90,22 @@ TARGETS = {
         "builder",
         "test_split",
     ],
+    "pipeline.dataset.text_files": [
+        "files",
+        "name",
+        "builder",
+        "data_dir",
+        "download",
+        "train_split",
+        "validation_split",
+        "test_split",
+        "sample_by",
+        "text_key",
+        "longest",
+        "tokenizer",
+        "vocabulary",
+        "token_cache",
+    ],
     "pipeline.dataset.topics": ["data_dir", "download", "test_split"],
 }
 # As records of earlier versions have them → the same now.

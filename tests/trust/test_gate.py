@@ -25,6 +25,7 @@ from tests.running import ROOT, environment
 
 CALLBACK = "training.callbacks.it"
 MODEL = "pipeline.components.model.mlp"
+TEXTS = "pipeline.dataset.text_files"
 
 
 @pytest.fixture
@@ -473,6 +474,16 @@ REFUSED = [
         {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/.."},
         "mnist/..",
     ),
+    ("dataset", {"_target_": TEXTS, "files": "/etc/passwd"}, "/etc/passwd"),
+    ("dataset", {"_target_": TEXTS, "files": ["a", "../x/*.txt"]}, "../x/*.txt"),
+    ("dataset", {"_target_": TEXTS, "validation_split": "~/*"}, "~/*"),
+    ("dataset", {"_target_": TEXTS, "token_cache": "/etc"}, "/etc"),
+    ("dataset", {"_target_": TEXTS, "name": "huggingface:x"}, "huggingface:x"),
+    (
+        "dataset",
+        {"_target_": TEXTS, "files": "a", "tokenizer": {"_target_": "evil.run"}},
+        "evil.run",
+    ),
     (
         "dataset.validations",
         {"late": {"_target_": "evil.run", "every": 5}},
@@ -895,6 +906,28 @@ def test_confine(tmp_path, monkeypatch):
     ):
         with pytest.raises(ConfigError, match="data_dir must lie in"):
             gate.confine(path, "data_dir")
+
+
+def test_a_pattern_matches_no_file_behind_a_link(tmp_path, monkeypatch):
+    for folder in ("in", "in/texts", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "in/texts/a.txt").touch()
+    (tmp_path / "elsewhere/b.txt").touch()
+    monkeypatch.chdir(tmp_path / "in")
+
+    def check(pattern, **strings):
+        node = {"_target_": TEXTS, "files": [pattern], "validation_split": 0.1}
+        gate = Gate(tmp_path / "in/run", given=strings)
+        check_config({"dataset": node}, gate, imports=False)
+
+    for pattern in ("texts", "*/*.txt"):
+        check(pattern)
+    (tmp_path / "in/texts/link").symlink_to(tmp_path / "elsewhere")
+    for pattern in ("texts", "texts/*/b.txt", "**/*.txt"):
+        with pytest.raises(ConfigError, match=r"dataset\.files\.0 must lie in"):
+            check(pattern)
+        check(pattern, **{"dataset.files.0": pattern})
+    check("texts/*.txt")
 
 
 def test_data_below_this_folder_or_given_again_are_the_users_own(

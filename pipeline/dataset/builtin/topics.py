@@ -11,6 +11,7 @@ import tensorflow_datasets as tfds
 
 from pipeline.dataset import tfds_files
 from pipeline.dataset.splits import Data
+from pipeline.dataset.texts.tokenizer import by_bytes
 
 MOST = 128  # maximum size of a piece in bytes
 # Name of the TFDS config. Help topics differ between versions of Python, so each
@@ -48,13 +49,7 @@ def topics(
         ("train", validation_split, test_split),
         preprocess,
     )
-    return replace(data, classes=257, decode=_text)
-
-
-def _text(tokens: np.ndarray) -> str:
-    """Return the text of some tokens, without padding."""
-    values = [token - 1 for token in tokens.tolist() if token > 0]
-    return bytes(values).decode(errors="replace")
+    return replace(data, classes=257, decode=by_bytes().text)
 
 
 class Topics(tfds.core.GeneratorBasedBuilder):
