@@ -69,7 +69,8 @@ def sequences_in(x: Nest) -> list[tf.RaggedTensor]:
     if not sequences:
         rule = "an input must be a ragged tensor with micro_batch_tokens"
         reason = "the lengths of dense inputs are not known"
-        raise ValueError(f"{rule}: {reason}")
+        way = "tf.RaggedTensor.from_tensor(x, lengths) cuts off their padding"
+        raise ValueError(f"{rule}: {reason}. {way}")
     return sequences
 
 

@@ -35,6 +35,7 @@ _AROUND_THE_CAUSE = (
     (r"^Error in user-defined function .* iterator: Iterator::\S+ ", ""),
     (r" +Label values: .*$", ""),
     (r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1"),
+    (r"^assertion failed: \[([^\[\]]*)\]$", r"\1"),
 )
 _NOT_GIVEN: Any = object()
 _LONGEST_VALUE = 300  # characters; a longer value is cut in messages

@@ -26,9 +26,10 @@ def check_data(spec: RunSpec, data: Data) -> None:
         is_ragged = is_ragged and any(map(_varies, inputs))
     if not is_ragged:
         rule = (
-            "must come with inputs of unequal length in each split and dataset.pad, "
-            "such as {multiple: 8, value: 0}, as the lengths of dense inputs are not "
-            f"known: give the texts without padding, or cut by {MICRO}"
+            "must come with dataset.pad, such as {multiple: 8, value: 0}, and inputs "
+            "of unequal length in each split: the lengths of dense inputs are not "
+            "known. Give the examples without padding, or set dataset.lengths, such "
+            f"as {{length: x.length, parts: [x.tokens, y]}}, or cut by {MICRO}"
         )
         raise ConfigError(TOKENS, rule, spec.batching.micro_batch_tokens)
 

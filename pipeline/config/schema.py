@@ -470,6 +470,7 @@ _DATASET_KEYS = {
     "shuffle_buffer": facts(Kind.TRAINING, same_data=True),
     "shuffle_files": facts(Kind.TRAINING, same_data=True),
     "augment": facts(Kind.TRAINING, same_data=True),
+    "lengths": facts(Kind.TRAINING, same_data=True),
     "pad": facts(Kind.TRAINING, same_data=True),
 }
 _OPTIMIZER_KEYS = {"learning_rate": facts(Kind.TRAINING, sets_rate=True)}

@@ -367,6 +367,35 @@ def _are_patterns(node: Any) -> bool:
     return True
 
 
+def _are_lengths(node: Any) -> bool:
+    """Return whether a node is null, a length with its parts, or a list of these."""
+    if node is None:
+        return True
+    entries: Any = [node]
+    if isinstance(node, ListConfig):
+        entries = node
+    if not entries or not all(isinstance(entry, DictConfig) for entry in entries):
+        return False
+    return all(
+        _is_null_or_has(entry, length=_is_name_or_node, parts=_are_names)
+        for entry in entries
+    )
+
+
+def _is_name_or_node(value: Any) -> bool:
+    target = value
+    if isinstance(value, DictConfig):
+        target = value.get("_target_")
+    return isinstance(target, str)
+
+
+def _are_names(node: Any) -> bool:
+    """Return whether a node is a list of texts."""
+    if not isinstance(node, ListConfig) or not node:
+        return False
+    return all(isinstance(name, str) for name in node)
+
+
 def _are_class_weights(node: Any) -> bool:
     """Return whether a node is null, or maps class indices to weights of at least 0."""
     if node is None:
@@ -502,6 +531,11 @@ _CHECKS = {
     "dataset.pad": Check(
         "null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}",
         lambda pad: _is_null_or_has(pad, multiple=_is_count, value=_is_number),
+    ),
+    "dataset.lengths": Check(
+        "null, or a length and the parts of an example that have it: {length: "
+        "x.length, parts: [x.tokens, y]}, or a list of these",
+        _are_lengths,
     ),
     "training.evaluate_every": _EVALUATION_INTERVAL,
     "training.evaluate_at_start": _FLAG,

@@ -21,7 +21,7 @@ EVERY = "every"
 SPLIT = "split"
 # Keys of the pipeline that a node may repeat, as a choice of the group `dataset` does.
 # The dataset's own values apply to all of its validation sets.
-_OF_DATASET = ("batched", "checksum", "pad")
+_OF_DATASET = ("batched", "checksum", "lengths", "pad")
 _NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config import validation_sets
 from pipeline.config.validation_sets import ValidationSet
-from pipeline.dataset import elements, single_examples, stream, tfds_files
+from pipeline.dataset import elements, lengths, single_examples, stream, tfds_files
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data, ValidationSplit
@@ -28,6 +28,7 @@ _KEYS_OF_PROGRAM = (
     "batched",
     "checksum",
     "in_memory",
+    "lengths",
     "pad",
     "shuffle_buffer",
     "shuffle_files",
@@ -59,7 +60,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
             as_config_error("dataset", "must give examples", node._target_),
             errors_located(data, DataFiles(data.all_files)),
         ):
-            data = _normalized(data, fix_sizes=node.get("pad") is None)
+            data = _normalized(node, data)
     _check_labels(data.splits)
     for name, validation in data.validations.items():
         _check_form(data.train.element_spec, validation.split.element_spec, name)
@@ -354,10 +355,10 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
     """Return the loaders of the splits, for `dataset.batched`.
 
     Raises:
-        ConfigError: augmentation or padding is set, or a split is not a source of
-            batches.
+        ConfigError: augmentation, lengths or padding are set, or a split is not a
+            source of batches.
     """
-    for key in ("augment", "pad"):
+    for key in ("augment", "lengths", "pad"):
         if node.get(key) is not None:
             rule = (
                 "cannot be set with dataset.batched=true: the loader has to do it, "
@@ -376,23 +377,26 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
         return {name: stream.Loader(split, name) for name, split in data.splits.items()}
 
 
-def _normalized(data: Data, fix_sizes: bool) -> Data:
+def _normalized(node: DictConfig, data: Data) -> Data:
     """Return the data with the examples of each split in one form.
 
+    `dataset.lengths` cuts off padding. Images of unknown size get a fixed size, if they
+    have one, unless `dataset.pad` pads them.
+
     Args:
+        node: the `dataset` group.
         data: the dataset.
-        fix_sizes: whether to fix the size of images of unknown size, which padding
-            would do otherwise.
 
     Raises:
-        ConfigError: a split is malformed; see `single_examples.check_split`.
+        ConfigError: a split is malformed, see `single_examples.check_split`, or does
+            not fit `dataset.lengths`, see `lengths.cutter`.
     """
     for name in data.splits:
-        data = _normalized_split(data, name, fix_sizes)
+        data = _normalized_split(node, data, name)
     return data
 
 
-def _normalized_split(data: Data, name: str, fix_sizes: bool) -> Data:
+def _normalized_split(node: DictConfig, data: Data, name: str) -> Data:
     """Return the data with the examples of one split in one form.
 
     All ways in which they are made give this form: in the order of the split, with
@@ -400,17 +404,23 @@ def _normalized_split(data: Data, name: str, fix_sizes: bool) -> Data:
     """
     split = data.splits[name]
     single_examples.check_split(split, name, unbatched=name in data.unbatched)
+    parts_of_split = elements.as_parts(split, name)
     image_shapes: dict[int, tuple[int, ...]] = {}
-    if fix_sizes:
-        image_shapes = single_examples.image_shapes(elements.as_parts(split, name))
+    if node.get("pad") is None:
+        image_shapes = single_examples.image_shapes(parts_of_split)
+    cut = None
+    if node.get("lengths") is not None:
+        cut = lengths.cutter(node.lengths, parts_of_split.element_spec, name)
 
     def normalized(examples: tf.data.Dataset) -> tf.data.Dataset:
         parts = elements.as_parts(examples, name)
-        if not image_shapes:
-            return parts
-        return parts.map(
-            lambda *example: single_examples.with_shapes(example, image_shapes)
-        )
+        if image_shapes:
+            parts = parts.map(
+                lambda *example: single_examples.with_shapes(example, image_shapes)
+            )
+        if cut is not None:
+            parts = parts.map(cut)
+        return parts
 
     normalized_split = normalized(split)
     changes: dict[str, Any] = {}
@@ -422,9 +432,11 @@ def _normalized_split(data: Data, name: str, fix_sizes: bool) -> Data:
         @tf.autograph.experimental.do_not_convert
         def make(record: tf.Tensor) -> tuple:
             example = elements.as_tuple(converted(record))
-            return single_examples.with_shapes(
-                elements.parts_of_element(example, name), image_shapes
-            )
+            example = elements.parts_of_element(example, name)
+            example = single_examples.with_shapes(example, image_shapes)
+            if cut is not None:
+                example = cut(*example)
+            return example
 
         normalized_stored = replace(stored, split=normalized_split, make=make)
         changes["stored"] = {**data.stored, name: normalized_stored}

@@ -196,7 +196,8 @@ def _check_complete(
         if name in present or parameter.default is not parameter.empty:
             continue
         rule = f"must be given: {node._target_} has no default for it"
-        if key.startswith("training.") and not inspect.isclass(target):
+        is_function = key.startswith(("training.", "dataset.lengths"))
+        if is_function and not inspect.isclass(target):
             rule += f"; where the function itself is meant, {key}._partial_ is true"
         raise ConfigError(f"{key}.{name}", rule)
 

@@ -15,6 +15,7 @@ from pipeline.dataset import Data
 
 EXACT = 1e-12
 CLASSES = 12
+SIZE = 48
 HERE = __name__
 CONFIG = (
     "~dataset",
@@ -47,6 +48,25 @@ def texts(last: int = 1) -> Data:
     return Data(split, split.take(10), name="texts", classes=CLASSES)
 
 
+def padded_texts() -> Data:
+    """Return the texts as arrays, padded to one size, with a weight of 0 for padding."""
+
+    def padded(x, y):
+        x = tf.pad(x, [[0, SIZE - tf.size(x)]])
+        y = tf.pad(y, [[0, SIZE - tf.size(y)]])
+        x = tf.ensure_shape(x, [SIZE])
+        y = tf.ensure_shape(y, [SIZE])
+        return x, y, tf.cast(x > 0, tf.float32)
+
+    data = texts()
+    split = data.train.map(padded)
+    return Data(split, split.take(10), name="padded", classes=CLASSES)
+
+
+def tokens_in(x, y):
+    return tf.math.count_nonzero(x)
+
+
 def network(classes: int, pools: bool = False) -> keras.Model:
     """Return a model whose outputs change with padding if it `pools`."""
     inputs = keras.Input([None], dtype="int32")
@@ -76,15 +96,31 @@ def test_updates_and_evaluations_are_those_of_whole_padded_batches(float64):
     x, y = by_tokens.batches.element_spec
     assert isinstance(x, tf.RaggedTensorSpec)
     assert isinstance(y, tf.RaggedTensorSpec)
-    rows = results_of(by_tokens)
     expected = results_of(parts_of("accumulation.factor=1"))
+    assert_same_with_less_padding(results_of(by_tokens), expected)
+
+    # The same texts, padded to one size before.
+    padded = f"dataset._target_={HERE}.padded_texts"
+    function = f"{{_target_: {HERE}.tokens_in, _partial_: true}}"
+    lengths = f"+dataset.lengths={{length: {function}, parts: [x, y, sample_weight]}}"
+    rows = results_of(parts_of(padded, lengths, TOKENS))
+    assert_same_with_less_padding(rows, expected)
+
+
+def assert_same_with_less_padding(rows, expected):
     for row, other in zip(rows, expected, strict=True):
         for name in {"loss", "accuracy", "gradient_norm"} & other.keys():
             assert row[name] == pytest.approx(other[name], rel=EXACT)
     for row in rows[:2]:
         assert row["micro_steps"] > 1
-        assert row["tokens"] < row["positions"]
+        assert row["tokens"] < row["positions"] < 16 * SIZE / 2
         assert "gradient_variance" not in row
+
+
+def test_padded_texts_without_their_lengths_are_rejected(float64):
+    padded = f"dataset._target_={HERE}.padded_texts"
+    with pytest.raises(ConfigError, match=r"or set dataset\.lengths, such as"):
+        parts_of(padded, TOKENS)
 
 
 def test_a_model_that_counts_padding_is_rejected_before_the_run(float64):

@@ -447,6 +447,16 @@ CONFIG = {
         "dataset.pad must be null, or a multiple of at least 1 and a value: {multiple: "
         "8, value: 0}. Received: {multiple: 0, value: 0}."
     ),
+    "train 'dataset.lengths={length: x.length, parts: x}'": (
+        "dataset.lengths must be null, or a length and the parts of an example that "
+        "have it: {length: x.length, parts: [x.tokens, y]}, or a list of these. "
+        "Received: {length: 'x.length', parts: 'x'}."
+    ),
+    "train 'dataset.lengths=[{length: {size: 3}, parts: [x]}]'": (
+        "dataset.lengths must be null, or a length and the parts of an example that "
+        "have it: {length: x.length, parts: [x.tokens, y]}, or a list of these. "
+        "Received: [{length: {size: 3}, parts: ['x']}]."
+    ),
     "train dataset.pad=8": (
         "dataset.pad must be null, or a multiple of at least 1 and a value: {multiple: "
         "8, value: 0}. Received: 8."

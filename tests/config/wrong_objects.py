@@ -62,10 +62,15 @@ PREPARED = {
         "the padding as well. Received: 'sum_over_batch_size'."
     ),
     "train accumulation.micro_batch_tokens=512": (
-        "accumulation.micro_batch_tokens must come with inputs of unequal length in "
-        "each split and dataset.pad, such as {multiple: 8, value: 0}, as the lengths "
-        "of dense inputs are not known: give the texts without padding, or cut by "
-        "accumulation.micro_batch_size. Received: 512."
+        "accumulation.micro_batch_tokens must come with dataset.pad, such as "
+        "{multiple: 8, value: 0}, and inputs of unequal length in each split: the "
+        "lengths of dense inputs are not known. Give the examples without padding, or "
+        "set dataset.lengths, such as {length: x.length, parts: [x.tokens, y]}, or cut "
+        "by accumulation.micro_batch_size. Received: 512."
+    ),
+    "train 'dataset.lengths={length: x.length, parts: [x]}'": (
+        "dataset.lengths.length must be a part of an example of the train split, or a "
+        "node with a _target_. Received: 'x.length'. Choices: x, y."
     ),
     "train experiment=text model._target_=mine.pooled accumulation.micro_batch_tokens=9": (
         "accumulation.micro_batch_tokens must be null, as padding would change the "

@@ -475,10 +475,12 @@ def test_two_runs_share_a_hash_when_they_were_asked_for_the_same():
     )
     assert provenance.config_hash(put(base(), seed=1), "/a/run") != first
     # A newer key at its default is as if it were not there.
-    key = "accumulation.micro_batch_tokens"
-    without = put(base(), **{key: None})
-    assert provenance.config_hash(without, "/a/run") == first
-    assert provenance.config_hash(put(base(), **{key: 512}), "/a/run") != first
+    lengths = {"length": "x.length", "parts": ["x.tokens"]}
+    newer = {"accumulation.micro_batch_tokens": 512, "dataset.lengths": lengths}
+    for key, value in newer.items():
+        without = put(base(), **{key: None})
+        assert provenance.config_hash(without, "/a/run") == first
+        assert provenance.config_hash(put(base(), **{key: value}), "/a/run") != first
 
 
 def test_what_follows_another_key_is_recorded_and_followed():
