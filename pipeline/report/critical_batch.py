@@ -13,7 +13,12 @@ from pipeline.report import statistics
 from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.html_page import Plot, axis, trace
 from pipeline.report.job_results import LOSS, JobResult, grouped
-from pipeline.report.noise_scale import UNMEASURED, beside_measured, noise_scale
+from pipeline.report.noise_scale import (
+    BY_TOKENS,
+    UNMEASURED,
+    beside_measured,
+    noise_scale,
+)
 from pipeline.report.statistics import Array, Spread
 from pipeline.report.sweep_result import SweepResult
 
@@ -340,11 +345,13 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
             yield SweepFinding("schedule", text)
 
     scale = _noise_scale_of_branches(sweep)
-    if scale is None:
-        yield SweepFinding("noise_scale", f"Not measured. {UNMEASURED}")
-    else:
+    if scale is not None:
         text = f"{scale.mean:.4g} examples. {_beside_interval(scale.mean, result)}"
         yield SweepFinding("noise_scale", text, BranchNoise(scale.mean))
+    elif any(job.is_cut_by_tokens for job in sweep.jobs):
+        yield SweepFinding("noise_scale", f"Not measured: {BY_TOKENS}")
+    else:
+        yield SweepFinding("noise_scale", f"Not measured. {UNMEASURED}")
 
 
 def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:

@@ -76,6 +76,11 @@ class JobResult:
         return self.status == "FINISHED"
 
     @property
+    def is_cut_by_tokens(self) -> bool:
+        """Whether `accumulation.micro_batch_tokens` cuts the effective batches."""
+        return cuts_by_tokens(self.params)
+
+    @property
     def seed(self) -> str | None:
         """The seed in the job's name, or else the recorded seed.
 
@@ -386,11 +391,16 @@ def sizes(params: Mapping[str, str]) -> dict[str, int | None]:
     """Return the factor and the batch sizes of a run, as fields of `JobResult`."""
     keys = ("factor", "effective_batch_size", "micro_batch_size")
     sizes_of_run = {key: _size(params, key) for key in keys}
-    if _size(params, "micro_batch_tokens") is not None:
+    if cuts_by_tokens(params):
         # The micro-batches of a cut by tokens differ in size, and in number.
         sizes_of_run["factor"] = None
         sizes_of_run["micro_batch_size"] = None
     return sizes_of_run
+
+
+def cuts_by_tokens(params: Mapping[str, str]) -> bool:
+    """Return whether a run with these params cuts its effective batches by tokens."""
+    return _size(params, "micro_batch_tokens") is not None
 
 
 def _size(params: Mapping[str, str], key: str) -> int | None:

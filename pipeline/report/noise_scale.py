@@ -21,6 +21,13 @@ UNMEASURED = (
     "measured far larger ones."
 )
 
+# Why no run that is cut by tokens has a noise scale, and what to do.
+BY_TOKENS = (
+    "micro-batches that are cut by tokens are no random samples. With "
+    "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, it is "
+    "measured."
+)
+
 
 def beside_measured(scale: float, low: float, high: float) -> str:
     """Return a sentence that compares the noise scale with a measured critical batch.
@@ -165,6 +172,8 @@ def _beside_fit(scale: float, critical: float) -> str:
 
 
 def _nothing_predicted(jobs: list[JobResult]) -> str:
+    if jobs and all(job.is_cut_by_tokens for job in jobs):
+        return f"The gradient noise scale is not measured: {BY_TOKENS}"
     logged = jobs_with(jobs, NOISE)
     which = "that did not fail has a positive" if logged else "has a"
     largest_factor = max((job.factor or 0 for job in jobs), default=0)

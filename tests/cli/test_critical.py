@@ -5,6 +5,7 @@ And what it rejects.
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -92,6 +93,59 @@ def test_branches_of_a_checkpoint_are_killed_and_continued(folder):
     other_branches = ("critical", "run@40", "--again", parent.info.run_id)
     rejected = pipeline(*other_branches, cwd=folder, status=2)
     assert "--again must be a sweep of the same branches" in rejected.stderr
+
+
+def test_branches_of_a_run_that_is_cut_by_tokens_are_cut_by_tokens(tmp_path):
+    texts = (
+        "train",
+        "experiment=text",
+        "model.width=8",
+        "model.blocks=1",
+        "accumulation.effective_batch_size=16",
+        "accumulation.micro_batch_tokens=512",
+        "schedule=constant",
+        "training.epochs=null",
+        "training.updates=20",
+        "training.checkpoint_every=10",
+        "training.evaluate_every=20",
+        "tracking.log_model=false",
+        "tracking.system_metrics=false",
+        "hardware.deterministic=true",
+        "hydra.run.dir=run",
+    )
+    pipeline(*texts, cwd=tmp_path)
+    command = ("critical", "run@10", "--examples=96")
+    done = pipeline(*command, cwd=tmp_path)
+    assert "Critical batch: The critical batch is" in done.stdout
+    assert (
+        "Gradient noise scale: Not measured: micro-batches that are cut by tokens are "
+        "no random samples." in done.stdout
+    )
+
+    store = Store(tmp_path)
+    run, *branches = store.trained()
+    source = store.histories(run)
+    tokens_seen = set()
+    for branch in branches:
+        assert branch.data.params["derived.micro_batch_tokens"] == "512"
+        curves = store.histories(branch)
+        assert "train/gradient_noise_scale" not in curves
+        tokens_seen.add(max(curves["train/tokens_seen"].values()))
+        if branch.data.tags["sweep.job"] == "batch=16":
+            for update in range(11, 17):
+                loss = source["train/loss"][update]
+                assert curves["train/loss"][update] == loss
+    # All branches have read the same examples.
+    assert len(tokens_seen) == 1
+
+    # As the report says, a cut by examples measures the noise scale.
+    by_examples = (
+        "accumulation.micro_batch_tokens=null",
+        "accumulation.micro_batch_size=8",
+        "tracking.experiment=examples",
+    )
+    done = pipeline(*command, *by_examples, cwd=tmp_path)
+    assert re.search(r"Gradient noise scale: \S+ examples\.", done.stdout)
 
 
 def test_what_is_rejected_in_one_line(folder):

@@ -305,6 +305,40 @@ def test_a_branch_that_failed_for_what_is_not_finite_diverged(last, failure):
     assert critical_batch.measured(sweep).critical == 64
 
 
+def test_branches_that_are_cut_by_tokens_have_no_noise_scale():
+    def texts(**params):
+        jobs = []
+        for batch in (32, 64):
+            branch = line(batch)
+            steps = np.arange(1, len(branch.losses) + 1)
+            curves = {
+                "train/loss": Curve(steps, branch.losses),
+                "train/effective_batch_size": Curve(steps, branch.sizes),
+            }
+            job = JobResult(
+                f"batch={batch} seed=0",
+                status="FINISHED",
+                curves=curves,
+                tags={"start.update": "5"},
+                params=params,
+                effective_batch_size=batch,
+            )
+            jobs.append(job)
+        sweep = replace(synthetic.swept(jobs), name="critical")
+        findings = critical_batch.branch_findings(sweep)
+        return {finding.topic: finding.text for finding in findings}
+
+    by_tokens = texts(**{"accumulation.micro_batch_tokens": "512"})
+    assert by_tokens["critical"].startswith("The critical batch is ")
+    assert by_tokens["noise_scale"] == (
+        "Not measured: micro-batches that are cut by tokens are no random samples. With "
+        "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, it is "
+        "measured."
+    )
+    by_examples = texts(**{"accumulation.micro_batch_tokens": "null"})
+    assert by_examples["noise_scale"].startswith("Not measured. It may be far from")
+
+
 def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
     store = synthetic.store(tmp_path)
     losses = {32: 2.0, 64: 2.005, 128: 2.004, 256: 2.0}
