@@ -42,6 +42,7 @@ from .batch import (
     examples_in,
     inputs_of,
     parts_of,
+    position_of,
 )
 from .dense import transposed_gradients, wide_layers
 from .forward_effects import unsupported
@@ -278,7 +279,8 @@ def loop_over_share(
         share: one replica's part of the effective batch, or all of it.
         context: data about the effective batch. The output gradients must be those of
             the share alone.
-        position: position of the share's first example in the effective batch.
+        position: position of the share's first example in the effective batch; see
+            `positions_for_noise`.
 
     Raises:
         ValueError: see `accumulate_gradients`.
@@ -290,7 +292,7 @@ def loop_over_share(
     ) -> GradientSums:
         y, output_gradients = y_and_gradients
         micro_batch = MicroBatch(x, y, sample_weight, output_gradients)
-        return step.sums(position + start, micro_batch)
+        return step.sums(position_of(start, position), micro_batch)
 
     # Pack the output gradients with the labels, so that both are cut alike.
     x, y, sample_weight = parts_of(share)

@@ -63,6 +63,22 @@ class Batches(NamedTuple):
     sizes: tf.Tensor
 
 
+class DealtBatch(NamedTuple):
+    """An effective batch in another order, in which unequal shares follow each other.
+
+    Attributes:
+        batch: `(x, y)` or `(x, y, sample_weight)`, each a nest with the examples on
+            axis 0.
+        starts: where the share of each replica starts, then the number of examples;
+            (replicas + 1,), int32.
+        order: the position of each example before it was dealt, (examples,), int32.
+    """
+
+    batch: Nest
+    starts: tf.Tensor
+    order: tf.Tensor
+
+
 class BatchTotals(NamedTuple):
     """The totals of an effective batch that are known before any forward pass.
 
@@ -81,7 +97,7 @@ def is_absent(value: Any) -> bool:
     return isinstance(value, tuple) and not value
 
 
-def parts_of(batch: Nest | Share | Batches) -> tuple[Nest, Nest, Nest]:
+def parts_of(batch: Nest | Share | Batches | DealtBatch) -> tuple[Nest, Nest, Nest]:
     """Return `(x, y, sample_weight)` as tensors, which a traced loop can slice.
 
     A part that is None stays None.
@@ -89,7 +105,7 @@ def parts_of(batch: Nest | Share | Batches) -> tuple[Nest, Nest, Nest]:
     Raises:
         ValueError: a part is a sparse tensor.
     """
-    if isinstance(batch, Share | Batches):
+    if isinstance(batch, Share | Batches | DealtBatch):
         batch = batch.batch
     parts = keras.utils.unpack_x_y_sample_weight(batch)
     return tf.nest.map_structure(_as_tensor, parts)
@@ -231,11 +247,11 @@ def _sum_of_weights(weights: Any) -> tf.Tensor | None:
     return tf.reduce_sum(weights)
 
 
-def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
+def share_of(batch: Nest | Share | DealtBatch) -> tuple[Nest, Any]:
     """Return this replica's share of an effective batch, and the share's position.
 
-    A share has at most ⌈examples / replicas⌉ examples. Its position is the index of its
-    first example in the effective batch.
+    Unless the batch is dealt, a share has at most ⌈examples / replicas⌉ examples. Its
+    position is the index of its first example in `batch`.
     """
     parts = parts_of(batch)
     context = tf.distribute.get_replica_context()
@@ -244,6 +260,9 @@ def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
     replica = context.replica_id_in_sync_group
     # Slice on the host, so that a device does not receive the whole batch.
     with tf.device("CPU:0"):
+        if isinstance(batch, DealtBatch):
+            position = batch.starts[replica]
+            return slice_of(parts, position, batch.starts[replica + 1]), position
         if isinstance(batch, Share):
             start = batch.start
             examples = batch.examples
@@ -254,6 +273,35 @@ def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
         position = replica * size
         first = position - start
         return slice_of(parts, first, first + size), position
+
+
+def positions_for_noise(batch: Nest | Share | DealtBatch, position: Any) -> Any:
+    """Return the positions by which the examples of a share draw their noise.
+
+    It is the position of the first example. In a dealt batch, it is the position of
+    each of the following examples before they were dealt; see `position_of`.
+
+    Args:
+        batch: the effective batch.
+        position: the position of the share in it, see `share_of`.
+    """
+    if not isinstance(batch, DealtBatch):
+        return position
+    with tf.device("CPU:0"):
+        return batch.order[position:]
+
+
+def position_of(index: tf.Tensor, positions: Any) -> tf.Tensor:
+    """Return the position of the examples at an index of a share.
+
+    Args:
+        index: the index of an example, or of several examples.
+        positions: see `positions_for_noise`.
+    """
+    if tf.convert_to_tensor(positions).shape.rank == 0:
+        return positions + index
+    with tf.device("CPU:0"):
+        return tf.gather(positions, index)
 
 
 def global_batch_totals(

@@ -24,7 +24,7 @@ from .micro_batches import MicroBatchLoop, run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, check_rows, gathered, kept
 from .padding_checks import prepared_for_tokens
-from .token_cut import TokenLimit, check_not_compiled, micro_batch_limit
+from .token_cut import TokenLimit, check_not_compiled, dealt, micro_batch_limit
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
 # Returns measurements of a micro-batch from `(x, y, sample_weight)`, the outputs by
@@ -101,8 +101,11 @@ class Evaluation:
         The results of all micro-batches are joined in the order of the examples
         that this process has read. They are `ABSENT` without `observe`.
         """
-        if self.token_limit is not None:
+        limit = self.token_limit
+        if limit is not None:
             batch = prepared_for_tokens(self.model, batch, training=False)
+            replicas = self.strategy.num_replicas_in_sync
+            batch = dealt(batch, replicas, limit.pad_multiple)
         sums, outputs, observations = self.strategy.run(self._evaluate, args=(batch,))
         sums = reduce(self.strategy, sums, self.reductions_ready)
         sums = of_first_replica(self.strategy, sums)

@@ -26,6 +26,8 @@ from .batch import (
     is_absent,
     of_first_replica,
     parts_of,
+    position_of,
+    positions_for_noise,
     reduce,
     share_of,
     slice_specs,
@@ -154,10 +156,11 @@ def kept_outputs(
         inputs = padded_inputs(share) if by_tokens else share[0]
         noisy = noisy_layers(model, inputs)
     keys = [Key.from_seed(seed) for seed in noise_seeds]
+    positions = positions_for_noise(batch, position)
 
     def micro_step(start: tf.Tensor, x: Nest, *_: Nest) -> Outputs:
         drawing = noise_by_position(
-            noisy, keys, position + start, examples_in(x), compiled
+            noisy, keys, position_of(start, positions), examples_in(x), compiled
         )
         # The scope discards all assignments in the pass.
         with keras.StatelessScope(), without_cudnn(model, compiled), drawing:

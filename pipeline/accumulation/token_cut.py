@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from .batch import Nest, examples_in
+from .batch import DealtBatch, Nest, Share, examples_in, parts_of
 from .padding import padded_length, sequences_in
 
 # More than the positions of any effective batch: in the sums below, one micro-batch
@@ -119,14 +119,7 @@ def cut_by_tokens(x: Nest, limit: TokenLimit) -> TokenCut:
 
     An example costs the sum of the padded lengths of its ragged inputs.
     """
-    lengths = []
-    padded_lengths = []
-    for sequence in sequences_in(x):
-        length = tf.cast(sequence.row_lengths(), tf.int64)
-        lengths.append(length)
-        padded_lengths.append(padded_length(length, limit.pad_multiple))
-    costs = tf.stack(padded_lengths, axis=1)  # (examples, sequences)
-
+    costs = _costs(x, limit.pad_multiple)
     order = tf.argsort(
         tf.reduce_sum(costs, axis=1), direction="DESCENDING", stable=True
     )
@@ -135,10 +128,55 @@ def cut_by_tokens(x: Nest, limit: TokenLimit) -> TokenCut:
     total = best.totals[-1]
     counts = CutCounts(
         micro_batches=total // _MICRO_BATCH,
-        tokens=tf.reduce_sum(tf.add_n(lengths)),
+        tokens=_tokens_in(x),
         positions=total % _MICRO_BATCH,
     )
     return TokenCut(order, ends, counts)
+
+
+def dealt(batch: Nest | Share, replicas: int, pad_multiple: int) -> Nest:
+    """Return the batch with shares of about as many tokens for each of the replicas.
+
+    The examples are sorted by length, as for a cut. Each share consists of examples
+    that follow each other in this order, so that little padding is computed. With one
+    replica, and for the share of one of several processes, the batch is returned.
+    """
+    if replicas == 1 or isinstance(batch, Share):
+        return batch
+    parts = parts_of(batch)
+    with tf.device("CPU:0"):
+        costs = tf.reduce_sum(_costs(parts[0], pad_multiple), axis=1)
+        order = tf.argsort(costs, direction="DESCENDING", stable=True)
+        costs = tf.gather(costs, order)
+        # An example is of the share in which the middle of its tokens lies: all numbers
+        # are doubled, so that this is an integer.
+        ends = tf.cumsum(costs)
+        middles = 2 * ends - costs
+        shares = middles * replicas // tf.maximum(2 * tf.reduce_sum(costs), 1)
+        all_shares = tf.range(replicas + 1, dtype=tf.int64)
+        starts = tf.searchsorted(shares, all_shares, "left")
+
+        def in_order(leaf: Any) -> Any:
+            return None if leaf is None else tf.gather(leaf, order)
+
+        return DealtBatch(tf.nest.map_structure(in_order, parts), starts, order)
+
+
+def _costs(x: Nest, pad_multiple: int) -> tf.Tensor:
+    """Return the padded lengths of the ragged inputs, (examples, inputs) of int64."""
+    padded_lengths = []
+    for sequence in sequences_in(x):
+        length = tf.cast(sequence.row_lengths(), tf.int64)
+        padded_lengths.append(padded_length(length, pad_multiple))
+    return tf.stack(padded_lengths, axis=1)
+
+
+def _tokens_in(x: Nest) -> tf.Tensor:
+    """Return the number of positions in all ragged inputs, of int64."""
+    tokens = []
+    for sequence in sequences_in(x):
+        tokens.append(tf.reduce_sum(sequence.row_lengths()))
+    return tf.cast(tf.add_n(tokens), tf.int64)
 
 
 class _BestCuts(NamedTuple):

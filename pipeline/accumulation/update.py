@@ -24,6 +24,7 @@ from .batch import (
     examples_in,
     global_batch_totals,
     inputs_of,
+    positions_for_noise,
     share_of,
     slice_of,
     tensors_of,
@@ -40,7 +41,13 @@ from .objective import Losses, Objective
 from .padding import padded_inputs
 from .padding_checks import prepared_for_tokens
 from .same_noise import draw_noise_seeds, noisy_layers
-from .token_cut import CutCounts, TokenLimit, check_not_compiled, micro_batch_limit
+from .token_cut import (
+    CutCounts,
+    TokenLimit,
+    check_not_compiled,
+    dealt,
+    micro_batch_limit,
+)
 from .xla import check_jit_compile, compiled_by_xla
 
 # Values of `xla_scope`. `step`: XLA compiles the forward and backward passes. `apply`:
@@ -70,8 +77,9 @@ class Update:
             `micro_batch_tokens`, the maximum number of examples, or None.
         micro_batch_tokens: maximum number of positions per pass, in place of a number
             of examples, for ragged inputs; see `accumulate_gradients`. Each replica
-            sorts and cuts its share. The gradient noise is then not measured: sorted
-            micro-batches are no random samples. `jit_compile` must not be True.
+            gets a share of about as many tokens, and cuts it. The gradient noise is
+            then not measured: sorted micro-batches are no random samples. `jit_compile`
+            must not be True.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
         strategy: the strategy in whose scope the model was built; the current one by
@@ -280,10 +288,12 @@ class Update:
         return self._sums(batch, self._context(batch, measure_gradient_noise))
 
     def _prepared(self, batch: Nest | Share | Batches) -> Nest | Share | Batches:
-        """Check a batch that is cut by tokens; give it weights of positions."""
-        if self.token_limit is None:
+        """Check a batch that is cut by tokens, weigh its positions, and deal it."""
+        limit = self.token_limit
+        if limit is None:
             return batch
-        return prepared_for_tokens(self.model, batch)
+        batch = prepared_for_tokens(self.model, batch)
+        return dealt(batch, self.strategy.num_replicas_in_sync, limit.pad_multiple)
 
     def _context(
         self, batch: Nest | Share | Batches, measure_gradient_noise: tf.Tensor | bool
@@ -553,7 +563,8 @@ class Update:
             fused_attention=self.fused_attention,
             dense_rows=self._sums_dense_rows(),
         )
-        return loop_over_share(settings, share, context, position)
+        positions = positions_for_noise(batch, position)
+        return loop_over_share(settings, share, context, positions)
 
     def _sums_dense_rows(self) -> bool:
         """Return whether the loop sums the gradients of embeddings as dense tensors.

@@ -17,8 +17,9 @@ from pipeline.accumulation import (
     Update,
     accumulate_gradients,
 )
+from pipeline.accumulation.batch import share_of
 from pipeline.accumulation.internals import Batches, Objective, Share
-from pipeline.accumulation.token_cut import TokenLimit, cut_by_tokens
+from pipeline.accumulation.token_cut import TokenLimit, cut_by_tokens, dealt
 from tests.accumulation.replicas import strategy_on
 from tests.accumulation.sequences import (
     CLASSES,
@@ -268,6 +269,48 @@ def test_updates_on_replicas_and_in_shares(float64, name, devices):
         assert float(results["tokens"]) == sum(LENGTHS) * sequences
         assert results["micro_steps"] >= 2 * devices
         assert results["positions"] >= results["tokens"]
+
+
+def tokens_of_shares(batch, devices) -> list[int]:
+    """Return the number of tokens that each replica gets of a batch."""
+    strategy = strategy_on(devices)
+
+    def tokens():
+        (x, _, _), _ = share_of(batch)
+        return tf.size(x.flat_values)
+
+    per_replica = tf.function(lambda: strategy.run(tokens))()
+    values = strategy.experimental_local_results(per_replica)
+    return [int(value) for value in values]
+
+
+def test_replicas_get_as_many_tokens_and_each_example_once():
+    numbers = np.random.default_rng(0)
+    lengths = np.clip(numbers.lognormal(4, 1, 128), 1, 512).astype(int)
+    x = tf.RaggedTensor.from_row_lengths(np.arange(lengths.sum()), lengths)
+    y = tf.range(len(lengths))
+    mean = lengths.sum() / 3
+
+    batch = dealt((x, y), 3, pad_multiple=1)
+    inputs, labels, _ = batch.batch
+    assert sorted(labels.numpy()) == [*range(len(lengths))]
+    for row, label in zip(inputs, labels.numpy(), strict=True):
+        assert row.numpy().tolist() == x[label].numpy().tolist()
+    assert max(tokens_of_shares(batch, 3)) < 1.1 * mean
+
+    # Negative control: equally many examples of a sorted batch are unequal shares.
+    in_order = tf.argsort(-lengths)
+    by_length = (tf.gather(x, in_order), tf.gather(y, in_order), None)
+    assert max(tokens_of_shares(by_length, 3)) > 1.5 * mean
+
+
+@pytest.mark.parametrize("lengths", [[4], [9, 1, 1], [0, 0, 0], [5, 5, 5, 5]])
+def test_any_batch_is_dealt(lengths):
+    x = tf.RaggedTensor.from_row_lengths(np.arange(sum(lengths)), lengths)
+    batch = dealt((x, tf.range(len(lengths))), 3, pad_multiple=1)
+    starts = batch.starts.numpy().tolist()
+    assert starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (0, len(lengths))
 
 
 def test_an_evaluation_has_the_losses_and_metrics_of_the_whole_batch(float64):
