@@ -87,6 +87,7 @@ def trained(limit, *, same_noise=True, devices=1, shared=False, model=noisy_mode
     mostly_slow(
         [(1, {}), (19, {}), (19, {"devices": 2}), (10, {"devices": 2, "shared": True})],
         fast=[(19, {})],
+        slow=[(10, {"devices": 2, "shared": True})],
     ),
 )
 def test_the_weights_are_those_of_the_batch_in_one_piece(float64, limit, options):

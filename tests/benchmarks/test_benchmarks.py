@@ -139,7 +139,7 @@ def test_every_peer_that_is_there_takes_turns(tmp_path):
     assert figures["train ÷ best peer"]["median"] == lowest
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_is_compiled_takes_turns(tmp_path):
     path = tmp_path / "result.json"
     done = bench("compiled", *TINY, "--output", str(path))

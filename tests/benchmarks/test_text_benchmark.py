@@ -13,13 +13,12 @@ TINY = Case("help texts", effective=8, factor=4, with_peers=True, limit=64)
 EXACT = 1e-5  # of a step of SGD in float32
 LOOPS = {"PyTorch", "Trainer, by length"}
 
-pytestmark = pytest.mark.slow
-
 
 def by_name(figures):
     return {figure.what: figure for figure in figures}
 
 
+@pytest.mark.soak
 def test_every_contender_that_is_there_takes_turns():
     from benchmarks import text
 
@@ -41,6 +40,7 @@ def test_every_contender_that_is_there_takes_turns():
             assert math.isfinite(max(figure.values))
 
 
+@pytest.mark.slow
 def test_only_means_of_means_are_far_from_the_true_update():
     """So the model in PyTorch is that in Keras, too: its exact loop has the update."""
     from benchmarks import text_updates
@@ -67,6 +67,7 @@ def test_only_means_of_means_are_far_from_the_true_update():
         assert figures[spread].median > 2
 
 
+@pytest.mark.soak
 def test_peak_memory_is_level_for_a_linear_model_and_else_that_of_the_longest(
     monkeypatch,
 ):
