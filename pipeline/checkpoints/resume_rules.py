@@ -30,7 +30,7 @@ from pipeline.config.resolve import FUSED_ATTENTION, RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, TOKENS
 from pipeline.config.stages import CLOCK
-from pipeline.tracking import provenance
+from pipeline.tracking import horizons, provenance
 from pipeline.tracking.journal_file import (
     DATASET_RECORD,
     JOURNAL_NAME,
@@ -196,7 +196,8 @@ def _continuation(
 ) -> Continuation:
     lines: list[str] = []
     if past.described:
-        recorded = recorded_config(run_dir, key)
+        in_force = horizons.of_run(past.start, past.resumed)
+        recorded = horizons.with_last(recorded_config(run_dir, key), in_force)
         spec = _with_recorded_choices(spec, recorded, past)
         lines = changes(recorded, spec, past)
         if past.status == "FINISHED" and not _has_other_horizon(recorded, spec):

@@ -8,6 +8,7 @@ from pipeline.cli.train import run_one
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.launch import recorded_job
+from pipeline.tracking import horizons
 from pipeline.tracking.journal_file import Past
 
 
@@ -30,7 +31,8 @@ def resume(arguments: Sequence[str]) -> int:
     # already resumed the run.
     past = Past.read(run_dir, running=True)
 
-    config = recorded_config(run_dir, "RUN")
+    segments = horizons.of_run(past.start, past.resumed)
+    config = horizons.with_last(recorded_config(run_dir, "RUN"), segments)
     keys = keys_set(overrides)
     complete(config, past, keys)
     if any(key.startswith("hydra.") for key in keys):

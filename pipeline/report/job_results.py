@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipeline.config import former_names
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
+from pipeline.tracking import horizons
 
 # The horizontal axes over which a metric can be plotted, with their labels.
 AXES = {
@@ -365,7 +366,7 @@ def stored_result(
         points = sorted(points, key=lambda point: point.timestamp)
         curves[metric] = curve({point.step: point.value for point in points})
 
-    params = current_params(run.data.params)
+    params = current_params(run.data.params, run.data.tags)
     return JobResult(
         name=name,
         run_id=run_id,
@@ -379,12 +380,17 @@ def stored_result(
     )
 
 
-def current_params(params: Mapping[str, str]) -> dict[str, str]:
-    """Return the params of a run, with the current names of keys and functions."""
+def current_params(
+    params: Mapping[str, str], tags: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the params of a run, with the current names of keys and functions.
+
+    If the run was resumed with another horizon, they have that one.
+    """
     renamed = {}
     for key, value in params.items():
         renamed[former_names.with_current_key(key)] = former_names.current(value)
-    return renamed
+    return horizons.current_params(renamed, tags)
 
 
 def sizes(params: Mapping[str, str]) -> dict[str, int | None]:

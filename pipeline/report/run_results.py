@@ -16,7 +16,7 @@ from pipeline.report.job_results import (
     sizes,
     stored_result,
 )
-from pipeline.tracking import journal_file
+from pipeline.tracking import horizons, journal_file
 from pipeline.tracking.journal_file import JOURNAL_NAME, LineReader, Past
 from pipeline.tracking.journal_lines import Row
 from pipeline.tracking.params import param_text
@@ -32,7 +32,7 @@ def from_store(client: Any, run: Any) -> JobResult:
         client: an MLflow client for the run's store.
         run: the run.
     """
-    name = run.info.run_name or run.info.run_id
+    name = horizons.current_name(run.info.run_name or run.info.run_id, run.data.tags)
     return stored_result(client, name, run, _of_updates(run.data.metrics))
 
 
@@ -62,13 +62,14 @@ def from_directory(run_dir: Path) -> JobResult:
     for metric in _of_updates(values_by_metric):
         curves[metric] = curve(values_by_metric[metric])
     texts = {key: param_text(value) for key, value in past.start.params.items()}
-    params = current_params(texts)
+    tags = {**past.start.tags, **past.tags}
+    params = current_params(texts, tags)
     return JobResult(
-        name=past.start.name or run_dir.name,
+        name=horizons.current_name(past.start.name or run_dir.name, tags),
         run_id=past.run_id or None,
         status=past.status or _status_of_open(run_dir),
         params=params,
-        tags={**past.start.tags, **past.tags},
+        tags=tags,
         curves=curves,
         started=min(times, default=None),
         ended=max(times, default=None),

@@ -24,6 +24,7 @@ from pipeline.report.job_results import (
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.table import Table
 from pipeline.report.wording import SECONDS, joined, number
+from pipeline.tracking import horizons
 from pipeline.tracking.journal_summary import RankedMetric, ranked_metric
 
 MOST_RUNS = 20  # maximum number of runs on a page
@@ -90,6 +91,10 @@ def _facts_of(run: JobResult) -> dict[str, str]:
     examples = ""
     if EXAMPLES_SEEN in run.curves:
         examples = number(run.last(EXAMPLES_SEEN))
+    horizon = ""
+    in_force = horizons.of_tags(run.tags)
+    if in_force:
+        horizon = horizons.described(in_force)
     started = ""
     duration = ""
     if run.started is not None:
@@ -104,6 +109,7 @@ def _facts_of(run: JobResult) -> dict[str, str]:
         "started": started,
         "duration": duration,
         "updates": str(max(steps, default="")),
+        "horizon": horizon,
         "examples": examples,
         "effective batch": str(run.effective_batch_size or ""),
         "factor": str(run.factor or ""),

@@ -18,6 +18,7 @@ from pipeline.config.plan import HALVED
 from pipeline.config.schema import SCHEMA
 from pipeline.config.validation_sets import split_key
 from pipeline.report.html_page import Plot, Trace, axis, render, trace
+from pipeline.tracking import horizons
 
 # The verdicts, which are recorded as the tag `rerun.verdict`.
 BIT_EQUAL = "bit-equal"
@@ -94,6 +95,7 @@ def compare(
     same_cut: bool = True,
     until: float = math.inf,
     changed: Collection[str] = (),
+    ends: Collection[int] = (),
 ) -> Agreement:
     """Compare all points of a recorded run and its rerun.
 
@@ -110,13 +112,20 @@ def compare(
         until: the last update to compare; infinity if the recorded run finished.
         changed: metrics whose computation has changed since the recorded run. They are
             left out.
+        ends: updates at which the recorded run had reached its horizon, before it was
+            resumed with a longer one. An evaluation of these updates is left out if the
+            rerun has none.
     """
     compared = [
         metric
         for metric in old
         if metric not in changed and (same_cut or not _follows_from_cut(metric))
     ]
-    points = _points(old, new, compared, until)
+    points = []
+    for point in _points(old, new, compared, until):
+        is_evaluation = not point.metric.startswith("train/")
+        if not (is_evaluation and point.new is None and point.step in ends):
+            points.append(point)
 
     scope = f"{count(len(points), 'point')} of {count(len(compared), 'metric')}"
     left_out = sorted({*old, *new} - {*compared})
@@ -186,6 +195,7 @@ def compare_runs(
         same_cut=_have_same_cut(old, new),
         until=_last_update(old, old_history),
         changed=metric_names.changed_since(schema),
+        ends=[horizon.after for horizon in horizons.of_tags(old.data.tags)],
     )
 
     title = f"{old.info.run_id} and its rerun {new.info.run_id}"

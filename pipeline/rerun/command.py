@@ -18,7 +18,7 @@ from pipeline.config.overrides import hydra_quoted
 from pipeline.config.plain import plain
 from pipeline.config.resolve import XLA, resolve
 from pipeline.launch import recorded_job
-from pipeline.rerun import adapted_config, agreement, recorded_run
+from pipeline.rerun import adapted_config, agreement, last_horizon, recorded_run
 from pipeline.rerun.recorded_run import RecordedRun
 from pipeline.rerun.request import Request, parse_command_line
 from pipeline.tracking import provenance
@@ -38,6 +38,7 @@ def rerun(arguments: Sequence[str]) -> int:
         return _rerun_sweep(store, request)
     with confined(store.uri, store.places):
         recorded = recorded_run.fetch(store, request.run_id)
+        request = last_horizon.requested(recorded, request)
         gate = adapted_config.gate_of(request, own_config)
         return Rerun(request, own_config, store, recorded, gate).run()
 

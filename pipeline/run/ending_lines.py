@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.common.errors import ConfigError, count
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
+from pipeline.tracking import horizons
 from pipeline.tracking.foreign_store import store_argument
+from pipeline.tracking.horizons import RecordedHorizon, described
 from pipeline.tracking.journal_summary import JournalSummary, ranked_metric
 from pipeline.trust import trusted_names
 
@@ -30,15 +33,25 @@ def results_and_times(run_dir: Path, recorder: Recorder) -> list[str]:
     return [*_results(summary), _times(recorder)]
 
 
-def open_or_repeat(run_id: str, spec: RunSpec) -> str:
+def open_or_repeat(
+    run_id: str, spec: RunSpec, in_force: Sequence[RecordedHorizon] = ()
+) -> str:
     """Return a line with the command that shows a finished run.
 
     The command that repeats the run follows, unless the run has code of the user's own:
-    that command would have to allow it.
+    that command would have to allow it. Nor is a run repeated in one go if its learning
+    rates had several horizons.
+
+    Args:
+        run_id: the ID of the run.
+        spec: the spec of the run.
+        in_force: the horizons of the run, if it was resumed.
     """
     store = store_argument(spec.config.tracking.uri)
     line = f"open it with: {shlex.join(['pipeline', 'ui', *store])}"
-    if _is_trusted(spec):
+    if len(in_force) > 1 and horizons.decides_rates(spec.resolved, spec.links):
+        line += f"; no rerun repeats it: its horizon was {described(in_force)}"
+    elif _is_trusted(spec):
         repeat = shlex.join(["pipeline", "rerun", run_id, *store])
         line += f"; repeat it with: {repeat}"
     return line

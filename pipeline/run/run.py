@@ -99,7 +99,8 @@ def run(
             job = _prepare(spec, run_dir, tags, before, check_dataset, workers)
             loss = _train(job, interruption, workers)
     run_id = job.tracker.run_id
-    say(ending_lines.open_or_repeat(run_id, job.parts.spec))
+    spec = job.parts.spec
+    say(ending_lines.open_or_repeat(run_id, spec, job.tracker.horizons))
     return run_id, loss
 
 

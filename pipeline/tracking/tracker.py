@@ -25,8 +25,9 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Precision
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import DataFiles
-from pipeline.tracking import provenance, shown_files
+from pipeline.tracking import horizons, provenance, shown_files
 from pipeline.tracking.foreign_store import LONGEST_TAG, NOTE
+from pipeline.tracking.horizons import RecordedHorizon
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import (
     DATASET_RECORD,
@@ -76,6 +77,7 @@ class Tracker:
     Attributes:
         begun: whether the run was started or resumed.
         run_id: the run's ID in MLflow, or "" before that and if no store has the run.
+        horizons: the horizons of the run, of which a resume may add one.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Tracker:
         self.plan = plan
         self.begun = False
         self.run_id = ""
+        self.horizons: list[RecordedHorizon] = []
         self._updates = 0  # set by `summary`
         self._files = files or DataFiles()
         # The steps of rows that were written before the run was resumed, by the prefix
@@ -135,7 +138,7 @@ class Tracker:
             "tags": self._tags(spec, recorded) | _tf32_tag(spec, gpus) | tags,
             "system_metrics": tracking.system_metrics,
             "gpus": list(gpus),
-            "segment": provenance.segment(after, spec),
+            "segment": self._segment(after, spec),
         }
         # Mask everything: not only the config, but also the dataset's name and the tags
         # may hold a secret.
@@ -161,7 +164,7 @@ class Tracker:
             data: the data of the run.
             dataset: the record of the data; see `provenance.dataset`.
         """
-        segment = provenance.segment(after, spec)
+        segment = self._segment(after, spec)
         self._written = past.steps
         self._logged_before = past.logged
         self._begin(self.journal.resume(past, segment))
@@ -174,7 +177,9 @@ class Tracker:
 
         segments = [past.start.segment, *past.resumed, segment]
         self._artifact("segments.json", _json(segments))
-        self.tag({"segments": str(len(segments))})
+        self.horizons = horizons.of_run(past.start, [*past.resumed, segment])
+        tag = horizons.tag(past.start, self.horizons, past.tags)
+        self.tag({"segments": str(len(segments))} | tag)
 
     def forked_from(self, run_id: str) -> None:
         """Record in the run with the ID `run_id` that this run was forked from it."""
@@ -415,6 +420,10 @@ class Tracker:
         if self.plan.changes:
             tags[STAGES] = json.dumps(self.plan.changes)
         return tags
+
+    def _segment(self, after: int, spec: RunSpec) -> dict[str, Any]:
+        horizon = horizons.of_segment(after, spec.horizon, self.plan.updates)
+        return provenance.segment(after, spec) | horizon.entry()
 
     def _begin(self, ids: RunIds | None) -> None:
         self.begun = True
