@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.checkpoints import files
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import COPY, recorded_config
+from pipeline.checkpoints.run_dirs import COPY, recorded_config, resume_command
 from pipeline.common.errors import ConfigError, as_config_error, count, say
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
@@ -294,11 +294,12 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
         most: the maximum number of updates in a usable checkpoint.
     """
     existing = files.saved_updates(run_dir / "checkpoints")
+    command = resume_command(run_dir, from_start=True)
+    if not existing and past.status == "FINISHED":
+        rule = "must have a checkpoint, from which it is trained to a longer horizon"
+        return ConfigError(key, rule, str(run_dir))
     if not existing:
-        rule = (
-            "must have a checkpoint; without one, training.resume=auto trains it from "
-            "the start"
-        )
+        rule = f"must have a checkpoint; to train it from the start: {command}"
         return ConfigError(key, rule, str(run_dir))
     rule = (
         f"must have an intact checkpoint after at most {count(most, 'update')}, of "
@@ -306,7 +307,7 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
     )
     if past.damage:
         rule += f" ({past.damage})"
-    rule += ": training.resume=auto trains it from the start"
+    rule += f"; to train it from the start: {command}"
     return ConfigError(key, rule, str(run_dir), existing)
 
 
@@ -316,7 +317,7 @@ def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
     The spec is returned unchanged if an override sets the store, or if the store's URI
     in the journal has a masked password.
     """
-    store = past.start.store
+    store = past.store
     if absolute(spec.config.tracking.uri) == store or HIDDEN in store:
         return spec
     if not keys_set(spec.overrides).isdisjoint(("tracking.uri", "tracking")):
@@ -434,7 +435,7 @@ def _check_store(uri: str, past: Past) -> None:
     # Register the secrets in the URI first, so that they are masked in both URIs before
     # the URIs are compared.
     remember(uri)
-    store = past.start.store
+    store = past.store
     if past.run_id and mask(absolute(uri)) != mask(store):
         raise ConfigError("tracking.uri", f"must be the store of the run, {store}", uri)
 

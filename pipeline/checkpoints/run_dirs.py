@@ -1,6 +1,7 @@
 """Finds run directories, and reads the configs that are recorded in them."""
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -129,8 +130,8 @@ def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
             keys that overrides set.
     """
     # Use the store in the journal, which has the absolute path of a local store.
-    if secrets.HIDDEN not in past.start.store:
-        config["tracking"] = {**config["tracking"], "uri": past.start.store}
+    if secrets.HIDDEN not in past.store:
+        config["tracking"] = {**config["tracking"], "uri": past.store}
     for key, value in plain.leaves(config).items():
         if secrets.HIDDEN in str(value) and key not in keys:
             rule = (
@@ -138,6 +139,19 @@ def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
                 "give it again as an override"
             )
             raise ConfigError(key, rule, value)
+
+
+def resume_command(run_dir: Path, *, from_start: bool = False) -> str:
+    """Return the command that resumes the run in a run directory.
+
+    Args:
+        run_dir: the run directory.
+        from_start: whether the run has no checkpoint, and is trained from the start.
+    """
+    command = ["pipeline", "resume", str(run_dir)]
+    if from_start:
+        command.append("training.resume=auto")
+    return shlex.join(command)
 
 
 def _is_same(folder: Path, other: Path | None) -> bool:

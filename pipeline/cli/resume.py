@@ -38,9 +38,11 @@ def resume(arguments: Sequence[str]) -> int:
     if any(key.startswith("hydra.") for key in keys):
         rule = "must set nothing of Hydra: a run goes on in its own directory"
         raise ConfigError("arguments", rule, sorted(keys))
+    # A run without a checkpoint is trained from the start only if the user says so.
+    needs_checkpoint = "training.resume" not in keys
     recorded_job.run_recorded(
         config,
         [*overrides, f"hydra.run.dir={hydra_quoted(run_dir)}"],
-        partial(run_one, resume=True),
+        partial(run_one, resume=needs_checkpoint),
     )
     return 0

@@ -3,28 +3,41 @@
 import json
 import math
 import os
-import shlex
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints import files, run_dirs
-from pipeline.common import imports
+from pipeline.checkpoints.run_dirs import resume_command
+from pipeline.common import imports, sqlite_uri
 from pipeline.common.errors import ConfigError, Parser, count, first_line, say
+from pipeline.common.secrets import mask, remember
+from pipeline.common.sqlite_uri import absolute
 from pipeline.config import compose
-from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, again_command
+from pipeline.sweep import sweep_file
+from pipeline.tracking import horizons
+from pipeline.tracking.foreign_store import (
+    CRITICAL,
+    RUN_ID,
+    ForeignStore,
+    again_command,
+    sync_command,
+)
 from pipeline.tracking.journal_file import JOURNAL_NAME, is_locked
 from pipeline.tracking.journal_summary import JournalSummary, ranked_metric
 
 _LIMIT = 100  # default number of runs
-# Widths of columns, in characters.
+_IDS_PER_SEARCH = 100  # in a filter string
+# Widths of columns, in characters; in a terminal, the last three are the largest ones.
 _STATUS = 11
 _EXPERIMENT = 10
-_NAME = 18
-_METRIC = 12  # at most
+_NAME = 18  # more if the terminal is wider than 100 characters
+_METRIC = 12
+_BESIDE_NAME = 82  # the other columns
 
 
 @dataclass(frozen=True)
@@ -42,9 +55,15 @@ class ListedRun:
         best: the best value of the metric, or None if unknown.
         last: the last value of the metric, or None if there is none.
         run_dir: the run directory, or None if it is not below the folders.
+        store: the URI of the run's store, with secrets masked.
+        sweep: the ID of the sweep of which the run is a job, or "".
+        absent: whether the store does not have the run, or does not exist.
         not_shipped: the number of updates whose rows the store lacks, or None if
             unknown.
-        next_command: the command that continues the run, or "" if there is none.
+        sync_command: the command that uploads what the store lacks, or "" if it lacks
+            nothing or that is unknown.
+        next_command: the command that continues the run, or else uploads it, or "" if
+            there is none.
     """
 
     run_id: str
@@ -56,7 +75,11 @@ class ListedRun:
     best: float | None
     last: float | None
     run_dir: str | None = None
+    store: str = ""
+    sweep: str = ""
+    absent: bool = False
     not_shipped: int | None = None
+    sync_command: str = ""
     next_command: str = ""
 
 
@@ -98,10 +121,10 @@ def runs(arguments: Sequence[str]) -> int:
     summaries = _summaries(run_dirs.run_dirs(options.folders))
     # For 200 runs, this takes 0.5 s, and collecting garbage would take 1.4 s more.
     with imports.without_collections():
-        stored = _Stored.read(uri, options.limit)
+        stored = _Stored.read(uri, options.limit, summaries.values())
     listed = [_local_run(path, each, stored) for path, each in summaries.items()]
     local_ids = {run.run_id for run in listed}
-    for run_id in stored.runs:
+    for run_id in stored.newest:
         if run_id not in local_ids:
             listed.append(stored.listed(run_id))
     listed.sort(key=lambda run: run.started_at, reverse=True)
@@ -113,8 +136,9 @@ def runs(arguments: Sequence[str]) -> int:
         return 0
     if not newest:
         say("there is no run yet")
+    columns = _Columns.of_list(newest)
     for run in newest:
-        say(*_lines(run), to=sys.stdout, always=True)
+        say(*_lines(run, columns), to=sys.stdout, always=True)
     return 0
 
 
@@ -133,22 +157,46 @@ def _summaries(folders: Iterable[Path]) -> dict[Path, JournalSummary]:
 
 
 @dataclass(frozen=True)
+class _Shipped:
+    """What a store has of a run.
+
+    Attributes:
+        run_id: the ID of the run, or "" if no store is known to have it.
+        absent: whether the store does not have the run, or does not exist.
+        lacking: the number of updates whose rows it lacks, or None if unknown.
+    """
+
+    run_id: str
+    absent: bool
+    lacking: int | None
+
+
+@dataclass(frozen=True)
 class _Stored:
-    """The newest runs of a store.
+    """Runs of the configured store.
 
     Attributes:
         uri: the URI of the store.
-        runs: MLflow's runs by ID; empty if the store does not answer.
+        answers: whether the store was read.
+        newest: MLflow's newest runs by ID.
+        others: further runs of the folder, and the sweeps of its jobs, by ID.
         experiments: the names of the experiments by ID.
     """
 
     uri: str
-    runs: Mapping[str, Any]
+    answers: bool
+    newest: Mapping[str, Any]
+    others: Mapping[str, Any]
     experiments: Mapping[str, str]
 
     @classmethod
-    def read(cls, uri: str, limit: int) -> "_Stored":
-        """Read the newest runs. If the store does not answer, print why."""
+    def read(
+        cls, uri: str, limit: int, summaries: Collection[JournalSummary]
+    ) -> "_Stored":
+        """Read the newest runs, and those of the folder.
+
+        If the store does not answer, print why.
+        """
         try:
             client = ForeignStore.open(uri).client()
             from pipeline.tracking.store import all_experiments  # imports MLflow
@@ -156,17 +204,20 @@ class _Stored:
             experiments = {}
             for experiment in all_experiments(client):
                 experiments[experiment.experiment_id] = experiment.name
-            newest = client.search_runs(
+            newest = {}
+            for run in client.search_runs(
                 list(experiments), max_results=limit, order_by=["start_time DESC"]
-            )
+            ):
+                newest[run.info.run_id] = run
+            others = _with_ids(client, _ids_of(summaries) - newest.keys())
         except Exception as error:
             say(f"the runs of the store are left out: {first_line(error)}")
-            return cls(uri, {}, {})
-        return cls(uri, {run.info.run_id: run for run in newest}, experiments)
+            return cls(uri, False, {}, {}, {})
+        return cls(uri, True, newest, others, experiments)
 
     def listed(self, run_id: str) -> ListedRun:
         """Return a run of the store whose directory is not below the folders."""
-        run = self.runs[run_id]
+        run = self.newest[run_id]
         tags = run.data.tags
         metric = ranked_metric(run.data.params)
         status = _STATUSES.get(run.info.status, run.info.status.lower())
@@ -182,31 +233,104 @@ class _Stored:
             status=status,
             started_at=run.info.start_time,
             experiment=self.experiments[run.info.experiment_id],
-            name=run.info.run_name or "",
+            name=horizons.current_name(run.info.run_name or "", tags),
             metric=shown,
             best=run.data.metrics.get(f"best/{metric.name}"),
             last=run.data.metrics.get(shown),
+            store=mask(absolute(self.uri)),
+            sweep=tags.get("sweep", ""),
             next_command=next_command,
         )
 
-    def lacks(self, summary: JournalSummary) -> int | None:
-        """Return the number of updates of an ended run whose rows the store lacks.
+    def is_store_of(self, summary: JournalSummary) -> bool:
+        """Return whether a run of the folder belongs to this store."""
+        remember(self.uri)
+        return mask(absolute(self.uri)) == mask(summary.store)
 
-        Return None if it is unknown, because the store was not read, or does not
-        have the run among its newest ones.
-        """
-        if not summary.run_id:
-            return summary.updates
-        run = self.runs.get(summary.run_id)
+    def shipped(self, summary: JournalSummary) -> _Shipped:
+        """Return what the store of an ended run has of it, as far as that is known."""
+        run_id = summary.run_id
+        run = self._run(summary)
         if run is None:
-            return None
+            is_gone = sqlite_uri.is_missing(summary.store)
+            is_asked = self.answers and self.is_store_of(summary)
+            if not run_id or is_gone or is_asked:
+                return _Shipped(run_id, True, summary.updates)
+            lacking = 0 if summary.uploaded else None
+            return _Shipped(run_id, False, lacking)
+
+        run_id = run.info.run_id
         # The status is shipped last, so a run that has it is complete. After a resume,
         # it may be the status of an earlier segment.
         if not summary.resumes and run.info.status == (summary.status or "KILLED"):
-            return 0
+            return _Shipped(run_id, False, 0)
         client = ForeignStore(self.uri).client()
-        points = client.get_metric_history(summary.run_id, "train/loss")
-        return max(0, summary.updates - len(points))
+        points = client.get_metric_history(run_id, "train/loss")
+        return _Shipped(run_id, False, max(0, summary.updates - len(points)))
+
+    def command_of_sweep(self, run_dir: Path, summary: JournalSummary) -> str:
+        """Return the command that runs the unfinished jobs of a run's sweep.
+
+        It is that of the run alone if the sweep is not known, or cannot be repeated, and
+        "" if the sweep still runs.
+        """
+        if is_locked(run_dir.parent / sweep_file.NAME):
+            return ""
+        parent_id = summary.start.tags["sweep"]
+        parent = self.newest.get(parent_id) or self.others.get(parent_id)
+        name = CRITICAL
+        if parent is not None:
+            name = parent.data.tags.get("sweep.name", CRITICAL)
+        if name == CRITICAL:
+            return resume_command(run_dir)
+        return again_command(name, parent_id, self.uri)
+
+    def sync_command(self, run_dir: Path, summary: JournalSummary) -> str:
+        """Return the command that uploads a run, with its store if it is another one."""
+        uri = self.uri if self.is_store_of(summary) else summary.store
+        return sync_command(str(run_dir), uri)
+
+    def _run(self, summary: JournalSummary) -> Any:
+        """Return the run of a journal, or None if it is not known to be there."""
+        if summary.run_id:
+            return self.newest.get(summary.run_id) or self.others.get(summary.run_id)
+        # It may have been offline at first, and be in the store since.
+        for run in self.newest.values():
+            if run.data.tags.get("journal") == summary.start.tags.get("journal", ""):
+                return run
+        return None
+
+
+def _ids_of(summaries: Iterable[JournalSummary]) -> set[str]:
+    """Return the IDs of runs of a folder, and those of the sweeps of its jobs."""
+    ids = set()
+    for summary in summaries:
+        for run_id in (summary.run_id, summary.start.tags.get("sweep", "")):
+            # An ID becomes a part of a filter string.
+            if RUN_ID.fullmatch(run_id):
+                ids.add(run_id)
+    return ids
+
+
+def _with_ids(client: Any, run_ids: Collection[str]) -> dict[str, Any]:
+    """Return the runs of a store with these IDs, also deleted ones, by ID."""
+    from mlflow.entities import ViewType
+
+    from pipeline.tracking.store import all_experiments
+
+    remaining = sorted(run_ids)
+    if not remaining:
+        return {}
+    experiments = all_experiments(client, ViewType.ALL)
+    experiment_ids = [experiment.experiment_id for experiment in experiments]
+    runs = {}
+    for first in range(0, len(remaining), _IDS_PER_SEARCH):
+        ids = ", ".join(f"'{run_id}'" for run_id in remaining[first:][:_IDS_PER_SEARCH])
+        for run in client.search_runs(
+            experiment_ids, f"attributes.run_id IN ({ids})", ViewType.ALL
+        ):
+            runs[run.info.run_id] = run
+    return runs
 
 
 _STATUSES = {  # words for MLflow's statuses
@@ -219,60 +343,117 @@ _STATUSES = {  # words for MLflow's statuses
 
 def _local_run(run_dir: Path, summary: JournalSummary, stored: _Stored) -> ListedRun:
     """Return the run in a run directory."""
-    metric = ranked_metric(summary.start.params).or_training_loss(summary.last).name
+    start = summary.start
+    metric = ranked_metric(start.params).or_training_loss(summary.last).name
     status = _STATUSES.get(summary.status or "KILLED", "killed")
-    not_shipped = None
+    shipped = _Shipped(summary.run_id, False, None)
+    sync = ""
     next_command = ""
     if is_locked(run_dir / JOURNAL_NAME):
         status = "running"
     else:
-        not_shipped = stored.lacks(summary)
-        if status == "killed" and files.saved_updates(run_dir / "checkpoints"):
+        shipped = stored.shipped(summary)
+        if shipped.absent or shipped.lacking:
+            sync = stored.sync_command(run_dir, summary)
+        next_command = sync
+        has_checkpoint = bool(files.saved_updates(run_dir / "checkpoints"))
+        if status == "killed" and has_checkpoint:
             status = "interrupted"
+        if status in ("killed", "interrupted"):
+            next_command = resume_command(run_dir, from_start=not has_checkpoint)
             # The jobs of a sweep are resumed together, by the command of the sweep.
-            if "sweep" not in summary.start.tags:
-                next_command = shlex.join(["pipeline", "resume", str(run_dir)])
+            if "sweep" in start.tags:
+                next_command = stored.command_of_sweep(run_dir, summary) or sync
     return ListedRun(
-        run_id=summary.run_id,
+        run_id=shipped.run_id,
         status=status,
         started_at=summary.started_at,
-        experiment=summary.start.experiment,
-        name=summary.start.name or "",
+        experiment=start.experiment,
+        name=horizons.current_name(start.name or "", summary.tags),
         metric=metric,
         best=summary.best,
         last=summary.last.get(metric),
         run_dir=str(run_dir),
-        not_shipped=not_shipped,
+        store=summary.store,
+        sweep=start.tags.get("sweep", ""),
+        absent=shipped.absent,
+        not_shipped=shipped.lacking,
+        sync_command=sync,
         next_command=next_command,
     )
 
 
-def _lines(run: ListedRun) -> list[str]:
+@dataclass(frozen=True)
+class _Columns:
+    """The widths of the columns, in characters.
+
+    Attributes:
+        experiment: that of the experiment.
+        name: that of the name.
+        metric: the largest one of a metric.
+        shared: words that all names have, which a name that is too long leaves out.
+    """
+
+    experiment: int
+    name: int
+    metric: int
+    shared: Collection[str]
+
+    @classmethod
+    def of_list(cls, runs: Sequence[ListedRun]) -> "_Columns":
+        """Return the columns of a list: as wide as needed, or as the terminal has.
+
+        Without a terminal, as where the list is piped, nothing is cut.
+        """
+        experiment = max((len(run.experiment) for run in runs), default=0)
+        name = max((len(run.name) for run in runs), default=0)
+        metric = max((len(run.metric) for run in runs), default=0)
+        words = [set(run.name.split(" ")) for run in runs]
+        shared = set.intersection(*words) if len(words) > 1 else set()
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+            experiment = min(experiment, _EXPERIMENT)
+            name = min(name, max(_NAME, width - _BESIDE_NAME))
+            metric = _METRIC
+        return cls(experiment, name, metric, shared)
+
+
+def _lines(run: ListedRun, columns: _Columns) -> list[str]:
     """Return the line about a run, and one for each command that it waits for."""
     began = datetime.fromtimestamp(run.started_at / 1000)
-    columns = [
+    name = run.name
+    if len(name) > columns.name:
+        differing = [word for word in name.split(" ") if word not in columns.shared]
+        name = f"… {' '.join(differing)}"
+    cells = [
         f"{run.status:{_STATUS}}",
         f"{run.run_id[:8]:8}",
         f"{began:%m-%d %H:%M}",
-        _cut(run.experiment, _EXPERIMENT),
-        _cut(run.name, _NAME),
+        _cut(run.experiment, columns.experiment),
+        _cut(name, columns.name),
     ]
     if run.last is not None:
-        values = f"{_cut(run.metric, _METRIC).rstrip()} {_number(run.last)}"
+        values = f"{_cut(run.metric, columns.metric).rstrip()} {_number(run.last)}"
         if run.best is not None:
             values += f" best {_number(run.best)}"
-        columns.append(values)
-    lines = [" ".join(columns).rstrip()]
-    if run.next_command:
+        cells.append(values)
+    if run.sweep:
+        cells.append(f"sweep {run.sweep[:8]}")
+    lines = [" ".join(cells).rstrip()]
+    if run.next_command != run.sync_command:
         lines.append(f"    {run.next_command}")
-    if run.not_shipped and run.run_dir is not None:
-        rows = count(run.not_shipped, "update")
-        lines.append(f"    {rows} not in the store: {_sync(run)}")
+    if run.sync_command:
+        lines.append(f"    {_missing(run)}: {run.sync_command}")
     return lines
 
 
-def _sync(run: ListedRun) -> str:
-    return shlex.join(["pipeline", "sync", str(run.run_dir)])
+def _missing(run: ListedRun) -> str:
+    """Return what the store lacks of a run."""
+    if run.absent and run.run_id:
+        return "absent from the store"
+    if run.not_shipped:
+        return f"{count(run.not_shipped, 'update')} not in the store"
+    return "not in the store"
 
 
 def _number(value: float) -> str:

@@ -120,7 +120,7 @@ def _stop_run(run_dir: Path, config: DictConfig, overrides: Sequence[str]) -> No
         tuple(trust_entries.allowed_places(config.trust.allow)),
         on_command_line=any(text.startswith("tracking.uri=") for text in overrides),
     )
-    uri = own.followed(past.start.store, f"the journal in {run_dir}")
+    uri = own.followed(past.store, f"the journal in {run_dir}")
     store = ForeignStore.open(uri, config.trust.allow)
     _request(store.client(), [store.run(past.run_id, RUN)], str(run_dir))
 

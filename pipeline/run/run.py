@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from pipeline.checkpoints import fork, resume_rules
 from pipeline.checkpoints.files import Checkpoint, saved_updates
 from pipeline.checkpoints.fork import Beginning, ModelStart
 from pipeline.checkpoints.resume_rules import Continuation
+from pipeline.checkpoints.run_dirs import resume_command
 from pipeline.common import imports
 from pipeline.common.errors import (
     ConfigError,
@@ -426,6 +426,9 @@ def _closing(
         interrupted = isinstance(error, KeyboardInterrupt | Terminated)
         status = "KILLED" if interrupted else "FAILED"
         failure = "".join(traceback.format_exception_only(error)).strip()
+        if interrupted:
+            cause = str(error) or "Ctrl-C"
+            failure = f"interrupted by {cause}"
         # Suppress further errors, such as of a lost device, to raise the first one.
         with suppress(Exception):
             recorder.fetch()
@@ -459,9 +462,9 @@ def _resume_line(run_dir: Path) -> str:
     """Return a line about how an interrupted run can be resumed."""
     updates = saved_updates(run_dir / "checkpoints")
     if not updates:
-        return "interrupted before the first checkpoint: the run cannot be resumed"
-    command = shlex.join(["pipeline", "resume", str(run_dir)])
-    return f"resume from update {updates[-1]}: {command}"
+        command = resume_command(run_dir, from_start=True)
+        return f"interrupted before the first checkpoint; from the start: {command}"
+    return f"resume from update {updates[-1]}: {resume_command(run_dir)}"
 
 
 def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:

@@ -282,8 +282,11 @@ class Journal:
         self._run_id = past.run_id
         ids = self._attach(past.path, resumes=True)
         self._writer = past.truncated_writer()
-        if ids is not None and ids != past.run:
-            self.write(Created(ids))
+        store = secrets.mask(sqlite_uri.absolute(self.uri))
+        has_moved = ids is not None and store != past.store
+        if ids is not None and (ids != past.run or has_moved):
+            moved_to = store if has_moved else None
+            self.write(Created(ids, moved_to))
         self.write(Resume(segment))
         return ids or past.run
 

@@ -328,6 +328,9 @@ class Past:
         path: the file.
         start: the content of the first line.
         run: the run's IDs, or None if the run was never in a store.
+        moved_to: the URI of the store to which the run was uploaded, or "" if it is
+            that of the first line.
+        uploaded: whether the last line says that the store has all of the journal.
         steps: the steps that have a row, by the prefix of its metrics, such as `val`.
             Rows from the user's own code are not included. `SHOWN` has the steps whose
             pictures and tables were logged.
@@ -347,6 +350,8 @@ class Past:
     path: Path
     start: RunStart = field(default_factory=RunStart)
     run: RunIds | None = None
+    moved_to: str = ""
+    uploaded: bool = False
     steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     logged: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     last: dict[str, float] = field(default_factory=dict)
@@ -395,6 +400,11 @@ class Past:
         return "" if self.run is None else self.run.run_id
 
     @property
+    def store(self) -> str:
+        """The URI of the run's store, with secrets masked."""
+        return self.moved_to or self.start.store
+
+    @property
     def pid(self) -> int | None:
         """The ID of the process that began the last segment, on its machine.
 
@@ -431,6 +441,7 @@ class Past:
             raise ConfigError(key, rule, str(self.path.parent))
 
     def _add(self, line: Line) -> None:
+        self.uploaded = isinstance(line, Created) and line.complete is True
         match line:
             case Evaluated():
                 self.tags |= line.tags
@@ -438,8 +449,9 @@ class Past:
                 self._add_row(line)
             case Start(start):
                 self.start = start
-            case Created(run):
+            case Created(run, store):
                 self.run = run
+                self.moved_to = store or self.moved_to
             case Tags(tags):
                 self.tags |= tags
             case Shown(step):

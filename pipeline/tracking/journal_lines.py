@@ -5,7 +5,10 @@ On disk, a line is a JSON object. It begins with a checksum, which
 other keys are the fields of one class:
 
     {"start": {…}}                              the run: format, store, params, tags
-    {"run": {"run_id": …, "experiment_id": …}}  the run's IDs in the store
+    {"run": {"run_id": …, "experiment_id": …}}  the run's IDs in the store, with
+                                                "store": URI if it is another one than
+                                                that of `start`, and "complete": true
+                                                if it has all lines before this one
     {"dataset": {…}, "context": "training"}     one input of the run
     {"step": updates, "metrics": {…}}           one row of metrics, with
                                                 "logged": true if the user's own code
@@ -142,12 +145,25 @@ class RunIds:
 
 @dataclass(frozen=True)
 class Created(Line):
-    """The store has the run."""
+    """The store has the run.
+
+    Attributes:
+        run: the IDs of the run.
+        store: the URI of the store with secrets masked, if it is not that of the first
+            line: a run that was in no store may be uploaded to any.
+        complete: True if the store has all lines before this one, too.
+    """
 
     run: RunIds
+    store: str | None = None
+    complete: bool | None = None
 
     KEY = "run"
-    FORM: ClassVar[Form] = {"run": {"run_id": str, "experiment_id?": str}}
+    FORM: ClassVar[Form] = {
+        "run": {"run_id": str, "experiment_id?": str},
+        "store?": str,
+        "complete?": bool,
+    }
 
     def content(self) -> dict[str, Any]:
         """Return the line as a JSON object, without the checksum."""
@@ -156,7 +172,8 @@ class Created(Line):
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
         """Return the line for a JSON object that has the form of this class."""
-        return cls(RunIds(**_known(RunIds, content["run"])), time=content.get("time"))
+        values = _known(cls, content)
+        return cls(**values | {"run": RunIds(**_known(RunIds, content["run"]))})
 
 
 @dataclass(frozen=True)

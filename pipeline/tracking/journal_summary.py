@@ -12,11 +12,20 @@ from typing import Any, Self
 
 from pipeline.tracking import journal_lines
 from pipeline.tracking.journal_file import JOURNAL_NAME
-from pipeline.tracking.journal_lines import Created, End, Resume, Row, RunStart, Start
+from pipeline.tracking.journal_lines import (
+    Created,
+    End,
+    Resume,
+    Row,
+    RunStart,
+    Start,
+    Tags,
+)
 
 _UPDATE = b'"train/loss":'  # part of each row of an update: only a metric is a key
 _LATEST = 10**14  # the latest time that can be shown, in the year 5138
 _NULL = "null"  # the param of a key that is null
+_CREATED = b'"run":'  # part of each line with the IDs of the run
 _LOGGED = b'"logged":true'  # part of each row from the user's own code
 
 
@@ -28,6 +37,10 @@ class JournalSummary:
         start: the description of the run.
         started_at: when the run began, in milliseconds since 1970.
         run_id: the ID of the run, or "" if the run was never in a store.
+        moved_to: the URI of the store to which the run was uploaded, or "" if it is
+            that of the description.
+        uploaded: whether the last line says that the store has all of the journal.
+        tags: the tags that were set after the start of the run.
         status: FINISHED, FAILED or KILLED, or None if the last segment has no end.
         updates: number of updates with a row.
         last: the latest value of each metric.
@@ -40,6 +53,9 @@ class JournalSummary:
     start: RunStart = field(default_factory=RunStart)
     started_at: int = 0
     run_id: str = ""
+    moved_to: str = ""
+    uploaded: bool = False
+    tags: dict[str, str] = field(default_factory=dict)
     status: str | None = None
     updates: int = 0
     last: dict[str, float] = field(default_factory=dict)
@@ -47,6 +63,11 @@ class JournalSummary:
     best_update: int = 0
     resumes: int = 0
     _evaluations: dict[int, float] = field(default_factory=dict)  # by update
+
+    @property
+    def store(self) -> str:
+        """The URI of the run's store, with secrets masked."""
+        return self.moved_to or self.start.store
 
     @classmethod
     def read(cls, run_dir: Path) -> Self | None:
@@ -71,6 +92,10 @@ class JournalSummary:
                     summary._add(line)
             if last_update:
                 summary._add(last_update)
+            # Rows are not read in their order, so look at the last line by itself.
+            if lines and _CREATED in lines[-1]:
+                last = journal_lines.parsed(json.loads(lines[-1]))
+                summary.uploaded = isinstance(last, Created) and last.complete is True
         except (ValueError, RecursionError):
             pass
         summary._find_best()
@@ -82,10 +107,13 @@ class JournalSummary:
             case Start(start):
                 self.start = start
                 self.started_at = line.time or 0
-            case Created(run):
+            case Created(run, store):
                 self.run_id = run.run_id
+                self.moved_to = store or self.moved_to
             case Row():
                 self._add_row(line)
+            case Tags(tags):
+                self.tags |= tags
             case Resume(segment):
                 self.status = None
                 self.resumes += 1

@@ -1,11 +1,13 @@
 """Ships the journal of a run whose trainer has ended, for `pipeline sync`."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+from pipeline.common import secrets, sqlite_uri
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, count, first_line, say
 from pipeline.tracking.foreign_store import OwnStore
-from pipeline.tracking.journal_file import Past
+from pipeline.tracking.journal_file import LockedPast, Past
+from pipeline.tracking.journal_lines import Created, RunIds
 
 
 def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int:
@@ -56,7 +58,13 @@ def _ship(
 ) -> str | None:
     """Ship the journal; return a summary, or None if the run was skipped."""
     place = f"the journal in {folder}"
-    uri = own.followed(past.start.store, place, moves=not past.run_id)
+    try:
+        uri = own.followed(past.store, place, moves=not past.run_id)
+    except ConfigError:
+        # Its own store has all of it: nothing is missing in the user's.
+        if skip_complete and past.uploaded:
+            return None
+        raise
 
     from pipeline.tracking.store import Store  # imports MLflow
     from pipeline.tracking.uploader import Uploader
@@ -78,8 +86,32 @@ def _ship(
     )
     with closing(uploader):
         uploader.finish(patience)
+    _remember(past, RunIds(uploader.run_id, uploader.experiment_id), uri)
     sent = count(uploader.sent, "point")
     summary = f"{sent} sent to the store; run {uploader.run_id} is {uploader.status}"
     if uploader.not_logged:
         summary += f"; the model was not logged: {uploader.not_logged}"
     return summary
+
+
+def _remember(past: Past, run: RunIds, uri: str) -> None:
+    """Append to the journal that the store at `uri` has all of the run.
+
+    Nothing is appended if the journal says so already, is damaged, or is in use or has
+    changed meanwhile: a further `pipeline sync` then asks the store.
+    """
+    store = secrets.mask(sqlite_uri.absolute(uri))
+    if past.damage or (past.run_id == run.run_id and past.store == store):
+        return
+    with suppress(ConfigError, OSError):
+        locked = LockedPast.open(past.path.parent)
+        if locked.last_position != past.last_position or locked.damage:
+            locked.close()
+            return
+        writer = locked.truncated_writer()
+        try:
+            moved_to = None if store == past.start.store else store
+            writer.write(Created(run, moved_to, complete=True).content())
+            writer.flush()
+        finally:
+            writer.close()

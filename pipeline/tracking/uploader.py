@@ -35,7 +35,7 @@ from pipeline.tracking import failures
 from pipeline.tracking.expected import Expected, stored_steps
 from pipeline.tracking.journal_cursor import JournalCursor
 from pipeline.tracking.journal_file import SHIPPER, lock
-from pipeline.tracking.journal_lines import Evaluated, Line, Row, Tags
+from pipeline.tracking.journal_lines import Created, Evaluated, Line, Row, Tags
 from pipeline.tracking.params import param_text
 from pipeline.tracking.run_creation import RunDirError, find_or_create
 from pipeline.tracking.store import Store, has_stop_tag, remove_stop_tag
@@ -319,7 +319,8 @@ class Uploader:
                 # Ship the tag before the end of the run, which is only shipped if it
                 # is the last line.
                 self._lines.insert(0, Tags(line.tags))
-        else:
+        # A run is only ended by a line that is the last one, and its IDs may follow.
+        elif not isinstance(line, Created):
             self._lines.append(line)
 
     def _add_row(self, row: Row) -> None:

@@ -19,6 +19,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import compose
 from pipeline.config.resolve import resolve
 from pipeline.tracking import journal_file
+from pipeline.tracking.journal_file import Past
 from pipeline.tracking.journal_lines import RunStart
 from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline
@@ -131,7 +132,12 @@ def test_resume_by_the_id_of_the_run(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     interrupted(folder, 3, 9, *RUN)
     run = Store(folder).run()
-    interrupted(folder, 23, 9, *AUTO)  # from the start, in the same run
+    refused = pipeline("resume", run.info.run_id[:8], cwd=folder, status=2)
+    command = f"pipeline resume {folder}/run training.resume=auto"
+    assert f"to train it from the start: {command}. Received" in refused.stderr
+    # From the start, in the same run.
+    (_, *arguments) = command.split(" ")
+    pipeline(*arguments, cwd=folder, status=-9, AT="23", BY="9")
     pipeline("resume", run.info.run_id[:8], cwd=folder)
     check_equal(folder, undisturbed)
     assert Store(folder).run().info.run_id == run.info.run_id
@@ -297,7 +303,7 @@ def test_a_run_that_goes_on_keeps_its_own_store_unless_another_is_named(monkeypa
 
     def resumed(store: str, *overrides: str) -> str:
         composed = compose.composed(overrides)
-        past = SimpleNamespace(start=RunStart(store=store))
+        past = Past(Path("journal.jsonl"), start=RunStart(store=store))
         spec = resume_rules.with_own_store(resolve(composed, overrides), past)
         return spec.config.tracking.uri
 
@@ -342,8 +348,8 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         # 14 updates, or 7 where that was not written yet.
         "run training.updates=5": "RUN must be resumed with its own horizon, as ",
         "": "RUN must be given: see pipeline resume --help.",
-        "none training.updates=50": "RUN must have a checkpoint; without one, "
-        "training.resume=auto trains it from the start.",
+        "none training.updates=50": "RUN must have a checkpoint; to train it from the "
+        "start: pipeline resume ",
         "torn": "RUN must have an intact checkpoint after at most 2 updates, of which "
         "journal.jsonl has the rows (line ",
         "done": "RUN has finished: a longer horizon goes on with it, and pipeline sync "
@@ -444,7 +450,7 @@ def test_in_another_precision_it_is_another_run(precision):
     spec = resolve(compose.composed([f"hardware.precision={precision}"]), [])
     segment = {"cut": {"effective_batch_size": 128}}
     start = RunStart(store=spec.config.tracking.uri, segment=segment)
-    past = SimpleNamespace(run_id="", start=start)
+    past = Past(Path("journal.jsonl"), start=start)
     rule = "hardware.precision must be that of the run, 'float32'"
     with pytest.raises(ConfigError, match=rule):
         resume_rules.changes(recorded, spec, past)

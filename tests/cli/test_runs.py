@@ -12,6 +12,7 @@ import pytest
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from pipeline.cli.runs import runs as runs_command
 from pipeline.run.ending_lines import results_and_times
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import JOURNAL_NAME
@@ -34,7 +35,15 @@ time.sleep(60)
 
 
 def planted(
-    folder, name, began, run_id="", status=None, updates=4, params=None, resumed=False
+    folder,
+    name,
+    began,
+    run_id="",
+    status=None,
+    updates=4,
+    params=None,
+    resumed=False,
+    **start_values,
 ):
     """Write the journal of a run to FOLDER/name, as a trainer would leave it."""
     run_dir = folder / name
@@ -46,6 +55,7 @@ def planted(
         "name": name,
         "params": params or {"training.keep_best.metric": "null"},
         "tags": {"journal": name},
+        **start_values,
     }
     lines = [{"time": began, "start": start}]
     if run_id:
@@ -68,6 +78,19 @@ def planted(
         writer.write(line)
     writer.close()
     return run_dir
+
+
+def with_checkpoint(run_dir):
+    """Put the name of a checkpoint into a run directory, and return the directory."""
+    (run_dir / "checkpoints" / "4").mkdir(parents=True)
+    (run_dir / "checkpoints" / "4" / "meta.json").touch()
+    return run_dir
+
+
+def listed(folder, *arguments, status=0):
+    """Return what `pipeline runs --json` says about each run, by its name."""
+    answer = pipeline("runs", "--json", *arguments, cwd=folder, status=status)
+    return {run["name"]: run for run in json.loads(answer.stdout)}
 
 
 def stored(client, name, began, status, steps=0, **params):
@@ -111,12 +134,10 @@ def folder(tmp_path):
     run_id = stored(client, "failed", 3_000, "FAILED", 4)
     planted(tmp_path, "failed", 3_000, run_id, "FAILED")
     run_id = stored(client, "killed", 4_000, "KILLED", 4)
-    planted(tmp_path, "killed", 4_000, run_id, "KILLED")
+    planted(tmp_path, "killed", 4_000, run_id, "KILLED")  # it has no checkpoint
     # Its machine died: nobody closed it, and the last row did not arrive.
     run_id = stored(client, "interrupted", 5_000, "RUNNING", 3)
-    run_dir = planted(tmp_path, "interrupted", 5_000, run_id)
-    (run_dir / "checkpoints" / "4").mkdir(parents=True)
-    (run_dir / "checkpoints" / "4" / "meta.json").touch()
+    with_checkpoint(planted(tmp_path, "interrupted", 5_000, run_id))
     run_id = stored(client, "running", 6_000, "RUNNING", 2)
     planted(tmp_path, "running", 6_000, run_id)
     stored(client, "elsewhere", 7_000, "FINISHED", 2)
@@ -175,7 +196,8 @@ def test_each_state_is_shown_once_with_what_to_do(folder):
     sync = "not in the store: pipeline sync"
     assert lines[place + 1] == f"    1 update {sync} interrupted"
     assert lines[-1] == f"    4 updates {sync} offline"
-    assert len(lines) == len(runs) + 3
+    assert "    pipeline resume killed training.resume=auto" in lines
+    assert len(lines) == len(runs) + 4
 
     away = answers["away"]
     assert "the runs of the store are left out: tracking.uri must" in away["err"]
@@ -208,6 +230,133 @@ def test_a_resumed_run_is_not_complete_by_the_status_of_an_earlier_segment(tmp_p
     listed = pipeline("runs", "--json", cwd=tmp_path)
     missing = {run["name"]: run["not_shipped"] for run in json.loads(listed.stdout)}
     assert missing == {"once": 0, "resumed": 1}
+
+
+def test_a_run_that_its_store_has_lost_is_absent(tmp_path):
+    place_store(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    kept = stored(client, "kept", 1_000, "FINISHED", 4)
+    planted(tmp_path, "kept", 1_000, kept, "FINISHED")
+    deleted = stored(client, "deleted", 1_000, "FINISHED", 4)
+    client.delete_run(deleted)
+    planted(tmp_path, "deleted", 1_000, deleted, "FINISHED")
+    planted(tmp_path, "lost", 2_000, "a" * 32, "FINISHED")
+    moved = {"store": f"sqlite:///{tmp_path}/moved.db"}
+    planted(tmp_path, "moved", 3_000, "b" * 32, "FINISHED", **moved)
+    unknown = {"store": "http://127.0.0.1:9"}
+    planted(tmp_path, "unknown", 4_000, "c" * 32, "FINISHED", **unknown)
+    planted(tmp_path, "offline", 5_000, "", "FINISHED", **unknown)
+
+    runs = listed(tmp_path)
+    absent = {name for name, run in runs.items() if run["absent"]}
+    assert absent == {"lost", "moved", "offline"}
+    assert runs["lost"]["sync_command"] == "pipeline sync lost"
+    elsewhere = f"pipeline sync moved tracking.uri={moved['store']}"
+    assert runs["moved"]["next_command"] == elsewhere
+    offline = "pipeline sync offline tracking.uri=http://127.0.0.1:9"
+    assert runs["offline"]["next_command"] == offline
+    assert runs["offline"]["store"] == "http://127.0.0.1:9"
+    assert runs["unknown"]["not_shipped"] is None
+    # The oldest runs are found, too.
+    newest = listed(tmp_path, "--limit", "5")
+    assert {name for name, run in newest.items() if run["absent"]} == absent
+
+    (tmp_path / "mlruns").rename(tmp_path / "elsewhere")
+    table = pipeline("runs", cwd=tmp_path)
+    assert "    absent from the store: pipeline sync kept\n" in table.stdout
+
+
+def test_a_run_uploaded_to_another_store_is_remembered_there(tmp_path):
+    place_store(tmp_path)
+    place_store(tmp_path / "other")
+    dead = {"store": "http://127.0.0.1:9"}
+    planted(tmp_path, "run", 1_000, "", "FINISHED", **dead)
+    other = f"tracking.uri=sqlite:///{tmp_path}/other/mlruns/mlflow.db"
+    answers = one_process(
+        {
+            "dead": "sync",
+            "other": f"sync run {other}",
+            "all": "sync",
+            "again": f"sync run {other}",
+        },
+        tmp_path,
+    )
+    statuses = {name: answer["status"] for name, answer in answers.items()}
+    assert statuses == {"dead": 4, "other": 0, "all": 0, "again": 0}
+    assert "0 points sent to the store" in answers["again"]["err"]
+    (run,) = listed(tmp_path).values()
+    assert len(run["run_id"]) == 32
+    assert (run["absent"], run["not_shipped"], run["next_command"]) == (False, 0, "")
+    assert run["store"].endswith("/other/mlruns/mlflow.db")
+    # The line at the end of the journal has not opened the run again.
+    client = MlflowClient(run["store"])
+    assert client.get_run(run["run_id"]).info.status == "FINISHED"
+    assert listed(tmp_path, other) == {"run": run}
+
+    # What is written later is missing there again.
+    past = journal_file.LockedPast.open(tmp_path / "run")
+    assert past.uploaded
+    writer = past.truncated_writer()
+    writer.write({"step": 5, "metrics": {"train/loss": 0.1}})
+    writer.close()
+    assert not journal_file.Past.read(tmp_path / "run").uploaded
+    assert listed(tmp_path)["run"]["not_shipped"] is None
+    assert listed(tmp_path, other)["run"]["not_shipped"] == 0
+
+
+def test_a_run_that_came_to_its_store_later_is_listed_once(tmp_path):
+    place_store(tmp_path)
+    planted(tmp_path, "run", 1_000, "", "FINISHED")
+    assert listed(tmp_path)["run"]["next_command"] == "pipeline sync run"
+    pipeline("sync", "run", cwd=tmp_path)
+    (run,) = listed(tmp_path).values()
+    assert run["not_shipped"] == 0
+    assert run["next_command"] == ""
+
+
+def test_a_job_has_its_sweep_and_the_command_that_resumes_it(tmp_path):
+    place_store(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    sweep = stored(client, "sweep multirun", 1_000, "KILLED")
+    client.set_tag(sweep, "sweep.name", "multirun")
+    run_ids = {}
+    for seed in range(2):
+        name = f"digits model=mlp training.dropout=0.5 seed={seed}"
+        run_ids[name] = stored(client, name, 2_000, "KILLED", 4)
+        tags = {"journal": name, "sweep": sweep}
+        run_dir = planted(*(tmp_path, name, 2_000, run_ids[name], "KILLED"), tags=tags)
+        with_checkpoint(run_dir)
+    again = f"pipeline sweep multirun --again {sweep}"
+    runs = listed(tmp_path)
+    for name in run_ids:
+        assert runs[name]["sweep"] == sweep
+        assert runs[name]["next_command"] == again
+    # It is also found if it is not among the newest runs.
+    newest = listed(tmp_path, "--limit", "2")
+    assert [run["next_command"] for run in newest.values()] == [again, again]
+
+    # Names are not cut where they are read by a program.
+    table = pipeline("runs", cwd=tmp_path).stdout
+    for name in run_ids:
+        assert f" {name} val/loss 4.5 best 2.5 sweep {sweep[:8]}\n" in table
+    assert table.count(f"    {again}\n") == 3
+
+
+def test_what_differs_of_long_names_is_shown_in_a_terminal(
+    tmp_path, capsys, monkeypatch
+):
+    for seed in range(2):
+        planted(tmp_path, f"digits model=mlp depth=5 seed={seed}", 1_000 + seed)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert runs_command([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    runs = [line for line in lines if line.startswith("killed ")]
+    assert [line.split("pipeline ")[1] for line in runs] == [
+        "… seed=1           val/loss 4.5 best 2.5",
+        "… seed=0           val/loss 4.5 best 2.5",
+    ]
 
 
 def test_words_of_the_user_are_no_row(tmp_path):

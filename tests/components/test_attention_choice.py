@@ -6,6 +6,7 @@ TensorFlow tells of a Hopper GPU that is not there, so nothing is computed on it
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -20,6 +21,7 @@ from pipeline.components import attention
 from pipeline.components.devices import Devices
 from pipeline.config import compose
 from pipeline.config.resolve import resolve
+from pipeline.tracking.journal_file import Past
 from pipeline.tracking.journal_lines import RunStart
 from tests.accumulation.replicas import strategy_on
 
@@ -162,7 +164,7 @@ def test_a_resumed_run_takes_what_it_began_with(recorded, now, value, changes):
     cut = {"effective_batch_size": 128}
     spec = spec_of(f"{KEY}={now}")
     start = RunStart(store=spec.config.tracking.uri, segment={"cut": cut})
-    past = SimpleNamespace(run_id="", start=start)
+    past = Past(Path("journal.jsonl"), start=start)
     spec = resume_rules._with_recorded_choices(spec, before, past)
     assert spec.config.hardware.fused_attention is value
     assert resume_rules.changes(before, spec, past) == changes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ from pipeline.components import optimizer
 from pipeline.config.compose import composed
 from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
-from pipeline.tracking.journal_file import RunStart
+from pipeline.tracking.journal_file import Past, RunStart
 from tests.accumulation.matrix import deviation
 from tests.accumulation.replicas import strategy_on
 
@@ -200,7 +200,7 @@ def test_a_run_of_before_the_key_resumes():
         store=spec.config.tracking.uri,
         segment={"cut": {"effective_batch_size": 128, "micro_batch_size": 32}},
     )
-    past = SimpleNamespace(run_id="", start=start)
+    past = Past(Path("journal.jsonl"), start=start)
     resumed = resume_rules._with_recorded_choices(spec, recorded, past)
     assert resume_rules.changes(recorded, resumed, past) == []
 

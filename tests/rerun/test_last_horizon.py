@@ -66,6 +66,7 @@ def test_a_horizon_that_an_older_version_has_not_recorded_is_noticed():
     assert requested(CONSTANT, tags, status="KILLED") == []
 
 
+@pytest.mark.slow
 def test_a_run_with_another_horizon_is_resumed_reported_and_repeated(tmp_path: Path):
     place_store(tmp_path)
     quiet = "tracking.log_model=false tracking.system_metrics=false"

@@ -24,7 +24,7 @@ from mlflow.protos.databricks_pb2 import (
 from pipeline.tracking import journal_file, run_creation, uploader
 from pipeline.tracking.expected import MOST_FAILED_LISTS
 from pipeline.tracking.journal_file import JOURNAL_NAME
-from pipeline.tracking.journal_lines import Fork
+from pipeline.tracking.journal_lines import Created, Fork, RunIds
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.tracking.uploader import Uploader
 from tests.tracking.memory_store import (
@@ -93,6 +93,17 @@ def test_all_points_are_in_the_store_before_the_run_ends(path):
     ship(store, path)
     assert store.run["status"] == "FINISHED"
     assert len(store.points) == 2 * UPDATES
+
+
+def test_a_journal_that_says_where_it_was_uploaded_still_ends_the_run(
+    path, undisturbed
+):
+    writer = journal_file.LockedPast.open(path.parent).truncated_writer()
+    writer.write(Created(RunIds("a" * 32, "1"), "sqlite:///x", True).content())
+    writer.close()
+    store = MemoryStore()
+    ship(store, path)
+    assert store.content() == undisturbed.content()
 
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["not done", "no answer"])
