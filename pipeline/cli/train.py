@@ -21,7 +21,7 @@ from pipeline.config import compose, former_names, session, trust_entries
 from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.config.plain import leaves, value_at
 from pipeline.launch import hydra_job
-from pipeline.sweep.again import trusted_overrides
+from pipeline.sweep import again
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import MULTIRUN, ForeignStore, sync_command
 from pipeline.trust import artifact_locations
@@ -46,10 +46,28 @@ def train(arguments: Sequence[str]) -> int:
         say(*train_help.text(others).splitlines(), to=sys.stdout, always=True)
         return 0
 
-    def command_again(run_id: str) -> list[str]:
-        return ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"]
+    return train_composed(arguments, partial(_command_of_multirun, arguments))
 
-    return train_composed(arguments, command_again)
+
+def _command_of_multirun(arguments: Sequence[str], run_id: str) -> list[str]:
+    """Return the command that runs what is missing of a sweep of `train -m`.
+
+    Args:
+        arguments: the arguments of `train`.
+        run_id: the ID of the sweep.
+    """
+    options = compose.read_command_line(arguments).options
+    if options.config_name:  # the sweep has its name, which is none of a sweep file
+        return ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"]
+    command = ["sweep", MULTIRUN, "--again", run_id]
+    file: list[str] = []
+    if options.config_dir:
+        file = ["--config-dir", options.config_dir]
+    if options.config_dir != compose.own_folder():
+        command += file
+    overrides = _repeatable(options.overrides)
+    config = _config_of_place(file, again.unrecorded(overrides))
+    return [*command, *again.to_repeat(overrides, config)]
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -254,11 +272,7 @@ def _recorded_overrides(
         ConfigError: no sweep or several sweeps match, the sweep has another name, or
             its record is not trusted.
     """
-    # Compose only with the overrides for the store, the trust settings and the data:
-    # swept values would give several configs.
-    keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")
-    place = [text for text in rest if text.startswith(keys_of_place)]
-    config = compose.composed([*file, *place])
+    config = _config_of_place(file, rest)
     allowed = [former_names.current(entry) for entry in options.allow]
     config.trust.allow = [*config.trust.allow, *allowed]
 
@@ -269,11 +283,22 @@ def _recorded_overrides(
         raise ConfigError("NAME", rule, options.name)
 
     # Put the arguments after the recorded overrides, so that they take precedence.
-    overrides = [*trusted_overrides(parent.data.tags, rest, config), *rest]
+    trusted = again.trusted_overrides(parent.data.tags, rest, config)
+    overrides = [*trusted, *rest]
     if options.allow:
         overrides.append(f"trust.allow={list(config.trust.allow)}")
     overrides.append(f"tracking.sweep={parent.info.run_id}")
     return overrides
+
+
+def _config_of_place(file: Sequence[str], overrides: Sequence[str]) -> DictConfig:
+    """Return the config of a sweep's store, trust settings and data.
+
+    Other overrides are left out: swept values would give several configs.
+    """
+    keys_of_place = ("tracking.", "tracking=", "trust.", "dataset.data_dir=")
+    place = [text for text in overrides if text.startswith(keys_of_place)]
+    return compose.composed([*file, *place])
 
 
 def run_one(

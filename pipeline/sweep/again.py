@@ -5,6 +5,7 @@ each override that could name code, a folder or a host on the command line.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,30 @@ def recordable(overrides: Iterable[str]) -> list[str]:
     Overrides of the keys in `_LOCATIONS` are left out.
     """
     return [mask(text) for text in overrides if _key(text) not in _LOCATIONS]
+
+
+def unrecorded(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides that are not recorded with a sweep."""
+    return [text for text in overrides if not recordable([text])]
+
+
+def to_repeat(overrides: Sequence[str], config: DictConfig) -> list[str]:
+    """Return the overrides of a sweep that its command with `--again` must repeat.
+
+    These are the ones that are not recorded, and all if the record is not trusted.
+
+    Args:
+        overrides: the overrides with which the sweep began.
+        config: the user's config, with those of the overrides that are not recorded.
+    """
+    recorded = recordable(overrides)
+    others = unrecorded(overrides)
+    try:
+        tags = {"sweep.overrides": json.dumps(recorded)}
+        trusted_overrides(tags, others, config)
+    except ConfigError:
+        return list(overrides)
+    return others
 
 
 def trusted_overrides(

@@ -310,6 +310,8 @@ class LocalJob:
             number = -status
         else:
             number = status - 128  # the shell's convention for a signal
+        if number == signal.SIGTERM and self._was_interrupted:
+            return "interrupted"
         if number in _SIGNALS:
             return f"killed by {signal.Signals(number).name}"
         return f"ended with status {status}"

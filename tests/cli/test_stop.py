@@ -119,9 +119,8 @@ def test_the_tag_of_a_sweep_ends_all_its_jobs(tmp_path):
     assert process.returncode == 143, err
     assert f"sweep {parent.info.run_id} has the tag stop in MLflow" in err
     assert "  seed=2  NOT RUN" in err
-    again = f"tracking.sweep={parent.info.run_id}"
-    assert err.splitlines()[-1].startswith("run what is missing with: pipeline train")
-    assert err.splitlines()[-1].endswith(again)
+    again = f"pipeline sweep multirun --again {parent.info.run_id}"
+    assert err.splitlines()[-1].startswith(f"run what is missing with: {again}")
     for run in store.runs():
         assert run.info.status == "KILLED"
         assert "stop" not in run.data.tags

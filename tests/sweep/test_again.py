@@ -52,6 +52,14 @@ HARMLESS = [
 ]
 
 
+def test_the_command_repeats_what_the_record_lacks_or_does_not_vouch_for():
+    config = OmegaConf.create(OWN)
+    place = ["tracking.uri=sqlite:///a.db", "hydra.sweep.dir=jobs"]
+    assert again.to_repeat(["model=mlp", *place, "seed=0,1"], config) == place
+    untrusted = ["seed=0,1", "dataset.data_dir=/data", "tracking.uri=sqlite:///a.db"]
+    assert again.to_repeat(untrusted, config) == untrusted
+
+
 def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
     assert replay(*HARMLESS) == HARMLESS
     assert replay("tracking=server", "+tracking={uri: 'http://evil'}", "seed=1") == [

@@ -330,6 +330,10 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(
         assert run.info.status == "KILLED"
         assert "SIGTERM" in run.data.tags["failure"]  # as it wrote itself
     assert f"  seed={at_once}  NOT RUN" in printed
+    assert printed.count(": interrupted after ") == at_once
+    assert "killed by" not in printed
+    again = f"pipeline sweep multirun --again {parent.info.run_id}"
+    assert f"run what is missing with: {again}\n" in printed
     assert "Traceback" not in printed
     wait(lambda: processes_in(tmp_path) == [], 30)
 
