@@ -189,10 +189,13 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
     package = recorded.get("package") or {}
     if package and package != now["package"]:
-        lines.append(
-            f"code: other files of the package, version {package.get('version')} then, "
-            f"{now['package']['version']} now"
-        )
+        # The record has no hash of each file.
+        version = package.get("version")
+        version_now = now["package"]["version"]
+        versions = f"version {version} then, {version_now} now"
+        if version == version_now:
+            versions = "of the same version"
+        lines.append(f"code: other files of the package, {versions}")
     return lines
 
 

@@ -1070,6 +1070,10 @@ def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
         "code: the tree was not clean now",
         f"code: other files of the package, version {then['package']['version']} then, 9 now",
     ]
+    now = then | {"package": then["package"] | {"sha256": "x"}}
+    assert provenance.differences(then, now) == [
+        "code: other files of the package, of the same version"
+    ]
 
 
 def test_outside_of_a_repository_only_the_users_own_files_are_recorded(
