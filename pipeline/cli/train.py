@@ -225,8 +225,6 @@ def _close(
     if sweep is None:
         return 0
     parent = sweep.parent
-    command = [secrets.mask(word) for word in command_again(parent.run_id)]
-    missing = f"run what is missing with: {shlex.join(['pipeline', *command])}"
     try:
         status: int = sweep.close(broken)
     except Exception as error:  # The store is unreachable.
@@ -234,13 +232,19 @@ def _close(
         reason = first_line(error)
         say(f"the sweep could not be closed in the store ({reason}): {close}")
         if sweep.endings.failure_reasons():
-            say(missing)
+            say(_missing_line(parent.run_id, command_again))
         return NOT_SHIPPED
     if status:
-        say(missing)
+        say(_missing_line(parent.run_id, command_again))
     if broken is None:
         _publish_report(sweep)
     return status
+
+
+def _missing_line(run_id: str, command_again: CommandAgain) -> str:
+    """Return the line with the command that runs what is missing of a sweep."""
+    command = [secrets.mask(word) for word in command_again(run_id)]
+    return f"run what is missing with: {shlex.join(['pipeline', *command])}"
 
 
 def _publish_report(sweep: RunningSweep) -> None:
