@@ -66,6 +66,9 @@ def _command_of_multirun(arguments: Sequence[str], run_id: str) -> list[str]:
     if options.config_dir != compose.own_folder():
         command += file
     overrides = _repeatable(options.overrides)
+    if "tracking.sweep" in keys_set(options.overrides):
+        # The sweep was begun by an earlier command, whose overrides it has recorded.
+        return [*command, *overrides]
     config = _config_of_place(file, again.unrecorded(overrides))
     return [*command, *again.to_repeat(overrides, config)]
 

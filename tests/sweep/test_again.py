@@ -12,6 +12,7 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
+from pipeline.cli import train
 from pipeline.common.errors import ConfigError
 from pipeline.sweep import again, liveness, opening
 from pipeline.sweep.liveness import ALIVE, SILENCE_LIMIT
@@ -58,6 +59,19 @@ def test_the_command_repeats_what_the_record_lacks_or_does_not_vouch_for():
     assert again.to_repeat(["model=mlp", *place, "seed=0,1"], config) == place
     untrusted = ["seed=0,1", "dataset.data_dir=/data", "tracking.uri=sqlite:///a.db"]
     assert again.to_repeat(untrusted, config) == untrusted
+
+
+def test_a_multirun_has_the_command_of_the_list_of_runs():
+    command = ["sweep", "multirun", "--again", "ab12"]
+    first = ["-m", "model=mlp", "seed=0,1", "hydra.sweep.dir=jobs"]
+    assert train._command_of_multirun(first, "ab12") == command
+    # The record has the overrides of the command that began the sweep.
+    later = [*first, "tracking.sweep=ab12"]
+    assert train._command_of_multirun(later, "ab12") == [*command, *first[1:3]]
+    # No sweep file has this name.
+    named = ["-m", "--config-name", "mine", "seed=0,1"]
+    again_named = ["train", *named, "tracking.sweep=ab12"]
+    assert train._command_of_multirun(named, "ab12") == again_named
 
 
 def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
