@@ -348,8 +348,8 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         # 14 updates, or 7 where that was not written yet.
         "run training.updates=5": "RUN must be resumed with its own horizon, as ",
         "": "RUN must be given: see pipeline resume --help.",
-        "none training.updates=50": "RUN must have a checkpoint; to train it from the "
-        "start: pipeline resume ",
+        "none training.updates=50": "RUN must have a checkpoint, from which it is "
+        "trained to a longer horizon.",
         "torn": "RUN must have an intact checkpoint after at most 2 updates, of which "
         "journal.jsonl has the rows (line ",
         "done": "RUN has finished: a longer horizon goes on with it, and pipeline sync "
