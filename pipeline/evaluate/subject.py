@@ -227,7 +227,7 @@ def _in_run_dir(run_dir: Path, checkpoint: Checkpoint, request: Request) -> Subj
         config=_on_one_replica(config),
         dataset=dataset,
         tags=past.tags,
-        store=past.start.store,
+        store=past.store,
         gate=None,
     )
 
