@@ -33,7 +33,9 @@ LEGACY = {
 }
 # Keys that the default choices of the groups do not set.
 NOT_IN_YAML = {
-    "dataset.download",  # of other choices of `dataset`
+    # of other choices of `dataset`
+    "dataset.download",
+    "dataset.token_cache",
     "schema",
     "tracking.sweep",
     "tracking.job",

@@ -42,7 +42,7 @@ def test_each_piece_of_it_is_under_ten_lines():
     tree = ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))
     definitions = (ast.FunctionDef, ast.ClassDef)
     pieces = [node for node in tree.body if isinstance(node, definitions)]
-    assert len(pieces) == 6
+    assert len(pieces) == 7
     for piece in pieces:
         lines = piece.end_lineno - piece.lineno + 1
         assert lines < 10, piece.name

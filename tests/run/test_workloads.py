@@ -135,9 +135,10 @@ def test_small_are_all_experiments():
         *ROOT.glob("examples/*/conf/experiment/*.yaml"),
     ]
     # The batches of `photos`, which have any size, reject xla=true. `from_fit` is an
-    # example of a config for the documentation, whose tests compose it. The others are
-    # the runs of one example, which begin with each other's weights.
-    others = {"photos", "from_fit", "base", "frozen", "lora"}
+    # example of a config for the documentation, whose tests compose it. `words` has
+    # tests of text files. The others are the runs of one example, which begin with each
+    # other's weights.
+    others = {"photos", "from_fit", "words", "base", "frozen", "lora"}
     assert {file.stem for file in files} == SMALL.keys() | others
 
 
