@@ -73,7 +73,7 @@ _TEXTS = (
         "must be deleted with the value that it has",
     ),
     (
-        r"(In '.+': )?Could not override '(?P<key>[^'@]+@[^']+?)'\.",
+        r"(In '.+': )?Could not override '(?P<key>[^'@]+@experiment\.[^']+?)'\.",
         "must be a group of the defaults list: in a file of experiment, the first line "
         "is # @package _global_",
     ),
