@@ -22,7 +22,7 @@ from pipeline.report.wording import Scale, joined, number, plus_minus
 
 @dataclass(frozen=True)
 class Ranked:
-    """A group in a ranking, merged with the groups that have the same results.
+    """A group in a ranking, merged with the groups that have the same values.
 
     Attributes:
         name: the name of the group.
@@ -41,12 +41,6 @@ class Ranked:
             raise ValueError(f"{self.name} has no value")
         return values
 
-    @property
-    def title(self) -> str:
-        if not self.same:
-            return self.name
-        return f"{self.name} (and {joined(list(self.same))}, with the same results)"
-
 
 @dataclass(frozen=True)
 class Ranking:
@@ -56,20 +50,22 @@ class Ranking:
     that both have. So a group may be ahead of the best group in this comparison.
 
     Attributes:
+        quantity: what the values are, such as `val/accuracy`.
         groups: the groups in order.
         lower_is_better: whether the best group has the lowest mean.
     """
 
+    quantity: str
     groups: list[Ranked]
     lower_is_better: bool
 
     @classmethod
     def by_mean(
-        cls, values_by_group: dict[str, Values], lower_is_better: bool
+        cls, quantity: str, values_by_group: dict[str, Values], lower_is_better: bool
     ) -> "Ranking":
         """Rank one or more groups by their means.
 
-        Neighbors in the ranking with the same results are merged.
+        Neighbors in the ranking with the same values are merged.
         """
         sign = 1 if lower_is_better else -1
         groups = [Ranked(name, values) for name, values in values_by_group.items()]
@@ -78,11 +74,21 @@ class Ranking:
         merged: list[Ranked] = []
         for group in groups:
             last = merged[-1] if merged else None
-            if last is not None and _same_results(last.values, group.values):
+            if last is not None and _same_values(last.values, group.values):
                 merged[-1] = Ranked(last.name, last.values, (*last.same, group.name))
             else:
                 merged.append(group)
-        return cls(merged, lower_is_better)
+        return cls(quantity, merged, lower_is_better)
+
+    def title(self, group: Ranked) -> str:
+        """Return the name of a group, and of those that have the same values.
+
+        Other metrics of these groups may differ, so the quantity is named.
+        """
+        if not group.same:
+            return group.name
+        same = joined(list(group.same))
+        return f"{group.name} (and {same}, with the same {self.quantity})"
 
     @property
     def best(self) -> Ranked:
@@ -163,8 +169,8 @@ class Ranking:
         worst = self.groups[-1]
         worst_value = worst.spread.text(scale)
         ends = (
-            f"{self.best.title} {leads} {best_value}, {worst.title} {trails} "
-            f"{worst_value}."
+            f"{self.title(self.best)} {leads} {best_value}, {self.title(worst)} "
+            f"{trails} {worst_value}."
         )
         return f"{ends} {self._lead_sentence(scale)}"
 
@@ -221,7 +227,7 @@ def is_reversed(lead: Difference, lower_is_better: bool) -> bool:
     return lead.value > 0
 
 
-def _same_results(first: Values, second: Values) -> bool:
+def _same_values(first: Values, second: Values) -> bool:
     """Return whether two groups have the same seeds and the same value for each."""
     return set(first) == set(second) and difference(first, second).equal
 
@@ -271,7 +277,7 @@ def final_result(sweep: SweepResult) -> SweepFinding:
         return SweepFinding("final", text)
 
     lower_is_better = sweep.lower_is_better(metric)
-    ranking = Ranking.by_mean(values_by_group, lower_is_better)
+    ranking = Ranking.by_mean(metric, values_by_group, lower_is_better)
     horizons = _unequal_horizons(sweep, list(values_by_group))
     result = FinalResult(metric, ranking, horizons)
     plot = plot_key(f"final_by_{sweep.axes[0]}")
@@ -371,7 +377,7 @@ def time_to_target(sweep: SweepResult) -> SweepFinding:
     ranking = None
     times = sweep.target_values("seconds")
     if times:
-        ranking = Ranking.by_mean(times, lower_is_better=True)
+        ranking = Ranking.by_mean("time", times, lower_is_better=True)
     result = TargetTimes(target, bounds, ranking)
 
     reached = _reached_sentences(result, has_others=len(sweep.groups) > 1)
@@ -401,7 +407,7 @@ def _reached_sentences(result: TargetTimes, has_others: bool) -> str:
     if len(ranking.groups) == 1:
         who = "It is reached"
         if has_others:
-            who = f"{ranking.best.title} reached it"
+            who = f"{ranking.title(ranking.best)} reached it"
         sentences = f"{who} after {sentences}"
     return f".{not_ranked} {sentences}"
 

@@ -326,7 +326,8 @@ def check_ranking(
     distinct = [group for group in order if group not in same]
     title = re.escape(best)
     if same:
-        title += r" \(and " + re.escape(", ".join(same)) + r", with the same results\)"
+        quantity = "time" if unit else "val/loss"
+        title += rf" \(and {re.escape(', '.join(same))}, with the same {quantity}\)"
 
     seeds = len(values[best])
     pattern = (

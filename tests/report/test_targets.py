@@ -403,7 +403,7 @@ def test_identical_runs_are_one_in_a_ranking():
     assert finding.figures["best"] == "factor=1"
     assert finding.figures["same"] == ["factor=2"]
     assert (
-        "factor=1 (and factor=2, with the same results) ends best, at 1.10 ± 0.10"
+        "factor=1 (and factor=2, with the same val/loss) ends best, at 1.10 ± 0.10"
     ) in finding.text
     assert "The next is factor=4, " in finding.text
     for other_finding in summarize(sweep):
