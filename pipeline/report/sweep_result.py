@@ -12,6 +12,7 @@ from pipeline.config.metric_names import UPDATE_METRICS
 from pipeline.report import metric_direction, statistics
 from pipeline.report.job_results import (
     LOSS,
+    NO_RUN,
     SIZES,
     VALIDATION_LOSS,
     Curve,
@@ -24,6 +25,7 @@ from pipeline.report.job_results import (
 from pipeline.report.seed_differences import Values, values_by_seed
 from pipeline.report.target import TargetLoss, choose
 from pipeline.tracking.foreign_store import CRITICAL
+from pipeline.tracking.journal_summary import kept_metric
 
 # The minimum number of validation losses per judged job. With fewer, it would be too
 # uncertain when a job reached the target, so jobs are judged by the training loss.
@@ -161,9 +163,15 @@ class SweepResult:
     def quality(self) -> str | None:
         """The metric that ranks the jobs, or None if there are no metrics.
 
-        It is the first metric that is not a loss. If all are losses, it is the
-        validation loss, or the last one.
+        It is the metric of `training.keep_best` if all jobs that ran have the same one,
+        and it was logged. Otherwise, it is the first metric that is not a loss. If all
+        are losses, it is the validation loss, or the last one.
         """
+        kept = {kept_metric(job.params) for job in self.jobs if job.status != NO_RUN}
+        if len(kept) == 1:
+            metric_of_all = kept.pop()
+            if metric_of_all is not None and metric_of_all.name in self.metrics:
+                return metric_of_all.name
         for metric in self.metrics:
             if not metric.endswith("/loss"):
                 return metric

@@ -178,8 +178,20 @@ def ranked_metric(params: Mapping[str, Any]) -> RankedMetric:
     Args:
         params: the params of the run.
     """
+    kept = kept_metric(params)
+    if kept is None:
+        return RankedMetric("val/loss", higher_is_better=False)
+    return kept
+
+
+def kept_metric(params: Mapping[str, Any]) -> RankedMetric | None:
+    """Return the metric of `training.keep_best`, or None if a run has none.
+
+    Args:
+        params: the params of the run.
+    """
     metric = params.get("training.keep_best.metric", _NULL)
     if metric == _NULL:
-        return RankedMetric("val/loss", higher_is_better=False)
+        return None
     mode = params.get("training.keep_best.mode")
     return RankedMetric(str(metric), higher_is_better=mode == "max")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeline.report import ranking
 from pipeline.report.curve_plots import metric_plots
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.report.table import columns
@@ -56,6 +57,32 @@ def test_the_metrics_of_the_own_split_come_first():
 def test_losses_alone_are_ranked_by_that_of_the_own_split():
     only_losses = synthetic.swept([with_metrics("val/a_cost/loss")])
     assert only_losses.quality == "val/loss"
+
+
+def test_the_metric_of_keep_best_ranks_if_all_jobs_that_ran_have_it():
+    by_loss = {
+        "training.keep_best.metric": "val/loss",
+        "training.keep_best.mode": "min",
+    }
+    by_nothing = {
+        "training.keep_best.metric": "null",
+        "training.keep_best.mode": "null",
+    }
+    kept = with_metrics("val/accuracy", params=by_loss)
+    other = with_metrics("val/accuracy", params=by_nothing)
+    assert synthetic.swept([kept, kept, JobResult("planned")]).quality == "val/loss"
+    assert "Final val/loss" in ranking.final_result(synthetic.swept([kept, kept])).text
+    assert synthetic.swept([other, other]).quality == "val/accuracy"
+    assert synthetic.swept([kept, other]).quality == "val/accuracy"
+
+    reversed_mode = with_metrics(
+        "val/accuracy", params=by_loss | {"training.keep_best.mode": "max"}
+    )
+    assert synthetic.swept([kept, reversed_mode]).quality == "val/accuracy"
+    not_logged = with_metrics(
+        "val/accuracy", params=by_loss | {"training.keep_best.metric": "val/recall"}
+    )
+    assert synthetic.swept([not_logged]).quality == "val/accuracy"
 
 
 def test_the_direction_of_a_metric_is_that_of_its_name_without_the_set():
