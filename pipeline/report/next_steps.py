@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import count
 from pipeline.report.findings import Result, SweepFinding, results_of
-from pipeline.report.job_results import NO_RUN, finished_jobs
+from pipeline.report.job_results import NO_RUN, JobResult, finished_jobs
 from pipeline.report.largest_batch import LargestBatch
 from pipeline.report.ranking import FinalResult, Ranking, TargetTimes, is_reversed
 from pipeline.report.seed_differences import FEWEST_SEEDS, difference
@@ -14,8 +14,6 @@ from pipeline.report.trajectories import PairDifferences
 from pipeline.report.verdict import Verdict, command_for_seeds
 from pipeline.report.wording import number
 from pipeline.tracking.foreign_store import again_command
-
-_CHANCE = ", though not by more than chance may do"
 
 
 def findings(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
@@ -138,24 +136,17 @@ def _take_fastest(
     """
     fastest = times.best.name
     fastest_job = sweep.groups[fastest][0]
-    recommended = fastest
-    for verdict in results_of(earlier, Verdict):
-        same_recipe = verdict.recipe == fastest_job.recipe
-        if same_recipe and verdict.micro == fastest_job.micro_batch_size:
-            recommended = fastest
-            if verdict.better is not None:
-                recommended = verdict.better.group
-
-    if recommended != fastest:
-        text = (
-            f"On this machine take {recommended}: the verdict on accumulating "
-            f"recommends it, though {fastest} reached the target first."
-        )
-    else:
-        text = f"On this machine take {recommended}: it reached the target first"
+    recommended = _taken_by_verdict(earlier, fastest_job)
+    if recommended is None:
+        recommended = fastest
+        reason = "it reached the target first"
         if times.not_told_apart:
-            text += _CHANCE
-        text += "."
+            reason += ", though not by more than chance may do"
+    else:
+        reason = "the verdict on accumulating recommends it"
+        if recommended != fastest and recommended not in times.not_told_apart:
+            reason += f", though {fastest} reached the target first"
+    text = f"On this machine take {recommended}: {reason}."
     text += _better_final(sweep, earlier, recommended)
 
     recommended_job = sweep.groups[recommended][0]
@@ -168,12 +159,28 @@ def _take_fastest(
     return SweepFinding("next", text, Recommendation(recommended, largest))
 
 
+def _taken_by_verdict(
+    earlier: list[SweepFinding], fastest_job: JobResult
+) -> str | None:
+    """Return the group that the verdict on jobs like the fastest one recommends.
+
+    Return None if there is no such verdict, or it recommends no group.
+    """
+    for verdict in results_of(earlier, Verdict):
+        same_recipe = verdict.recipe == fastest_job.recipe
+        if same_recipe and verdict.micro == fastest_job.micro_batch_size:
+            if verdict.better is not None:
+                return verdict.better.group
+    return None
+
+
 def _better_final(
     sweep: SweepResult, earlier: list[SweepFinding], recommended: str
 ) -> str:
     """Return a sentence if another group has a better final result.
 
-    Otherwise, or if the final results are unknown, return an empty string.
+    Otherwise, or if chance may explain the difference, or if the final results are
+    unknown, return an empty string.
     """
     finals = results_of(earlier, FinalResult)
     if not finals or finals[0].equal:
@@ -183,22 +190,22 @@ def _better_final(
     if recommended in (best.name, *best.same):
         return ""
     values = sweep.ends
-    chance = ""
+    other_seeds = ""
     if recommended in values:
         lead = difference(best.values, values[recommended])
         if lead.equal:
             return ""
         if is_reversed(lead, final.ranking.lower_is_better):
-            chance = ", though not at the seeds that both have"
+            other_seeds = ", though not at the seeds that both have"
         elif lead.seeds > 1 and not lead.told_apart:
-            chance = _CHANCE
+            return ""
 
     examples = ""
     seen_by_best = final.horizons.get(best.name, 0)
     seen = final.horizons.get(recommended, 0)
     if seen_by_best > 0 and seen > 0 and not 0.99 < seen_by_best / seen < 1.01:
         examples = f" after {number(seen_by_best / seen)} times the examples"
-    return f" By its final {final.metric} {best.name} is better{examples}{chance}."
+    return f" By its final {final.metric} {best.name} is better{examples}{other_seeds}."
 
 
 def _try_larger_batches(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:

@@ -385,8 +385,14 @@ def test_it_comes_first_and_what_is_next_agrees_with_it(better, shift):
     findings = summarize(sweep_of(losses))
     assert findings[0].topic == "verdict"
     assert next(iter(TOPICS)) == "verdict"
-    recommended = recommendation(findings).figures["recommended"]
-    assert recommended == f"factor={better} batch={MICRO_BATCH * better}"
+    group = f"factor={better} batch={MICRO_BATCH * better}"
+    assert recommendation(findings).figures["recommended"] == group
+    assert recommendation(findings).text.startswith(
+        f"On this machine take {group}: the verdict on accumulating recommends it"
+    )
+    # One reason is enough, and no other one weakens it.
+    assert "reached the target first" not in recommendation(findings).text
+    assert "chance" not in recommendation(findings).text
 
 
 def test_what_reaches_the_target_first_is_not_recommended_against_the_verdict():
@@ -399,10 +405,28 @@ def test_what_reaches_the_target_first_is_not_recommended_against_the_verdict():
         jobs.append(synthetic.job(f"factor=1 seed={seed}", 2 + 0.01 * seed))
         end = 2.4 + 0.01 * seed
         fast = synthetic.job(f"factor=4 seed={seed}", end, factor=4, batch=32)
-        fast.curves["val/loss"].values[:] = [2.42 + 0.01 * seed] * 5 + [end]
+        fast.curves["val/loss"].values[:] = [4.9] + [end] * 5
         jobs.append(fast)
     findings = summarize(synthetic.swept(jobs))
     assert recommendation(findings).figures["recommended"] == "factor=1"
+    assert recommendation(findings).text.startswith(
+        "On this machine take factor=1: the verdict on accumulating recommends it, "
+        "though factor=4 reached the target first."
+    )
+
+
+def test_a_better_final_result_is_named_unless_chance_may_explain_it():
+    """Rate 2 takes far less time, and ends a little worse."""
+    for noise, is_named in (([-0.4, 0, 0.3], False), ([-0.01, 0, 0.01], True)):
+        jobs = []
+        for seed, end in enumerate(around(2.2, noise)):
+            jobs.append(synthetic.job(f"rate=1 seed={seed}", 2.0))
+            fast = synthetic.job(f"rate=2 seed={seed}", end, seconds=0.001)
+            jobs.append(fast)
+        chosen = recommendation(summarize(synthetic.swept(jobs)))
+        assert chosen.figures["recommended"] == "rate=2"
+        is_better = "By its final val/loss rate=1 is better."
+        assert (is_better in chosen.text) is is_named
 
 
 def test_without_a_twin_of_equal_memory_nothing_is_claimed():
