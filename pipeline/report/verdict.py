@@ -380,11 +380,14 @@ def _interval(contrast: BudgetContrast) -> str:
     most = contrast.result.upper
     if math.isinf(least) or math.isinf(most):
         return "chance is not known, as the seeds do not vary"
-    if contrast.result.value < 0:
-        least = -contrast.result.upper
-        most = -contrast.result.lower
+    if least < 0 < most:
+        ends = f"lower by {number(-least)} to higher by {number(most)}"
+    else:
+        # Both ends are on the side that the words before the interval name.
+        nearest, farthest = sorted([abs(least), abs(most)])
+        ends = f"{number(nearest)} to {number(farthest)}"
     # The interval of a look has a higher level, see `chance_of_look`.
-    return f"95% over all looks: {number(least)} to {number(most)}"
+    return f"95% over all looks: {ends}"
 
 
 def _consequence(contrast: BudgetContrast) -> str:

@@ -530,13 +530,17 @@ def check_contrast(text: str, word: str, differences: dict[int, list[float]]) ->
         upper_ends.append(means[factor] + share)
         lower_ends.append(means[factor] - half_width(values, tail))
     interval = [min(lower_ends), min(upper_ends)]
-    if direction == "lower":
-        interval = [-interval[1], -interval[0]]
-    found = re.match(rf"95% over all looks: {NUMBER} to {NUMBER}", match[2])
+    if interval[0] < 0 < interval[1]:
+        words = rf"lower by {NUMBER} to higher by {NUMBER}"
+        ends = [-interval[0], interval[1]]
+    else:
+        words = rf"{NUMBER} to {NUMBER}"
+        ends = sorted(abs(end) for end in interval)
+    found = re.match(rf"95% over all looks: {words}", match[2])
     assert found, match[2]
-    assert float(found[1]) == pytest.approx(interval[0], rel=1e-3, abs=1e-6)
-    assert float(found[2]) == pytest.approx(interval[1], rel=1e-3, abs=1e-6)
-    if interval[0] > 0:
+    assert float(found[1]) == pytest.approx(ends[0], rel=1e-3, abs=1e-6)
+    assert float(found[2]) == pytest.approx(ends[1], rel=1e-3, abs=1e-6)
+    if interval[0] > 0 or interval[1] < 0:
         return "pays" if direction == "lower" else "not"
     return "open"
 

@@ -139,6 +139,14 @@ def test_the_sentence_and_its_figures():
         "(95% over all looks: 0.1304 to 0.2485) (3 seeds, paired)"
     ) in finding.text
 
+    # The differences of this one are 0.1, −0.5 and 0.1.
+    open_sweep = sweep_of({1: [2.0, 2.5, 2.0], 4: [2.1, 2.0, 2.1]})
+    interval = verdict_of(open_sweep).figures["examples"]["interval"]
+    assert interval == pytest.approx([-0.1 - 4.849 * 0.2, -0.1 + 4.849 * 0.2], abs=2e-4)
+    assert (
+        "is lower by 0.1 (95% over all looks: lower by 1.07 to higher by 0.8697"
+    ) in verdict_of(open_sweep).text
+
     equal = verdict_of(sweep_of({1: [2.0, 2.02], 4: [2.0, 2.01, 2.02]}))
     assert equal.figures["state"] in ("few", "same")
 
