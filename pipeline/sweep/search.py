@@ -66,15 +66,34 @@ class SearchSweeper(Sweeper):
     """
 
     def __init__(
-        self, trials: int, at_once: int, seed: int, params: Mapping[str, Any] | None
+        self,
+        trials: int,
+        at_once: int,
+        seed: int,
+        params: Mapping[str, Any] | None,
+        **unknown: Any,
     ):
         self.trials = trials
         self.at_once = at_once
         self.seed = seed
         self.params = params or {}
+        self._unknown = unknown
 
     def setup(self, *, hydra_context: HydraContext, **context: Any) -> None:
-        """Create the parser of overrides and the launcher."""
+        """Check the keys of the search, then create the parser and the launcher.
+
+        Raises:
+            ConfigError: a key is unknown, or a number of jobs is not a positive integer.
+        """
+        for key in self._unknown:
+            keys = ["trials", "at_once", "seed", "params"]
+            rule = "must be a key of the search"
+            raise ConfigError(f"hydra.sweeper.{key}", rule, key, keys)
+        for key in ("trials", "at_once"):
+            value = getattr(self, key)
+            # `type` and not `isinstance`, since a bool is an int.
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"hydra.sweeper.{key}", "must be at least 1", value)
         self._parser = OverridesParser.create(config_loader=hydra_context.config_loader)
         self._launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, **context
@@ -98,10 +117,6 @@ class SearchSweeper(Sweeper):
                 "pip install 'optuna>=4,<6'"
             )
             raise ConfigError("hydra/sweeper", rule, "search") from None
-        for key in ("trials", "at_once"):
-            value = getattr(self, key)
-            if value < 1:
-                raise ConfigError(f"hydra.sweeper.{key}", "must be at least 1", value)
 
         space = self._space(arguments)
         choices = _choices(space)

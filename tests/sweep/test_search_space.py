@@ -8,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pipeline.common.errors import ConfigError
 from pipeline.sweep import search
+from tests.running import pipeline
 
 
 def space_of(*texts):
@@ -39,6 +40,23 @@ def test_an_interval_of_whole_numbers_gives_whole_numbers():
         assert 1 <= int(override.partition("=")[2]) <= 8
     for (override,) in chosen("optimizer.learning_rate=interval(1,8)"):
         assert "." in override
+
+
+def test_an_unknown_key_of_a_search_is_named_with_the_nearest_one(tmp_path):
+    """Hydra makes an error without the key of it, also for a key of a sweep's file."""
+    sweeps = tmp_path / "sweeps"
+    sweeps.mkdir()
+    file = (
+        "defaults: [config, override hydra/sweeper: search, _self_]\n"
+        "hydra: {sweeper: {n_trials: 3}}\n"
+    )
+    (sweeps / "mine.yaml").write_text(file)
+    done = pipeline("sweep", "mine", cwd=tmp_path, status=2)
+    assert done.stderr == (
+        "pipeline: hydra.sweeper.n_trials must be a key of the search. Received: "
+        "'n_trials'. Choices: trials, at_once, seed, params. Did you mean 'trials'?\n"
+    )
+    assert list(tmp_path.iterdir()) == [sweeps]
 
 
 @pytest.mark.parametrize(

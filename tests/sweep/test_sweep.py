@@ -474,6 +474,9 @@ REJECTED = {
     "sweep search_learning_rate hydra.sweeper.at_once=0": (
         "hydra.sweeper.at_once must be at least 1"
     ),
+    "sweep search_learning_rate hydra.sweeper.trials=some": (
+        "hydra.sweeper.trials must be at least 1. Received: 'some'"
+    ),
     "sweep sedes": "NAME must name a sweep. Received: 'sedes'",
     "sweep seeds --again never": "tracking.uri must be a store that exists",
     "train -m accumulation.factor=1,0": "accumulation.factor must be",
