@@ -181,8 +181,11 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
     )
 
 
-def finding(costs: BatchCosts) -> SweepFinding:
+def finding(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
     """Report the largest batch that pays, following McCandlish et al. 2018, section 2.
+
+    Return None if the sweep does not compare batches: it is a search, whose trials
+    differ in more than the batch, or all its jobs have the same batch.
 
     At the critical batch size, reaching a target takes twice as many examples as with
     the smallest batches (arXiv:1812.06162). So the largest batch that pays is the
@@ -191,6 +194,15 @@ def finding(costs: BatchCosts) -> SweepFinding:
     cheapest batch of all, so its minimum tends to be too high, and the result too
     large.
     """
+    batches_of_sweep = {job.effective_batch_size for job in sweep.jobs} - {None}
+    if sweep.search or len(batches_of_sweep) < 2:
+        return None
+    if len(costs.batches) == 1:
+        text = (
+            "Which effective batch still pays cannot be said of settings that were "
+            "tried with one batch alone."
+        )
+        return SweepFinding("largest_batch", text)
     if costs.bounds:
         return SweepFinding("largest_batch", _nothing_said_for_bounds(costs))
     if costs.begun_at_target:
@@ -201,10 +213,10 @@ def finding(costs: BatchCosts) -> SweepFinding:
         )
         return SweepFinding("largest_batch", text)
     if len(costs.examples) < 2:
-        why = "fewer than two batches reached the target"
-        if len(costs.batches) == 1:
-            why = "all jobs have the same one"
-        text = f"Which effective batch still pays cannot be said where {why}."
+        text = (
+            "Which effective batch still pays cannot be said where fewer than two "
+            "batches reached the target."
+        )
         return SweepFinding("largest_batch", text)
 
     critical = None

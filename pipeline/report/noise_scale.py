@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.common.errors import count
 from pipeline.report import statistics
 from pipeline.report.findings import Result, SweepFinding
-from pipeline.report.job_results import JobResult, jobs_with
+from pipeline.report.job_results import JobResult
 from pipeline.report.largest_batch import BatchCosts
 from pipeline.report.statistics import Spread
 from pipeline.report.sweep_result import SweepResult
@@ -111,15 +111,21 @@ class NoisePrediction(Result):
         return figures
 
 
-def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding:
+def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
     """Report the critical batch that the noise scale predicts for a family.
+
+    Return None if no run of the family that did not fail has a positive noise scale,
+    unless that is because their batches are cut by tokens.
 
     With the noise scale B_noise, a batch B needs 1 + B / B_noise times as many examples
     as a tiny batch (McCandlish et al. 2018, arXiv:1812.06162, section 2).
     """
     scale = statistics.spread([noise_scale(job, sweep) for job in costs.jobs])
     if scale is None:
-        return SweepFinding("noise_scale", _nothing_predicted(costs.jobs))
+        if costs.jobs and all(job.is_cut_by_tokens for job in costs.jobs):
+            text = f"The gradient noise scale is not measured: {BY_TOKENS}"
+            return SweepFinding("noise_scale", text)
+        return None
     if not costs.batches:
         text = f"{costs.prefix}The gradient noise scale is {scale.text()} examples."
         return SweepFinding(
@@ -169,16 +175,3 @@ def _beside_fit(scale: float, critical: float) -> str:
     The fit has no interval, so values within a factor of 1.1 count as equal.
     """
     return beside_measured(scale, critical / 1.1, critical * 1.1)
-
-
-def _nothing_predicted(jobs: list[JobResult]) -> str:
-    if jobs and all(job.is_cut_by_tokens for job in jobs):
-        return f"The gradient noise scale is not measured: {BY_TOKENS}"
-    logged = jobs_with(jobs, NOISE)
-    which = "that did not fail has a positive" if logged else "has a"
-    largest_factor = max((job.factor or 0 for job in jobs), default=0)
-    reason = "" if largest_factor > 1 else ", which takes a factor over 1"
-    return (
-        "The gradient noise scale predicts nothing where no run "
-        f"{which} {NOISE}{reason}."
-    )

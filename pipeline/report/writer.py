@@ -159,11 +159,11 @@ def summarize(sweep: SweepResult) -> list[SweepFinding]:
     for family, jobs in by_family(sweep.jobs).items():
         costs = largest_batch.batch_costs(sweep, family, jobs)
         for finding in (
-            largest_batch.finding(costs),
+            largest_batch.finding(sweep, costs),
             noise_scale.prediction(sweep, costs),
         ):
             # Skip duplicates: families without a result may have identical findings.
-            if finding not in ordered:
+            if finding is not None and finding not in ordered:
                 ordered.append(finding)
     ordered += rate_drift.findings(sweep)
     return [*ordered, *next_steps.findings(sweep, ordered)]

@@ -134,6 +134,26 @@ def test_a_batch_that_begins_at_the_target_has_no_ratio():
     )
 
 
+def test_the_largest_batch_is_a_topic_only_where_batches_are_compared():
+    def texts(settings: list[tuple[str, int]]) -> list[str]:
+        jobs = []
+        for name, batch in settings:
+            jobs.append(synthetic.job(name, 1.0, batch=batch))
+        findings = summarize(synthetic.swept(jobs))
+        assert all(finding.topic != "noise_scale" for finding in findings)
+        return [item.text for item in findings if item.topic == "largest_batch"]
+
+    same_batch = [("rate=1", 8), ("rate=2", 8)]
+    assert texts(same_batch) == []
+
+    # The batches differ, but each has a rate of its own.
+    (text,) = texts([("rate=1 batch=8", 8), ("rate=2 batch=16", 16)])
+    assert text.endswith("of settings that were tried with one batch alone.")
+
+    (text,) = texts([("rate=1 batch=8", 8), ("rate=1 batch=16", 16)])
+    assert "The largest effective batch that still pays is" in text
+
+
 def test_losses_that_only_rose_set_no_target():
     falling = [3, 2.5, 2, 1.5, 1.2, 1]
     rising = [3, 3.2, 3.3, 3.4, 3.5, 3.6]
