@@ -358,18 +358,35 @@ def stored_result(
         run: the run.
         metrics: the names of the metrics to read.
     """
-    run_id = run.info.run_id
     curves = {}
     for metric in metrics:
-        points = client.get_metric_history(run_id, metric)
+        points = client.get_metric_history(run.info.run_id, metric)
         # If a step has several values, keep the latest one.
         points = sorted(points, key=lambda point: point.timestamp)
         curves[metric] = curve({point.step: point.value for point in points})
+    return _with_curves(name, run, curves)
 
+
+def last_result(name: str, run: Any) -> JobResult:
+    """Return the result of a run in MLflow whose curves have the last values alone.
+
+    The store is not read. The number of updates at the last values is unknown: the
+    curves have step 0.
+
+    Args:
+        name: the name of the result.
+        run: the run.
+    """
+    curves = {metric: curve({0: value}) for metric, value in run.data.metrics.items()}
+    return _with_curves(name, run, curves)
+
+
+def _with_curves(name: str, run: Any, curves: dict[str, Curve]) -> JobResult:
+    """Return the result of a run in MLflow with curves that were read from it."""
     params = current_params(run.data.params, run.data.tags)
     return JobResult(
         name=name,
-        run_id=run_id,
+        run_id=run.info.run_id,
         status=run.info.status,
         params=params,
         tags=run.data.tags,

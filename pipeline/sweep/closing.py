@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import count, say
+from pipeline.report import job_ranking
 from pipeline.sweep import stop_request, sweep_file
 from pipeline.sweep.ending import JobEndings
 from pipeline.sweep.parent_run import set_tag
@@ -26,7 +27,7 @@ def close(
     patience: float,
     status: str | None = None,
 ) -> int:
-    """End the parent run of a sweep, and print how each job ended.
+    """End the parent run of a sweep, and print how each job ended, the best one first.
 
     First wait until the runs of all ended jobs are closed. If an exception ends the
     wait, end the parent run as KILLED.
@@ -47,16 +48,21 @@ def close(
         children = _closed_children(parent, endings.ended_at, patience)
         was_interrupted = status == "KILLED" or bool(endings.ended_sweep)
         rows = list(_rows(job_names, children, endings, was_interrupted))
+        results = job_ranking.last_values(children)
         set_tag(parent, "sweep.lost", json.dumps(endings.failure_reasons()))
     except BaseException:
         with suppress(Exception):  # the store may be unreachable
             client.set_terminated(parent.run_id, "KILLED")
         raise
 
+    # Jobs without a result follow the others, in the order of the plan.
+    places = {name: place for place, name in enumerate(results)}
+    rows.sort(key=lambda row: places.get(row.name, len(places)))
     width = max((len(row.name) for row in rows), default=0)
     finished = 0
     for row in rows:
-        say(f"  {row.name:{width}}  {row.status:8}  {row.reason}".rstrip())
+        result = f"{results.get(row.name, '')}  {row.reason}".strip()
+        say(f"  {row.name:{width}}  {row.status:8}  {result}".rstrip())
         if row.status == "FINISHED":
             finished += 1
     say(f"sweep {parent.run_id}: {finished} of {count(len(rows), 'job')} finished")

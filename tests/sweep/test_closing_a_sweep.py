@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.sweep import closing, sweep_file
+from pipeline.sweep.ending import JobEndings
 from pipeline.tracking.foreign_store import OwnStore
 from tests import synthetic
 from tests.running import environment
@@ -59,12 +61,45 @@ def test_a_sweep_is_closed_once_its_process_is_gone(tmp_path, planted, capsys):
     closing.close_left_open(tmp_path / "jobs", own)
     assert status(planted) == "FAILED"
     printed = capsys.readouterr().err
-    assert "  seed=0  FINISHED\n" in printed
+    assert "  seed=0  FINISHED  train/loss 1\n" in printed
     assert "  seed=1  NO RUN\n" in printed
     assert "1 of 2 jobs finished" in printed
 
     closing.close_left_open(tmp_path / "jobs", own)  # it is closed by now
     assert capsys.readouterr().err == ""
+
+
+def test_the_table_of_jobs_has_the_metric_that_ranks_them_and_the_best_first(
+    tmp_path, capsys
+):
+    names = [f"seed={seed}" for seed in range(5)]
+    sweep = PlantedSweep(synthetic.store(tmp_path), names, ["seed"])
+    endings = [(0.5, "FINISHED"), (0.9, "FAILED"), (0.75, "FINISHED")]
+    for seed, (accuracy, state) in enumerate(endings):
+        curves = {"val/loss": [1.0], "val/accuracy": [0.1, accuracy]}
+        sweep.job(f"seed={seed}", curves, status=state)
+    sweep.job("seed=3", {"val/accuracy": [math.nan]})
+    assert closing.close(sweep.planned, names, JobEndings(), patience=0) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "  seed=2  FINISHED  val/accuracy 0.75",
+        "  seed=0  FINISHED  val/accuracy 0.5",
+        "  seed=1  FAILED",
+        "  seed=3  FINISHED",
+        "  seed=4  NO RUN",
+        f"sweep {sweep.run_id}: 3 of 5 jobs finished",
+    ]
+
+
+def test_a_lower_loss_is_better_in_the_table_of_jobs(tmp_path, capsys):
+    names = ["seed=0", "seed=1"]
+    sweep = PlantedSweep(synthetic.store(tmp_path), names, ["seed"])
+    for name, loss in zip(names, (2.0, 1.5), strict=True):
+        sweep.job(name, {"train/loss": [3.0], "val/loss": [loss]})
+    assert closing.close(sweep.planned, names, JobEndings(), patience=0) == 0
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "  seed=1  FINISHED  val/loss 1.5",
+        "  seed=0  FINISHED  val/loss 2",
+    ]
 
 
 def test_a_sweep_in_another_store_is_left_alone(tmp_path, planted):
