@@ -242,7 +242,12 @@ def _check_keep_best(keep_best: Any) -> None:
     if mode is None:
         modes = schema.Mode.__members__
         rule = f"must say which {metric} is best"
-        raise ConfigError("training.keep_best.mode", rule, None, modes)
+        meant = ""
+        if metric.endswith("loss"):
+            meant = "min"
+        elif metric.endswith("accuracy"):
+            meant = "max"
+        raise ConfigError("training.keep_best.mode", rule, None, modes, meant=meant)
 
 
 def _check_names_of_shown(functions: Mapping[str, Any]) -> None:

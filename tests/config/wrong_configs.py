@@ -586,6 +586,14 @@ CONFIG = {
     ),
     "train training.keep_best.metric=val/loss": (
         "training.keep_best.mode must say which val/loss is best. Received: null. "
+        "Choices: min, max. Did you mean 'min'?"
+    ),
+    "train training.keep_best.metric=val/late/accuracy": (
+        "training.keep_best.mode must say which val/late/accuracy is best. Received: "
+        "null. Choices: min, max. Did you mean 'max'?"
+    ),
+    "train training.keep_best.metric=val/quality": (
+        "training.keep_best.mode must say which val/quality is best. Received: null. "
         "Choices: min, max."
     ),
     "train training.keep_best.mode=most": (
