@@ -115,11 +115,14 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
     """Report the critical batch that the noise scale predicts for a family.
 
     Return None if no run of the family that did not fail has a positive noise scale,
-    unless that is because their batches are cut by tokens.
+    unless that is because their batches are cut by tokens. Return None for a search,
+    too: most of its trials are families of their own, and the table has each one's.
 
     With the noise scale B_noise, a batch B needs 1 + B / B_noise times as many examples
     as a tiny batch (McCandlish et al. 2018, arXiv:1812.06162, section 2).
     """
+    if sweep.search:
+        return None
     scale = statistics.spread([noise_scale(job, sweep) for job in costs.jobs])
     if scale is None:
         if costs.jobs and all(job.is_cut_by_tokens for job in costs.jobs):

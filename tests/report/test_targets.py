@@ -384,9 +384,12 @@ def test_a_noise_scale_without_a_recorded_batch():
     )
     steps = job.curves["train/loss"].steps
     job.curves["train/gradient_noise_scale"] = Curve(steps, np.full(len(steps), 40.0))
-    finding = first_on(synthetic.swept([job]), "noise_scale")
+    sweep = synthetic.swept([job])
+    finding = first_on(sweep, "noise_scale")
     assert finding.text == "job: The gradient noise scale is 40 examples."
     assert finding.figures["predicted"] == 40
+    topics = {item.topic for item in summarize(replace(sweep, search=True))}
+    assert "noise_scale" not in topics
 
 
 def test_costs_of_which_none_is_known_are_no_finding():
