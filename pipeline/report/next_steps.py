@@ -116,14 +116,15 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
 
     # Follow the verdict if exactly one recommends a setting, since it is unknown which
     # group reached the target first.
-    taken = []
+    texts = {}
     for verdict in results_of(earlier, Verdict):
         if verdict.better is not None:
-            taken.append(verdict.better.group)
-    if len(taken) == 1:
-        text = f"Take {taken[0]}: the verdict on accumulating recommends it."
-        text += _better_final(sweep, earlier, taken[0])
-        yield SweepFinding("next", text, Recommendation(taken[0], None))
+            group = verdict.better.group
+            texts[group] = f"Take {group}: {verdict.reason}."
+    if len(texts) == 1:
+        ((group, text),) = texts.items()
+        text += _better_final(sweep, earlier, group)
+        yield SweepFinding("next", text, Recommendation(group, None))
 
 
 def _take_fastest(
@@ -136,14 +137,15 @@ def _take_fastest(
     """
     fastest = times.best.name
     fastest_job = sweep.groups[fastest][0]
-    recommended = _taken_by_verdict(earlier, fastest_job)
-    if recommended is None:
+    verdict = _verdict_on_jobs_like(fastest_job, earlier)
+    if verdict is None or verdict.better is None:
         recommended = fastest
         reason = "it reached the target first"
         if times.not_told_apart:
             reason += ", though not by more than chance may do"
     else:
-        reason = "the verdict on accumulating recommends it"
+        recommended = verdict.better.group
+        reason = verdict.reason
         if recommended != fastest and recommended not in times.not_told_apart:
             reason += f", though {fastest} reached the target first"
     text = f"On this machine take {recommended}: {reason}."
@@ -159,18 +161,14 @@ def _take_fastest(
     return SweepFinding("next", text, Recommendation(recommended, largest))
 
 
-def _taken_by_verdict(
-    earlier: list[SweepFinding], fastest_job: JobResult
-) -> str | None:
-    """Return the group that the verdict on jobs like the fastest one recommends.
-
-    Return None if there is no such verdict, or it recommends no group.
-    """
+def _verdict_on_jobs_like(
+    job: JobResult, earlier: list[SweepFinding]
+) -> Verdict | None:
+    """Return the verdict on jobs of the recipe and micro-batch of a job, if any."""
     for verdict in results_of(earlier, Verdict):
-        same_recipe = verdict.recipe == fastest_job.recipe
-        if same_recipe and verdict.micro == fastest_job.micro_batch_size:
-            if verdict.better is not None:
-                return verdict.better.group
+        same_recipe = verdict.recipe == job.recipe
+        if same_recipe and verdict.micro == job.micro_batch_size:
+            return verdict
     return None
 
 

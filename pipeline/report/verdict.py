@@ -106,6 +106,15 @@ class Verdict(Result):
                 return contrast.better
         return None
 
+    @property
+    def reason(self) -> str:
+        """The reason to take `better`, which is valid only if there is one."""
+        reason = "the verdict on accumulating recommends it"
+        if self.state == "depends":
+            # Both budgets are decided, and time is the first of them.
+            reason += " at equal time"
+        return reason
+
     def figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = {}
         for contrast in self.contrasts:

@@ -280,6 +280,11 @@ def test_equal_examples_and_equal_time_may_differ():
     assert less.text.startswith("Accumulate by 4 only if time is what you lack: ")
     # Time decides what to take.
     assert less.figures["take"] == "factor=4 batch=32"
+    sweep = sweep_of(losses, seconds_by_factor=half_the_time)
+    assert recommendation(summarize(sweep)).text.startswith(
+        "On this machine take factor=4 batch=32: the verdict on accumulating "
+        "recommends it at equal time. By its final val/loss factor=1 batch=8 is better."
+    )
 
 
 def test_what_was_not_logged_at_the_end_is_not_compared():
