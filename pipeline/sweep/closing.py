@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import count, say
-from pipeline.report import job_ranking
 from pipeline.sweep import stop_request, sweep_file
 from pipeline.sweep.ending import JobEndings
 from pipeline.sweep.parent_run import set_tag
@@ -43,6 +42,8 @@ def close(
     Returns:
         0 if all jobs finished, else 1.
     """
+    from pipeline.report import job_ranking  # imports NumPy
+
     client = parent.client()
     try:
         children = _closed_children(parent, endings.ended_at, patience)

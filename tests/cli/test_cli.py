@@ -183,7 +183,7 @@ def test_a_users_own_configs_by_config_dir(installed):
         ),
         pytest.param(
             "pipeline train dataset=t",
-            "dataset=tfds dataset=topics",
+            "dataset=text_files dataset=tfds dataset=topics",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -179,11 +179,11 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     assert points(tmp_path) == ("FINISHED", list(range(1, 30)))
     assert (again.data.params, again.data.tags["mine"]) == ({"a": "1"}, "1")
     assert again.data.tags["not_shipped"] == "nowhere.txt: No such file or directory"
-    times = [
-        json.loads(line)["time"]
-        for line in (tmp_path / JOURNAL_NAME).read_text().splitlines()
-    ]
-    assert (again.info.start_time, again.info.end_time) == (times[0], times[-1])
+    lines = []
+    for line in (tmp_path / JOURNAL_NAME).read_text().splitlines():
+        lines.append(json.loads(line))
+    (end,) = [line["time"] for line in lines if "end" in line]
+    assert (again.info.start_time, again.info.end_time) == (lines[0]["time"], end)
     files = Store(tmp_path).client.list_artifacts(again.info.run_id)
     assert [file.path for file in files] == ["note.txt"]
     assert synced(tmp_path).endswith(
