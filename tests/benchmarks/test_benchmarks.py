@@ -117,7 +117,7 @@ def test_an_unknown_part_is_rejected(tmp_path):
     assert "Received: updates" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_peer_that_is_there_takes_turns(tmp_path):
     path = tmp_path / "result.json"
     done = bench("peers", *TINY, "--output", str(path))

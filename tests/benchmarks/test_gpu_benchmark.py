@@ -59,7 +59,7 @@ def run(*arguments, cwd):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_part_has_its_figures(tmp_path):
     path = tmp_path / "result.json"
     done = run("--tiny", "--output", str(path), cwd=tmp_path)
