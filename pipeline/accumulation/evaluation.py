@@ -104,8 +104,10 @@ class Evaluation:
         limit = self.token_limit
         if limit is not None:
             batch = prepared_for_tokens(self.model, batch, training=False)
-            replicas = self.strategy.num_replicas_in_sync
-            batch = dealt(batch, replicas, limit.pad_multiple)
+            # A loss over the batch may depend on the order of the examples.
+            if not self.objective.over_batch:
+                replicas = self.strategy.num_replicas_in_sync
+                batch = dealt(batch, replicas, limit.pad_multiple)
         sums, outputs, observations = self.strategy.run(self._evaluate, args=(batch,))
         sums = reduce(self.strategy, sums, self.reductions_ready)
         sums = of_first_replica(self.strategy, sums)

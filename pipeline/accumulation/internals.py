@@ -50,7 +50,7 @@ from .objective import (
 )
 from .over_effective_batch import not_supported
 from .padding import padded_parts, with_position_weights
-from .padding_checks import prepared_for_tokens
+from .padding_checks import check_noise, prepared_for_tokens
 from .same_noise import draw_noise_seeds, noise_by_position, noisy_layers
 from .xla import compiled_by_xla, shapes_compiled
 
@@ -72,6 +72,7 @@ __all__ = [
     "batch_totals",
     "by_name",
     "calling",
+    "check_noise",
     "compiled_by_xla",
     "couples_examples",
     "draw_noise_seeds",

@@ -16,11 +16,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .batch import Batches, Nest, Share, parts_of
+from .batch import Batches, Nest, Share, examples_in, parts_of
 from .forward_effects import outermost_layers
 from .keras_internals import calling, layers_of, mask_of
 from .loss_sums import losses_from_add_loss
 from .padding import check_ragged, with_position_weights
+from .same_noise import noise_by_position, noisy_layers
 
 _LENGTHS = (1, 5)  # positions of the made-up examples
 _DRAWS = 6  # examples of each length: the maximum of one may hide its padding
@@ -51,6 +52,82 @@ def prepared_for_tokens(
         _check_normalization(model)
     _check_outputs(model, parts_of(batch)[0])
     return with_position_weights(batch)
+
+
+@tf.autograph.experimental.do_not_convert
+def check_noise(model: keras.Model, x: Nest) -> None:
+    """Reject a model whose noise by position changes with more padding.
+
+    The noise of an example is drawn from its first position on, so padding must be at
+    the end where a layer draws. A model some of whose noise depends on the cut anyway
+    is not tried.
+
+    Args:
+        model: the model.
+        x: its inputs, with ragged sequences.
+
+    Raises:
+        ValueError: the outputs in training change with more padding.
+    """
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return
+        noisy = noisy_layers(model, None)
+        for length in _LENGTHS:
+            with tf.device("CPU:0"):
+                try:
+                    alone = _noisy_outputs(model, noisy, x, length, 0)
+                    longer = _noisy_outputs(model, noisy, x, length, _PADDING)
+                except Exception:  # as in `_check_outputs`
+                    continue
+            if alone is None or longer is None:
+                continue
+            pairs = zip(alone, longer, strict=True)
+            if not all(_close(*pair, _rounding(model)) for pair in pairs):
+                rule = "same_noise must be False with micro_batch_tokens for a model"
+                reason = "that draws noise where padding is not at the end"
+                raise ValueError(f"{rule} {reason}. Received: {model.name}")
+
+
+def _noisy_outputs(
+    model: keras.Model,
+    noisy: list[keras.Layer],
+    x: Nest,
+    length: int,
+    padding: int,
+) -> list[np.ndarray] | None:
+    """Compute a made-up example in training, with noise of fixed seeds.
+
+    Return None as `_trial` does, or if some noise depends on the cut anyway.
+    """
+    numbers = np.random.default_rng(0)
+    leaves = [_example(leaf, length, padding, numbers) for leaf in tf.nest.flatten(x)]
+    if any(leaf is None for leaf in leaves):
+        return None
+    example = tf.nest.pack_sequence_as(x, leaves)
+    specs = []
+    for leaf, made_up in zip(tf.nest.flatten(x), leaves, strict=True):
+        assert made_up is not None
+        sizes = [None, *made_up.shape[1:]]
+        if isinstance(leaf, tf.RaggedTensor):
+            sizes[1] = None
+        specs.append(tf.TensorSpec(sizes, made_up.dtype))
+    signature = tf.nest.pack_sequence_as(x, specs)
+    seeds = [tf.constant([1, number], tf.int64) for number in range(len(noisy))]
+
+    @tf.function(input_signature=[signature], autograph=False)
+    def call(inputs: Nest) -> list[tf.Tensor]:
+        examples = examples_in(inputs)
+        with noise_by_position(noisy, seeds, tf.range(examples), examples):
+            return tf.nest.flatten(model(inputs, training=True))
+
+    with keras.StatelessScope(state_mapping=_varied(model, numbers)) as scope:
+        traced = call.get_concrete_function()
+    states = [layer.seed_generator.state for layer in noisy]
+    drawn = [scope.get_current_value(state) is not None for state in states]
+    if any(drawn):
+        return None
+    return _arrays(traced(*tf.nest.flatten(example)))
 
 
 def _check_normalization(model: keras.Model) -> None:

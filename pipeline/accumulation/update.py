@@ -39,7 +39,7 @@ from .micro_batches import MicroBatchLoop
 from .moving_statistics import assign_moving_statistics
 from .objective import Losses, Objective
 from .padding import padded_inputs
-from .padding_checks import prepared_for_tokens
+from .padding_checks import check_noise, prepared_for_tokens
 from .same_noise import draw_noise_seeds, noisy_layers
 from .token_cut import (
     CutCounts,
@@ -293,6 +293,8 @@ class Update:
         if limit is None:
             return batch
         batch = prepared_for_tokens(self.model, batch)
+        if self.objective.over_batch:
+            return batch  # The loss may depend on the order of the examples.
         return dealt(batch, self.strategy.num_replicas_in_sync, limit.pad_multiple)
 
     def _context(
@@ -492,6 +494,8 @@ class Update:
                     f"{rule}: some layers can only draw for each micro-batch. "
                     f"Received: {received}"
                 )
+        if self.same_noise and by_tokens:
+            check_noise(self.model, inputs_of(batch))
         if self.objective.over_batch:
             if isinstance(batch, Batches):
                 rule = "loss_over must be example for Batches"

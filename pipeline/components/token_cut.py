@@ -50,6 +50,8 @@ def check_update(spec: RunSpec, evaluation: Evaluation, batch_spec: Any) -> None
 
     def check(batch: Any) -> None:
         internals.prepared_for_tokens(evaluation.model, batch)
+        if spec.same_noise:
+            internals.check_noise(evaluation.model, internals.parts_of(batch)[0])
         evaluation(batch)
 
     rule = "must be null, as padding would change the update"

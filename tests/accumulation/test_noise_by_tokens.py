@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update
+from pipeline.accumulation import update as update_module
 from pipeline.accumulation.internals import Share, noise_by_position
 from pipeline.accumulation.micro_batches import run_micro_batches
 from pipeline.accumulation.token_cut import TokenLimit
@@ -129,6 +130,29 @@ def test_each_step_of_an_example_has_values_of_its_own():
     assert len(np.unique(noise)) == noise.size
     # Less padding, and other examples beside it: the same values of its first steps.
     np.testing.assert_array_equal(noise_at([0, 1], 2)[0], noise[1, :2])
+
+
+def reversed_in_time():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None,), dtype="int64")
+    hidden = layers.Embedding(VOCABULARY, 4, mask_zero=True)(inputs)
+    hidden = layers.LSTM(4, return_sequences=True)(hidden)
+    hidden = layers.Dropout(0.4, seed=1)(hidden[:, ::-1])
+    return keras.Model(inputs, layers.Dense(CLASSES)(hidden[:, ::-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same_noise", [True, "auto"])
+def test_noise_that_begins_with_the_padding_is_rejected(float64, same_noise):
+    with pytest.raises(ValueError, match="draws noise where padding is not at the end"):
+        trained(19, same_noise=same_noise, model=reversed_in_time)
+    # The control: without the check, the weights would depend on the cut.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_module, "check_noise", lambda *_: None)
+        distance = trained(19, model=reversed_in_time) - trained(
+            WHOLE, model=reversed_in_time
+        )
+    assert np.abs(distance).max() > 1e-4
 
 
 def attentive():
