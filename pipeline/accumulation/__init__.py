@@ -20,6 +20,7 @@ from .evaluation import Evaluation
 from .flops import training_flops
 from .gradient_accumulator import GradientAccumulator
 from .gradient_sums import GradientSums
+from .length_grid import choose_xla_lengths
 from .noise_scale import NoiseScale
 from .update import Update
 
@@ -32,6 +33,7 @@ __all__ = [
     "NoiseScale",
     "Update",
     "accumulate_gradients",
+    "choose_xla_lengths",
     "fused_adam",
     "training_flops",
 ]

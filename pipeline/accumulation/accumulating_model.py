@@ -48,6 +48,8 @@ class AccumulatingModel(keras.Model):
             way. `predict` pads a batch to its longest example.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
+        xla_lengths: with `micro_batch_tokens`, the lengths for which XLA compiles, if
+            `compile` has it do so; see `Update`.
         same_noise: whether the noise of Keras' dropout and noise layers is independent
             of the micro-batch size; see `Update`.
         loss_over: "effective_batch" for losses that compare several examples; see
@@ -63,6 +65,7 @@ class AccumulatingModel(keras.Model):
     micro_batch_size: int | None
     micro_batch_tokens: int | None
     pad_multiple: int
+    xla_lengths: tuple[int, ...]
     same_noise: bool | str
     loss_over: str
     built: bool
@@ -75,6 +78,7 @@ class AccumulatingModel(keras.Model):
         loss_over: str = "example",
         micro_batch_tokens: int | None = None,
         pad_multiple: int = 1,
+        xla_lengths: Sequence[int] = (),
         **arguments: Any,
     ):
         if not isinstance(inner, keras.Model):
@@ -84,7 +88,9 @@ class AccumulatingModel(keras.Model):
             raise ValueError(f"inner {rule}. Received: {received}")
         if micro_batch_tokens is None or micro_batch_size is not None:
             check_positive("micro_batch_size", micro_batch_size)
-        micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        micro_batch_limit(
+            micro_batch_size, micro_batch_tokens, pad_multiple, xla_lengths
+        )
         # Use the strategy of `inner`, even if another one is current.
         with inner.distribute_strategy.scope():
             # No autocast: `inner` casts its inputs.
@@ -97,6 +103,7 @@ class AccumulatingModel(keras.Model):
         self.micro_batch_size = _as_int(micro_batch_size)
         self.micro_batch_tokens = _as_int(micro_batch_tokens)
         self.pad_multiple = int(pad_multiple)
+        self.xla_lengths = tuple(int(length) for length in xla_lengths)
         self.same_noise = same_noise
         self.loss_over = loss_over
         self.built = inner.built
@@ -137,6 +144,7 @@ class AccumulatingModel(keras.Model):
             "loss_over": self.loss_over,
             "micro_batch_tokens": self.micro_batch_tokens,
             "pad_multiple": self.pad_multiple,
+            "xla_lengths": self.xla_lengths,
         }
 
     @classmethod
@@ -166,7 +174,7 @@ class AccumulatingModel(keras.Model):
 
         With `jit_compile`, XLA compiles each forward and backward pass and each
         evaluation step. "auto" compiles them if a plain `fit` would be compiled, except
-        under a strategy and for ragged input.
+        under a strategy, and for ragged input without `xla_lengths`.
 
         Raises:
             ValueError: the optimizer has `gradient_accumulation_steps`, or
@@ -262,6 +270,7 @@ class AccumulatingModel(keras.Model):
                         self.micro_batch_size,
                         micro_batch_tokens=self.micro_batch_tokens,
                         pad_multiple=self.pad_multiple,
+                        xla_lengths=self.xla_lengths,
                         strategy=self._strategy,
                         same_noise=self.same_noise,
                         jit_compile=self._micro_steps_by_xla,
@@ -284,6 +293,7 @@ class AccumulatingModel(keras.Model):
                 self.micro_batch_size,
                 micro_batch_tokens=self.micro_batch_tokens,
                 pad_multiple=self.pad_multiple,
+                xla_lengths=self.xla_lengths,
                 strategy=self._strategy,
                 jit_compile=self._micro_steps_by_xla,
             )

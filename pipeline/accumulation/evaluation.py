@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -24,7 +24,7 @@ from .micro_batches import MicroBatchLoop, run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, check_rows, gathered, kept
 from .padding_checks import prepared_for_tokens
-from .token_cut import TokenLimit, check_not_compiled, dealt, micro_batch_limit
+from .token_cut import TokenLimit, check_lengths_for_xla, dealt, micro_batch_limit
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
 # Returns measurements of a micro-batch from `(x, y, sample_weight)`, the outputs by
@@ -52,6 +52,7 @@ class Evaluation:
         *,
         micro_batch_tokens: int | None = None,
         pad_multiple: int = 1,
+        xla_lengths: Sequence[int] = (),
         strategy: tf.distribute.Strategy | None = None,
         jit_compile: bool | str = False,
         fused_attention: bool = False,
@@ -61,12 +62,14 @@ class Evaluation:
         check_jit_compile(jit_compile)
         self.model = model
         self.objective = Objective.from_loss(objective)
-        limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        limit = micro_batch_limit(
+            micro_batch_size, micro_batch_tokens, pad_multiple, xla_lengths
+        )
         # A loop may halve the size after memory ran out. It is None only with tokens.
         self.micro_batch_size: Any = micro_batch_size
         self.token_limit = limit if isinstance(limit, TokenLimit) else None
         if self.token_limit is not None:
-            check_not_compiled(jit_compile)
+            check_lengths_for_xla(self.token_limit, jit_compile)
             if observe is not None:
                 rule = (
                     "observe must be None with micro_batch_tokens, which sorts examples"
@@ -134,9 +137,8 @@ class Evaluation:
         share, _ = share_of(batch)
         totals = batch_totals(batch)
         by_tokens = self.token_limit is not None
-        compiled = not by_tokens and compiled_by_xla(
-            self.jit_compile, self.model, share
-        )
+        limit = self.token_limit or self.micro_batch_size
+        compiled = compiled_by_xla(self.jit_compile, self.model, share, limit)
 
         def micro_step(
             start: tf.Tensor, x: Nest, y: Nest, sample_weight: Nest
@@ -167,7 +169,7 @@ class Evaluation:
             return run_micro_batches(
                 micro_step, share, self.micro_batch_size, compiled, self.fused_attention
             )
-        loop = MicroBatchLoop(micro_step, share, self.token_limit)
+        loop = MicroBatchLoop(micro_step, share, self.token_limit, compiled)
         sums, kept_outputs, observations = loop.run()
         return sums.with_cut(loop.counts), kept_outputs, observations
 

@@ -26,7 +26,7 @@ from .batch import (
 )
 from .fused_attention import attention_fused
 from .padding import padded
-from .token_cut import CutCounts, TokenLimit, cut_by_tokens
+from .token_cut import CutCounts, TokenLimit, cut_by_tokens, cut_for_xla
 
 # Maximum size of a batch that is copied to the device as a whole, for one program.
 MOST_BYTES = 64 * 2**20
@@ -54,9 +54,10 @@ def run_micro_batches(
         micro_batch_size: examples per micro-batch; the last one may be smaller. With a
             `TokenLimit`, the batch is sorted by length and cut by tokens. `start` is
             then the position of each example of the micro-batch in `batch`, of shape
-            (examples,). The step is not compiled.
+            (examples,).
         jit_compile: whether XLA compiles the step for full micro-batches. A smaller
-            last micro-batch is not compiled.
+            last micro-batch is not compiled. In a cut by tokens, XLA compiles for each
+            of the limit's `xla_lengths`; examples that are longer are not compiled.
         fused_attention: whether the compiled step is traced in `attention_fused`. A
             step that is not compiled cannot use it, so the step is then traced twice.
 
@@ -91,8 +92,8 @@ class MicroBatchLoop:
         dense_rows: bool = False,
     ):
         if isinstance(micro_batch_size, TokenLimit):
-            cut: _Cut = _TokenCut(batch, micro_batch_size)
-            assert not jit_compile
+            cut: _Cut = _TokenCut(batch, micro_batch_size, jit_compile)
+            assert not fused_attention
         else:
             if micro_batch_size < 1:
                 rule = "micro_batch_size must be at least 1"
@@ -102,10 +103,10 @@ class MicroBatchLoop:
 
         # Trace the step as a separate function: its outputs are then known before the
         # loop, and XLA can compile it for full micro-batches.
-        def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:
-            return micro_step(cut.positions(start, slices), *cut.packed(slices))
+        def on_leaves(positions: tf.Tensor, *slices: tf.Tensor) -> Nest:
+            return micro_step(positions, *cut.packed(slices))
 
-        signature = [tf.TensorSpec([], tf.int32), *cut.specs]
+        signature = [cut.positions_spec, *cut.specs]
         step = tf.function(on_leaves, input_signature=signature, autograph=False)
         self._cut = cut
         self._structure = step.get_concrete_function().structured_outputs
@@ -132,18 +133,20 @@ class MicroBatchLoop:
         """Run the loop; return the results."""
         cut = self._cut
         joins = self._joins
-        examples = cut.examples
-        loops = [(self._step, examples)]  # each step and the end of its loop
+        loops = [(self._step, cut.examples)]  # each step and the end of its loop
         if self._compiled_step is not None:
-            full = examples - examples % self._micro_batch_size
-            loops.insert(0, (self._compiled_step, full))
+            begin, end = cut.compiled_examples()
+            loops.insert(0, (self._compiled_step, end))
+            if begin is not None:
+                loops.insert(0, (self._step, begin))
 
         def body(
             step: Callable[..., Nest], start: tf.Tensor, micro_batch: Nest, totals: Nest
         ) -> tuple[tf.Tensor, Nest, Nest]:
             stop = cut.stop(start)
             next_micro_batch = cut.on_device(stop)
-            results = self._prepared(tf.nest.flatten(step(start, *micro_batch)))
+            results = step(cut.positions(start, stop), *micro_batch)
+            results = self._prepared(tf.nest.flatten(results))
             new_totals = []
             for join, total, value in zip(joins, totals, results, strict=True):
                 new_totals.append(join.add(total, value))
@@ -251,6 +254,7 @@ class _Cut:
     """Cuts a batch, which stays on the host, into micro-batches."""
 
     counts: CutCounts | tuple[()] = ABSENT
+    positions_spec = tf.TensorSpec([], tf.int32)  # of the result of `positions`
 
     def __init__(self, batch: Nest | Batches, micro_batch_size: int):
         self._micro_batch_size = micro_batch_size
@@ -341,7 +345,11 @@ class _Cut:
             slices.append(tf.slice(leaf, begin, size))
         return self._as_on_device(slices)
 
-    def positions(self, start: tf.Tensor, slices: Sequence[tf.Tensor]) -> tf.Tensor:
+    def compiled_examples(self) -> tuple[tf.Tensor | None, tf.Tensor]:
+        """Return where the full micro-batches begin and end; None is the first one."""
+        return None, self.examples - self.examples % self._micro_batch_size
+
+    def positions(self, start: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
         """Return the positions in the batch that a micro-step is given."""
         return start
 
@@ -353,33 +361,47 @@ class _Cut:
 class _TokenCut(_Cut):
     """Sorts a batch by length, cuts it by tokens, and pads each micro-batch."""
 
-    def __init__(self, batch: Nest, limit: TokenLimit):
+    positions_spec = tf.TensorSpec([None], tf.int32)
+
+    def __init__(self, batch: Nest, limit: TokenLimit, for_xla: bool):
         super().__init__(batch, 1)  # the size is not used
         self._pad_multiple = limit.pad_multiple
         with tf.device("CPU:0"):
-            cut = cut_by_tokens(self._parts[0], limit)
+            if for_xla:
+                cut = cut_for_xla(self._parts, limit)
+            else:
+                cut = cut_by_tokens(self._parts, limit)
             self._order = cut.order
             # Repeat the last end, as for `Batches`.
             self._ends: tf.Tensor = tf.concat([cut.ends, [self.examples]], 0)
+            self._least_lengths = tf.concat([cut.least_lengths, [0]], 0)
             self._leaves = [tf.gather(leaf, cut.order) for leaf in self._leaves]
+        self._for_xla = cut.for_xla
         self.counts = cut.counts
         self._make_specs_dense()
 
     def stop(self, start: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):
-            index = tf.searchsorted(self._ends[:-1], [start], "right")[0]
-            return self._ends[index]
+            return self._ends[self._number(start)]
 
     def on_device(self, start: tf.Tensor) -> list[Any]:
         with tf.device("CPU:0"):
             slices = slice_of(self._leaves, start, self.stop(start))
-            slices = [padded(leaf, self._pad_multiple) for leaf in slices]
+            length = self._least_lengths[self._number(start)]
+            slices = [padded(leaf, self._pad_multiple, length) for leaf in slices]
             slices = self._as_on_device(slices)
         return [tf.identity(leaf) for leaf in slices]
 
-    def positions(self, start: tf.Tensor, slices: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _number(self, start: tf.Tensor) -> tf.Tensor:
+        """Return the number of the micro-batch that begins at `start`."""
+        return tf.searchsorted(self._ends[:-1], [start], "right")[0]
+
+    def compiled_examples(self) -> tuple[tf.Tensor | None, tf.Tensor]:
+        return self._for_xla
+
+    def positions(self, start: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):
-            return self._order[start : start + examples_in(slices)]
+            return self._order[start:stop]
 
     def in_order_of_batch(self, values: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):

@@ -150,7 +150,7 @@ def kept_outputs(
     """
     share, position = share_of(batch)
     by_tokens = isinstance(micro_batch_size, TokenLimit)
-    compiled = not by_tokens and compiled_by_xla(jit_compile, model, share)
+    compiled = compiled_by_xla(jit_compile, model, share, micro_batch_size)
     noisy: list[keras.Layer] = []
     if noise_seeds:
         inputs = padded_inputs(share) if by_tokens else share[0]

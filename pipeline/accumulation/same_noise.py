@@ -35,6 +35,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
+from . import philox
 from .keras_internals import calling, graph, keeps_call_of, layers_of
 
 # A function of a shape, whose sizes may be scalar tensors. It returns float32 values in
@@ -121,11 +122,7 @@ def noise_by_position(
         examples: number of examples in the micro-batch.
         jit_compile: whether XLA compiles the calls.
     """
-    if jit_compile:
-        uniform = _uniform_by_xla
-    else:
-        uniform = tf.raw_ops.StatelessRandomUniformV2
-    rows = _rows(position, examples, uniform)
+    rows = _rows(position, examples, jit_compile)
     keys = [_as_key(key) for key in keys]
     pairs = zip(noisy, keys, strict=True)
     return calling((layer, _call(layer, key, rows)) for layer, key in pairs)
@@ -143,6 +140,11 @@ def _uniform_by_xla(**arguments: Any) -> tf.Tensor:
     TensorFlow's kernel uses the lower 23 bits of each value; XLA's uses the upper ones.
     """
     bits = tf.raw_ops.StatelessRandomUniformFullIntV2(dtype=tf.uint32, **arguments)
+    return _uniform_from_bits(bits)
+
+
+def _uniform_from_bits(bits: tf.Tensor) -> tf.Tensor:
+    """Return values in [0, 1) from integers of 32 bits, as TensorFlow's kernel does."""
     return tf.bitcast(bits & 0x7FFFFF | 0x3F800000, tf.float32) - 1
 
 
@@ -152,7 +154,13 @@ class _Rows:
 
     position: Any  # of the first example in the effective batch
     examples: tf.Tensor  # number of examples
-    uniform: Callable[..., tf.Tensor]  # the operation that draws
+    jit_compile: bool  # whether XLA compiles the draws
+
+    def uniform(self, **arguments: Any) -> tf.Tensor:
+        """Draw uniform values; the arguments are those of TensorFlow's operations."""
+        if self.jit_compile:
+            return _uniform_by_xla(**arguments)
+        return tf.raw_ops.StatelessRandomUniformV2(**arguments)
 
     def can_draw(self, inputs: tf.Tensor) -> bool:
         """Return whether noise for these inputs does not depend on the cut."""
@@ -216,6 +224,11 @@ class _RowsByTokens(_Rows):
             # An example has several rows if a layer before has merged the first axes.
             values = math.prod(sizes) // self.examples
         blocks = -(-values // _BLOCK)
+        if self.jit_compile:
+            # XLA would have to know the number of values in each iteration of a loop.
+            noise = self._draw_at_once(key, blocks)[:, :values]
+            return tf.reshape(tf.stop_gradient(noise), sizes)
+
         with tf.device("CPU:0"):  # where the positions already are
             positions = tf.cast(self.position, tf.uint64)
             first = positions * tf.constant(_BLOCKS_OF_EXAMPLE, tf.uint64)
@@ -231,14 +244,22 @@ class _RowsByTokens(_Rows):
         noise = tf.map_fn(noise_of_example, counters, fn_output_signature=tf.float32)
         return tf.reshape(tf.stop_gradient(noise), sizes)
 
+    def _draw_at_once(self, key: Key, blocks: Any) -> tf.Tensor:
+        """Return the values of all examples, (examples, values) of float32."""
+        first = tf.cast(self.position, tf.int64) * _BLOCKS_OF_EXAMPLE
+        counters = first[:, None] + tf.range(tf.cast(blocks, tf.int64))[None, :]
+        counters += tf.bitcast(key.counter[0], tf.int64)
+        upper = tf.bitcast(key.counter[1], tf.int64)
+        bits = philox.bits(tf.bitcast(key.key[0], tf.int64), counters, upper)
+        values = tf.reshape(bits, [self.examples, _BLOCK * blocks])
+        return _uniform_from_bits(values)
 
-def _rows(
-    position: Any, examples: tf.Tensor, uniform: Callable[..., tf.Tensor]
-) -> _Rows:
+
+def _rows(position: Any, examples: tf.Tensor, jit_compile: bool) -> _Rows:
     """Return the examples of a micro-batch; for the arguments, see `_Rows`."""
     if tf.convert_to_tensor(position).shape.rank == 0:
-        return _Rows(position, examples, uniform)
-    return _RowsByTokens(position, examples, uniform)
+        return _Rows(position, examples, jit_compile)
+    return _RowsByTokens(position, examples, jit_compile)
 
 
 def _call(layer: keras.Layer, key: Key, rows: _Rows) -> Callable[..., tf.Tensor]:

@@ -44,7 +44,7 @@ from .same_noise import draw_noise_seeds, noisy_layers
 from .token_cut import (
     CutCounts,
     TokenLimit,
-    check_not_compiled,
+    check_lengths_for_xla,
     dealt,
     micro_batch_limit,
 )
@@ -78,10 +78,15 @@ class Update:
         micro_batch_tokens: maximum number of positions per pass, in place of a number
             of examples, for ragged inputs; see `accumulate_gradients`. Each replica
             gets a share of about as many tokens, and cuts it. The gradient noise is
-            then not measured: sorted micro-batches are no random samples. `jit_compile`
-            must not be True.
+            then not measured: sorted micro-batches are no random samples.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
+        xla_lengths: with `micro_batch_tokens`, the lengths for which XLA compiles the
+            passes, in increasing order; see `choose_xla_lengths`. If it compiles, each
+            micro-batch is padded to one of them, and has as many examples as the limit
+            allows at this length. A smaller last micro-batch, and examples that are
+            longer, are not compiled. Without lengths, XLA compiles nothing, and
+            `jit_compile` must not be True.
         strategy: the strategy in whose scope the model was built; the current one by
             default.
         noise_every: number of updates from one measurement of the gradient noise to the
@@ -110,7 +115,7 @@ class Update:
             decision.
         fused_attention: whether compiled passes compute attention with cuDNN where this
             is possible; see `attention_fused`. This needs an NVIDIA GPU of the Hopper
-            generation, and is not deterministic.
+            generation, and is not deterministic. It has no effect in a cut by tokens.
         reductions_ready: a variable that counts the reductions for which this process
             had its summands ready. It is needed only with several processes.
         loss_over: "effective_batch" computes the losses over all examples of an update,
@@ -129,6 +134,7 @@ class Update:
         *,
         micro_batch_tokens: int | None = None,
         pad_multiple: int = 1,
+        xla_lengths: Sequence[int] = (),
         strategy: tf.distribute.Strategy | None = None,
         noise_every: int = 0,
         same_noise: bool | str = False,
@@ -151,12 +157,14 @@ class Update:
             )
             raise ValueError(f"{rule}. Received: {noise_every}")
         self.optimizer = optimizer
-        limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
+        limit = micro_batch_limit(
+            micro_batch_size, micro_batch_tokens, pad_multiple, xla_lengths
+        )
         # A loop may halve the size after memory ran out. It is None only with tokens.
         self.micro_batch_size: Any = micro_batch_size
         self.token_limit = limit if isinstance(limit, TokenLimit) else None
         if self.token_limit is not None:
-            check_not_compiled(jit_compile)
+            check_lengths_for_xla(self.token_limit, jit_compile)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.noise_every = noise_every
         self.same_noise = same_noise
@@ -553,10 +561,10 @@ class Update:
         if isinstance(batch, Batches):
             share = batch._replace(batch=share)
             self.compiled = False
-        elif self.token_limit is not None:
-            self.compiled = False
         else:
-            self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
+            self.compiled = compiled_by_xla(
+                self.jit_compile, self.model, share, self._limit
+            )
         settings = MicroBatchSettings(
             self.model,
             self.objective,
@@ -564,7 +572,7 @@ class Update:
             scale_loss=self._scale_loss,
             hold_statistics=self.hold_statistics,
             jit_compile=self.compiled,
-            fused_attention=self.fused_attention,
+            fused_attention=self.fused_attention and self.token_limit is None,
             dense_rows=self._sums_dense_rows(),
         )
         positions = positions_for_noise(batch, position)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from .batch import Nest, Share, parts_of
 from .choices import check_choice
 from .keras_internals import layers_of, model_supports_jit, replaced
+from .token_cut import TokenLimit
 
 
 def check_jit_compile(jit_compile: bool | str) -> None:
@@ -18,15 +19,23 @@ def check_jit_compile(jit_compile: bool | str) -> None:
 
 
 def compiled_by_xla(
-    jit_compile: bool | str, model: keras.Model, batch: Nest | Share
+    jit_compile: bool | str,
+    model: keras.Model,
+    batch: Nest | Share,
+    limit: int | TokenLimit = 1,
 ) -> bool:
     """Return whether XLA compiles the micro-steps of `batch`.
 
     Call this where the micro-steps are traced. With "auto", the decision is that of
     `fit`: nothing is compiled on a CPU, under a strategy, with deterministic
     operations, or if `supports_jit` of a layer is false. For ragged input nothing is
-    compiled either, whereas `fit` would try and XLA would raise an error.
+    compiled either, whereas `fit` would try and XLA would raise an error. In a cut by
+    tokens, which pads such input, micro-steps are compiled only if the limit has
+    `xla_lengths`.
     """
+    by_tokens = isinstance(limit, TokenLimit)
+    if isinstance(limit, TokenLimit) and not limit.xla_lengths:
+        return False
     if isinstance(jit_compile, bool):
         return jit_compile
     if tf.distribute.has_strategy():
@@ -35,7 +44,8 @@ def compiled_by_xla(
     if all(device.device_type == "CPU" for device in devices):
         return False
     leaves = tf.nest.flatten(parts_of(batch))
-    if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
+    is_ragged = any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves)
+    if is_ragged and not by_tokens:
         return False
     return model_supports_jit(model)
 
