@@ -52,6 +52,7 @@ from .over_effective_batch import not_supported
 from .padding import padded_parts, with_position_weights
 from .padding_checks import check_noise, prepared_for_tokens
 from .same_noise import draw_noise_seeds, noise_by_position, noisy_layers
+from .token_cut import TokenLimit, cut_by_tokens, cut_for_xla
 from .xla import compiled_by_xla, shapes_compiled
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "Prediction",
     "Share",
     "Term",
+    "TokenLimit",
     "assign_moving_statistics",
     "batch_dependent_layers",
     "batch_totals",
@@ -75,6 +77,8 @@ __all__ = [
     "check_noise",
     "compiled_by_xla",
     "couples_examples",
+    "cut_by_tokens",
+    "cut_for_xla",
     "draw_noise_seeds",
     "examples_in",
     "global_seed",

@@ -370,7 +370,7 @@ class _TokenCut(_Cut):
             if for_xla:
                 cut = cut_for_xla(self._parts, limit)
             else:
-                cut = cut_by_tokens(self._parts, limit)
+                cut = cut_by_tokens(self._parts[0], limit)
             self._order = cut.order
             # Repeat the last end, as for `Batches`.
             self._ends: tf.Tensor = tf.concat([cut.ends, [self.examples]], 0)

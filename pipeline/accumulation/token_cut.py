@@ -146,16 +146,13 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{rule}. Received: {value!r}")
 
 
-def cut_by_tokens(parts: Nest, limit: TokenLimit) -> TokenCut:
-    """Return the cut of a batch into micro-batches with little padding.
+def cut_by_tokens(x: Nest, limit: TokenLimit) -> TokenCut:
+    """Return the cut of a batch with these inputs.
 
-    An example costs the sum of the padded lengths of its ragged inputs.
-
-    Args:
-        parts: `(x, y, sample_weight)` of the batch.
-        limit: the largest micro-batch. Its `xla_lengths` are not used.
+    An example costs the sum of the padded lengths of its ragged inputs. The lengths for
+    XLA are not used.
     """
-    costs = _costs(parts[0], limit.pad_multiple)
+    costs = _costs(x, limit.pad_multiple)
     order = tf.argsort(
         tf.reduce_sum(costs, axis=1), direction="DESCENDING", stable=True
     )
@@ -164,7 +161,7 @@ def cut_by_tokens(parts: Nest, limit: TokenLimit) -> TokenCut:
     total = best.totals[-1]
     counts = CutCounts(
         micro_batches=total // _MICRO_BATCH,
-        tokens=_tokens_in(parts[0]),
+        tokens=_tokens_in(x),
         positions=total % _MICRO_BATCH,
     )
     none = (tf.constant(0), tf.constant(0))

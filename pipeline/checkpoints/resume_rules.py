@@ -26,7 +26,7 @@ from pipeline.config.model_uris import MODEL
 from pipeline.config.overrides import keys_set
 from pipeline.config.plain import leaves, plain
 from pipeline.config.plan import RunPlan
-from pipeline.config.resolve import FUSED_ATTENTION, RunSpec
+from pipeline.config.resolve import FUSED_ATTENTION, XLA_LENGTHS, RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, TOKENS
 from pipeline.config.stages import CLOCK
@@ -336,6 +336,10 @@ def _with_recorded_choices(
         # An older record lacks this key: Keras computed the attention.
         is_fused = recorded["hardware"].get("fused_attention", False)
         spec = spec.changed({FUSED_ATTENTION: is_fused})
+    if spec.config.hardware.xla_lengths == "auto":
+        # An older record lacks this key: a cut by tokens was not compiled.
+        lengths = recorded["hardware"].get("xla_lengths")
+        spec = spec.changed({XLA_LENGTHS: lengths})
     if spec.times_xla:
         # An older record lacks this key: nothing was compiled.
         spec = spec.with_xla(recorded["hardware"].get("xla", False))

@@ -28,6 +28,7 @@ from pipeline.components import (
     optimizer,
     showing,
     token_cut,
+    xla_lengths,
 )
 from pipeline.components.devices import Devices
 from pipeline.components.objective import RunObjective
@@ -133,6 +134,9 @@ class Parts:
             self.batches.element_spec,
             self.plan.micro_batch_size,
         )
+        spec, run_devices = xla_lengths.decide(
+            spec, run_devices, self.data, self.model, self.batches.element_spec
+        )
         parts = replace(self, spec=spec, devices=run_devices)
         if "forward" in vars(self):
             # Keep the trace: another one may draw other seeds.
@@ -168,6 +172,7 @@ class Parts:
             "micro_batch_size": self.spec.config.accumulation.micro_batch_size,
             "micro_batch_tokens": self.plan.batching.micro_batch_tokens,
             "pad_multiple": self.spec.dataset.pad["multiple"],
+            "xla_lengths": self.spec.config.hardware.xla_lengths or (),
         }
 
     def prediction(self) -> internals.Prediction:
@@ -300,6 +305,9 @@ def assemble(
         network.model,
         batches.element_spec,
         planned.plan.micro_batch_size,
+    )
+    spec, run_devices = xla_lengths.decide(
+        spec, run_devices, data, network.model, batches.element_spec
     )
     shown = showing.make_plan(
         spec,

@@ -57,10 +57,13 @@ def xla_scope_note(hardware: HardwareConfig, batching: Batching, on_gpu: bool) -
         reason = "hardware.xla is false"
     elif hardware.xla == "auto" and not on_gpu:
         reason = "hardware.xla=auto compiles nothing on a CPU"
-    elif batching.micro_batch_tokens is not None:
+    elif batching.micro_batch_tokens is not None and not hardware.xla_lengths:
         reason = "nothing is compiled where batches are cut by tokens"
     elif batching.replicas > 1:
         reason = "it is for one replica"
+    elif scope == "update" and batching.micro_batch_tokens is not None:
+        effect = "acts as apply"
+        reason = "micro-batches that are cut by tokens have several sizes"
     elif (
         scope == "update"
         and batching.effective_batch_size % batching.micro_batch_size != 0

@@ -122,6 +122,7 @@ KEY_GROUPS = (
             "hardware.deterministic",
             "hardware.tf32",
             "hardware.xla",
+            "hardware.xla_lengths",
             "hardware.xla_scope",
             "hardware.fused_attention",
             "hardware.profile",

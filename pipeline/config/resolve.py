@@ -40,6 +40,7 @@ from pipeline.config.schema import Config, Device, LossOver, Rule
 from pipeline.config.sizes import Batching, Horizon
 
 FUSED_ATTENTION = "hardware.fused_attention"
+XLA_LENGTHS = "hardware.xla_lengths"
 XLA = "hardware.xla"
 
 
@@ -307,7 +308,7 @@ def check_fused_attention(spec: RunSpec) -> None:
         because = f"with {sizes.BATCHED}=true: batches have any size"
         raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
     if spec.cuts_by_tokens:
-        because = f"with {sizes.TOKENS}: XLA compiles nothing"
+        because = f"with {sizes.TOKENS}: micro-batches have several sizes"
         raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
 
 
@@ -375,12 +376,19 @@ def _check_fastest_xla(spec: RunSpec) -> None:
 
 def _check_cut_by_tokens(spec: RunSpec) -> None:
     """Reject values that do not fit `accumulation.micro_batch_tokens`."""
+    config = spec.config
+    lengths = config.hardware.xla_lengths
     if not spec.cuts_by_tokens:
+        if isinstance(lengths, list):
+            rule = f"must be auto or null without {sizes.TOKENS}"
+            raise ConfigError(XLA_LENGTHS, rule, lengths)
         return
     beside = f"with {sizes.TOKENS}"
-    config = spec.config
-    if config.hardware.xla not in ("auto", False):
-        rule = f"must be auto or false {beside}: XLA would compile once for each length"
+    if config.hardware.xla not in ("auto", False) and lengths is None:
+        rule = (
+            f"must be auto or false {beside} and {XLA_LENGTHS}=null: XLA would compile "
+            "once for each length"
+        )
         raise ConfigError(XLA, rule, config.hardware.xla)
     if config.tracking.show is not None:
         rule = (

@@ -374,6 +374,10 @@ class HardwareConfig(_SetOnce):
     # (auto | fastest | true | false) compile with XLA; auto: on one GPU, as Keras' `fit`
     # does; fastest: if timed updates are faster with it; the record has the answer
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
+    # (auto | list | null) the lengths to which micro-batches that XLA compiles are
+    # padded in a cut by tokens; auto: those with the least padding, at most 4 on a GPU
+    # and 16 on a CPU; null: such a cut is not compiled
+    xla_lengths: Any = field(default=None, metadata=about(Kind.NUMERICS))
     # what XLA compiles: `step`, each micro-step alone; `apply`, on one device the
     # optimizer's step, too; `update`, a whole update of a small batch as one program
     xla_scope: XlaScope = field(default=XlaScope.step, metadata=about(Kind.NUMERICS))

@@ -447,6 +447,14 @@ def _is_null_or_shows(node: Any) -> bool:
     return all(name in checks and checks[name](node[name]) for name in node)
 
 
+def _are_xla_lengths(value: Any) -> bool:
+    if value in ("auto", None):
+        return True
+    if not isinstance(value, ListConfig) or not all(map(_is_count, value)):
+        return False
+    return bool(value) and list(value) == sorted(set(value))
+
+
 _COUNT = Check("at least 1", _is_count)
 _POSITIVE = Check("a positive number", _is_positive)
 _NOT_NEGATIVE = Check("a number of at least 0", _is_not_negative)
@@ -458,6 +466,9 @@ _SWITCH = Check("true, false or auto", lambda value: _is_bool(value) or value ==
 _XLA = Check(
     "true, false, auto or fastest",
     lambda value: _is_bool(value) or value in ("auto", "fastest"),
+)
+_LENGTHS = Check(
+    "auto, null, or a list of increasing whole numbers of at least 1", _are_xla_lengths
 )
 _FLAG = Check("true or false", _is_bool)
 _EVALUATION_INTERVAL = Check(
@@ -518,6 +529,7 @@ _CHECKS = {
     "dataset.in_memory": _SWITCH,
     "accumulation.same_noise": _SWITCH,
     "hardware.xla": _XLA,
+    "hardware.xla_lengths": _LENGTHS,
     "hardware.fused_attention": _SWITCH,
     "dataset.shuffle_files": _FLAG,
     "dataset.batched": _FLAG,

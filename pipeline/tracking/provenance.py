@@ -68,7 +68,11 @@ NAMED = (
 HASH_VERSION = "v2:"  # prefix of a config hash; a hash of version 1 has no prefix
 # Keys that are newer than this version, with the default that changes nothing. A hash
 # does not cover such a default, so that it is that of a config without the key.
-_NEWER_KEYS = {"accumulation.micro_batch_tokens": None, "dataset.lengths": None}
+_NEWER_KEYS = {
+    "accumulation.micro_batch_tokens": None,
+    "dataset.lengths": None,
+    "hardware.xla_lengths": None,
+}
 
 
 def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
