@@ -2,7 +2,7 @@
 
 Command:   python benchmarks/gpu.py [PART …] [--tiny] [--seconds-limit S]
                                     [--output FILE]
-Run time:  22 minutes on an H100, by estimate, most of it XLA compiling; with --tiny two
+Run time:  25 minutes on an H100, by estimate, most of it XLA compiling; with --tiny three
            minutes on two CPU cores.
 Expect:    a line of JSON after each piece, then a table that says of each target
            whether it is met; the same, with quartiles in place of the rounds, as JSON
@@ -19,6 +19,8 @@ Parts:
                      the copy bandwidth, without XLA and with it
     scopes           a small CNN and an MLP: examples/s without XLA, and with each of
                      `hardware.xla_scope`
+    texts            texts of unequal length, cut by examples and by tokens, without XLA
+                     and with it: tokens/s
     peers            PyTorch on the same shapes, compiled too, and JAX, if installed
     train            `pipeline train` as it is, in float32 and bfloat16
     equal            float64: weights after 20 updates in micro-batches on the GPU −
@@ -37,7 +39,7 @@ Parts:
                      best micro-batch by hand
     sizes            examples/s by micro-batch, 1 to 256, without and with XLA
 
-The parts up to `peers` take eight minutes. They are what nobody knows yet; `make
+The parts up to `peers` take ten minutes. They are what nobody knows yet; `make
 test-gpu` says in five minutes whether the updates are right.
 
 Each piece, and each side of a comparison, is a process of its own with a limit. A piece
@@ -81,6 +83,7 @@ PARTS = (
     "large",
     "update",
     "scopes",
+    "texts",
     "peers",
     "train",
     "equal",
@@ -278,10 +281,26 @@ def _first_pieces() -> list[Piece]:
         Piece("update", "resnet50 float32", limit, resnet, 76),
         Piece("scopes", "cnn", by_scope, {"name": "cnn"}, 40),
         Piece("scopes", "mlp", by_scope, {"name": "mlp"}, 25),
+        *_text_pieces(),
         Piece("peers", "10m", pytorch, {"name": "transformer10m"}, 30),
         Piece("peers", "10m, JAX", jax, {"name": "transformer10m"}, 15),
         Piece("peers", "350m", pytorch, {"name": "transformer350m", "micro": 32}, 60),
         Piece("peers", "350m, JAX", jax, {"name": "transformer350m", "micro": 32}, 30),
+    ]
+
+
+def _text_pieces() -> list[Piece]:
+    """Return `texts`: each way to cut an effective batch is a process of its own."""
+    texts = "benchmarks.gpu_texts:texts"
+    by_examples = {"by_tokens": False, "xla": True, "fused": False}
+    fused = {"by_tokens": False, "xla": True, "fused": True}
+    by_tokens = {"by_tokens": True, "xla": False, "fused": False}
+    by_tokens_with_xla = {"by_tokens": True, "xla": True, "fused": False}
+    return [
+        Piece("texts", "by examples, XLA", texts, by_examples, 30),
+        Piece("texts", "by tokens", texts, by_tokens, 20),
+        Piece("texts", "by tokens, XLA", texts, by_tokens_with_xla, 60),
+        Piece("texts", "by examples, XLA, fused attention", texts, fused, 30),
     ]
 
 

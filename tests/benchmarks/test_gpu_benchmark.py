@@ -32,6 +32,7 @@ TIMED = {
     "profile",
     "update",
     "scopes",
+    "texts",
     "peak",
 }
 CONDITIONS = {
@@ -82,6 +83,14 @@ def test_every_part_has_its_figures(tmp_path):
         ("limits", "out of memory"): True,
     }
     assert (tmp_path / "profile_4.trace.json.gz").exists()
+
+    # However texts are cut, their updates are the same, but for rounding to bfloat16.
+    losses = []
+    for summary in summaries:
+        if summary["part"] == "texts" and summary["what"].startswith("loss"):
+            losses.append(summary["median"])
+    assert len(losses) == 4
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
 
     # A line of JSON for the device, then one after each piece, in order.
     lines = []
@@ -159,7 +168,7 @@ def test_what_is_most_wanted_comes_first_and_there_is_time_for_all_of_it():
     assert gpu.PARTS[:3] == ("found", "attention", "large")
     assert sum(piece.seconds for piece in large) <= gpu.LIMIT
     first_parts = gpu.PARTS[: gpu.PARTS.index("peers") + 1]
-    assert sum(piece.seconds for piece in gpu.pieces(first_parts, False)) <= 480
+    assert sum(piece.seconds for piece in gpu.pieces(first_parts, False)) <= 600
 
 
 @pytest.mark.slow
