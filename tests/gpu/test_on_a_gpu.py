@@ -22,6 +22,9 @@ from keras import layers, losses
 from benchmarks.gpu_runs import OUT_OF_MEMORY
 from pipeline.accumulation import Update
 from tests.accumulation import reference
+from tests.accumulation.sequences import cross_entropy
+from tests.accumulation.test_noise_by_tokens import batch as sequences
+from tests.accumulation.test_noise_by_tokens import noisy_model
 from tests.checkpoints.left import metrics_in, weights_in
 from tests.running import Store, pipeline, start, wait
 from tests.shared import place_store
@@ -247,6 +250,37 @@ def test_the_noise_does_not_depend_on_the_cut(float64, way):
     assert deviation(updated(kind, way, same_noise=True), whole) < TOLERANCE
     # The control: noise that is drawn for each micro-batch.
     assert deviation(updated(kind, way), whole) > 1e-4
+
+
+def cut_by_tokens(limit: int, way: str, xla_lengths: tuple[int, ...] = ()) -> Any:
+    """Return the weights after some updates with noise on sequences, in one vector."""
+    model = noisy_model()
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build(model.trainable_variables)
+    jit_compile, scope = WAYS[way]
+    update = Update(
+        model,
+        cross_entropy(),
+        optimizer,
+        micro_batch_tokens=limit,
+        xla_lengths=xla_lengths,
+        jit_compile=jit_compile,
+        xla_scope=scope,
+        same_noise=True,
+    )
+    step = tf.function(update, autograph=False)
+    for _ in range(UPDATES):
+        step(sequences())
+    assert update.compiled is jit_compile
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+@pytest.mark.parametrize("way", ["step"] if DEVICE == "cpu" else TRIED)
+def test_noise_and_weights_do_not_depend_on_a_cut_by_tokens(float64, way):
+    whole = cut_by_tokens(10_000, "without XLA")
+    xla_lengths = () if way == "without XLA" else (2, 4, 8)
+    weights = cut_by_tokens(12, way, xla_lengths)
+    assert np.abs(weights - whole).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("way", TRIED)
