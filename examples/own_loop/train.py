@@ -50,7 +50,7 @@ def add(x, y):
     with tf.GradientTape() as tape:
         value = loss(y, model(x, training=True))
     gradients = tape.gradient(value, model.trainable_variables)
-    accumulator.add(gradients, weight=len(x))  # of how many examples it is the mean
+    accumulator.add(gradients, weight=len(x))  # the number of examples in the mean
     return value
 
 
