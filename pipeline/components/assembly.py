@@ -339,7 +339,8 @@ def assemble(
     )
     _check_cut(parts)
     if spec.cuts_by_tokens:
-        token_cut.check_update(spec, parts.evaluation(), batches.element_spec)
+        evaluation = parts.with_xla(False).evaluation()  # is traced, not computed
+        token_cut.check_update(spec, evaluation, batches.element_spec)
     return parts
 
 

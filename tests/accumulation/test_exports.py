@@ -21,6 +21,7 @@ def test_users_call_these():
         "NoiseScale",
         "Update",
         "accumulate_gradients",
+        "choose_xla_lengths",
         "fused_adam",
         "training_flops",
     ]

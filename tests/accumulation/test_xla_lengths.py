@@ -33,6 +33,10 @@ from tests.accumulation.test_noise_by_tokens import noisy_model
 from tests.parameters import mostly_slow
 
 EXACT = 1e-12
+BY_XLA = {
+    "jit_compile": True,
+    "xla_lengths": (2, 4, 8),
+}
 NAMES = ["attention", "LSTM", "masked", "causal", "sum", "two sequences", "two outputs"]
 
 
@@ -85,9 +89,9 @@ def test_full_micro_batches_have_one_shape_for_each_length(
         assert begin in bounds
         assert end in bounds
         assert bounds[-1] == count
-        for start, stop, length in zip(
-            bounds, bounds[1:], cut.least_lengths.numpy(), strict=False
-        ):
+        micro_batches = itertools.pairwise(bounds)
+        padded_lengths = cut.least_lengths.numpy()
+        for (start, stop), length in zip(micro_batches, padded_lengths, strict=True):
             rows = cut.order.numpy()[start:stop]
             if not begin <= start < end:
                 # Not compiled: examples that are too long, or the last few.
@@ -108,14 +112,8 @@ def test_an_update_is_that_of_the_whole_padded_batch(float64, name):
     case = cases()[name]
     model = build(case)
     expected = whole(model, case.loss, dense(case.batch))
-    update = Update(
-        model,
-        case.loss,
-        sgd_for(model),
-        micro_batch_tokens=12,
-        jit_compile=True,
-        xla_lengths=(2, 4, 8),
-    )
+    optimizer = sgd_for(model)
+    update = Update(model, case.loss, optimizer, micro_batch_tokens=12, **BY_XLA)
     sums = tf.function(update.sums)(case.batch)
     assert update.compiled
     assert difference(sums, expected) < EXACT
@@ -125,7 +123,7 @@ def test_an_update_is_that_of_the_whole_padded_batch(float64, name):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_replicas_and_noise_have_the_update_of_the_cut_without_xla(float64, devices):
     weights = []
-    for options in ({}, {"jit_compile": True, "xla_lengths": (2, 4, 8)}):
+    for options in ({}, BY_XLA):
         strategy = strategy_on(devices)
         with strategy.scope():
             model = noisy_model()
@@ -152,7 +150,7 @@ def test_an_evaluation_is_that_without_xla(float64):
     case = cases()["LSTM"]
     model = build(case)
     losses = []
-    for options in ({}, {"jit_compile": True, "xla_lengths": (2, 4, 8)}):
+    for options in ({}, BY_XLA):
         evaluation = Evaluation(model, case.loss, micro_batch_tokens=12, **options)
         sums = tf.function(evaluation)(case.batch)
         losses.append(float(sums.mean_loss()))
@@ -204,12 +202,11 @@ def test_the_chosen_lengths_have_the_least_padding(count):
 
     multiples = range(4, 44, 4)
     longest = 4 * -(-lengths.max() // 4)
-    fewest = min(
-        positions_with(lengths, others)
-        for others in itertools.combinations(multiples, count)
-        if max(others) == longest
-    )
-    assert positions_with(lengths, chosen) == fewest
+    positions = []
+    for others in itertools.combinations(multiples, count):
+        if max(others) == longest:
+            positions.append(positions_with(lengths, others))
+    assert positions_with(lengths, chosen) == min(positions)
 
 
 def test_fewer_lengths_are_chosen_where_there_are_fewer():

@@ -172,6 +172,26 @@ def test_it_is_killed_resumed_and_repeated(folder):
 
 
 @pytest.mark.slow
+def test_xla_compiles_a_run_for_a_few_lengths_which_are_recorded(folder):
+    compiled = (TOKENS, "hardware.xla=true")
+    first_line = trained(folder, "xla", *compiled).stderr.splitlines()[0]
+    lengths = Store(folder).run("xla").data.params["hardware.xla_lengths"]
+    assert f"XLA at lengths {lengths.strip('[]')} (" in first_line
+    assert len(lengths.split(",")) > 1
+    run = histories(folder, "xla")
+    assert_same_updates(run, histories(folder, "whole"))
+    assert run["train/tokens"] == histories(folder, "tokens")["train/tokens"]
+
+    # A run that is resumed has the lengths of its record, in place of `auto`.
+    kill = "+training.callbacks.kill={_target_: texts.Killed}"
+    some = (kill, "training.checkpoint_every=1", "hardware.xla_lengths=[8,16,44]")
+    trained(folder, "killed xla", *compiled, *some, status=-9, AT="7")
+    done = pipeline("resume", "killed xla", "hardware.xla_lengths=auto", cwd=folder)
+    assert "XLA at lengths 8, 16, 44 (" in done.stderr
+    assert_same_updates(histories(folder, "killed xla"), run)
+
+
+@pytest.mark.slow
 def test_a_fork_counts_on_and_a_resumed_run_keeps_its_unit(folder):
     shown = "+training.shown.texts={_target_: texts.shown, _partial_: true}"
     more = ("training.epochs=1", "schedule=constant", shown)
