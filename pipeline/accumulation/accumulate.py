@@ -141,7 +141,7 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
             raise ValueError(f"{rule} that is a function of a micro-batch")
         _check_left_out("without a model", loss_weights, metrics, weighted_metrics)
     if isinstance(loss, Objective):
-        where = "beside an Objective, which has its own"
+        where = "with an Objective, which has its own"
         _check_left_out(where, loss_weights, metrics, weighted_metrics)
         objective = loss
     else:

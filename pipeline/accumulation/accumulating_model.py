@@ -98,7 +98,7 @@ class AccumulatingModel(keras.Model):
         for variable in inner.variables:
             if not self._strategy.extended.variable_created_in_scope(variable.value):
                 rule = "inner must be made in the scope of the strategy"
-                raise ValueError(f"{rule} that it is to be trained under")
+                raise ValueError(f"{rule} under which it is trained")
         self.inner = inner
         self.micro_batch_size = _as_int(micro_batch_size)
         self.micro_batch_tokens = _as_int(micro_batch_tokens)
@@ -239,7 +239,7 @@ class AccumulatingModel(keras.Model):
         """
         if tf.distribute.has_strategy():  # Keras would act as if in a replica
             rule = "fit must be called outside of the strategy's scope"
-            raise ValueError(f"{rule}; the model is made inside of it")
+            raise ValueError(f"{rule}; the model is created inside it")
         if self._update is None:
             self._update = self._make_update(self._objective_for(data))
         sums = self._update.sums(data)
@@ -397,7 +397,7 @@ def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObj
             name = names_by_path.get(compiled.path, path_as_name)
         loss = compiled.loss
         if name in losses:
-            rule = "loss must have one entry for an output"
+            rule = "loss must have one entry per output"
             raise ValueError(f"{rule}. Received a second one: {loss.name}")
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             rule = "loss must compute in `call`, one value per example"

@@ -25,8 +25,8 @@ from .keras_internals import (
 )
 
 NONE_AT_ALL = (
-    "grads must have a gradient of at least one variable in each update. "
-    "Received: None alone"
+    "grads must have a gradient for at least one variable in each update. Received: "
+    "only None"
 )
 
 # Maximum number of sets of variables that have their gradients in different parts. A
@@ -94,9 +94,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         # Reject a LossScaleOptimizer around this optimizer: it sets this attribute.
         if name == "loss_scale_factor" and "inner" in vars(self):
             rule = (
-                "a LossScaleOptimizer must be inside, "
-                "AccumulatingOptimizer(LossScaleOptimizer(…)), "
-                "with compile(auto_scale_loss=False)"
+                "a LossScaleOptimizer must be inside: "
+                "AccumulatingOptimizer(LossScaleOptimizer(…)), with "
+                "compile(auto_scale_loss=False)"
             )
             raise ValueError(f"{rule}. Received: one around it")
         super().__setattr__(name, value)
@@ -276,7 +276,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         if variables is None:
             return list(grads)
         if len(variables) != len(grads):
-            rule = "grads must be as many as trainable_variables"
+            rule = "grads must have as many entries as trainable_variables"
             raise ValueError(f"{rule}. Received: {len(grads)} for {len(variables)}")
         indices: dict[Any, int] = {}
         for index, variable in enumerate(self.updated_variables):
@@ -305,17 +305,17 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         reductions = {loss.loss.reduction for loss in compiled_losses(step.model)}
         masks = [mask_of(leaf) for leaf in tf.nest.flatten(step.outputs)]
         if "sum" in reductions:
-            reason = "a loss is a sum, of which a mean is taken"
+            reason = "a loss is a sum, whereas batches are averaged"
         elif any(mask is not None for mask in masks):
-            reason = "an output has a mask, by which they may weigh differently"
+            reason = "an output has a mask, so that their weights may differ"
         elif step.sample_weight is not None and "mean_with_sample_weight" in reductions:
             reason = "a loss divides by sample weights, which may differ"
         else:
             return
         self._has_warned = True
         text = (
-            f"{self.name} counts all batches of fit alike, and {reason}: the updates "
-            "are not those of large batches. AccumulatingModel's are"
+            f"{self.name} gives all batches of fit the same weight, but {reason}: the "
+            "updates are not those of large batches. AccumulatingModel's are"
         )
         warnings.warn(text, stacklevel=4)
 

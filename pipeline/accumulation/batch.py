@@ -207,7 +207,7 @@ def spread(
     if isinstance(nest, list | tuple):
         count = len(paths_and_leaves)
         if count != len(names):
-            rule = f"{subject} must have {len(names)} entries, one an output"
+            rule = f"{subject} must have {len(names)} entries, one per output"
             raise ValueError(f"{rule}. Received: {count}")
         return dict(zip(names, keras.tree.flatten(nest), strict=True))
 
@@ -216,7 +216,7 @@ def spread(
         return dict.fromkeys(names, *entries.values())
     for name in entries:
         if name not in names:
-            rule = f"an entry of {subject} must be named as an output"
+            rule = f"an entry of {subject} must have the name of an output"
             raise ValueError(f"{rule}, one of {', '.join(names)}. Received: {name}")
     return entries
 

@@ -143,8 +143,8 @@ def unsupported(
     for variable in model.trainable_variables:
         if getattr(variable, "overwrite_with_gradient", False):
             rule = (
-                "must have no weights that are overwritten with their gradient, "
-                "as float8 has them"
+                "must have no weights that are overwritten with their gradient, as in "
+                "float8"
             )
             yield rule, variable.path
 
@@ -155,7 +155,7 @@ def _own_methods(model: keras.Model) -> Iterator[tuple[str, str]]:
         if getattr(kind, name) is not getattr(keras.Model, name):
             rule = (
                 f"must not define {name}, which is not called here: use add_loss or a "
-                "keras.losses.Loss, or an own loop over accumulate_gradients"
+                "keras.losses.Loss, or your own loop with accumulate_gradients"
             )
             yield rule, kind.__name__
 

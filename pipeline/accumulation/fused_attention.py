@@ -93,7 +93,7 @@ def why_attention_is_not_fused(
     with keras.StatelessScope():
         tf.function(forward, autograph=False).get_concrete_function(x_spec)
     if sizes - {micro_batch_size}:
-        return ["axis 0 of an attention is not that of the examples"] * len(reasons)
+        return ["axis 0 of an attention is not the axis of the examples"] * len(reasons)
     return reasons
 
 
@@ -118,7 +118,7 @@ def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
         return "its scale is a tensor"
     tensors = [arguments[name] for name in ("query", "key", "value")]
     if not all(map(tf.is_tensor, tensors)):
-        return "its arguments are no tensors"
+        return "its arguments are not tensors"
     # A `ForwardAccumulator` needs a forward derivative, which cuDNN does not compute.
     if pack_tangents(tensors).tangents:
         return "a derivative is taken forward"

@@ -47,8 +47,8 @@ class GradientAccumulator(tf.Module):
         is_mirrored = isinstance(self.strategy, tf.distribute.MirroredStrategy)
         if self.strategy.num_replicas_in_sync > 1 and not is_mirrored:
             rule = (
-                "strategy must be MirroredStrategy or have one replica; "
-                "`Update` runs under the others"
+                "strategy must be MirroredStrategy or have one replica; `Update` runs "
+                "under other strategies"
             )
             raise ValueError(f"{rule}. Received: {type(self.strategy).__name__}")
         self.sums = [_zeros(tuple(each.shape), each.dtype) for each in variables]
@@ -219,7 +219,7 @@ class GradientAccumulator(tf.Module):
             time.
         """
         if len(gradients) != len(self.sums):
-            rule = f"gradients must be {len(self.sums)}, one a variable"
+            rule = f"there must be {len(self.sums)} gradients, one per variable"
             raise ValueError(f"{rule}. Received: {len(gradients)}")
         checked: list[tf.Tensor | None] = []
         uncertain: list[tf.Tensor] = []

@@ -252,7 +252,7 @@ def function_losses(
         weight = None
     mean = tf.convert_to_tensor(mean)
     if mean.shape.rank:
-        rule = "loss must return a scalar, or a tuple of one and its weight"
+        rule = "loss must return a scalar, or a tuple of a scalar and its weight"
         raise ValueError(f"{rule}. Received: shape {mean.shape}")
 
     mean = tf.cast(mean, float32_at_least(mean.dtype))

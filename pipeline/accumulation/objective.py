@@ -65,7 +65,9 @@ class Objective:
         check_choice("added_losses", self.added_losses, ("mean", "sum"))
         if self.over_batch and self.loss is None:
             rule = "loss_over must be example without a loss"
-            raise ValueError(f"{rule}: add_loss is of micro-batches. Received: None")
+            raise ValueError(
+                f"{rule}: add_loss is computed per micro-batch. Received: None"
+            )
 
     @property
     def over_batch(self) -> bool:
@@ -243,7 +245,7 @@ def _update(
     for output, metric in _with_outputs(metrics):
         name = names[0] if output is None else output
         if name not in outputs:
-            rule = f"metrics must be of an output, one of {', '.join(names)}"
+            rule = f"metrics must belong to an output, one of {', '.join(names)}"
             raise ValueError(f"{rule}. Received: {name}")
         if labels.get(name) is None:
             raise ValueError(f"there must be labels for the metric {metric.name}")

@@ -81,8 +81,8 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
     noisy = forward.cut_dependent_noise
     if noisy:
         rule = (
-            "same_noise must be True, and layers must be able to draw for each "
-            "example, as both passes need the same noise where loss_over is "
+            "same_noise must be True, and layers must be able to draw noise for each "
+            "example, because both passes need the same noise if loss_over is "
             "effective_batch"
         )
         yield rule, ", ".join(noisy)
@@ -91,8 +91,8 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
     moved += [name for name, _ in untracked_variables(model)]
     if moved:
         rule = (
-            "loss_over must be example for layers that move a state in training, "
-            "such as BatchNormalization"
+            "loss_over must be example for layers that update their state in "
+            "training, such as BatchNormalization"
         )
         yield rule, ", ".join(moved)
 
@@ -107,7 +107,7 @@ def kept(outputs: Mapping[str, Nest]) -> Outputs:
     for name, output in outputs.items():
         if not isinstance(output, tf.Tensor) or not output.shape.rank:
             rule = (
-                "loss_over must be example for outputs that are no dense tensors "
+                "loss_over must be example for outputs that are not dense tensors "
                 "with the examples on axis 0"
             )
             raise ValueError(f"{rule}. Received: {name or type(output).__name__}")
@@ -130,7 +130,7 @@ def check_rows(outputs: Outputs) -> None:
         if has_padded_axis(tuple(output)):
             rule = (
                 "loss_over must be example with micro_batch_tokens, for outputs that "
-                "are not one row an example"
+                "do not have one row per example"
             )
             raise ValueError(f"{rule}. Received: {name or output.output.shape}")
 
@@ -274,8 +274,8 @@ def gathered(
 def _padded(leaf: tf.Tensor, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
     if isinstance(leaf, tf.RaggedTensor) or None in leaf.shape[1:]:
         rule = (
-            "loss_over must be example under replicas, "
-            "for outputs or labels of an unknown shape"
+            "loss_over must be example with several replicas, for outputs or labels "
+            "of unknown shape"
         )
         raise ValueError(f"{rule}. Received: {slice_specs(leaf)}")
     # Send integers as float64, which is exact up to 2⁵³: collectives do not support all

@@ -145,7 +145,7 @@ def _position_weights(labels: Any, weights: Any) -> Any:
         flat_weights = tf.ones(positions, keras.config.floatx())
     else:
         if weights.shape.rank != 1:
-            rule = "sample weights of ragged labels must be ragged or one an example"
+            rule = "sample weights of ragged labels must be ragged, or one per example"
             raise ValueError(f"{rule}. Received: shape {weights.shape}")
         flat_weights = tf.gather(weights, labels.value_rowids())
     return tf.RaggedTensor.from_row_splits(
@@ -181,7 +181,7 @@ def check_loss(
         return
     raise ValueError(
         f"the loss {loss.name} must not count padded positions with "
-        f"micro_batch_tokens: take {_REMEDY}. Received: reduction={loss.reduction!r}"
+        f"micro_batch_tokens: use {_REMEDY}. Received: reduction={loss.reduction!r}"
     )
 
 
@@ -210,7 +210,7 @@ def check_metric(
     if not has_padded_axis(weight):
         raise ValueError(
             f"the metric {metric.name} must not count padded positions with "
-            "micro_batch_tokens: take weighted_metrics with ragged labels, or a mask "
+            "micro_batch_tokens: use weighted_metrics with ragged labels, or a mask "
             "of the output"
         )
 

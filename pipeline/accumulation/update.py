@@ -311,8 +311,8 @@ class Update:
         """Check the batch; return the data about it that the micro-steps need."""
         # In the scope of a strategy, Keras would act as it does within a replica.
         if tf.distribute.has_strategy():
-            rule = "an update must be outside of its strategy's scope"
-            raise ValueError(f"{rule}; the model is made inside of it")
+            rule = "an update must be called outside its strategy's scope"
+            raise ValueError(f"{rule}; the model is created inside it")
         if self.token_limit is None:
             x = inputs_of(batch)
         else:
@@ -490,7 +490,7 @@ class Update:
                 raise ValueError(f"{rule}. Received: {replicas} replicas")
             if self.jit_compile is True:
                 rule = "jit_compile must be False or auto for Batches"
-                raise ValueError(f"{rule}: they have any size. Received: True")
+                raise ValueError(f"{rule}: their sizes vary. Received: True")
         by_tokens = self.token_limit is not None
         if self.same_noise is True:
             forward = trace_forward(self.model, x, True, by_tokens)
@@ -499,7 +499,7 @@ class Update:
                 rule = 'same_noise must be "auto" or False'
                 received = f"True, {', '.join(noisy)}"
                 raise ValueError(
-                    f"{rule}: some layers can only draw for each micro-batch. "
+                    f"{rule}: some layers can only draw noise per micro-batch. "
                     f"Received: {received}"
                 )
         if self.same_noise and by_tokens:

@@ -454,7 +454,7 @@ def newest(
         try:
             checkpoint = _verified(path, update)
         except FormError as damage:
-            say(f"the checkpoint {path} is damaged, and not used: {damage}")
+            say(f"the checkpoint {path} is damaged and is not used: {damage}")
             continue
         if is_usable(checkpoint):
             return checkpoint
@@ -536,7 +536,7 @@ def _verify_files(folder: Path) -> None:
         raise FormError(f"manifest.json names other files than {existing}")
     for name, expected in hashes.items():
         if _sha256(folder / name) != expected:
-            raise FormError(f"{name} is not as manifest.json says")
+            raise FormError(f"{name} does not match manifest.json")
 
 
 def _best_update(folder: Path) -> int | None:

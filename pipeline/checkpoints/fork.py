@@ -84,7 +84,7 @@ class Fork:
         )
         if self.weights_only:
             return [f"begins with the weights {source}"]
-        line = f"goes on with the state {source}"
+        line = f"continues from the state {source}"
         if self.own_rate:
             line += ", with a learning rate of its own"
         return [line, *snapshot.starting_anew(callbacks)]
@@ -117,7 +117,7 @@ class Fork:
             self.snapshot = snapshot.read(self.checkpoint)
         except Exception as error:
             key = f"the checkpoint {self.checkpoint.folder}"
-            rule = "must be there until it is read: the run that it is of has gone on"
+            rule = "must exist until it has been read: its run has continued"
             raise ConfigError(key, rule) from error
 
     def take(self) -> Snapshot:
@@ -342,14 +342,14 @@ def checkpoint_in(
     if updates_done is None:
         checkpoint = files.newest(checkpoints)
         if checkpoint is None:
-            rule = "must have a whole checkpoint"
+            rule = "must have a complete checkpoint"
             if not files.saved_updates(checkpoints):
                 rule = "must name an update: only the best evaluation has a checkpoint"
             names = [f"{text}@{number}" for number in folder_by_update]
             raise ConfigError(key, rule, text, names)
         return checkpoint
     if updates_done not in folder_by_update:
-        rule = "must name an update whose checkpoint is there"
+        rule = "must name an update whose checkpoint exists"
         raise ConfigError(key, rule, text, sorted(folder_by_update))
     return files.at(folder_by_update[updates_done], updates_done)
 

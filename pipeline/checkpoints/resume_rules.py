@@ -119,7 +119,7 @@ class Continuation:
         if has_finished and meta.values["stop_training"]:
             rule = (
                 f"was ended by training.callbacks.{meta.loop.stopped_by} after update "
-                f"{self.updates_done}: begin another one there, with "
+                f"{self.updates_done}: begin a new run there, with "
                 f"start.run=RUN@{self.updates_done}"
             )
             raise ConfigError(self.key, rule, str(self.run_dir))
@@ -127,13 +127,13 @@ class Continuation:
             self.updates_done == plan.updates and has_finished
         ):
             done = count(self.updates_done, "update")
-            rule = f"must have a horizon beyond the {done} done"
+            rule = f"must have a horizon beyond the {done} completed"
             raise ConfigError("training", rule, plan.updates)
         snapshot.check_variables_fit(meta.arrays, updater)
         if meta.loop.batch_digest != plan.digest(self.updates_done):
             rule = (
-                "must give the batches of the run again: that of update "
-                f"{self.updates_done} is another one"
+                "must yield the batches of the run again: that of update "
+                f"{self.updates_done} is different"
             )
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
@@ -141,7 +141,7 @@ class Continuation:
         """Return the lines to print when the run is resumed."""
         from pipeline.checkpoints import snapshot
 
-        lines = [f"goes on after update {self.updates_done}", *self.changes]
+        lines = [f"continues after update {self.updates_done}", *self.changes]
         if self.past.damage:
             lines.append(
                 f"{JOURNAL_NAME}: {self.past.damage}; what follows is trained again"
@@ -203,8 +203,8 @@ def _continuation(
         if past.status == "FINISHED" and not _has_other_horizon(recorded, spec):
             if required:
                 rule = (
-                    "has finished: a longer horizon goes on with it, and "
-                    "pipeline sync ships what its store lacks"
+                    "has finished: a longer horizon continues it, and pipeline sync "
+                    "uploads what its store lacks"
                 )
                 raise ConfigError(key, rule, str(run_dir))
             return Continuation(run_dir, key, spec, past, None, finished=True)
@@ -251,7 +251,7 @@ def _check_rows_stay_true(
         return
     way_on = "train into another folder"
     if done:
-        way_on = f"begin another run there, with start.run=RUN@{done}"
+        way_on = f"begin a new run there, with start.run=RUN@{done}"
     rule = (
         f"must be resumed with its own horizon, as {count(last - done, 'update')} after "
         f"update {done} will be trained again and have rows already; for another "
@@ -272,8 +272,8 @@ def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
     if position is None or position in past.positions:
         return True
     say(
-        f"the checkpoint {checkpoint.folder} is not used: "
-        f"{JOURNAL_NAME} has not all rows from before it"
+        f"the checkpoint {checkpoint.folder} is not used: {JOURNAL_NAME} does not have "
+        "all rows from before it"
     )
     return False
 
@@ -453,7 +453,7 @@ def _check_unit_of_cut(spec: RunSpec, past: Past) -> None:
     now = spec.batching.micro_batch_tokens
     if (then is None) == (now is None):
         return
-    rule = "must be null, as in the run: begin another one, with start.run"
+    rule = "must be null, as in the run: begin a new one, with start.run"
     if then is not None:
         rule = f"must be a number, as in the run: {then}"
     raise ConfigError(TOKENS, rule, now)

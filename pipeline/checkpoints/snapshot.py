@@ -108,7 +108,7 @@ class Snapshot:
                 tf.train.Checkpoint(arrays=variables).write(str(path / "arrays"))
         for name, array in read_arrays(folder, self.specs()).items():
             if array.tobytes() != self.arrays[name].tobytes():
-                raise OSError(f"{name} was read back other than it was written")
+                raise OSError(f"{name} was not read back as it was written")
 
 
 def _restore_all(name: str) -> bool:
@@ -334,7 +334,9 @@ def starting_anew(callbacks: Callbacks) -> list[str]:
     lines = []
     for name, callback in callbacks.items():
         if not _offers_state(callback) and _kept_attributes(callback) is None:
-            lines.append(f"training.callbacks.{name} starts anew: it offers no state")
+            lines.append(
+                f"training.callbacks.{name} starts anew: it has no state to save"
+            )
     return lines
 
 

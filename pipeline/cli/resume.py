@@ -36,7 +36,7 @@ def resume(arguments: Sequence[str]) -> int:
     keys = keys_set(overrides)
     complete(config, past, keys)
     if any(key.startswith("hydra.") for key in keys):
-        rule = "must set nothing of Hydra: a run goes on in its own directory"
+        rule = "must not set keys of Hydra: a run continues in its own directory"
         raise ConfigError("arguments", rule, sorted(keys))
     # A run without a checkpoint is trained from the start only if the user says so.
     needs_checkpoint = "training.resume" not in keys

@@ -159,8 +159,8 @@ def _request(client: Any, runs: Sequence[Any], received: str) -> None:
     for run in running:
         client.set_tag(run.info.run_id, STOP_TAG, "true")
     say(
-        f"asked {count(len(running), 'run')} to end, by the tag {STOP_TAG}: seen within "
-        "seconds, if the process still runs"
+        f"asked {count(len(running), 'run')} to end by the tag {STOP_TAG}, which is "
+        "seen within seconds if the process is still running"
     )
 
 
@@ -193,8 +193,8 @@ def _terminate(process: psutil.Process, file: Path, name: str) -> None:
     except psutil.NoSuchProcess:  # it has just ended
         return
     say(
-        f"SIGTERM to process {process.pid}: waiting for {name} to end; Ctrl-C leaves it "
-        "ending"
+        f"sent SIGTERM to process {process.pid}: waiting for {name} to end; Ctrl-C "
+        "only ends the waiting"
     )
     while is_locked(file):
         time.sleep(_INTERVAL)

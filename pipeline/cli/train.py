@@ -128,7 +128,7 @@ def _sweep_parser(files: Any) -> Parser:
         action="append",
         default=[],
         metavar="NAME",
-        help="what the sweep's record may name",
+        help="a dotted name or place that the sweep's record may name",
     )
     parser.add_argument(
         "--config-dir",

@@ -189,10 +189,10 @@ def _lock_one(gpu: str, *, shared: bool, wait: bool) -> None:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         if wait:
-            say(f"waits for GPU {gpu}, which another run has")
+            say(f"waits for GPU {gpu}, which another run is using")
             fcntl.flock(descriptor, kind)
         else:
-            say(f"GPU {gpu} has another run on it, too")
+            say(f"GPU {gpu} is also in use by another run")
 
 
 def computes_in_tf32() -> bool:

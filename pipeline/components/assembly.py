@@ -588,7 +588,7 @@ def _check_validation_sets(spec: RunSpec, source: _Source, model: keras.Model) -
     for name in data.validations:
         with _reading(spec.dataset, data, source.files, f"dataset.{name}"):
             batch = first_examples(data, name, 2, spec.dataset.get("pad"))
-        rule = f"must give inputs that {model.name} takes"
+        rule = f"must give inputs that {model.name} accepts"
         received = str(data.splits[name].element_spec[0])
         with as_config_error(f"dataset.{name}", rule, received):
             model(batch[0], training=False)
@@ -604,8 +604,8 @@ def _check_cut(parts: Parts) -> None:
         layers = parts.forward.cut_dependent_noise
         if layers:
             rule = (
-                "must be auto, which names them, or false: "
-                "some layers can only draw for each micro-batch"
+                "must be auto, which names them, or false: some layers can only draw "
+                "noise per micro-batch"
             )
             raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
     if not parts.objective.training.over_batch:

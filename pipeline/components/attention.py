@@ -29,7 +29,7 @@ def check(spec: RunSpec) -> None:
     # `auto` after the config was resolved.
     check_fused_attention(spec)
     if spec.config.hardware.fused_attention is True and not nvidia.all_are_hopper():
-        raise _must_be_off("it needs GPUs of NVIDIA's Hopper generation alone")
+        raise _must_be_off("it needs all GPUs to be of NVIDIA's Hopper generation")
 
 
 def decide(

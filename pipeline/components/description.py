@@ -40,7 +40,7 @@ def first_lines(parts: Parts) -> list[str]:
     if parts.spec.cuts_by_tokens:
         token_note = (
             "the gradient noise scale is not measured: micro-batches that are cut by "
-            "tokens are no random samples"
+            "tokens are not random samples"
         )
     lines = [line for line in (parts.record.scaling, scope_note, token_note) if line]
     return [*lines, *parts.record.notes, *differences_from_large_batch(parts)]
@@ -60,7 +60,7 @@ def xla_scope_note(hardware: HardwareConfig, batching: Batching, on_gpu: bool) -
     elif batching.micro_batch_tokens is not None and not hardware.xla_lengths:
         reason = "nothing is compiled where batches are cut by tokens"
     elif batching.replicas > 1:
-        reason = "it is for one replica"
+        reason = "it supports only one replica"
     elif scope == "update" and batching.micro_batch_tokens is not None:
         effect = "acts as apply"
         reason = "micro-batches that are cut by tokens have several sizes"
@@ -100,7 +100,7 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
         f"normalised by each micro-batch, moving statistics {moves}": [
             layer.name for layer in normalizing if layer.trainable
         ],
-        "state that moves with every micro-batch": moving,
+        "state that is updated with every micro-batch": moving,
         "noise of each micro-batch, not of the effective batch": noisy,
     }
     return [

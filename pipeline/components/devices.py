@@ -188,7 +188,7 @@ def _named_gpus(gpus: list[Any], names: int | list[int] | None) -> list[Any]:
     indices = [names] if isinstance(names, int) else names
     if max(indices) >= len(gpus):
         listed = count(len(gpus), "GPU")
-        rule = f"must be of the {listed} of this machine, counted from 0"
+        rule = f"must be among the {listed} of this machine, counted from 0"
         raise ConfigError("hardware.gpu", rule, names)
     return [gpus[index] for index in indices]
 

@@ -175,8 +175,8 @@ def _non_finite_data_named(parts: Parts) -> Iterator[None]:
         if not part:
             raise
         raise NonFiniteError(
-            f"{error}: the {part} of update {error.update} have a value that is NaN or "
-            "infinite",
+            f"{error}: the {part} of update {error.update} contain a value that is NaN "
+            "or infinite",
             error.update,
         ) from error
 

@@ -52,7 +52,7 @@ def build(node: DictConfig, data: Data) -> keras.Model:
             raise ConfigError(f"model.{name}", _NOT_OFFERED[name])
     model = instantiate.build(node, "model", **arguments)
     if not isinstance(model, keras.Model):
-        rule = "must give a keras.Model"
+        rule = "must return a keras.Model"
         raise ConfigError("model._target_", rule, type(model).__name__)
     for rule, received in unsupported(model, as_by_fit=True):
         raise ConfigError("model", rule, received)
@@ -283,7 +283,7 @@ def _take_weights(model: keras.Model, file: str) -> None:
         ValueError: the file is missing or of another type, or its weights fit no layer.
     """
     if not Path(file).is_file():
-        raise ValueError(f"weights must be a file that is there. Received: {file}")
+        raise ValueError(f"weights must be a file that exists. Received: {file}")
     if file.endswith(".weights.h5"):
         before = model.get_weights()
         model.load_weights(file, skip_mismatch=True)
@@ -296,7 +296,7 @@ def _take_weights(model: keras.Model, file: str) -> None:
         rule = "weights must be a .keras or .weights.h5 file"
         raise ValueError(f"{rule}. Received: {file}")
     if not fits:
-        rule = "weights must be of this model: no layer's fit"
+        rule = "weights must fit this model: those of no layer do"
         raise ValueError(f"{rule}. Received: {file}")
 
 

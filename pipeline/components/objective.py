@@ -134,7 +134,7 @@ def compile(
     for name, callback in objective.callbacks.items():
         key = f"training.callbacks.{name}"
         kind = type(callback).__name__
-        with as_config_error(key, "must be able to do its work", kind):
+        with as_config_error(key, "must be able to run", kind):
             _check_callback(callback, model)
             snapshot.check_callback_can_be_saved(name, callback)
 
@@ -203,7 +203,7 @@ def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
     if not isinstance(loss, keras.losses.Loss):
         if callable(loss):  # a function, given with `_partial_: true`
             return FunctionLoss(loss)
-        rule = "must give a keras.losses.Loss"
+        rule = "must build a keras.losses.Loss"
         raise ConfigError(f"{key}._target_", rule, kind.__name__)
     if loss.reduction in (None, "none"):
         raise ConfigError(f"{key}.reduction", "must be a mean or a sum", loss.reduction)
@@ -242,7 +242,7 @@ def _metric(node: DictConfig, key: str, name: str) -> keras.metrics.Metric:
     ):  # a function, which is wrapped as in Keras' `compile`
         metric = keras.metrics.MeanMetricWrapper(metric, name=name)
     if not isinstance(metric, keras.metrics.Metric):
-        rule = "must give a keras.metrics.Metric"
+        rule = "must build a keras.metrics.Metric"
         raise ConfigError(f"{key}._target_", rule, type(metric).__name__)
     metric.name = name  # The class may have no parameter `name`.
     return metric
@@ -262,14 +262,14 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
     callback = instantiate.build(node, key)
     kind = type(callback).__name__
     if not isinstance(callback, keras.callbacks.Callback):
-        rule = "must give a keras.callbacks.Callback"
+        rule = "must build a keras.callbacks.Callback"
         raise ConfigError(f"{key}._target_", rule, kind)
     # Reject BackupAndRestore: after an interruption in an epoch, it would repeat the
     # whole epoch with weights already trained on a part of it.
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         rule = (
-            "must be left out: training.checkpoint_every is for that, "
-            "and pipeline resume goes on from there"
+            "must be left out: training.checkpoint_every takes its place, and "
+            "pipeline resume continues from there"
         )
         raise ConfigError(f"{key}._target_", rule, kind)
     # SwapEMAWeights would swap the weights and their averages a second time.

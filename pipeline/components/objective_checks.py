@@ -91,7 +91,7 @@ def check(
     """
     goal = objective.training
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    rule = f"must take inputs of {_shape(x)}"
+    rule = f"must accept inputs of {_shape(x)}"
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
         rule += ", which dataset.pad would bring to one length"
     with as_config_error("model", rule, model.name):
@@ -332,8 +332,8 @@ def _check_names(
     for name in names:
         if name in taken or names.count(name) > 1 or not is_name(f"train/{name}"):
             rule = (
-                "must name its outputs and the metrics of its layers as MLflow takes "
-                "names, and unlike other metrics"
+                "must give its outputs and the metrics of its layers names that "
+                "MLflow accepts and that no other metric has"
             )
             raise ConfigError("model", rule, name)
 
@@ -347,8 +347,8 @@ def _trace(function: Callable[[], Any]) -> None:
         tf.function(function, autograph=False).get_concrete_function()
     except tf.errors.OperatorNotAllowedInGraphError as error:
         rule = (
-            "it branches in Python by the value of a tensor: "
-            "use keras.ops.where or keras.ops.cond"
+            "it branches in Python on the value of a tensor: use keras.ops.where or "
+            "keras.ops.cond"
         )
         raise ValueError(rule) from error
 
@@ -407,7 +407,7 @@ def _check_classes(
     most = float(tf.reduce_max(outputs))
     are_logits = least < 0 or most > 1 + 1e-3
     if are_logits and not loss.get_config().get("from_logits"):
-        why = "the outputs are no probabilities; for logits, set from_logits=true"
+        why = "the outputs are not probabilities; for logits, set from_logits=true"
         raise ValueError(why)
 
 
@@ -431,7 +431,7 @@ def _check_labels(
     largest = int(tf.reduce_max(labels)) if classes is None else classes - 1
     for label in (largest, int(tf.reduce_min(labels))):
         if not 0 <= label < width:
-            raise ValueError(f"label {label} is outside of the {width} outputs")
+            raise ValueError(f"label {label} is outside the {width} outputs")
 
 
 def _shape(nest: Any) -> str:

@@ -389,8 +389,8 @@ def _share_in_updates(text: str, updates: int, key: str) -> int:
         raise ConfigError(key, rule, text) from None
     if updates == ENDLESS:
         rule = (
-            "must be a number of updates where no epoch has a known length, "
-            "or training.updates be set"
+            "must be a number of updates if the length of an epoch is not known, or "
+            "training.updates must be set"
         )
         raise ConfigError(key, rule, text)
     if not 0 <= share <= 1:

@@ -59,12 +59,12 @@ def check(scaling: ScalingConfig) -> None:
         message = "must be a number of examples for scaling.rule=surge"
         raise ConfigError("scaling.peak_batch_size", message, peak)
     if rule != "surge" and peak is not None:
-        message = f"is read by scaling.rule=surge only, not by {rule}: set it to null"
+        message = f"is used only by scaling.rule=surge, not by {rule}: set it to null"
         raise ConfigError("scaling.peak_batch_size", message, peak)
     if scaling.rate is not None and rule not in ("half_life", "timescale"):
         message = (
-            "is read by scaling.rule=half_life and timescale only, "
-            f"not by {rule}: set it to null"
+            f"is used only by scaling.rule=half_life and timescale, not by {rule}: set "
+            "it to null"
         )
         raise ConfigError("scaling.rate", message, scaling.rate)
 
@@ -206,7 +206,7 @@ def _check_optimizer(optimizer: Any, rule: Rule) -> None:
         return
     message = f"must fit the optimizer: {rule.name} is for {', '.join(optimizers)}"
     if rule == Rule.sde:
-        message += "; for SGD it is linear"
+        message += "; for SGD, the rule is linear"
     raise ConfigError("scaling.rule", message, f"{rule.name} for {name}")
 
 

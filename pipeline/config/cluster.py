@@ -260,7 +260,7 @@ def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
     nodes = _slurm_text(environment, "SLURM_STEP_NODELIST")
     names = imports.output_of("scontrol", "show", "hostnames", nodes)
     if names is None:
-        rule = "must be read by `scontrol show hostnames`, which has failed here"
+        rule = "must be readable by `scontrol show hostnames`, which failed here"
         raise ConfigError("SLURM_STEP_NODELIST", rule, nodes)
 
     # `2(x3),1` means two tasks on each of three nodes, and one task on a fourth node.

@@ -228,7 +228,7 @@ def check_config_dir(folder: str) -> None:
         raise ConfigError("--config-dir", "must be a folder that exists", folder)
     _check_sizes(folder)
     if folder == own_folder():
-        say(f"pipeline: with the configs in {folder}")
+        say(f"pipeline: using the configs in {folder}")
     for file in sorted(Path(folder).glob("*/**/*.yaml")):
         name = file.relative_to(folder)
         choice = f"{name.parent}={name.stem}"

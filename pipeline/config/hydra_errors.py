@@ -35,7 +35,9 @@ _NULLABLE_GROUPS = {
 _BELOW_ANY_TYPE = tuple(
     f"{key.name}." for key in schema.keys_in(schema.Config) if key.hint is Any
 )
-_LISTED_LOSS = "a mapping, as what it is merged with; a file of `objective` replaces it"
+_LISTED_LOSS = (
+    "a mapping, like what it is merged with; a file of `objective` replaces it"
+)
 _KINDS = {
     int: "an integer",
     float: "a number",

@@ -75,7 +75,7 @@ KEY_GROUPS = (
     ),
     KeyGroup(
         "Loss and metrics",
-        "For losses and metrics that no choice of the group `objective` has.",
+        "For losses and metrics that no choice of the group `objective` provides.",
         (
             "training.loss",
             "training.loss_weights",
@@ -150,7 +150,7 @@ KEY_GROUPS = (
     ),
     KeyGroup(
         "MLflow",
-        "For runs that are named, described or logged in another way.",
+        "For naming and describing runs, and for logging them differently.",
         (
             "tracking.run_name",
             "tracking.tags",
@@ -168,7 +168,7 @@ KEY_GROUPS = (
     ),
     KeyGroup(
         "Resuming, branching and repeating",
-        "For runs that begin with another run, or with its record.",
+        "For runs that begin from another run, or from its record.",
         (
             "training.resume",
             "start.run",

@@ -67,7 +67,7 @@ def check_names(metrics: Sequence[MetricNode]) -> None:
             or not is_name(f"train/{name}")
         ):
             rule = (
-                f"must have a name that MLflow takes ({NAME_RULE}) other than {ours} "
+                f"must have a name that MLflow accepts ({NAME_RULE}) other than {ours} "
                 "and those of other metrics"
             )
             raise ConfigError(metric.key, rule, name)

@@ -390,8 +390,8 @@ def _stages_in_updates(
         after = _updates_before(plan, unit, start)
         if after <= last:
             rule = (
-                f"must be later than update {last + 1}, "
-                "with which the stage before begins"
+                f"must be later than update {last + 1}, with which the previous stage "
+                "begins"
             )
             raise ConfigError(f"{key}.start.{unit}", rule, start)
         last = after

@@ -370,7 +370,9 @@ def _check_fastest_xla(spec: RunSpec) -> None:
     """Reject `hardware.xla=fastest` with several replicas, whose updates are not timed."""
     replicas = spec.batching.replicas
     if spec.times_xla and replicas > 1:
-        rule = f"must be true, false or auto with {replicas} replicas: one is timed"
+        rule = (
+            f"must be true, false or auto with {replicas} replicas: only one is timed"
+        )
         raise ConfigError(XLA, rule, spec.config.hardware.xla)
 
 

@@ -42,7 +42,7 @@ class Session:
             folder = Path(str(error.filename)).absolute()
             if folder not in (self.run_dir, *self.run_dir.parents):
                 raise
-            rule = f"must be a folder that can be made ({error.strerror})"
+            rule = f"must be a folder that can be created ({error.strerror})"
             raise ConfigError(self.key, rule, str(error.filename)) from error
 
     def remove_empty_folders(self) -> None:

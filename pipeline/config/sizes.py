@@ -166,7 +166,7 @@ def derive(
         if sizes[MICRO] is None:
             rule = (
                 f"must be a number of micro-batches that {share} examples can be cut "
-                "into, all of one size but a smaller last one"
+                "into, all of one size except for a smaller last one"
             )
             raise ConfigError(FACTOR, rule, factor, _nearest_factors(share, factor))
         rule = (
@@ -334,7 +334,8 @@ def of_batches(
         raise ConfigError(EFFECTIVE, rule, effective)
     if scaled:
         rule = (
-            f"must be none with {BATCHED}=true: the effective batch is not known before"
+            f"must be none with {BATCHED}=true: the effective batch is not known in "
+            "advance"
         )
         raise ConfigError("scaling.rule", rule)
     if replicas != 1:
@@ -343,7 +344,7 @@ def of_batches(
     if micro in SEARCHED:
         rule = (
             f"cannot be searched with {BATCHED}=true, as the largest batch is not "
-            "known before: set a number, or null"
+            "known in advance: set a number, or null"
         )
         raise ConfigError(MICRO, rule, micro)
     tokens = accumulation.get("micro_batch_tokens")

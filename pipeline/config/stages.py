@@ -150,7 +150,7 @@ def implied_values(
     if config["dataset"].get("batched"):
         with_batches = "with dataset.batched=true"
         if schedule is not None:
-            rule = f"cannot be set {with_batches}, as the data make the batches"
+            rule = f"cannot be set {with_batches}, as the batches come from the data"
             raise ConfigError(SCHEDULE, rule, schedule)
         clock = config["schedule"].get("clock")
         if clock == "examples":
@@ -190,7 +190,7 @@ def _asked_stage(key: str, stage: Any) -> ScheduledStage:
     start_key = f"{key}.start.{unit}"
     is_fraction = unit == "epochs" and isinstance(value, float)
     if not (_is_integer(value) or is_fraction) or not value >= 0:
-        rule = "must be a number of at least 0, whole but for epochs"
+        rule = "must be a number of at least 0, and whole unless it counts epochs"
         raise ConfigError(start_key, rule, value)
     _check_largest(start_key, value)
 

@@ -134,7 +134,7 @@ def check_values(config: DictConfig) -> None:
                     raise ConfigError(key, f"must be at most {LARGEST}", entry)
         if not metric_names.is_name(key):
             rule = (
-                "must be a name that MLflow takes for a param: "
+                "must be a name that MLflow accepts for a param: "
                 f"{metric_names.NAME_RULE}"
             )
             raise ConfigError(key, rule, key)
@@ -222,7 +222,7 @@ def _check_address(uri: str, scheme: str) -> None:
     if not has_address:
         rule = f"must be as {scheme}://HOST:PORT"
         if "@" in uri:
-            rule += ", with the signs of a password percent-encoded"
+            rule += ", with special characters in a password percent-encoded"
         raise ConfigError("tracking.uri", rule, uri)
 
 
@@ -520,7 +520,7 @@ _CHECKS = {
     "scaling.peak_batch_size": _COUNT.or_null(),
     "scaling.rate": Check("sqrt or null", lambda value: value in ("sqrt", None)),
     "training.class_weight": Check(
-        "null, or a number of at least 0 for each class, a whole number",
+        "null, or a number of at least 0 for each class; classes are whole numbers",
         _are_class_weights,
     ),
     "training.loss_weights": Check(

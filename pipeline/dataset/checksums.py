@@ -117,8 +117,8 @@ class DataFiles:
         changed = self._changed(self.reread)
         if changed:
             raise DataError(
-                f"{changed[0]} has changed since the run began: "
-                "not all of it was on the same data"
+                f"{changed[0]} has changed since the run began: not all of the run "
+                "used the same data"
             )
 
     def compute_now(self) -> None:

@@ -66,7 +66,7 @@ def _labels_spec(data: Data) -> tf.TensorSpec:
             return parts[1]
     rule = (
         "needs examples (x, y), with y the labels of one output, all of one length; "
-        "other examples take sample weights"
+        "for other examples, use sample weights"
     )
     raise ConfigError(KEY, rule, [type(part).__name__ for part in parts])
 
@@ -87,9 +87,9 @@ def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
         return False
     if classes is None and not any("categorical" in name for name in names):
         rule = (
-            f"cannot be applied to labels of shape {tuple(shape)}, which may be one-hot "
-            "or a class per element: let the dataset give its `classes`, or take a loss "
-            "whose name begins with Sparse or Categorical"
+            f"cannot be applied to labels of shape {tuple(shape)}, which may be "
+            "one-hot or a class per element: let the dataset give its `classes`, or "
+            "use a loss whose name begins with Sparse or Categorical"
         )
         raise ConfigError(KEY, rule)
     return classes in (None, shape[-1])

@@ -49,7 +49,7 @@ def parts_of_element(parts: tuple, split: str) -> tuple:
     x, *others = parts
     y, sample_weight = [*others, None, None][:2]
     if _is_none(y) and not _is_none(sample_weight):
-        rule = f"must not give sample weights without labels in its {split} split"
+        rule = f"must not yield sample weights without labels in its {split} split"
         raise ConfigError(TARGET, rule, "(x, None, sample_weight)")
     if _is_none(y):
         return (x,)

@@ -48,7 +48,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     """
     data = _as_data(node, _build(node, "dataset", prepare))
     if data.train is None:
-        raise ConfigError(elements.TARGET, "must give a training split", None)
+        raise ConfigError(elements.TARGET, "must return a training split", None)
     data = _with_validations(node, data, prepare)
     if node.get("batched"):
         loaders = _loaders(node, data)
@@ -242,8 +242,8 @@ def _as_data(node: DictConfig, built: Any, key: str = "dataset") -> Data:
         data = built
     else:
         rule = (
-            "must give (train, validation[, test]) as tf.data.Datasets, "
-            "or a pipeline.dataset.Data"
+            "must return (train, validation[, test]) as tf.data.Datasets, or a "
+            "pipeline.dataset.Data"
         )
         raise ConfigError(f"{key}._target_", rule, type(built).__name__)
     return data
@@ -256,8 +256,8 @@ def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
     for name, split in splits.items():
         if (len(split.element_spec) > 1) != labelled:
             rule = (
-                f"must give its {name} split {with_or_without} labels, "
-                "as its training split"
+                f"must return its {name} split {with_or_without} labels, as its "
+                "training split"
             )
             raise ConfigError(elements.TARGET, rule, str(split.element_spec))
 
@@ -274,7 +274,7 @@ def _check_form(trained: tuple, evaluated: tuple, name: str) -> None:
     for part, of_train, of_set in zip(("x", "y"), trained, evaluated, strict=False):
         ranks = [_ranks(spec) for spec in (of_train, of_set)]
         if ranks[0] != ranks[1]:
-            rule = f"must give {part} in the form of the training split, {of_train}"
+            rule = f"must return {part} in the form of the training split, {of_train}"
             raise ConfigError(f"dataset.{name}", rule, str(of_set))
 
 
@@ -318,7 +318,7 @@ def from_tfds(  # noqa: PLR0913  keys of the config
             dataset is missing and may not be prepared.
     """
     if (name is None) == (builder is None):
-        rule = "must give one of name and builder"
+        rule = "must give exactly one of name and builder"
         raise ConfigError("dataset", rule, {"name": name, "builder": builder})
     tfds_builder = tfds_files.find_builder(name, builder, data_dir)
     if preprocess is None:
@@ -369,8 +369,8 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
         is_dataset = isinstance(split, tf.data.Dataset | keras.utils.PyDataset)
         if not is_dataset and not callable(split):
             rule = (
-                f"must give its {name} split as a tf.data.Dataset, "
-                "a keras.utils.PyDataset or a generator function"
+                f"must return its {name} split as a tf.data.Dataset, a "
+                "keras.utils.PyDataset or a generator function"
             )
             raise ConfigError(elements.TARGET, rule, type(split).__name__)
     with as_config_error("dataset", "must give batches", node._target_):

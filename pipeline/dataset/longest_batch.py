@@ -57,8 +57,8 @@ def _longest(
         return None
     if not spec.dataset.get("in_memory", True):
         rule = (
-            "must be a number where examples of unequal length are streamed, "
-            "as the longest is not known before"
+            "must be a number where examples of unequal length are streamed, as the "
+            "longest one is not known in advance"
         )
         raise ConfigError(MICRO, rule, spec.config.accumulation.micro_batch_size)
 

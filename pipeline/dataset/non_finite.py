@@ -52,5 +52,5 @@ def warning_of_evaluation(
     for batch in batches:
         part = non_finite_part(batch)
         if part:
-            return f"{line}: its {part} have a value that is NaN or infinite"
+            return f"{line}: its {part} contain a value that is NaN or infinite"
     return line

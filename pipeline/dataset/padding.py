@@ -143,8 +143,8 @@ def _with_check(leaf: Any, value: Any) -> Any:
     if not isinstance(leaf, tf.RaggedTensor) or not leaf.dtype.is_integer:
         return leaf
     message = (
-        "dataset.pad.value must not be a value of the inputs, "
-        f"which a mask could not tell from it: {value}"
+        "dataset.pad.value must not occur in the inputs, because a mask could not "
+        f"tell it from padding: {value}"
     )
     check = tf.debugging.assert_none_equal(
         leaf.flat_values, _in_dtype(value, leaf.dtype), message=message

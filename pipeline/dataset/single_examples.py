@@ -27,30 +27,30 @@ def check_split(dataset: Any, split: str, unbatched: bool = False) -> None:
             or its number of examples is unknown or 0.
     """
     if not isinstance(dataset, tf.data.Dataset):
-        rule = f"must give its {split} split as a tf.data.Dataset"
+        rule = f"must return its {split} split as a tf.data.Dataset"
         raise ConfigError(TARGET, rule, type(dataset).__name__)
     spec = dataset.element_spec
     if any(isinstance(leaf, tf.SparseTensorSpec) for leaf in _leaves(dataset)):
         rule = (
-            f"must give dense or ragged tensors in its {split} split: "
-            "see tf.sparse.to_dense"
+            f"must yield dense or ragged tensors in its {split} split: see "
+            "tf.sparse.to_dense"
         )
         raise ConfigError(TARGET, rule, str(spec))
     count = int(dataset.cardinality())
     if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
         rule = (
-            "must give (x, y), (x, y, sample_weight) or x alone as an example of its "
+            "must yield (x, y), (x, y, sample_weight) or x alone as an example of its "
             f"{split} split"
         )
         raise ConfigError(TARGET, rule, spec)
     if count == 0:
-        rule = f"must give at least one example in its {split} split"
+        rule = f"must yield at least one example in its {split} split"
         raise ConfigError(TARGET, rule, count)
     if count < 0:
         rule = (
-            f"must give a {split} split of a known number of examples "
-            "(see tf.data.experimental.assert_cardinality), "
-            "or batches with dataset.batched=true"
+            f"must return a {split} split with a known number of examples (see "
+            "tf.data.experimental.assert_cardinality), or batches with "
+            "dataset.batched=true"
         )
         raise ConfigError(TARGET, rule, count)
     if unbatched or all(map(_is_image_of_unknown_size, _leaves(dataset))):
@@ -78,7 +78,7 @@ def check_single_examples(data: Data, model: keras.Model) -> None:
         ]
         if all(looks_alike):
             rule = (
-                f"must give single examples in its {name} split, not batches: the "
+                f"must yield single examples in its {name} split, not batches: the "
                 f"inputs have the shape of a batch of {model.name}"
             )
             raise ConfigError(TARGET, rule, [str(leaf) for leaf in leaves])
@@ -131,8 +131,8 @@ def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:
     if not _is_batched(dataset):
         return
     rule = (
-        f"must give single examples in its {split} split, not batches: leave `batch` "
-        "out; if they are single ones, give their shape with tf.ensure_shape"
+        f"must yield single examples in its {split} split, not batches: leave `batch` "
+        "out; if these are single examples, set their shape with tf.ensure_shape"
     )
     raise ConfigError(TARGET, rule, [str(leaf) for leaf in _leaves(dataset)])
 

@@ -57,7 +57,7 @@ class Loader:
         epoch = self.epoch()
         first = next(epoch, None)
         if first is None:
-            rule = f"must give at least one batch in its {split} split"
+            rule = f"must yield at least one batch in its {split} split"
             raise ConfigError(TARGET, rule, 0)
         self.first = first
         self._begun_epoch = epoch
@@ -72,7 +72,7 @@ class Loader:
         else:
             self.endless = count == tf.data.INFINITE_CARDINALITY
         if self.endless and split != "train":
-            raise ConfigError(TARGET, f"must give a {split} split that ends")
+            raise ConfigError(TARGET, f"must return a {split} split that ends")
         self._count_at_first = self.count
 
     def epoch(self) -> Iterator[tuple]:
@@ -126,12 +126,15 @@ class Loader:
             self._count_at_first = count
         if self._warned or self._count_at_first in (None, count):
             return
-        effect = "its evaluations are not of the same examples"
+        effect = "its evaluations do not use the same examples"
         if self._split == "train":
-            effect = "a schedule that depends on the horizon keeps the one planned then"
+            effect = (
+                "a schedule that depends on the horizon follows the number "
+                "planned from that"
+            )
         say(
-            f"the {self._split} split has {count} batches in an epoch, "
-            f"{self._count_at_first} at first: {effect}"
+            f"the {self._split} split has {count} batches in this epoch, and had "
+            f"{self._count_at_first} in the first: {effect}"
         )
         self._warned = True
 
@@ -154,19 +157,19 @@ class Loader:
         parts = parts_of_element(parts_of(batch), self._split)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
-            rule = f"must give batches of dense arrays in its {self._split} split"
+            rule = f"must yield batches of dense arrays in its {self._split} split"
             raise ConfigError(TARGET, rule, type(batch).__name__)
         counts = {leaf.shape[0] for leaf in leaves}
         if counts == {0} or len(counts) > 1:
             rule = (
-                "must give as many examples in each part of a batch of its "
-                f"{self._split} split, at least one"
+                "must yield the same number of examples, at least one, in each part "
+                f"of a batch of its {self._split} split"
             )
             raise ConfigError(TARGET, rule, sorted(counts))
         if self.spec is not None and not compatible(self.spec, parts):
             rule = (
-                f"must give batches of one form in its {self._split} split: another "
-                "number of examples, but the shapes and types of the first batch"
+                f"must yield batches of one form in its {self._split} split: only the "
+                "number of examples may differ from that of the first batch"
             )
             forms = [f"{leaf.dtype.name}{leaf.shape.as_list()}" for leaf in leaves]
             raise ConfigError(TARGET, rule, forms)
@@ -269,7 +272,7 @@ class Stream:
             window = list(itertools.islice(batches, self._factor))
             if not window:
                 raise ValueError(
-                    f"{TARGET} must give the training split anew in each epoch. "
+                    f"{TARGET} must yield the training split anew in each epoch. "
                     f"Received: none in {epoch}"
                 )
             index = 0

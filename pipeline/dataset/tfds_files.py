@@ -138,8 +138,8 @@ def prepare(builder: Any, download: bool) -> None:
         return
     if not download:
         rule = (
-            f"must hold {builder.info.full_name}, prepared; dataset.download=true "
-            "allows to download and prepare it"
+            f"must contain {builder.info.full_name}, already prepared; "
+            "dataset.download=true allows downloading and preparing it"
         )
         raise ConfigError("dataset.data_dir", rule, builder.data_dir)
 

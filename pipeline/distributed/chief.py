@@ -140,10 +140,10 @@ class Chief(AbstractContextManager["Chief"]):
         if self._server is None:
             return spec
         if not self._secret:
-            how = "PIPELINE_SECRET or hardware.secret_file closes it"
+            how = "PIPELINE_SECRET or hardware.secret_file prevents that"
             say(
-                f"whoever reaches {self._server.address} can take part in this run "
-                f"and change it: {how}"
+                f"anyone who can reach {self._server.address} can take part in this "
+                f"run and change it: {how}"
             )
         answer = {
             "run_dir": str(run_dir.absolute()),
@@ -192,7 +192,7 @@ class Chief(AbstractContextManager["Chief"]):
                 raise ConfigError(f"worker {lost.index}", rule) from error
             reason = lost.failed or "it was killed, hangs, or is cut off"
             raise WorkerError(
-                f"worker {lost.index} does not take part any more: {reason}"
+                f"worker {lost.index} no longer takes part: {reason}"
             ) from error
 
     def _check_processes(self) -> None:
@@ -201,8 +201,8 @@ class Chief(AbstractContextManager["Chief"]):
             if process.poll() is not None:
                 last_line = _last_line(self._logs / f"{index}.log")
                 raise WorkerError(
-                    f"worker {index} ended with status {process.returncode} "
-                    f"before it began: {last_line or 'it has said nothing'}"
+                    f"worker {index} ended with status {process.returncode} before it "
+                    f"began: {last_line or 'it printed nothing'}"
                 )
 
     def _count_reductions(self) -> Any:

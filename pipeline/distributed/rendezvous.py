@@ -203,12 +203,14 @@ class Server:
         while len(self._workers) + 1 < len(self.cluster.addresses):
             check()
             if time.monotonic() >= until:
-                rule = "must all be started, at about one time, with one secret"
+                rule = (
+                    "must all be started at about the same time, with the same secret"
+                )
                 raise ConfigError(KEY, rule, f"no {', '.join(self._missing())}")
             for worker in self._listener.arrivals(0.5):
                 index = worker.greeting["index"]
                 if self._is_connected(index):
-                    text = f"another worker {index} is there already"
+                    text = f"another worker {index} has already joined"
                     worker.tell({"refused": text}, self._secret)
                     worker.socket.close()
                 else:
@@ -388,7 +390,7 @@ class Client:
                 return None
             case {"refused": str(reason)}:
                 self.told = True
-                rule = f"must all take part; refused: {reason[:LONGEST]}"
+                rule = f"must all take part; rejected: {reason[:LONGEST]}"
                 raise ConfigError(KEY, rule)
         where = "in PIPELINE_SECRET or in hardware.secret_file"
         rule = (

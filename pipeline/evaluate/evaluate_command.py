@@ -154,7 +154,7 @@ def _log(
     new = []
     for evaluation in evaluations.values():
         if evaluation.is_logged(run.tags):
-            say(f"eval/{evaluation.name} is logged after update {run.update} already")
+            say(f"eval/{evaluation.name} is already logged after update {run.update}")
         else:
             new.append(evaluation)
     if not new:

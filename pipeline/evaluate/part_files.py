@@ -128,7 +128,10 @@ def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
         if not file.exists():
             durable.write_text(file, text)
         elif file.read_text(encoding="utf-8") != text:
-            rule = f"must be another file, as {folder} has a part of other predictions"
+            rule = (
+                f"must be a different file, as {folder} contains a part of other "
+                "predictions"
+            )
             raise ConfigError(KEY, rule, str(out))
         yield PartFiles(out)
     finally:

@@ -33,7 +33,7 @@ def predict(arguments: Sequence[str]) -> int:
         identity = _identity(run, parts, key)
         with part_files.opened(options.out, identity) as files:
             if files.rows_done:
-                say(f"goes on after {count(files.rows_done, 'row')}")
+                say(f"continues after {count(files.rows_done, 'row')}")
             _write(parts, key, files)
             files.finish()
     say(

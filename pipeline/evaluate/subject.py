@@ -174,7 +174,7 @@ def _lasting_checkpoint(
             failure = error
     if isinstance(failure, ConfigError):
         raise failure
-    rule = "must have a checkpoint that stays for long enough to be read"
+    rule = "must have a checkpoint that exists for long enough to be read"
     raise ConfigError("RUN", rule, text) from failure
 
 

@@ -114,12 +114,12 @@ def in_run_dir(task: Task, config: DictConfig, sweep: str | None = None) -> floa
     settings = HydraConfig.get()
     parent = config.tracking.sweep
     if parent not in (None, sweep) and settings.mode == RunMode.RUN:
-        rule = "must be left out of a single run: it is of a multirun"
+        rule = "must be left out of a single run: it is for a multirun"
         raise ConfigError("tracking.sweep", rule, parent)
     if settings.job.chdir:
         rule = (
-            "must be false: the store, the data and the code are looked for from the "
-            "folder in which the command was given"
+            "must be false: the store, the data and the code are looked up relative "
+            "to the folder in which the command was run"
         )
         raise ConfigError("hydra.job.chdir", rule, True)
     # Do not resolve interpolations in the overrides: the config resolves them.
@@ -202,8 +202,8 @@ def _secret_text(override: Override) -> str:
     """
     value = override.value()
     rule = (
-        "must come to a sweep from the environment as a whole, as ${oc.env:NAME}: it "
-        "holds a secret"
+        "must reach a sweep as a whole from the environment, as ${oc.env:NAME}, "
+        "because it holds a secret"
     )
     if isinstance(value, list | dict):
         raise ConfigError(override.key_or_group, rule, override.input_line)

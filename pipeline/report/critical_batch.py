@@ -329,7 +329,7 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         why = " before two branches have finished"
         if _varies_more(sweep):
             why = ": the branches differ in more than batch and seed"
-        yield SweepFinding("critical", f"The critical batch cannot be said{why}.")
+        yield SweepFinding("critical", f"The critical batch cannot be determined{why}.")
         return
 
     text = _critical_sentences(sweep, result)
@@ -359,8 +359,8 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
     losses = [f"{batch}: {loss:.4f}" for batch, loss in result.losses.items()]
     text = (
         f"The critical batch is {result.critical} (95% interval: {low} to {high}): the "
-        f"largest up to which no batch ends over {TOLERANCE:g} above a smaller one, at "
-        f"√k times the rate. Losses: {', '.join(losses)}."
+        f"largest up to which no batch ends more than {TOLERANCE:g} above a smaller one, "
+        f"at √k times the rate. Losses: {', '.join(losses)}."
     )
     if result.critical == max(result.losses):
         if result.diverged:
@@ -442,7 +442,8 @@ def branch_plots(sweep: SweepResult) -> list[Plot]:
         traces.append(trace("noise scale", [scale.mean, scale.mean], ends, 3))
 
     caption = (
-        "Training losses at the same examples. Bars: 95%, the most of it common to all."
+        "Training losses after the same examples. Bars: 95%, most of which all "
+        "branches have in common."
     )
     layout = {
         "xaxis": axis("effective batch size", True, batches),

@@ -72,8 +72,8 @@ def rate_plot(sweep: SweepResult) -> Plot:
 def noise_plot(sweep: SweepResult) -> Plot:
     """Plot the gradient noise scale against examples."""
     caption = (
-        "In examples, smoothed by the run. It grows while the loss falls: later "
-        "training bears larger batches."
+        "In examples, smoothed by the run. It grows while the loss falls: later in "
+        "training, larger batches are useful."
     )
     return _curve_plot(sweep, NOISE, "examples", "Noise scale", caption)
 
@@ -248,14 +248,14 @@ def difference_plot(sweep: SweepResult) -> Plot:
         traces.append(curve_trace(name, steps, shown, color))
 
     caption = (
-        "How far the training losses of two jobs with equal effective batch, seed and "
-        "config are apart, relative to their value. Where rounding starts it, training "
-        "amplifies it. Updates without any difference are left out; where there is "
-        "none at all, 1e-17 is drawn."
+        "How far apart the training losses of two jobs with equal effective batch, "
+        "seed and config are, relative to their value. Where rounding starts it, "
+        "training amplifies it. Updates without any difference are left out; where "
+        "there is none at all, 1e-17 is drawn."
     )
     layout = {
         "xaxis": axis("updates"),
         "yaxis": axis("relative difference of train/loss", log=True),
     }
-    title = "How far trajectories part"
+    title = "How far trajectories diverge"
     return Plot("difference", RESULT, title, caption, traces, layout)

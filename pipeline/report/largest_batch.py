@@ -199,8 +199,8 @@ def finding(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
         return None
     if len(costs.batches) == 1:
         text = (
-            "Which effective batch still pays cannot be said of settings that were "
-            "tried with one batch alone."
+            "Which effective batch still pays cannot be determined for settings that "
+            "were tried with only one batch."
         )
         return SweepFinding("largest_batch", text)
     if costs.bounds:
@@ -208,13 +208,13 @@ def finding(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
     if costs.begun_at_target:
         batches = joined([str(batch) for batch in costs.begun_at_target])
         text = (
-            f"{costs.prefix}Which effective batch still pays cannot be said where a "
+            f"{costs.prefix}Which effective batch still pays cannot be determined if a "
             f"batch was at the target before its first update: {batches}."
         )
         return SweepFinding("largest_batch", text)
     if len(costs.examples) < 2:
         text = (
-            "Which effective batch still pays cannot be said where fewer than two "
+            "Which effective batch still pays cannot be determined if fewer than two "
             "batches reached the target."
         )
         return SweepFinding("largest_batch", text)
@@ -243,7 +243,7 @@ def _sentences(costs: BatchCosts, result: LargestBatch) -> str:
         text += " With one seed at some batch, this is one observation."
     else:
         low, high = result.interval
-        text += f" With the chance of the seeds (95%) it is from {low} to {high}."
+        text += f" Allowing for chance between seeds (95%), it is from {low} to {high}."
     if result.critical is not None:
         critical = number(result.critical)
         text += f" Fitted to all batches, the critical batch is {critical}"
@@ -258,9 +258,9 @@ def _nothing_said_for_bounds(costs: BatchCosts) -> str:
     for batch, bound in costs.bounds.items():
         names.append(f"{batch} (≤ {number(bound)} examples)")
     return (
-        f"{costs.prefix}Which effective batch still pays cannot be said where a batch "
-        f"was at the target at its first evaluation: {joined(names)}. Evaluate more "
-        "often (training.evaluate_every)."
+        f"{costs.prefix}Which effective batch still pays cannot be determined if a "
+        f"batch was at the target at its first evaluation: {joined(names)}. Evaluate "
+        "more often (training.evaluate_every)."
     )
 
 

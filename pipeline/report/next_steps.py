@@ -142,7 +142,7 @@ def _take_fastest(
         recommended = fastest
         reason = "it reached the target first"
         if times.not_told_apart:
-            reason += ", though not by more than chance may do"
+            reason += ", though not by more than chance can explain"
     else:
         recommended = verdict.better.group
         reason = verdict.reason

@@ -23,7 +23,7 @@ UNMEASURED = (
 
 # Why no run that is cut by tokens has a noise scale, and what to do.
 BY_TOKENS = (
-    "micro-batches that are cut by tokens are no random samples. With "
+    "micro-batches that are cut by tokens are not random samples. With "
     "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, it is "
     "measured."
 )

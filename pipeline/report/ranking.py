@@ -202,12 +202,12 @@ class Ranking:
         interval = plus_minus(distance, half_width, scale)
         method = "95%, Welch"
         if lead.paired:
-            method = f"95%, over {count(lead.seeds, 'pair')} of one seed"
+            method = f"95%, over {count(lead.seeds, 'pair')} with equal seeds"
         text = f"The next is {name}, {interval} {where} ({method}), "
         if not lead.told_apart:
             return f"{text}so the data do not tell them apart."
         if is_reversed(lead, self.lower_is_better):
-            return f"{text}so the order comes of seeds that only one of them has."
+            return f"{text}so the order comes from seeds that only one of them has."
         text += "so they differ."
         others = self.not_told_apart
         if others:
@@ -291,8 +291,8 @@ def _final_sentences(result: FinalResult) -> str:
         fewest = number(min(result.horizons.values()))
         most = number(max(result.horizons.values()))
         caveat = (
-            f" These ends are not at equal examples: the groups saw from {fewest} to "
-            f"{most}."
+            " These results are not after equal numbers of examples: the groups saw "
+            f"from {fewest} to {most}."
         )
     if result.equal:
         value = ranking.best.spread.text()

@@ -374,7 +374,7 @@ def _least_drift(judged: Sequence[Drift]) -> SweepFinding:
 
     farthest_of_least = order[0].farthest
     told_apart = all(farthest_of_least < other.nearest for other in order[1:])
-    chance = "" if told_apart else ", though not by more than chance may do"
+    chance = "" if told_apart else ", though not by more than chance can explain"
     text = (
         f"The best rate moves least with {names[0]}{chance}: in octaves per doubling "
         f"of the batch, {joined(texts)}. Within the seeds it stays where it is with "

@@ -41,7 +41,7 @@ _SENTENCES = {
     WORSE: "The second sweep is worse at",
     NOT_TOLD_APART: "The data do not tell the sweeps apart at",
     EQUAL: "The sweeps are equal at",
-    UNKNOWN: "Chance is not known, as it takes several seeds that vary, at",
+    UNKNOWN: "Chance is not known, as that takes several seeds whose results vary, at",
 }
 
 Columns = list[dict[str, str]]  # the values by key of the first and the second sweep
@@ -354,7 +354,7 @@ def _result_sentences(result: ResultChanges) -> str:
         return f"{text} Both sweeps end with the same values at all {settings}."
 
     if BETTER not in changes_by_verdict and WORSE not in changes_by_verdict:
-        text += " No setting is told apart."
+        text += " No setting can be told apart."
     for verdict, sentence in _SENTENCES.items():
         if verdict in changes_by_verdict:
             text += f" {sentence} {joined(changes_by_verdict[verdict])}."
@@ -376,7 +376,7 @@ def _described_change(change: SettingChange) -> str:
 
 def _method(change: SettingChange) -> str:
     if change.difference.paired:
-        return f"over {count(change.difference.seeds, 'pair')} of one seed"
+        return f"over {count(change.difference.seeds, 'pair')} with equal seeds"
     return "Welch"
 
 
@@ -411,7 +411,8 @@ def _plots(result: ResultChanges, names: Sequence[str], position: int) -> list[P
         key=f"final-{position}",
         section=RESULT,
         title=f"Final {result.metric}",
-        caption="Bars: ± one sample standard deviation over seeds, of several.",
+        caption="Bars: ± one sample standard deviation over seeds, if there are "
+        "several.",
         data=traces,
         layout={"xaxis": category, "yaxis": axis(result.metric)},
     )

@@ -402,8 +402,8 @@ def _how_far_they_part(differences: PairDifferences) -> str:
         end = f"from update {update} only one of {who} is finite."
     return (
         f"In {differences.precision}, the trajectories of "
-        f"{_compared_jobs(differences.pairs)} part: their training losses differ by at "
-        f"most {number(differences.first)} of their value at {begin}; {rise}; {end}"
+        f"{_compared_jobs(differences.pairs)} diverge: their training losses differ by "
+        f"at most {number(differences.first)} of their value at {begin}; {rise}; {end}"
     )
 
 

@@ -202,8 +202,9 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 
     if not verdicts:
         text = (
-            "Whether accumulating pays cannot be said: it takes jobs with factor 1 and "
-            "with a larger factor, of one micro-batch size, that finished with a loss."
+            "Whether accumulating pays cannot be determined: this takes jobs with "
+            "factor 1 and with a larger factor, of one micro-batch size, that "
+            "finished with a loss."
         )
         yield SweepFinding("verdict", text + remark)
 
@@ -248,7 +249,7 @@ def _verdict(
     if not contrasts:
         clauses = [_no_contrast(axis, reason) for axis, reason in reasons.items()]
         text = (
-            f"{_prefix(recipe)}Whether accumulating pays cannot be said: "
+            f"{_prefix(recipe)}Whether accumulating pays cannot be determined: "
             f"{' and '.join(clauses)}.{remark}"
         )
         return SweepFinding("verdict", text)

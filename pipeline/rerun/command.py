@@ -83,8 +83,8 @@ class Rerun:
         say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
         if not self.recorded.is_unchanged():
             say(
-                "  differs: the record: its config is not the one that its tag "
-                "config.hash was taken of"
+                "  differs: the record: its config is not the one from which its tag "
+                "config.hash was computed"
             )
         for override in self.request.changes:
             say(f"  changed: {override}")

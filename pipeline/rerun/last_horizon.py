@@ -39,7 +39,7 @@ def requested(recorded: RecordedRun, request: Request) -> Request:
             f"alone: {_command(recorded, request, last)}"
         )
         raise ConfigError("RUN_ID", rule)
-    say(f"  the run was resumed with {last}, which the rerun takes")
+    say(f"  the run was resumed with {last}, which the rerun uses")
     return replace(request, overrides=[*request.overrides, last])
 
 

@@ -118,8 +118,8 @@ class RecordedRun:
         # Before schema 2, only the last validation used the averaged weights.
         if version < 2 and self._group("optimizer").get("use_ema"):
             say(
-                "  differs: val/…: all are of the averaged weights now, "
-                "then only the last one was"
+                "  differs: val/…: all values are now of the averaged weights; in the "
+                "record only the last one was"
             )
 
     def _unknown_schema(self, version: object) -> ConfigError:
@@ -157,7 +157,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         )
         raise ConfigError("RUN_ID", rule, run_id)
     if "sweep.name" in run.data.tags:
-        rule = "is a sweep: rerun it with --sweep, or one of its runs"
+        rule = "is a sweep: rerun it with --sweep, or rerun one of its runs"
         raise ConfigError("RUN_ID", rule, run_id)
     try:
         contents = record_files.download(store.client(), run_id)

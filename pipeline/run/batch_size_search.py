@@ -148,7 +148,7 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
         found = _recalled(file, most=largest_spec.batching.share)
         if found is not None:
             size = found.micro_batch_size
-            say(f"{MICRO} {size}: {found.how}, as was found before ({file})")
+            say(f"{MICRO} {size}: {found.how}, as found before ({file})")
         else:
             found = _search(largest_spec, budget)
             disk_cache.remember(file, asdict(found))
@@ -319,7 +319,7 @@ def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
     """Return the error for a search in which not even one example fit."""
     if smallest.failed:
         # Even the smallest size fails, so memory is not the cause of the error.
-        rule = f"must be a number, as the update that is tried fails ({smallest.why})"
+        rule = f"must be a number, as the update that was tried fails ({smallest.why})"
         return ConfigError(MICRO, rule)
     example = f"a micro-batch of one example, which does not fit ({smallest.why})"
     memory = spec.config.hardware.memory

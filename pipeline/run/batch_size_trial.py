@@ -285,7 +285,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
             return {"why": why, "failed": True}
     if not isinstance(error, ConfigError):
         reason = described(error)
-        rule = f"must be a number, as the update that is tried fails ({reason})"
+        rule = f"must be a number, as the update that was tried fails ({reason})"
         error = ConfigError("accumulation.micro_batch_size", rule)
     return {"refused": vars(error)}
 

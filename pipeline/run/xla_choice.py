@@ -53,7 +53,7 @@ def decide(parts: Parts) -> tuple[Parts, Choice]:
     with measured_once.locked(file, XLA):
         choice = _recalled(file)
         if choice is not None:
-            say(f"{choice}, as was found before ({file})")
+            say(f"{choice}, as found before ({file})")
         else:
             say(f"{XLA}=fastest: timing updates with XLA and without")
             choice = timed(parts)

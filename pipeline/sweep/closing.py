@@ -105,7 +105,7 @@ def close_left_open(folder: Path, own: OwnStore) -> None:
 def close_as_killed(client: Any, run: Any) -> None:
     """Close the run of a job whose process and shipper have died, as KILLED."""
     client.set_tag(
-        run.info.run_id, "failure", "The job ended, and its shipper, without a word."
+        run.info.run_id, "failure", "The job and its shipper ended without a message."
     )
     client.set_terminated(run.info.run_id, "KILLED")
 

@@ -185,6 +185,6 @@ class JobBatch:
         if name:
             reason = self.endings.failure_reasons()[name]
             raise RunError(
-                f"{reason} The sweep was ended for it, as {name} was its first job to "
-                "end."
+                f"{reason} The sweep was ended for this reason, as {name} was its "
+                "first job to end."
             )

@@ -343,7 +343,7 @@ def _check_folder(config: DictConfig) -> None:
         if len(os.fsencode(name)) > LONGEST_NAME:
             limit = f"a name has at most {LONGEST_NAME} bytes"
     if limit:
-        rule = f"must be a folder that can be made ({limit})"
+        rule = f"must be a folder that can be created ({limit})"
         raise ConfigError("hydra.sweep.subdir", rule, subdir)
 
 
@@ -353,7 +353,7 @@ def _check_for_secrets(config: DictConfig) -> None:
     for key, value in leaves(values).items():
         if isinstance(value, str) and mask(value) != value:
             rule = (
-                "must come to a sweep as an override, or from the environment "
-                "as ${oc.env:NAME}: it holds a secret"
+                "must reach a sweep as an override, or from the environment as "
+                "${oc.env:NAME}, because it holds a secret"
             )
             raise ConfigError(key, rule, value)

@@ -62,7 +62,7 @@ def reject_if_alive(
     if silence < SILENCE_LIMIT:
         rule = (
             f"must have ended: {silence:.0f} s ago it still gave a sign of life "
-            f"({SILENCE_LIMIT:.0f} s of silence are enough)"
+            f"(it counts as ended after {SILENCE_LIMIT:.0f} s of silence)"
         )
         raise ConfigError("SWEEP", rule, stored_parent.info.run_id)
 

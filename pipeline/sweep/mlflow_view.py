@@ -123,7 +123,7 @@ def description(
         "",
     ]
     if not result_table:
-        lines += ["The results come here when the sweep has ended.", _END]
+        lines += ["The results will appear here when the sweep has ended.", _END]
         return "\n".join(lines)
 
     header, *rows = [_markdown_row(cells) for cells in result_table]

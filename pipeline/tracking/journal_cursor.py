@@ -111,7 +111,7 @@ class JournalCursor:
         failure = self.damage
         if not failure:
             failure = (
-                f"The process ended without a word after update {self._last_step}."
+                f"The process ended without a message after update {self._last_step}."
             )
         self.status = "KILLED"
         end = End(self.status, time=int(time.time() * 1000))

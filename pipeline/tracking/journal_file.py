@@ -199,7 +199,7 @@ class LineReader:
         crc = zlib.crc32(text[_HEAD_LENGTH:], self.crc)
         if text[:_HEAD_LENGTH] != _head(crc):
             if self._lines_read == 0 and text.startswith(b'{"time":'):
-                raise FormError("it is of a version before this one")
+                raise FormError("it was written by an earlier version")
             raise FormError(f"line {self._lines_read + 1} is not as it was written")
 
         self.offset += len(text)

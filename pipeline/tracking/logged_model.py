@@ -126,7 +126,7 @@ def _check_equal(
         largest = float(np.abs(trained).max())
         absolute = tolerance * largest
         if not np.allclose(loaded, trained, rtol=tolerance, atol=absolute):
-            raise ValueError("it predicts something else once it is loaded")
+            raise ValueError("it predicts differently once it is loaded")
 
 
 def _copy_at_once(path: str, folder: Path) -> None:

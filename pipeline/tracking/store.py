@@ -362,8 +362,7 @@ def _check_server(uri: str, port: int) -> None:
         port = parts.port or port
     except ValueError:
         raise ValueError(
-            "where its host starts cannot be told: "
-            "percent-encode what its password holds"
+            "it is unclear where its host starts: percent-encode its password"
         ) from None
     if parts.hostname is None and not parts.scheme.startswith("http"):
         return  # a database behind a Unix socket has no host to connect to

@@ -202,9 +202,9 @@ class StoredRun:
         try:
             is_file = stat.S_ISREG(file.lstat().st_mode)
             if not is_file or file.name != name:
-                problem = f"it is no file of {folder.name} itself"
+                problem = f"it is not a file in {folder.name} itself"
                 if folder == self.folder:
-                    problem = "it is no file of the run directory itself"
+                    problem = "it is not a file in the run directory itself"
                 raise OSError(errno.EINVAL, problem)
             file.open("rb").close()
         except (OSError, ValueError) as error:
@@ -262,8 +262,8 @@ class StoredRun:
             lacking = self.expected.lacking(self.client, self.run_id)
             if lacking:
                 raise IncompleteError(
-                    f"the store lacks {lacking} when it is read again, "
-                    "which it has confirmed"
+                    f"the store lacks {lacking}, which it had confirmed, when it is "
+                    "read again"
                 )
         remove_stop_tag(self.client, self.run_id)
         self.client.set_terminated(self.run_id, line.end, line.time)

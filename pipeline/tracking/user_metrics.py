@@ -174,8 +174,8 @@ def checked_value(name: str, value: Any) -> float:
 def _name_error(name: object) -> str:
     ours = ", ".join(sorted(UPDATE_METRICS))
     return (
-        f"a metric must have a name that MLflow takes ({NAME_RULE}) other than {ours} "
-        f"and those of other metrics. Received: {name!r}"
+        f"a metric must have a name that MLflow accepts ({NAME_RULE}) other than "
+        f"{ours} and those of other metrics. Received: {name!r}"
     )
 
 

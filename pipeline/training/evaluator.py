@@ -350,7 +350,8 @@ def averaged_weights_for_callbacks(
         if changed:
             say(
                 "a callback has changed weights in on_epoch_end, where use_ema has "
-                f"replaced them by averages; training goes on from there: {changed[0]}"
+                "replaced them by averages; training continues from there: "
+                f"{changed[0]}"
             )
 
 

@@ -118,8 +118,8 @@ class OomRetry:
         self._check_not_applied(error, number)
         if not self._retry:
             raise OutOfMemoryError(
-                f"update {number} does not fit into memory, and one of several workers "
-                f"cannot try it in smaller pieces: {first_line(error)}"
+                f"update {number} does not fit into memory, and with several workers "
+                f"it is not retried in smaller pieces: {first_line(error)}"
             ) from error
         batch = self._batch_of_last_run(error)
         while True:
@@ -217,8 +217,8 @@ def halve(
         step.token_limit = replace(tokens, tokens=half)
         unit = " tokens"
     say(
-        f"{name} does not fit into memory: again, in micro-batches of {half}{unit} "
-        f"in place of {limit}"
+        f"{name} does not fit into memory: retrying with micro-batches of {half}{unit} "
+        f"instead of {limit}"
     )
     return half
 

@@ -335,7 +335,7 @@ def _check_text(text: str, key: str, gate: Gate) -> None:
     # Code that reads paths or addresses may skip invisible characters.
     for character in text:
         if character not in "\t\n" and unicodedata.category(character) in ("Cc", "Cf"):
-            raise ConfigError(key, "must be of signs that can be seen", text)
+            raise ConfigError(key, "must consist of visible characters", text)
     # Skip the names of an experiment and a run, which may look like paths. Any other
     # text may reach code that reads or writes at that path.
     if _is_path(text) and not key.startswith("tracking."):

@@ -179,8 +179,8 @@ def _unknown_argument_rule(node: DictConfig, key: str) -> str:
         group = _GROUPS[key]
         article = "an" if group.startswith("o") else "a"
         rule += (
-            f"; {article} {group} of your own stands whole in a file, "
-            f"conf/{group}/NAME.yaml, and is taken with --config-dir conf {group}=NAME"
+            f"; {article} {group} of your own belongs in a complete file, "
+            f"conf/{group}/NAME.yaml, which --config-dir conf {group}=NAME selects"
         )
     return rule
 

@@ -135,7 +135,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _check(spec: RunSpec) -> None:
     if spec.searches:
-        rule = "must be a number: what is verified is that cut, in float64"
+        rule = "must be a number: verify checks a given cut, in float64"
         size = spec.config.accumulation.micro_batch_size
         raise ConfigError(sizes.MICRO, rule, size)
     if spec.times_xla:
@@ -393,7 +393,7 @@ def _print(certificate: Certificate, every: bool) -> None:
     rows = _rows(certificate.comparisons, every)
     say(
         f"{parts.devices.description}; {cut}",
-        f"an update by {how} and one of the whole batch are {certificate.verdict}",
+        f"an update in {how} and one of the whole batch are {certificate.verdict}",
         *_table(rows),
         *_remarks(certificate.comparisons),
         to=sys.stdout,
@@ -463,8 +463,8 @@ def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
     in_float32 = any(comparison.precision == "float32" for comparison in comparisons)
     if in_float32 and nvidia.computes_in_tf32():
         yield (
-            "products of float32 are in TF32 here, which sets the rounding; "
-            "hardware.tf32=false leaves it out"
+            "products of float32 use TF32 here, which determines the rounding; "
+            "hardware.tf32=false turns it off"
         )
 
 

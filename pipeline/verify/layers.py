@@ -31,9 +31,11 @@ from pipeline.verify.engine import examples, perturbed, restored
 _ON_OTHERS = "on the other examples of the micro-batch"
 _OUTPUT_DEPENDS = f"its output for an example depends {_ON_OTHERS}"
 _GRADIENT_DEPENDS = f"its gradient for an example depends {_ON_OTHERS}"
-_LOSS_DEPENDS = "its loss of an example depends on the others"
-_LOSS_GRADIENT_DEPENDS = "the gradient of its loss of an example depends on the others"
-_REGULARIZER_CHANGES = "its regularizer has another value in each call"
+_LOSS_DEPENDS = "its loss for an example depends on the other examples"
+_LOSS_GRADIENT_DEPENDS = (
+    "the gradient of its loss for an example depends on the other examples"
+)
+_REGULARIZER_CHANGES = "its regularizer has a different value in each call"
 
 # Arguments of Keras layers that set an amount of noise.
 _NOISE_ARGUMENTS = ("rate", "stddev", "dropout", "recurrent_dropout")

@@ -73,7 +73,7 @@ UNEQUAL = {
 def test_weights_that_may_differ_are_named_once(float64, reason):
     options = UNEQUAL[reason]
     optimizer = accumulating()
-    pattern = f"counts all batches of fit alike, and {reason}.*AccumulatingModel's are"
+    pattern = f"gives all batches of fit the same weight, but {reason}.*AccumulatingModel's are"
     with pytest.warns(UserWarning, match=pattern) as warned:
         found = fitted(optimizer, BATCH, **options)
     assert len(warned) == 1

@@ -295,7 +295,7 @@ def test_the_attentions_of_keras_are_told(precision):
     embedded = layers.Embedding(5, 32)(inputs)
     attended = heads(embedded, embedded)
     windows = keras.Model(inputs, [attended, Windows()(embedded)])
-    axis = "axis 0 of an attention is not that of the examples"
+    axis = "axis 0 of an attention is not the axis of the examples"
     assert attentions(windows) == [axis, axis]
 
 

@@ -195,7 +195,7 @@ def test_sums_are_float32(precision, policy):
         ),
         (
             {"loss": Objective("mse"), "weighted_metrics": {"dense": ["mae"]}},
-            "weighted_metrics must be left out beside an Objective, which has its own",
+            "weighted_metrics must be left out with an Objective, which has its own",
         ),
         (
             {"model": None, "loss": lambda x, y: x - y, "variables": []},

@@ -98,7 +98,7 @@ NOT_CALLED = "which is not called here"
             float8,
             4,
             "inner must have no weights that are overwritten with their gradient, "
-            "as float8 has them",
+            "as in float8",
         ),
         (
             stateful,
@@ -168,7 +168,7 @@ def test_noise_that_depends_on_the_cut_is_refused(noisy, name):
         (dict, "No loss to compute"),
         (
             lambda: {"loss": [cross_entropy(), cross_entropy()]},
-            "loss must have one entry for an output",
+            "loss must have one entry per output",
         ),
         (lambda: {"loss": Reduced()}, "loss must compute in `call`"),
         (

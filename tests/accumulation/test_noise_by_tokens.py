@@ -166,7 +166,9 @@ def attentive():
 
 @pytest.mark.slow
 def test_noise_over_two_sequence_axes_is_rejected():
-    with pytest.raises(ValueError, match="some layers can only draw for each micro-ba"):
+    with pytest.raises(
+        ValueError, match="some layers can only draw noise per micro-ba"
+    ):
         trained(19, model=attentive)
     # Keras draws it.
     assert np.isfinite(trained(19, same_noise="auto", model=attentive)).all()

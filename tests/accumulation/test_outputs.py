@@ -426,10 +426,10 @@ def one_metric():
         ),
         (
             {"loss": {"kind": None, "siez": None}},
-            "an entry of loss must be named as an output, one of kind, size. "
+            "an entry of loss must have the name belong to an output, one of kind, size. "
             "Received: siez",
         ),
-        ({"loss": [None]}, "loss must have 2 entries, one an output. Received: 1"),
+        ({"loss": [None]}, "loss must have 2 entries, one per output. Received: 1"),
         (
             {"loss_weights": 2.0},
             "loss_weights must be given for each of the outputs kind, size",
@@ -449,11 +449,11 @@ def one_metric():
         ),
         (
             {"metrics": one_metric},
-            "metrics must be given by the name of an output, one of kind, size",
+            "metrics must be given by the name belong to an output, one of kind, size",
         ),
         (
             {"metrics": lambda: {"siez": one_metric()}},
-            "metrics must be of an output, one of kind, size",
+            "metrics must belong to an output, one of kind, size",
         ),
     ],
 )

@@ -386,7 +386,7 @@ class Refused(NamedTuple):
 
 
 STATE = (
-    "loss_over must be example for layers that move a state in training, "
+    "loss_over must be example for layers that update their state in training, "
     "such as BatchNormalization. Received: "
 )
 REFUSED = {
@@ -394,8 +394,8 @@ REFUSED = {
     "spectral": Refused(lambda: updated(spectral()), STATE + "spectral_normalization"),
     "noise": Refused(
         lambda: updated(one_tower()),
-        "same_noise must be True, and layers must be able to draw for each example, "
-        "as both passes need the same noise where loss_over is effective_batch. "
+        "same_noise must be True, and layers must be able to draw noise for each "
+        "example, because both passes need the same noise if loss_over is effective_batch. "
         "Received: dropout",
     ),
     "two modes": Refused(

@@ -84,7 +84,9 @@ def test_an_update_in_the_scope_of_its_strategy_is_refused():
         optimizer = keras.optimizers.SGD()
         optimizer.build(model.trainable_variables)
         update = Update(model, cross_entropy(), optimizer, 2, strategy=strategy)
-        with pytest.raises(ValueError, match="must be outside of its strategy's scope"):
+        with pytest.raises(
+            ValueError, match="must be called outside its strategy's scope"
+        ):
             tf.function(update, autograph=False)((x, y))
     assert float(tf.function(update, autograph=False)((x, y))["loss"]) > 0
 

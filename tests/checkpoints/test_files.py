@@ -627,7 +627,7 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
     assert again.loss == stopped.loss
     assert not (tmp_path / "two" / "checkpoints").exists()
     assert snapshot.starting_anew(stopped.callbacks) == [
-        "training.callbacks.stop starts anew: it offers no state"
+        "training.callbacks.stop starts anew: it has no state to save"
     ]
     assert snapshot.starting_anew(early_callbacks(tmp_path)) == []
 
@@ -801,7 +801,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
         "manifest.json",
         "meta.json",
     ]
-    damaged_line = f"the checkpoint {tmp_path / '2'} is damaged, and not used: "
+    damaged_line = f"the checkpoint {tmp_path / '2'} is damaged and is not used: "
     times_used = {1: 0, 2: 0}
     for file in paths:
         content = file.read_bytes()
@@ -870,7 +870,7 @@ def test_one_that_lacks_something_is_said_and_not_used(tmp_path, capsys, lost):
     saved(tmp_path, 1, 2)
     edit_meta(tmp_path / "2", f'"{lost}"', '"found"')
     assert files.newest(tmp_path).updates_done == 1
-    line = rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n"
+    line = rf"is damaged and is not used: meta.json, line \d+: {lost} is missing\n"
     assert re.search(line, capsys.readouterr().err)
 
 
@@ -899,7 +899,7 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(
     err = capsys.readouterr().err
     assert err.startswith("the checkpoint of update 2 was not written: OSError: ")
     if call == "read":
-        assert "was read back other than it was written" in err
+        assert "was not read back as it was written" in err
     else:
         assert "No space left on device" in err
     assert err.count("\n") == 1

@@ -103,7 +103,7 @@ def test_a_fork_that_changes_nothing_is_the_run_itself(folder):
     done = pipeline("train", *begun(f"start.run=run@{AT}"), cwd=folder)
     source_run = run_in(folder, "run")
     fork = run_in(folder, "fork")
-    line = f"goes on with the state of run {source_run.info.run_id} after update {AT}"
+    line = f"continues from the state of run {source_run.info.run_id} after update {AT}"
     assert line in done.stderr
     # A signal left the checkpoint before the evaluation that was due: it is the fork's
     # first row.
@@ -204,7 +204,7 @@ def test_what_no_run_can_begin_with_is_rejected(folder):
     must_fit = "the checkpoint must fit the model, whose "
     horizon = "training must have a horizon beyond the "
     rule_by_start = {
-        "run@7": "start.run must name an update whose checkpoint is there. "
+        "run@7": "start.run must name an update whose checkpoint exists. "
         "Received: 'run@7'. Choices: 21, 35, 40.",
         "nowhere@7": f"{one_run}'nowhere'.",
         "12345678": f"{one_run}'12345678'.",

@@ -122,7 +122,7 @@ def test_the_same_command_goes_on_to_the_same_result(tmp_path, undisturbed, by):
 
 def update_before(resumed):
     """Return the update after which a command says that it goes on."""
-    line = re.compile(r"^goes on after update (\d+)$", re.MULTILINE)
+    line = re.compile(r"^continues after update (\d+)$", re.MULTILINE)
     (update,) = line.findall(resumed.stderr)
     return int(update)
 
@@ -187,7 +187,7 @@ def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
     assert re.search(
         r"hydra\.run\.dir must be resumed with its own horizon, as \d+ updates? after "
         r"update \d+ will be trained again and have rows already; for another horizon, "
-        r"(train into another folder|begin another run there, with start\.run=RUN@\d+)",
+        r"(train into another folder|begin a new run there, with start.run=RUN@\d+)",
         rejected.stderr,
     )
     assert histories(folder) == before
@@ -215,8 +215,8 @@ def test_what_a_callback_has_ended_does_not_go_on(tmp_path):
     last = int(Store(folder).run().data.tags["updates"])
     rejected = pipeline("resume", "run", "training.updates=50", cwd=folder, status=2)
     rule = (
-        f"RUN was ended by training.callbacks.early after update {last}: begin another "
-        f"one there, with start.run=RUN@{last}. Received: "
+        f"RUN was ended by training.callbacks.early after update {last}: begin a "
+        f"new run there, with start.run=RUN@{last}. Received: "
     )
     assert rejected.stderr.splitlines()[-1].startswith(f"pipeline: {rule}")
     fork = ("training.updates=30", f"start.run=run@{last}", "hydra.run.dir=on")
@@ -266,12 +266,10 @@ def test_data_of_ones_own_go_on_as_they_were(tmp_path, name):
     )
     pipeline("train", *own, "training.updates=6", cwd=folder)
     err = pipeline("train", *own, "training.updates=9", cwd=folder).stderr
-    assert "goes on after update 6" in err
+    assert "continues after update 6" in err
     assert "test/accuracy" in err
     rejected = pipeline("train", *common, "dataset=unlabeled", cwd=folder, status=2)
-    rule = (
-        "dataset._target_ must give its test split with labels, as its training split."
-    )
+    rule = "dataset._target_ must return its test split with labels, as its training split."
     assert rule in rejected.stderr
 
 
@@ -343,7 +341,7 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         "'float32'. Received: 'float64'.",
         "run tracking.uri=sqlite:///elsewhere.db": "tracking.uri must be the store of "
         "the run, sqlite:",
-        "run hydra.run.dir=x": "arguments must set nothing of Hydra: a run goes on in "
+        "run hydra.run.dir=x": "arguments must not set keys of Hydra: a run continues in "
         "its own directory.",
         # 14 updates, or 7 where that was not written yet.
         "run training.updates=5": "RUN must be resumed with its own horizon, as ",
@@ -352,10 +350,10 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         "trained to a longer horizon.",
         "torn": "RUN must have an intact checkpoint after at most 2 updates, of which "
         "journal.jsonl has the rows (line ",
-        "done": "RUN has finished: a longer horizon goes on with it, and pipeline sync "
-        "ships what its store lacks.",
-        "old": "RUN must have a journal of format 1 (it is of a version before this "
-        "one).",
+        "done": "RUN has finished: a longer horizon continues it, and pipeline sync uploads what "
+        "its store lacks.",
+        "old": "RUN must have a journal of format 1 (it was written by an earlier "
+        "version).",
     }
     rule_by_line = {
         "train model=mlp hydra.run.dir=run": "hydra.run.dir must be a folder without a "

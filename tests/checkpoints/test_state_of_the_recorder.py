@@ -32,7 +32,7 @@ def test_the_checkpoint_before_is_used(tmp_path, capsys, key):
     change(tmp_path / "2", lambda state: state.pop(key))
     assert files.newest(tmp_path).updates_done == 1
     assert capsys.readouterr().err == (
-        f"the checkpoint {tmp_path / '2'} is damaged, and not used: meta.json, line 1: "
+        f"the checkpoint {tmp_path / '2'} is damaged and is not used: meta.json, line 1: "
         f"{key} is missing\n"
     )
 

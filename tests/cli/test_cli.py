@@ -164,7 +164,7 @@ def test_a_users_own_configs_by_config_dir(installed):
 
     # The folder `conf` is found without the option.
     done = installed.process("pipeline", "train", *show)
-    assert done.stderr == f"pipeline: with the configs in {installed.folder}/conf\n"
+    assert done.stderr == f"pipeline: using the configs in {installed.folder}/conf\n"
     assert done.stdout == shown
     config = yaml.safe_load(shown)
     assert config["seed"] == 7

@@ -119,7 +119,7 @@ def test_branches_of_a_run_that_is_cut_by_tokens_are_cut_by_tokens(tmp_path):
     assert "Critical batch: The critical batch is" in done.stdout
     assert (
         "Gradient noise scale: Not measured: micro-batches that are cut by tokens are "
-        "no random samples." in done.stdout
+        "not random samples." in done.stdout
     )
 
     store = Store(tmp_path)
@@ -151,7 +151,7 @@ def test_branches_of_a_run_that_is_cut_by_tokens_are_cut_by_tokens(tmp_path):
 def test_what_is_rejected_in_one_line(folder):
     rule_by_line = {
         "critical none@20": "RUN@UPDATE must be one run directory",
-        "critical run@30": "RUN@UPDATE must name an update whose checkpoint is there. "
+        "critical run@30": "RUN@UPDATE must name an update whose checkpoint exists. "
         "Received: 'run@30'.",
         "critical run@20 --examples=100": "--examples must be at least 192, and the "
         "training split at least",

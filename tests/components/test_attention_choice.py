@@ -140,7 +140,7 @@ def test_several_replicas_are_compiled_where_the_config_says_so(gpu, precision):
 def test_true_is_rejected_without_a_hopper_gpu(gpu):
     attention.check(spec_of(f"{KEY}=true"))
     gpu["compute_capability"] = (8, 0)
-    rule = f"{KEY} must be false or auto: it needs GPUs of NVIDIA's Hopper generation"
+    rule = f"{KEY} must be false or auto: it needs all GPUs to be of NVIDIA's Hopper generation"
     with pytest.raises(ConfigError, match=rule):
         attention.check(spec_of(f"{KEY}=true"))
     attention.check(spec_of())

@@ -106,7 +106,7 @@ def test_the_replicas_are_on_the_gpus_that_are_named(requests):
     gpus = tf.config.list_physical_devices("GPU")
     named = devices._named_gpus(gpus, [2, 0])
     assert devices._gpus_of_process(named, 2, None) == [gpus[2], gpus[0]]
-    rule = "must be of the 3 GPUs of this machine, counted from 0"
+    rule = "must be among the 3 GPUs of this machine, counted from 0"
     with pytest.raises(ConfigError, match=rf"hardware\.gpu {rule}\. Received: 3\."):
         devices.setup(HardwareConfig(gpu=3), seed=0)
 
@@ -125,13 +125,13 @@ def test_two_runs_on_one_gpu_are_told(requests, precision, capsys, tmp_path):
     with (tmp_path / f"pipeline-{os.getuid()}-gpu-GPU-beef.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run
         devices.setup(HardwareConfig(), seed=0)
-        assert "has another run on it" not in capsys.readouterr().err
+        assert "is also in use by another run it" not in capsys.readouterr().err
         devices.setup(HardwareConfig(gpu=1), seed=0)
-        line = "GPU GPU-beef has another run on it, too\n"
+        line = "GPU GPU-beef is also in use by another run\n"
         assert capsys.readouterr().err.count(line) == 1
         # As the jobs of a sweep in one process do:
         devices.setup(HardwareConfig(gpu=1), seed=0)
-        assert "has another run on it" not in capsys.readouterr().err
+        assert "is also in use by another run it" not in capsys.readouterr().err
     with (
         (tmp_path / f"pipeline-{os.getuid()}-gpu-4.lock").open("w") as lock,
         pytest.raises(BlockingIOError),
@@ -150,7 +150,7 @@ def test_jobs_that_share_a_gpu_do_not_wait_for_each_other(
         assert capsys.readouterr().err == ""
         monkeypatch.setenv(nvidia.LOCKED, "")
         nvidia.lock(["5"], wait=False)  # one that does not share it
-        assert "GPU 5 has another run on it, too" in capsys.readouterr().err
+        assert "GPU 5 is also in use by another run" in capsys.readouterr().err
 
 
 def test_the_peak_begins_with_the_first_update(requests, monkeypatch):

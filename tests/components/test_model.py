@@ -205,7 +205,7 @@ def synchronized() -> keras.Model:
     [
         (
             {"_target_": "builtins.dict"},
-            "model._target_ must give a keras.Model. Received: 'dict'.",
+            "model._target_ must return a keras.Model. Received: 'dict'.",
         ),
         (
             {"_target_": "pipeline.components.model.no_such"},

@@ -34,5 +34,5 @@ def test_a_first_batch_of_which_the_loss_ignores_all_labels_is_legal():
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=255)
     ignored = tf.fill((2, 4, 4), 255)
     objective_checks._check_labels(loss, ignored, 3, 3)
-    with pytest.raises(ValueError, match="label 9 is outside of the 3 outputs"):
+    with pytest.raises(ValueError, match="label 9 is outside the 3 outputs"):
         objective_checks._check_labels(loss, tf.fill((2, 4, 4), 9), 3, 3)

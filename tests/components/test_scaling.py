@@ -187,12 +187,12 @@ def test_a_warm_up_counts_updates_of_the_reference_batch():
         (
             512,
             ["scaling.peak_batch_size=9"],
-            "scaling.peak_batch_size is read by scaling.rule=surge only, not by none",
+            "scaling.peak_batch_size is used only by scaling.rule=surge, not by none",
         ),
         (
             512,
             ["scaling=sqrt", "scaling.rate=sqrt"],
-            "scaling.rate is read by scaling.rule=half_life and timescale only, not by",
+            "scaling.rate is used only by scaling.rule=half_life and timescale, not by",
         ),
         (512, ["scaling.rate=half"], "scaling.rate must be sqrt or null"),
     ],

@@ -132,6 +132,6 @@ def test_a_model_that_counts_padding_is_rejected_before_the_run(float64):
 
 def test_ragged_inputs_must_not_contain_the_padding_either(float64):
     parts = parts_of(TOKENS, "+dataset.last=0")
-    line = "dataset.pad.value must not be a value of the inputs"
+    line = "dataset.pad.value must not occur in the inputs"
     with pytest.raises(tf.errors.InvalidArgumentError, match=line):
         list(parts.batches)

@@ -32,7 +32,7 @@ def test_a_set_whose_inputs_the_model_does_not_take_is_refused_before_training()
     node = f"{{_target_: {__name__}.pictures, side: 9, splits: 2}}"
     with pytest.raises(ConfigError) as refused:
         assembled(f"dataset.validations={{late: {node}}}")
-    rule = "dataset.validations.late must give inputs that mlp takes"
+    rule = "dataset.validations.late must give inputs that mlp accepts"
     assert str(refused.value).startswith(rule)
     parts = assembled(f"dataset.validations={{late: {node.replace('9', '8')}}}")
     assert parts.evaluation_batches("validations.late") is not None

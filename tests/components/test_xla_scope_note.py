@@ -17,7 +17,7 @@ from pipeline.config.sizes import Batching
         (True, "apply", 50, 1, ""),
         (False, "apply", 32, 1, "has no effect: hardware.xla is false"),
         ("auto", "update", 32, 1, "has no effect: hardware.xla=auto compiles nothing"),
-        (True, "apply", 32, 2, "has no effect: it is for one replica"),
+        (True, "apply", 32, 2, "has no effect: it supports only one replica"),
         (True, "update", 50, 1, "acts as apply: micro-batches of 50 do not divide 128"),
     ],
 )

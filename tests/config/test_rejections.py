@@ -110,7 +110,7 @@ LOSSES = "[{_target_: keras.losses.Huber}]"
     [
         (
             f"training.loss={LOSSES}",
-            "training.loss must be a mapping, as what it is merged with; a list needs "
+            "training.loss must be a mapping, like what it is merged with; a list needs "
             "training.loss=null before it. Received: "
             "[{_target_: 'keras.losses.Huber'}].",
         ),
@@ -143,7 +143,9 @@ def test_a_list_of_losses_in_a_config_that_is_merged(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(f"defaults: [config, _self_]\ntraining: {{loss: {LOSSES}}}\n")
     line = rejection("--config-dir", str(tmp_path), "--config-name", "mine")
-    assert line.startswith("training.loss must be a mapping, as what it is merged with")
+    assert line.startswith(
+        "training.loss must be a mapping, like what it is merged with"
+    )
     assert line.endswith("(in mine). Received: [{_target_: 'keras.losses.Huber'}].")
 
 

@@ -64,7 +64,7 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
         (
             (10, 6, None),
             "accumulation.factor must be a number of micro-batches that 10 examples "
-            "can be cut into, all of one size but a smaller last one. "
+            "can be cut into, all of one size except for a smaller last one. "
             "Received: 6. Choices: 3, 4, 5",
         ),
     ],

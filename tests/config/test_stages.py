@@ -303,7 +303,7 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         (
             [RAMP.replace("400", "4.5")],
             "accumulation.batch_schedule[1].start.updates must be a number of at "
-            "least 0, whole",
+            "least 0, and whole",
         ),
         (
             [RAMP.replace("400", "0")],
@@ -342,7 +342,7 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         (
             [RAMP.replace("epochs:12", "epochs:nan")],
             "accumulation.batch_schedule[2].start.epochs must be a number of at "
-            "least 0, whole but for epochs. Received: nan.",
+            "least 0, and whole unless it counts epochs. Received: nan.",
         ),
         (
             [RAMP.replace(":32", ":1"), "hardware.replicas=2"],
@@ -395,7 +395,7 @@ def test_what_cannot_be_is_refused_in_one_line(overrides, message):
                 ScheduledStage("epochs", 0.2, 60),
             ],
             "accumulation.batch_schedule[2].start.epochs must be later than update 2, "
-            "with which the stage before begins. Received: 0.2.",
+            "with which the previous stage begins. Received: 0.2.",
         ),
     ],
 )

@@ -92,7 +92,7 @@ CONFIG = {
         "hardware.xla must be true, false, auto or fastest. Received: 2."
     ),
     "train hardware.xla=fastest hardware.replicas=2": (
-        "hardware.xla must be true, false or auto with 2 replicas: one is timed. "
+        "hardware.xla must be true, false or auto with 2 replicas: only one is timed. "
         "Received: 'fastest'."
     ),
     "train hardware.xla=fastest dataset.batched=true": (
@@ -157,7 +157,7 @@ CONFIG = {
         "'gpu'. Choices: auto, cpu."
     ),
     "train training.loss=[]": (
-        "training.loss must be a mapping, as what it is merged with; a list needs "
+        "training.loss must be a mapping, like what it is merged with; a list needs "
         "training.loss=null before it. Received: []."
     ),
     "train 'training.metrics=[{_target_: keras.metrics.AUC}]'": (
@@ -199,8 +199,8 @@ CONFIG = {
         "'abc'."
     ),
     "train 'training.class_weight={a: 1}'": (
-        "training.class_weight must be null, or a number of at least 0 for each class, "
-        "a whole number. Received: {a: 1}."
+        "training.class_weight must be null, or a number of at least 0 for each class; "
+        "classes are whole numbers. Received: {a: 1}."
     ),
     "train 'training.class_weight={0: -1}'": (
         "training.class_weight must be null, or a number … Received: {0: -1}."
@@ -322,8 +322,8 @@ CONFIG = {
         "hardware.memory must be a size such as 8GiB, or null. Received: 'much'."
     ),
     "verify accumulation.micro_batch_size=auto": (
-        "accumulation.micro_batch_size must be a number: what is verified is that cut, "
-        "in float64. Received: 'auto'."
+        "accumulation.micro_batch_size must be a number: verify checks a given cut, in "
+        "float64. Received: 'auto'."
     ),
     "train hardware.gpu_memory=half": (
         "hardware.gpu_memory must be a size such as 8GiB, or null. Received: 'half'."
@@ -618,7 +618,7 @@ CONFIG = {
         "Received: 'early'."
     ),
     "train +training.metrics.loss._target_=keras.metrics.MeanSquaredError": (
-        "training.metrics.loss must have a name that MLflow takes … other than …loss… "
+        "training.metrics.loss must have a name that MLflow accepts … other than …loss… "
         "Received: 'loss'."
     ),
     (
@@ -629,22 +629,22 @@ CONFIG = {
         "…gradient_square… Received: 'gradient_square'."
     ),
     "train '+training.metrics={a//b: {_target_: keras.metrics.MeanSquaredError}}'": (
-        "training.metrics.a//b must have a name that MLflow takes (…without empty or "
+        "training.metrics.a//b must have a name that MLflow accepts (…without empty or "
         "dotted parts) other than … Received: 'a//b'."
     ),
     "train '+training.metrics={..: {_target_: keras.metrics.MeanSquaredError}}'": (
-        "training.metrics... must have a name that MLflow takes (…) other than … "
+        "training.metrics... must have a name that MLflow accepts (…) other than … "
         "Received: '..'."
     ),
     (
         f"train '+training.metrics={{{'a' * 244}: {{_target_: "
         "keras.metrics.MeanSquaredError}}'"
     ): (
-        "training.metrics.aa…a._target_ must be a name that MLflow takes for a param: "
+        "training.metrics.aa…a._target_ must be a name that MLflow accepts for a param: "
         "… Received: '…."
     ),
     "train '+training.callbacks={a//b: {_target_: keras.callbacks.History}}'": (
-        "training.callbacks.a//b._target_ must be a name that MLflow takes for a "
+        "training.callbacks.a//b._target_ must be a name that MLflow accepts for a "
         "param: … Received: '…'."
     ),
     "train +tracking.tags.stop=now": (
@@ -686,18 +686,18 @@ CONFIG = {
         "hydra.run.dir must be a folder without a run in it. Received: '…/used'."
     ),
     "train hydra.run.dir=/proc/nope": (
-        "hydra.run.dir must be a folder that can be made (…). Received: '/proc/nope'."
+        "hydra.run.dir must be a folder that can be created (…). Received: '/proc/nope'."
     ),
     "train hydra.run.dir=file/x": (
-        "hydra.run.dir must be a folder that can be made (Not a directory). Received: "
+        "hydra.run.dir must be a folder that can be created (Not a directory). Received: "
         "'…file/x'."
     ),
     "train -m hydra.sweep.dir=file/x seed=1,2": (
-        "hydra.sweep.dir must be a folder that can be made (Not a directory). "
+        "hydra.sweep.dir must be a folder that can be created (Not a directory). "
         "Received: 'file/x'."
     ),
     "train -m hydra.sweep.dir=file seed=1,2": (
-        "hydra.sweep.dir must be a folder that can be made (File exists). Received: "
+        "hydra.sweep.dir must be a folder that can be created (File exists). Received: "
         "'file'."
     ),
     "train seed": "seed must be given as KEY=VALUE. Received: 'seed'.",
@@ -758,7 +758,7 @@ CONFIG = {
     # what belongs to a store and its records
     "train schema=1": "schema must be 3, the one of this program. Received: 1.",
     "train tracking.sweep=nope": (
-        "tracking.sweep must be left out of a single run: it is of a multirun. "
+        "tracking.sweep must be left out of a single run: it is for a multirun. "
         "Received: 'nope'."
     ),
     "train 'trust.allow=[a b]'": (

@@ -27,8 +27,8 @@ PREPARED = {
         "'gpu'. Choices: auto, cpu."
     ),
     "train hardware.fused_attention=true": (
-        "hardware.fused_attention must be false or auto: it needs GPUs of NVIDIA's "
-        "Hopper generation alone. Received: true."
+        "hardware.fused_attention must be false or auto: it needs all GPUs to "
+        "be of NVIDIA's Hopper generation. Received: true."
     ),
     "train accumulation.effective_batch_size=1438": (
         "accumulation.effective_batch_size must be at most the 1437 examples of the "
@@ -38,14 +38,14 @@ PREPARED = {
         "dataset.name must be a TFDS dataset (…). Received: 'mnits'."
     ),
     f"train {NOT_PREPARED} dataset.download=false": (
-        "dataset.data_dir must hold mnist/…, prepared; dataset.download=true … "
+        "dataset.data_dir must hold mnist/…, already prepared; dataset.download=true … "
         "Received: '…'."
     ),
     f"train {NOT_PREPARED}": (
         "dataset could not be downloaded and prepared in … (…). Received: 'mnist/…'."
     ),
     "train dataset._target_=mine.not_a_dataset": (
-        "dataset._target_ must give (train, validation[, test]) as tf.data.Datasets, "
+        "dataset._target_ must return (train, validation[, test]) as tf.data.Datasets, "
         "or a pipeline.dataset.Data. Received: 'int'."
     ),
     "train 'dataset.augment={_target_: mine.one_argument, _partial_: true}'": (
@@ -80,7 +80,7 @@ PREPARED = {
     ),
     "train model._target_=mine.recurrent accumulation.same_noise=true": (
         "accumulation.same_noise must be auto, which names them, or false: some layers "
-        "can only draw for each micro-batch. Received: 'lstm'."
+        "can only draw noise per micro-batch. Received: 'lstm'."
     ),
     (
         "train experiment=quick training.loss._target_=keras.losses.Circle "
@@ -90,8 +90,8 @@ PREPARED = {
         "examples at once. Received: 'example'."
     ),
     "train model=mlp model.dropout=0.1 training.loss_over=effective_batch": (
-        "accumulation.same_noise must be True, and layers must be able to draw for "
-        "each example, as both passes need the same noise where loss_over is "
+        "accumulation.same_noise must be True, and layers must be able to draw noise "
+        "for each example, because both passes need the same noise if loss_over is "
         "effective_batch. Received: …"
     ),
     "train model._target_=mine.not_a_modle": (
@@ -109,14 +109,14 @@ PREPARED = {
     ),
     "train model._target_=mine.one_argument": (
         "model.filters must be an argument of mine.one_argument; a model of your own "
-        "stands whole in a file, conf/model/NAME.yaml, and is taken with --config-dir "
+        "belongs in a complete file, conf/model/NAME.yaml, which --config-dir "
         "conf model=NAME. Received: 'filters'. Choices: x."
     ),
     "train dataset=tfds dataset.name=null": (
-        "dataset must give one of name and builder. Received: {…}."
+        "dataset must give exactly one of name and builder. Received: {…}."
     ),
     f"train {MLP} model._target_=mine.not_a_model": (
-        "model._target_ must give a keras.Model. Received: 'int'."
+        "model._target_ must return a keras.Model. Received: 'int'."
     ),
     f"train {MLP} +optimizer.nope=4": (
         "optimizer is rejected by keras.optimizers.AdamW (ValueError: Argument(s) "
@@ -134,32 +134,32 @@ PREPARED = {
     ),
     f"train {MLP} training.loss._target_=keras.losses.MeanSquaredError": (
         "training.loss.from_logits must be an argument of "
-        "keras.losses.MeanSquaredError; an objective of your own stands whole in a "
-        "file, conf/objective/NAME.yaml, and is taken with … Received: 'from_logits'. "
+        "keras.losses.MeanSquaredError; an objective of your own belongs in a complete "
+        "file, conf/objective/NAME.yaml, which … Received: 'from_logits'. "
         "Choices: reduction, name, dtype."
     ),
     f"train {MLP} +model.classes=9": (
-        "training.loss must fit … outputs (32, 9) float32 (label 9 is outside of the 9 "
+        "training.loss must fit … outputs (32, 9) float32 (label 9 is outside the 9 "
         "outputs). Received: 'sparse_categorical_crossentropy'."
     ),
     f"train {MLP} training.loss.from_logits=false": (
-        "training.loss must fit … (the outputs are no probabilities; for logits, set "
+        "training.loss must fit … (the outputs are not probabilities; for logits, set "
         "from_logits=true). Received: 'sparse_categorical_crossentropy'."
     ),
     f"train {MLP} +training.loss.reduction=none": (
         "training.loss.reduction must be a mean or a sum. Received: 'none'."
     ),
     f"train {TWO} '+training.loss.c=null'": (
-        "training.loss must fit labels … (an entry of loss must be named as an output, "
-        "one of a, b. Received: c). Received: …"
+        "training.loss must fit labels … (an entry of loss must have the name of an "
+        "output, one of a, b. Received: c). Received: …"
     ),
     f"train {TWO} 'training.class_weight={{0: 1}}'": (
         "training.class_weight needs examples (x, y), with y the labels of one output, "
-        "all of one length; other examples take sample weights. Received: …"
+        "all of one length; for other examples, use sample weights. Received: …"
     ),
     f"train {MLP} dataset._target_=mine.batched +model.classes=3": (
-        "dataset._target_ must give single examples in its train split, not batches: "
-        "leave `batch` out; if they are single ones, give their shape with "
+        "dataset._target_ must yield single examples in its train split, not batches: "
+        "leave `batch` out; if these are single examples, set their shape with "
         "tf.ensure_shape. Received: …"
     ),
     (
@@ -195,11 +195,11 @@ PREPARED = {
         "min_delta, patience, … Did you mean 'patience'?"
     ),
     f"train {MLP} {SCHEDULER}": (
-        "training.callbacks.rate must be able to do its work (it sets the learning "
+        "training.callbacks.rate must be able to run (it sets the learning "
         "rate, which only schedule=constant allows). Received: 'LearningRateScheduler'."
     ),
     f"train {MLP} '+training.callbacks.own={{_target_: mine.keeping}}'": (
-        "training.callbacks.own must be able to do its work (TypeError: the state of "
+        "training.callbacks.own must be able to run (TypeError: the state of "
         "own/seen must be JSON values and NumPy arrays. Received: set). Received: …"
     ),
     (
@@ -207,7 +207,7 @@ PREPARED = {
         "keras.callbacks.BackupAndRestore, backup_dir: there}'"
     ): (
         "training.callbacks.backup._target_ must be left out: "
-        "training.checkpoint_every is for that, and pipeline resume goes on from "
+        "training.checkpoint_every takes its place, and pipeline resume continues from "
         "there. Received: 'BackupAndRestore'."
     ),
     "ui --port {open}": (
@@ -237,7 +237,7 @@ PREPARED_TOO = {
     ),
     "train experiment=text dataset.pad.value=102": (
         "dataset must give examples (the data cannot be read: dataset.pad.value must "
-        "not be a value of the inputs, which a mask could not tell from it: 102). "
+        "not occur in the inputs, because a mask could not tell it from padding: 102). "
         "Received: 'pipeline.dataset.topics'."
     ),
     "train experiment=text model.width=66": (
@@ -331,11 +331,11 @@ PREPARED_TOO = {
         "without a loss. Missing: b). Received: …"
     ),
     f"train {TWO} 'training.loss_weights={{c: 1}}'": (
-        "training.loss_weights must fit the outputs (an entry of loss_weights must be "
-        "named as an output, one of a, b. Received: c). Received: {c: 1.0}."
+        "training.loss_weights must fit the outputs (an entry of loss_weights must have "
+        "the name of an output, one of a, b. Received: c). Received: {c: 1.0}."
     ),
     f"train {TWO} '+training.metrics={{c: {{m: {{_target_: keras.metrics.AUC}}}}}}'": (
-        "training.metrics.c.m must fit … (metrics must be of an output, one of a, b. "
+        "training.metrics.c.m must fit … (metrics must belong to an output, one of a, b. "
         "Received: c). Received: 'AUC'."
     ),
     f"train {MLP} 'training.class_weight={{10: 2}}'": (
@@ -346,11 +346,11 @@ PREPARED_TOO = {
         "of shape (32,)). Received: …"
     ),
     f"train {MLP} dataset._target_=mine.negative +model.classes=3": (
-        "training.loss must fit … (label -1 is outside of the 3 outputs). Received: …"
+        "training.loss must fit … (label -1 is outside the 3 outputs). Received: …"
     ),
     f"train {MLP} model._target_=mine.bare": (
-        "model.hidden must be an argument of mine.bare; a model of your own stands "
-        "whole in a file, conf/model/NAME.yaml, … Received: 'hidden'. Choices: none."
+        "model.hidden must be an argument of mine.bare; a model of your own belongs "
+        "in a complete file, conf/model/NAME.yaml, … Received: 'hidden'. Choices: none."
     ),
     (
         f"train {MLP} training.loss._target_=mine.scalar_loss {NO_LOGITS} "
@@ -363,11 +363,11 @@ PREPARED_TOO = {
         f"train {MLP} training.loss._target_=mine.branching_loss {NO_LOGITS} "
         "+training.loss._partial_=true"
     ): (
-        "training.loss must fit … (it branches in Python by the value of a tensor: use "
+        "training.loss must fit … (it branches in Python on the value of a tensor: use "
         "keras.ops.where …). Received: …"
     ),
     f"train {MLP} +training.metrics.m._target_=mine.Branching": (
-        "training.metrics.m must fit … (it branches in Python by the value of a "
+        "training.metrics.m must fit … (it branches in Python on the value of a "
         "tensor: use keras.ops.where …). Received: 'Branching'."
     ),
     (
@@ -378,7 +378,7 @@ PREPARED_TOO = {
         "float32 (the shapes differ). Received: 'CategoricalAccuracy'."
     ),
     f"train {MLP} +training.loss.ignore_class=3 +model.classes=9": (
-        "training.loss must fit … (label 9 is outside of the 9 outputs). Received: …"
+        "training.loss must fit … (label 9 is outside the 9 outputs). Received: …"
     ),
     f"train {MLP} training.metrics.accuracy._target_=mine.Vector {ONE_HOT}": (
         "training.metrics.accuracy must fit … (its result is not one number; "
@@ -386,7 +386,7 @@ PREPARED_TOO = {
         "Received: 'F1Score'."
     ),
     f"train {MLP} training.metrics.accuracy._target_=keras.losses.Huber": (
-        "training.metrics.accuracy._target_ must give a keras.metrics.Metric. "
+        "training.metrics.accuracy._target_ must build a keras.metrics.Metric. "
         "Received: 'Huber'."
     ),
     f"train {MLP} training.loss.from_logits=abc": (
@@ -399,15 +399,15 @@ PREPARED_TOO = {
         f"train {MLP} '+training.callbacks.stop={{_target_: "
         "keras.callbacks.EarlyStopping, monitor: nope}'"
     ): (
-        "training.callbacks.stop must be able to do its work (EarlyStopping callback "
+        "training.callbacks.stop must be able to run (EarlyStopping callback "
         "received monitor=nope, but …). Received: 'EarlyStopping'."
     ),
     f"train {MLP} schedule=constant {SCHEDULER}": (
-        "training.callbacks.rate must be able to do its work (TypeError: 'int' object "
+        "training.callbacks.rate must be able to run (TypeError: 'int' object "
         "is not callable). Received: 'LearningRateScheduler'."
     ),
     f"train {MLP} +training.callbacks.stop._target_=keras.losses.Huber": (
-        "training.callbacks.stop._target_ must give a keras.callbacks.Callback. "
+        "training.callbacks.stop._target_ must build a keras.callbacks.Callback. "
         "Received: 'Huber'."
     ),
     f"train {MLP} +training.shown.mine._target_=builtins.dict": (

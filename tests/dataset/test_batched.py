@@ -241,7 +241,7 @@ def test_a_loader_without_an_end_has_no_epochs():
     with pytest.raises(ConfigError, match=line):
         plan(Horizon("epochs", 2))
     assert plan(Horizon("updates", 2)).per_epoch is None
-    with pytest.raises(ConfigError, match="must give a validation split that ends"):
+    with pytest.raises(ConfigError, match="must return a validation split that ends"):
         Loader(endless, "validation")
 
 
@@ -293,7 +293,7 @@ def no_batches():
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_loader_without_a_batch_is_named(split):
-    line = f"must give at least one batch in its {split} split. Received: 0"
+    line = f"must yield at least one batch in its {split} split. Received: 0"
     for source in no_batches():
         with pytest.raises(ConfigError, match=line):
             Loader(source, split)
@@ -318,7 +318,7 @@ def test_none_for_labels_is_the_same_as_no_labels():
 
 def test_weights_without_labels_are_rejected():
     """The weights were taken for the labels."""
-    line = "must not give sample weights without labels in its train split"
+    line = "must not yield sample weights without labels in its train split"
     for source in none_for_labels(np.ones(4)):
         with pytest.raises(ConfigError, match=line):
             Loader(source, "train")
@@ -349,7 +349,7 @@ def test_a_later_batch_of_another_form_is_named(second, form):
     validation = Loader(source, "validation")
     loaders = {"train": train, "validation": validation}
     data = Data(train.examples(), validation.examples(), loaders=loaders)
-    line = r"cannot be read: dataset\._target_ must give batches of one form in its "
+    line = r"cannot be read: dataset\._target_ must yield batches of one form in its "
 
     step = tf.function(lambda batches: next(batches).sizes)
     batches = iter(stream_batches(Stream(train, 2), 0))
@@ -467,7 +467,7 @@ def test_a_run_of_batches_that_is_killed_within_an_epoch_is_resumed_to_the_bit(
     assert line in err
     train("parted", "training.updates=7", status=-9, AT="6", BY="9")
     err = train("parted", "training.updates=7", "training.resume=auto")
-    assert "goes on after update " in err
+    assert "continues after update " in err
 
     store = Store(tmp_path)
     through, parted = [store.histories(run, "train/") for run in store.trained()]
@@ -479,7 +479,7 @@ def test_a_run_of_batches_that_is_killed_within_an_epoch_is_resumed_to_the_bit(
         keras.utils.save_img(image, np.zeros((8, 8, 3)), scale=False)
     again = ("training.updates=8", "training.resume=auto", "dataset.checksum=none")
     err = train("parted", *again, status=2)
-    line = "must give the batches of the run again: that of update 7 is another one"
+    line = "must yield the batches of the run again: that of update 7 is another one"
     assert line in err
 
 
@@ -487,7 +487,10 @@ def test_a_run_of_batches_that_is_killed_within_an_epoch_is_resumed_to_the_bit(
 def test_a_generator_of_unknown_length(tmp_path):
     endless = "dataset=endless"
     err = train_photos(tmp_path, endless, status=2).stderr
-    assert "must be a number of updates where no epoch has a known length" in err
+    assert (
+        "must be a number of updates if the length of an epoch is not known, length"
+        in err
+    )
     train_photos(tmp_path, endless, "schedule=constant")
     train_photos(tmp_path, endless, "training.updates=4")
     store = Store(tmp_path)

@@ -709,7 +709,7 @@ def test_the_digits_are_split_once_and_for_all(digits):
     [
         (
             {"_target_": "builtins.dict"},
-            "dataset._target_ must give (train, validation[, test]) as "
+            "dataset._target_ must return (train, validation[, test]) as "
             "tf.data.Datasets",
         ),
         (

@@ -46,7 +46,7 @@ def test_each_batch_is_trained_on_once_and_a_line_says_that_the_length_changes(c
         values += np.ravel(batches.batch[0]).tolist()
     assert values == list(expected_batches())
     lines = capsys.readouterr().err
-    line = "the train split has 3 batches in an epoch, 5 at first: a schedule"
+    line = "the train split has 3 batches in this epoch, and had 5 at first: a schedule"
     assert lines.count(" at first: ") == lines.count(line) == 1
 
     # The place in the run is that of the epochs as they are, also after a resume.
@@ -74,7 +74,7 @@ def test_an_evaluation_split_whose_length_changes_is_named(lengths, kind, capsys
     counts = [len(list(loader.epoch())) for _ in lengths]
     assert tuple(counts) == lengths
     lines = capsys.readouterr().err
-    line = "the validation split has 3 batches in an epoch, 2 at first: its evaluations"
+    line = "the validation split has 3 batches in this epoch, and had 2 at first: its evaluations"
     changes = len(set(lengths)) > 1
     assert lines.count(line) == lines.count("at first") == int(changes)
 

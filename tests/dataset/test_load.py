@@ -144,9 +144,9 @@ def validation_alone():
 @pytest.mark.parametrize(
     ("function", "rule"),
     [
-        ("weights_without_labels", "must not give sample weights without labels in"),
-        ("sparse_inputs", r"must give dense or ragged .*: see tf\.sparse\.to_dense"),
-        ("validation_alone", "must give a training split. Received: null"),
+        ("weights_without_labels", "must not yield sample weights without labels in"),
+        ("sparse_inputs", r"must yield dense or ragged .*: see tf\.sparse\.to_dense"),
+        ("validation_alone", "must return a training split. Received: null"),
     ],
 )
 def test_what_trains_nothing_is_rejected(function, rule):

@@ -144,7 +144,7 @@ def test_a_pad_value_that_its_type_has_not_is_rejected():
 
 
 def test_a_pad_value_that_is_a_value_of_the_inputs_is_rejected():
-    line = r"dataset.pad.value must not be a value of the inputs"
+    line = r"dataset.pad.value must not occur in the inputs"
     with pytest.raises(tf.errors.InvalidArgumentError, match=line):
         batches(4, texts(first=0))
     assert batches(4, texts(first=0), pad={"multiple": 4, "value": TOKENS})

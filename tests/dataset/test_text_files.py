@@ -412,7 +412,7 @@ WRONG = [
     ({"files": "texts", "validation_split": 1}, r"validation_split must be a share "),
     (
         {"files": "texts", "validation_split": 0.6, "test_split": 0.5},
-        r"test_split must be a share above 0 that leaves texts to train on",
+        r"test_split must be a share above 0 and below 1 that leaves texts to train on",
     ),
     (
         {"files": "texts", "validation_split": 1e-6},

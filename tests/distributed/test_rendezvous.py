@@ -156,7 +156,7 @@ def test_of_two_with_one_index_the_first_stays():
     ):
         first = pool.submit(client(server).join, OWN, 60)
         time.sleep(0.2)
-        with pytest.raises(ConfigError, match="another worker 1 is there already"):
+        with pytest.raises(ConfigError, match="another worker 1 has already joined"):
             client(server).join(OWN, 60)
         assert client(server, 2).join(OWN, 60) == first.result(60)
         assert len(set(gathered.result(60).addresses)) == 3

@@ -300,7 +300,7 @@ def test_an_example_that_only_another_worker_makes_is_found(tmp_path):
     ]
     done = pipeline("train", *RUN, *data, "hardware.workers=2", cwd=tmp_path, status=1)
     why = (
-        "worker 1 does not take part any more: DataError: the data cannot be read: "
+        "worker 1 no longer takes part: DataError: the data cannot be read: "
         "example 179 of the validation split"
     )
     assert why in last_word(done.stderr)
@@ -394,7 +394,7 @@ def test_without_a_worker_the_run_fails_and_goes_on_on_one(tmp_path, number):
     worker.send_signal(number)
     stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 1
-    lost = "worker 1 does not take part any more: it was killed, hangs, or is cut off"
+    lost = "worker 1 no longer takes part: it was killed, hangs, or is cut off"
     assert lost in last_word(stderr)
     store = Store(tmp_path)
     run = store.run()
@@ -426,7 +426,7 @@ def test_a_worker_that_raises_says_why(tmp_path):
     )
     stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 1
-    why = "worker 1 does not take part any more: RuntimeError: no more of this"
+    why = "worker 1 no longer takes part: RuntimeError: no more of this"
     assert why in last_word(stderr)
     assert "no more of this" in (tmp_path / "run" / "workers" / "1.log").read_text()
     assert Store(tmp_path).run().info.status == "FAILED"
@@ -439,7 +439,7 @@ def test_a_worker_that_hangs_is_ended(tmp_path):
     )
     stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 1
-    why = "worker 1 does not take part any more: it has let the others wait for 15 s"
+    why = "worker 1 no longer takes part: it has let the others wait for 15 s"
     assert why in last_word(stderr)
     assert Store(tmp_path).run().info.status == "FAILED"
     assert workers_in(tmp_path) == []

@@ -175,7 +175,7 @@ def test_what_is_only_printed_leaves_nothing(made):
 
 
 def test_an_evaluation_is_logged_once(made):
-    assert "is logged after update 2 already" in made.answers["again"]["err"]
+    assert "is already logged after update 2 already" in made.answers["again"]["err"]
     assert made.answers["again"]["changed"] == []
     assert made.run.info.status == "FINISHED"
 
@@ -214,7 +214,7 @@ def test_another_evaluation_under_the_same_name_is_refused(made_by_id):
         ("a name of a split", "--name", "must not be the name of a split"),
         ("another key", "optimizer.learning_rate", "must be left out"),
         ("replicas", "hardware.replicas", "must be left out"),
-        ("no such update", "RUN", "must name an update whose checkpoint is there"),
+        ("no such update", "RUN", "must name an update whose checkpoint exists"),
         ("predict again", "--out", "must be a file that does not exist"),
     ],
 )
@@ -316,10 +316,10 @@ def test_predictions_go_on_after_a_kill(made, tmp_path):
     assert not (folder / "out.parquet").exists()
 
     other = pipeline("predict", "run", *line[2:], cwd=folder, status=2)
-    assert "has a part of other predictions" in other.stderr
+    assert "contains a part of other predictions" in other.stderr
 
     result = pipeline(*slow, cwd=folder)
-    assert "goes on after 4100 rows" in result.stderr
+    assert "continues after 4100 rows" in result.stderr
     assert not parts.exists()
     whole = pq.read_table(made.folder / "whole.parquet")
     assert pq.read_table(folder / "out.parquet").equals(whole)

@@ -35,7 +35,7 @@ def test_a_file_goes_on_after_its_last_part(tmp_path):
     assert written(out, 45) == 0
     assert not out.exists()
     (tmp_path / "out.parquet.parts/.0000000050.parquet").write_bytes(b"half a part")
-    with pytest.raises(ConfigError, match="has a part of other predictions"):
+    with pytest.raises(ConfigError, match="contains a part of other predictions"):
         written(out, BATCHES, {"run": "b"})
     assert written(out, BATCHES) == 41
     positions = pq.read_table(out)["position"].to_pylist()

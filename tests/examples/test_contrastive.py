@@ -55,7 +55,9 @@ def test_verify_tells_what_the_loss_is_over(folder):
     code = file.read_text(encoding="utf-8").replace("couples_examples", "unmarked")
     file.write_text(code, encoding="utf-8")
     different = pipeline(*over_examples, cwd=folder, status=3)
-    finding = "info_nce (InfoNCE): its loss of an example depends on the others"
+    finding = (
+        "info_nce (InfoNCE): its loss for an example depends on the other examples"
+    )
     assert finding in different.stdout
 
 

@@ -331,7 +331,7 @@ def test_branches_that_are_cut_by_tokens_have_no_noise_scale():
     by_tokens = texts(**{"accumulation.micro_batch_tokens": "512"})
     assert by_tokens["critical"].startswith("The critical batch is ")
     assert by_tokens["noise_scale"] == (
-        "Not measured: micro-batches that are cut by tokens are no random samples. With "
+        "Not measured: micro-batches that are cut by tokens are not random samples. With "
         "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, it is "
         "measured."
     )

@@ -162,7 +162,7 @@ def test_the_rule_that_keeps_the_best_rate_still():
     about_equal = {"scaling=none": 0.24, "scaling=sqrt": -0.26}
     *_, last = rate_drift.findings(sweep_of(about_equal, noise=0.01))
     assert last.figures["still"] == []
-    assert "though not by more than chance may do: in octaves" in last.text
+    assert "though not by more than chance can explain: in octaves" in last.text
 
 
 def drift_between(name: str, value: float, low: float, high: float) -> Drift:
@@ -176,7 +176,7 @@ def test_the_least_drift_is_told_apart_from_all_others():
     far = drift_between("linear", 0.3, 0.25, 0.35)
     wide = drift_between("none", 0.35, -0.9, 1.6)
     around_zero = drift_between("linear", 0.06, -0.30, 0.40)
-    chance = "moves least with sqrt, though not by more than chance may do"
+    chance = "moves least with sqrt, though not by more than chance can explain"
 
     finding = rate_drift._least_drift([still, far])
     assert chance not in finding.text

@@ -356,7 +356,7 @@ def check_ranking(
     differ = "they differ" if lead > width else "the data do not tell them apart"
     pattern = (
         rf"The next is {second}, {SPREAD}{unit} behind "
-        rf"\(95%, over {seeds} pairs of one seed\), so {differ}\."
+        rf"\(95%, over {seeds} pairs with equal seeds\), so {differ}\."
     )
     match = re.search(pattern, text)
     assert match, (pattern, text)
@@ -563,11 +563,13 @@ def test_the_largest_batch_that_pays(case):
         if judged and None not in values:
             costs[group_jobs[0].batch] = statistics.mean(values)
     if bounded:
-        assert "cannot be said where a batch was at the target at its first" in text
+        assert "cannot be determined if a batch was at the target at its first" in text
         return
 
     if len(costs) < 2:
-        assert "cannot be said where fewer than two batches reached the target" in text
+        assert (
+            "cannot be determined if fewer than two batches reached the target" in text
+        )
         return
     fewest = min(costs, key=costs.__getitem__)
     paying = []

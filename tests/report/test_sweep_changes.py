@@ -122,7 +122,7 @@ def test_a_difference_that_is_clear_is_better_or_worse(store):
     text = page.findings[2].text
     assert "The second sweep is better at factor=1 (difference -0.497 ± 0.0" in text
     assert "worse at factor=2 (difference 0.503" in text
-    assert "over 3 pairs of one seed" in text
+    assert "over 3 pairs with equal seeds" in text
     assert text.endswith("Intervals: 95% for 3 settings together.")
 
 

@@ -83,7 +83,7 @@ def test_a_first_evaluation_below_the_target_is_an_upper_bound():
         assert "On this machine take" not in other_finding.text
     pays = first_on(sweep, "largest_batch")
     assert pays.figures == {}
-    assert "cannot be said where a batch was at the target at its first" in pays.text
+    assert "cannot be determined if a batch was at the target at its first" in pays.text
 
 
 def test_a_bound_is_marked_in_the_table():
@@ -130,7 +130,7 @@ def test_a_batch_that_begins_at_the_target_has_no_ratio():
     finding = first_on(sweep, "largest_batch")
     assert finding.figures == {}
     assert finding.text.endswith(
-        "where a batch was at the target before its first update: 32."
+        "determined if a batch was at the target before its first update: 32."
     )
 
 
@@ -148,7 +148,7 @@ def test_the_largest_batch_is_a_topic_only_where_batches_are_compared():
 
     # The batches differ, but each has a rate of its own.
     (text,) = texts([("rate=1 batch=8", 8), ("rate=2 batch=16", 16)])
-    assert text.endswith("of settings that were tried with one batch alone.")
+    assert text.endswith("determined for settings that were tried with only one batch.")
 
     (text,) = texts([("rate=1 batch=8", 8), ("rate=1 batch=16", 16)])
     assert "The largest effective batch that still pays is" in text
@@ -318,7 +318,10 @@ def test_the_interval_is_narrow_where_seeds_agree():
     assert interval_of(sweep) == (256, 256)
     finding = first_on(sweep, "largest_batch")
     assert finding.figures["interval"] == (256, 256)
-    assert "With the chance of the seeds (95%) it is from 256 to 256." in finding.text
+    assert (
+        "Allowing for chance between seeds (95%), it is from 256 to 256."
+        in finding.text
+    )
 
     # One seed shows no chance.
     alone = sweep_with_costs(rng, critical=400.0, noise=0.01, seeds=1)

@@ -332,7 +332,8 @@ def test_why_nothing_is_said_at_equal_examples():
     findings = summarize(sweep)
     final = next(finding for finding in findings if finding.topic == "final")
     assert final.text.endswith(
-        " These ends are not at equal examples: the groups saw from 6144 to 393216."
+        " These results are not after equal numbers of examples: the groups saw from "
+        "6144 to 393216."
     )
     assert final.figures["horizons"] == {"factor=1": 6144, "factor=64": 393216}
 
@@ -452,7 +453,7 @@ def test_without_a_twin_of_equal_memory_nothing_is_claimed():
     finding = verdict_of(synthetic.swept(jobs))
     assert finding.figures == {}
     assert (
-        "it takes jobs with factor 1 and with a larger factor, of one micro-batch size"
+        "this takes jobs with factor 1 and with a larger factor, of one micro-batch size"
     ) in finding.text
     assert not list(verdict.findings(sweep_of({1: [2.0, 2.1]})))
 

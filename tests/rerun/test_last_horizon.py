@@ -93,5 +93,5 @@ def test_a_run_with_another_horizon_is_resumed_reported_and_repeated(tmp_path: P
 
     run_id = Store(tmp_path).run().info.run_id
     rerun = pipeline("rerun", run_id, cwd=tmp_path)
-    assert "was resumed with training.updates=15, which the rerun takes" in rerun.stderr
+    assert "was resumed with training.updates=15, which the rerun uses" in rerun.stderr
     assert "bit-equal" in rerun.stderr

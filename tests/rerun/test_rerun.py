@@ -509,7 +509,7 @@ def test_a_whole_sweep_runs_again_each_job_in_a_process(tmp_path, count):
     uri = f"tracking.uri={store.client.tracking_uri}"
     rejected = pipeline("rerun", parent, uri, cwd=there, status=2)
     assert rejected.stderr == (
-        "pipeline: RUN_ID is a sweep: rerun it with --sweep, or one of its runs. "
+        "pipeline: RUN_ID is a sweep: rerun it with --sweep, or rerun one of its runs. "
         f"Received: '{parent}'.\n"
     )
     for name in ("random.py", "socket.py"):

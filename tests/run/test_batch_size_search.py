@@ -219,7 +219,7 @@ def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(
     most.assign(0)
     with pytest.raises(
         ConfigError,
-        match=f"must be a number, as the update that is tried fails \\({kind}: ",
+        match=f"must be a number, as the update that was tried fails \\({kind}: ",
     ):
         batch_size_search._search(spec, {"resident": 2**30})
 
@@ -230,7 +230,7 @@ def test_what_is_wrong_at_every_size_is_not_tried_at_each():
         tf.errors.NotFoundError(None, None, "a"),
     ):
         failure = batch_size_trial._failure(error)
-        assert "update that is tried fails" in failure["refused"]["rule"]
+        assert "update that was tried fails" in failure["refused"]["rule"]
     cause = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
     short = tf.errors.InternalError(None, None, "CUDA")
     short.__context__ = cause
@@ -258,7 +258,7 @@ def test_the_largest_size_below_such_an_error_is_trained_with(project, kind):
         *line[:-1], "model.most=0", "hydra.run.dir=none", cwd=project, status=2
     )
     rule = (
-        "micro_batch_size must be a number, as the update that is tried fails "
+        "micro_batch_size must be a number, as the update that was tried fails "
         f"({kind}: "
     )
     assert rule in rejected.stderr.splitlines()[-1]
@@ -409,7 +409,7 @@ def test_the_run_is_that_of_the_number_by_hand_and_is_looked_for_once(project):
     for job in ("0", "1"):
         folder = project / "sweep" / job
         assert micro_batch_size_in(folder) == size
-        assert "as was found before" in (folder / "job.log").read_text()
+        assert "as found before" in (folder / "job.log").read_text()
         assert table(folder) == tries
     store = Store(project)
     curves = []
@@ -470,7 +470,7 @@ def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(
     def found_before(**more):
         cache = str(project / "cache")
         stderr = pipeline(*line, cwd=project, XDG_CACHE_HOME=cache, **more).stderr
-        was_found = "as was found before" in stderr
+        was_found = "as found before" in stderr
         assert was_found != ("micro-batch of 4 fits" in stderr)
         return was_found
 
@@ -548,7 +548,7 @@ REFUSED = {
         "+dataset.pad={multiple: 1, value: 0}",
         "accumulation.effective_batch_size=4",
     ),
-    "accumulation.micro_batch_size must be a number, as the update that is tried fails "
+    "accumulation.micro_batch_size must be a number, as the update that was tried fails "
     "(InvalidArgumentError: ": ("model._target_=limited.broken",),
     "accumulation.effective_batch_size must be at most the 256 examples of the "
     "training split. Received: 257.": ("accumulation.effective_batch_size=257",),

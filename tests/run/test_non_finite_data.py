@@ -51,7 +51,7 @@ def test_an_evaluation_that_is_not_finite_gets_a_line_with_its_reason():
     assert warning_of_evaluation("test", {"loss": 0.5}, batches) == ""
     line = warning_of_evaluation("test", {"loss": float("nan")}, batches)
     assert line == (
-        "the test split gives loss=nan: its labels have a value that is NaN or infinite"
+        "the test split gives loss=nan: its labels contain a value that is NaN or infinite"
     )
     finite = batches.map(lambda x, y: (x, x))
     line = warning_of_evaluation("test", {"loss": float("inf")}, finite)
@@ -62,7 +62,11 @@ def test_an_evaluation_that_is_not_finite_gets_a_line_with_its_reason():
 @pytest.mark.parametrize(
     ("arguments", "status", "line"),
     [
-        ("dataset.training=20", 1, "have a value that is NaN or infinite (traceback"),
+        (
+            "dataset.training=20",
+            1,
+            "contain a value that is NaN or infinite (traceback",
+        ),
         ("dataset.validation=20", 0, "the validation split gives loss=inf"),
     ],
 )

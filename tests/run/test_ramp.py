@@ -265,7 +265,7 @@ def test_replicas_and_workers_train_the_same_run(ramp, tmp_path, count):
 def test_verify_shows_the_largest_stage(tmp_path):
     done = pipeline("verify", *RUN[:-1], RAMP, cwd=tmp_path)
     verdict = (
-        "an update by 32 micro-batches of 8 and one of the whole batch are equal "
+        "an update in 32 micro-batches of 8 and one of the whole batch are equal "
         "within rounding"
     )
     assert verdict in done.stdout

@@ -159,7 +159,7 @@ def test_it_is_killed_resumed_and_repeated(folder):
     trained(folder, "killed", TOKENS, kill, every, status=-9, AT="7")
     done = pipeline("resume", "killed", cwd=folder)
     # An epoch has four updates: the checkpoint is from within the second one.
-    assert re.search("goes on after update [56]", done.stderr)
+    assert re.search("continues after update [56]", done.stderr)
     whole = histories(folder, "tokens")
     run = histories(folder, "killed")
     for metric in ("train/loss", "train/micro_steps", "train/tokens_seen"):
@@ -252,7 +252,7 @@ def test_a_batch_schedule_keeps_the_limit(folder):
 def test_verify_says_that_it_is_the_whole_batch(folder):
     done = pipeline("verify", *CONFIG, TOKENS, cwd=folder)
     assert (
-        "an update by micro-batches of at most 100 tokens and one of the whole batch "
+        "an update in micro-batches of at most 100 tokens and one of the whole batch "
         "are equal within rounding" in done.stdout
     )
 

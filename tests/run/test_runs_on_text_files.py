@@ -96,7 +96,7 @@ def test_rows_are_equal_with_a_cache_and_after_a_kill(folder):
     trained(folder, "killed", *STREAMED, CACHE, kill, every, status=-9, AT="13")
     done = pipeline("resume", "killed", cwd=folder)
     # An epoch has nine updates: the checkpoint is from within the second one.
-    assert re.search("goes on after update 1[123]", done.stderr)
+    assert re.search("continues after update 1[123]", done.stderr)
     assert histories(folder, "killed")["train/loss"] == rows["train/loss"]
 
 

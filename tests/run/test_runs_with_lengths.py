@@ -168,7 +168,7 @@ def test_it_is_killed_resumed_and_repeated(folder):
     rejected = pipeline("resume", "killed", other, cwd=folder, status=2)
     assert "dataset.lengths.parts must be that of the run, [" in rejected.stderr
     done = pipeline("resume", "killed", cwd=folder)
-    assert re.search("goes on after update [56]", done.stderr)
+    assert re.search("continues after update [56]", done.stderr)
     run = histories(folder, "killed")
     for metric in ("train/loss", "train/micro_steps", "train/tokens_seen"):
         assert run[metric] == histories(folder, "tokens")[metric]

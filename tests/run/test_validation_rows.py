@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
     # The row of update 15 is there, and the run goes on after update 14.
     interrupted(folder, 17, 9, *RUN)
     resumed = pipeline("train", *RUN, cwd=folder)
-    assert "goes on after update 14" in resumed.stderr
+    assert "continues after update 14" in resumed.stderr
     return folder
 
 

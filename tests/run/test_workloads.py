@@ -294,7 +294,7 @@ def test_a_network_with_weights_of_ones_own_is_fine_tuned(tmp_path, kind):
     rules = {
         "model.frozen=[nothing_*]": "frozen: no layer has a name like this. "
         "Received: nothing_*",
-        "model.weights=nowhere.keras": "weights must be a file that is there. "
+        "model.weights=nowhere.keras": "weights must be a file that exists. "
         "Received: nowhere.keras",
     }
     for wrong, rule in rules.items():

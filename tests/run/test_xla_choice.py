@@ -296,7 +296,7 @@ def test_a_run_records_its_answer_which_a_rerun_and_a_resumed_run_take(tmp_path,
     assert rule in wrong.stderr
     longer = "training.updates=6"
     resumed = pipeline(*line, longer, cwd=tmp_path, **other_cache)
-    assert "goes on after update 4" in resumed.stderr
+    assert "continues after update 4" in resumed.stderr
     assert "hardware.xla" not in resumed.stderr
     assert not (tmp_path / "other" / "pipeline" / "xla").exists()
 
@@ -308,7 +308,7 @@ def test_a_sweep_measures_once(tmp_path, cache):
     pipeline(*line, rates, "hardware.parallel_jobs=2", cwd=tmp_path, **cache)
     logs = [(tmp_path / "sweep" / job / "job.log").read_text() for job in "01"]
     assert sum("timing updates" in log for log in logs) == 1
-    assert sum("as was found before" in log for log in logs) == 1
+    assert sum("as found before" in log for log in logs) == 1
     runs = Store(tmp_path).trained()
     assert len(runs) == 2
     assert len({run.data.params["hardware.xla"] for run in runs}) == 1

@@ -255,7 +255,7 @@ def test_what_a_dead_sweep_left_running_is_closed(left):
     parent = made.client.get_run(made.run_id)
     opening.close_dead_jobs(made.client, parent, {"seed=1": made.client.get_run(run)})
     assert made.client.get_run(run).info.status == "KILLED"
-    assert "without a word" in made.client.get_run(run).data.tags["failure"]
+    assert "without a message" in made.client.get_run(run).data.tags["failure"]
 
 
 def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):

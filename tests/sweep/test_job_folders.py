@@ -29,7 +29,7 @@ def results(tmp_path_factory):
 def test_a_name_of_more_than_255_bytes_is_rejected(results, name):
     assert_rejected(
         results[name],
-        "pipeline: hydra.sweep.subdir must be a folder that can be made (a name has at "
+        "pipeline: hydra.sweep.subdir must be a folder that can be created (a name has at "
         "most 255 bytes). Received: '",
     )
 
@@ -37,7 +37,7 @@ def test_a_name_of_more_than_255_bytes_is_rejected(results, name):
 def test_a_path_of_more_than_4095_bytes_is_rejected(results):
     assert_rejected(
         results["path"],
-        "pipeline: hydra.sweep.subdir must be a folder that can be made (its path has "
+        "pipeline: hydra.sweep.subdir must be a folder that can be created (its path has "
         "at most 4095 bytes). Received: '",
     )
 

@@ -36,6 +36,6 @@ def test_it_cannot_go_to_another_sweep(folder):
     override = "tracking.sweep=another"
     result = pipeline("resume", "swept/0", override, cwd=folder, status=2)
     assert result.stderr.strip() == (
-        "pipeline: tracking.sweep must be left out of a single run: it is of a "
+        "pipeline: tracking.sweep must be left out of a single run: it is for a "
         "multirun. Received: 'another'."
     )

@@ -163,7 +163,7 @@ def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
     }
     assert table(printed) == {name: status for name, (status,) in statuses.items()}
     assert "ValueError: the sixth update is cursed" in printed
-    assert "ended without a word after update" in printed
+    assert "ended without a message after update" in printed
     assert "MemoryError" in printed
     assert "Traceback" not in printed
     endings = {
@@ -244,7 +244,9 @@ def test_two_sweeps_at_once_share_no_gpu(tmp_path):
     assert [process.returncode for process in sweeps] == [0, 0], printed
     logs = [file.read_text() for file in tmp_path.glob("*/*/job.log")]
     assert len(logs) == 4
-    assert any("waits for GPU GPU-cafe/1, which another run has" in log for log in logs)
+    assert any(
+        "waits for GPU GPU-cafe/1, which another run is using" in log for log in logs
+    )
 
 
 @pytest.mark.slow
@@ -508,7 +510,7 @@ def test_a_password_in_a_config_file_is_rejected(tmp_path):
         cwd=tmp_path,
         status=2,
     )
-    assert "tracking.uri must come to a sweep as an override" in done.stderr
+    assert "tracking.uri must reach a sweep as an override" in done.stderr
     assert "Hunter77" not in done.stderr
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [own]
 

@@ -71,7 +71,7 @@ def test_a_description_keeps_what_a_user_wrote_around_it(sweep):
     mlflow_view.announce(sweep.planned, threading.Event())
     written = note_of(sweep)
     assert written.startswith("[Compare the runs of this sweep]")
-    assert "come here when the sweep has ended" in written
+    assert "will appear here when the sweep has ended" in written
 
     sweep.client.set_tag(sweep.run_id, NOTE, f"Mine first.\n\n{written}\nMine last.")
     sweep.job(sweep.names[0], {"train/loss": [2.0, 1.0]})
@@ -79,7 +79,7 @@ def test_a_description_keeps_what_a_user_wrote_around_it(sweep):
     note = note_of(sweep)
     assert note.startswith("Mine first.\n\n[Compare the runs of this sweep]")
     assert note.endswith("\nMine last.")
-    assert "come here when" not in note
+    assert "will appear here when" not in note
     assert "| factor=1 seed=0 | FINISHED | 1 |" in note
 
     # A second time, as after --again, changes nothing.

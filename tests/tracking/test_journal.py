@@ -234,7 +234,7 @@ for pid in (journal.shipper.process.pid, os.getpid()):
     synced(tmp_path)
     assert points(tmp_path) == ("KILLED", list(range(1, 20)))
     failure = Store(tmp_path).run().data.tags["failure"]
-    assert failure == "The process ended without a word after update 19."
+    assert failure == "The process ended without a message after update 19."
 
 
 def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path):
@@ -306,9 +306,9 @@ def test_a_wrong_sync_changes_nothing(tmp_path):
         "sync nowhere": "RUN_DIR must be a folder with a journal.jsonl in it. "
         "Received: 'nowhere'.",
         "sync old": "RUN_DIR must have a journal of format 1 "
-        "(it is of a version before this one). Received: 'old'.",
+        "(it was written by an earlier version). Received: 'old'.",
         "sync runs/lr=0.1": "RUN_DIR must have a journal of format 1 "
-        "(it is of a version before this one).",
+        "(it was written by an earlier version).",
         "sync --nonsense": "arguments must be those of pipeline sync: "
         "see pipeline sync --help. Received: '--nonsense'.",
         "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of "
@@ -643,4 +643,4 @@ def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
     files = Store(tmp_path).client.list_artifacts(run.info.run_id)
     assert [file.path for file in files] == ["good.txt"]
     assert len(noted) == len(names) - 1
-    assert noted[0] == "../secret: it is no file of the run directory itself"
+    assert noted[0] == "../secret: it is not a file in the run directory itself"

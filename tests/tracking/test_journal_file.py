@@ -111,7 +111,7 @@ def test_a_journal_of_before_is_refused(tmp_path):
     )
     with pytest.raises(
         ConfigError,
-        match=r"must have a journal of format 1 \(it is of a version before this one\)",
+        match=r"must have a journal of format 1 \(it was written by an earlier version\)",
     ):
         Past.read(tmp_path)
 

@@ -92,7 +92,7 @@ def test_a_model_may_predict_what_its_precision_rounds_to(
     )
     outcome = nullcontext()
     if not is_same:
-        problem = "it predicts something else once it is loaded"
+        problem = "it predicts differently once it is loaded"
         outcome = pytest.raises(ValueError, match=problem)
     with outcome:
         logged_model.save(tmp_path / NAME, model, x, [])

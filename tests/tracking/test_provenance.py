@@ -211,8 +211,8 @@ def test_the_runs_with_secrets_did_what_they_should(told):
             .startswith(
                 (
                     "pipeline: tracking.uri must be a store that ",
-                    "pipeline: tracking.uri must be as http://HOST:PORT, with the signs "
-                    "of a password percent-encoded. Received: 'http://***@127.0.0.1:9'",
+                    "pipeline: tracking.uri must be as http://HOST:PORT, with special characters "
+                    "in a password percent-encoded. Received: 'http://***@127.0.0.1:9'",
                 )
             )
         )
@@ -978,7 +978,7 @@ def test_no_error_speaks_to_the_terminal():
 
 @pytest.mark.slow
 def test_a_record_that_was_changed_after_the_fact_is_said(refused):
-    said = "  differs: the record: its config is not the one that its tag config.hash was taken of"
+    said = "  differs: the record: its config is not the one from which its tag config.hash was computed"
     _, answers, _, _ = refused
     assert said in answers["changed since"]["err"].splitlines()
     assert said not in answers["terminal"]["err"].splitlines()

@@ -117,7 +117,7 @@ def test_what_a_callback_assigns_is_kept_with_a_line(capsys):
     np.testing.assert_array_equal(bias, trained_bias)
     lines = capsys.readouterr().err
     assert "a callback has changed weights in on_epoch_end" in lines
-    assert lines.count("training goes on from there") == 1
+    assert lines.count("training continues from there") == 1
 
 
 def test_each_optimizer_of_several_is_averaged_by_its_own_setting():

@@ -141,7 +141,7 @@ def test_of_several_micro_steps_the_first_counts(capsys):
 
 @pytest.mark.parametrize("name", ["loss", "epoch", "a(b)", "../a", "", 5])
 def test_a_name_that_no_metric_may_have_is_rejected(name):
-    with pytest.raises(ValueError, match="must have a name that MLflow takes"):
+    with pytest.raises(ValueError, match="must have a name that MLflow accepts"):
         pipeline.log(name, 1.0)
 
 

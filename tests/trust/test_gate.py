@@ -456,7 +456,7 @@ REFUSED = [
     (
         "training.it",
         [["\x1b[31m"]],
-        "training.it.0.0 must be of signs that can be seen",
+        "training.it.0.0 must consist of visible characters",
     ),
     ("dataset.data_dir", "/etc", "/etc"),
     (

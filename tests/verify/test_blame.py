@@ -70,7 +70,7 @@ def test_nothing_is_blamed_where_nothing_differs():
 
 def test_a_loss_that_is_divided_by_its_mean_over_the_batch():
     assert fault_of(OwnLoss(by_its_mean)) == (
-        "own_loss (OwnLoss): the gradient of its loss of an example depends on the others"
+        "own_loss (OwnLoss): the gradient of its loss for an example depends on the other examples"
     )
 
 
@@ -80,7 +80,9 @@ def test_a_metric_that_alone_differs():
 
 def test_a_regularizer_that_alone_differs():
     fault = fault_of(regularizer=Growing())
-    assert fault.endswith("last/kernel: its regularizer has another value in each call")
+    assert fault.endswith(
+        "last/kernel: its regularizer has a different value in each call"
+    )
 
 
 def test_losses_of_outputs_in_nested_dicts():

@@ -72,7 +72,7 @@ def test_a_certificate_is_logged(tmp_path):
     )
     _, verdict, *rows = done.stdout.splitlines()
     assert verdict == (
-        "an update by 3 micro-batches of 34 and one of the whole batch "
+        "an update in 3 micro-batches of 34 and one of the whole batch "
         "are equal within rounding"
     )
     kinds = [row.split()[0] for row in rows[1:] if "float64" in row]

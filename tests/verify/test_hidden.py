@@ -164,7 +164,7 @@ GRADIENT = (
 )
 NOISE = "it draws its own noise for every micro-batch"
 MEAN = "what it adds to the loss is not the mean of what its examples add"
-LOSS = "its loss of an example depends on the others"
+LOSS = "its loss for an example depends on the other examples"
 
 
 def own(function, start=None):

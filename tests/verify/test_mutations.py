@@ -104,7 +104,7 @@ class Shared(keras.losses.Loss):
         (
             lambda: layers.Identity(),
             Shared,
-            "shared (Shared): its loss of an example depends on the others",
+            "shared (Shared): its loss for an example depends on the other examples",
         ),
     ],
 )

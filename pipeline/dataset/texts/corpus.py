@@ -194,7 +194,7 @@ def _shares(validation: Split, test: Split) -> dict[str, Shares]:
         first = end
         end += split
         if not split > 0 or not end < 1:
-            rule = "must be a share above 0 that leaves texts to train on, below 1"
+            rule = "must be a share above 0 and below 1 that leaves texts to train on"
             raise ConfigError(_KEYS[part], rule, split)
         shares[part] = Shares(first, end)
     shares["train"] = Shares(end, 1.0)

@@ -129,7 +129,10 @@ class TokenizedSplit:
         """Raise a `ConfigError` if the split has no piece."""
         if any(group.pieces for group in counts):
             return
-        rule = "must select a text of two tokens or more, as others predict nothing"
+        rule = (
+            "must select a text of two tokens or more, since shorter ones leave "
+            "nothing to predict"
+        )
         if self.split.shares.end < ALL.end:
             rule += ": change the share, or name files for it"
         texts = sum(group.texts for group in counts)

@@ -76,7 +76,7 @@ def text_files(  # noqa: PLR0913  keys of the config
             split has none.
     """
     if sample_by not in SAMPLES:
-        rule = "must be what is one text of a file"
+        rule = "must say what counts as one text of a file"
         raise ConfigError("dataset.sample_by", rule, sample_by, SAMPLES)
     if isinstance(longest, bool) or not isinstance(longest, int) or longest < 1:
         rule = "must be a number of tokens, at least 1"
@@ -87,7 +87,8 @@ def text_files(  # noqa: PLR0913  keys of the config
         raise ConfigError("dataset.files", rule, files)
     if files is not None and train_split != "train":
         rule = (
-            "must be left out with dataset.files: those of no other split are trained"
+            "must be left out with dataset.files: the files that are in no other "
+            "split are trained on"
         )
         raise ConfigError("dataset.train_split", rule, train_split)
     if files is not None:

@@ -128,7 +128,9 @@ def named(node: Any, vocabulary: int | None) -> Tokenizer:
         raise ConfigError(KEY, rule, type(node).__name__)
     tokenizer = instantiate.build(OmegaConf.create(dict(node)), KEY)
     if not callable(tokenizer):
-        rule = "must give what can be called with a text and returns its tokens"
+        rule = (
+            "must build an object that can be called with a text and returns its tokens"
+        )
         raise ConfigError(f"{KEY}._target_", rule, type(tokenizer).__name__)
     if vocabulary is None:
         vocabulary = _vocabulary_of(tokenizer)
