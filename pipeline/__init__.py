@@ -12,9 +12,9 @@ def log(name: str, value: float) -> None:
     """Log a value as `train/NAME` of the run that trains in this process.
 
     A callback may call it, or the host code of a layer. The value belongs to the update
-    that is computed, or else to the last one; of several values of a name for one
-    update, the first counts. Outside a run, in an evaluation, and on a worker other
-    than the chief nothing is logged.
+    that is being computed, or otherwise to the last one; if a name gets several values
+    in one update, only the first counts. Nothing is logged outside a run, in an
+    evaluation, or on a worker other than the chief.
 
     Args:
         name: the metric's name, without `train/`.

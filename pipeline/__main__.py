@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quiet",
         action="store_true",
-        help="with any verb: print errors and the run's ID alone",
+        help="with any verb: print only errors and the run's ID",
     )
     return parser
 

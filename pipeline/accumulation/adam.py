@@ -43,13 +43,13 @@ SMALL = 1 << 16
 def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     """Make `optimizer.apply` take Adam's step as one operation per variable.
 
-    This applies inside the `with` block, to `Adam` and `AdamW`, also inside a
-    `LossScaleOptimizer`. Keras' own step remains in use for other optimizers,
+    This applies inside the `with` block, to `Adam` and `AdamW`, including those inside
+    a `LossScaleOptimizer`. Keras' own step remains in use for other optimizers,
     `amsgrad`, subclasses that override the step, variables in half precision, small
     variables on a CPU, and a β such as 0.9999, whose rounding would matter.
 
     Rows of an embedding's gradient (`tf.IndexedSlices`) that have the same index are
-    summed first, as in the dense gradient, also for small variables. Keras' own step
+    summed first, as in the dense gradient, even for small variables. Keras' own step
     would add the square of each row to the second moment.
 
     Yields:

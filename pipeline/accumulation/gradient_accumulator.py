@@ -32,7 +32,7 @@ class GradientAccumulator(tf.Module):
 
     The sums are created under the current strategy. Each sum is dense, in float32 at
     least; the sum for an embedding is as large as the embedding table. A
-    `tf.train.Checkpoint` saves the whole state, also between two parts of an update.
+    `tf.train.Checkpoint` saves the whole state, even between two parts of an update.
 
     Args:
         variables: the variables that the gradients belong to, in the same order.

@@ -264,9 +264,9 @@ def constant_counts(
     optimizer: keras.optimizers.Optimizer,
     advance: Callable[[tf.Variable, Any], None] = _assign_add,
 ) -> Iterator[None]:
-    """Read the counts of steps once for all who read them in the `with` block.
+    """Read the counts of steps once for all readers in the `with` block.
 
-    They are read on the host and wait for nothing of this update.
+    They are read on the host, without waiting for anything in this update.
 
     Args:
         optimizer: the counts are its own and those of its inner optimizers.
@@ -341,8 +341,8 @@ def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator
 def attending(attention: Callable[..., Any]) -> Iterator[None]:
     """Have `attention` called for each attention of Keras inside the `with` block.
 
-    Its arguments are Keras' own function and a dict of the arguments of that, by name.
-    Other threads, which may trace a model meanwhile, call Keras' own.
+    Its arguments are Keras' own function and a dict of that function's arguments. Other
+    threads, which may trace a model meanwhile, call Keras' own function.
     """
     thread = threading.get_ident()
     with _REPLACING:

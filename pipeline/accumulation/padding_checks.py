@@ -39,7 +39,7 @@ def prepared_for_tokens(
     """Check a batch that is to be cut by tokens, and its model; return the batch.
 
     With a model, the positions of ragged labels get sample weights. Without one, the
-    loss is a function of a micro-batch, which must leave padding out by itself.
+    loss is a function of a micro-batch, which must ignore padding itself.
 
     Raises:
         ValueError: the batch cannot be cut by tokens, or outputs or losses of the model
@@ -60,7 +60,7 @@ def check_noise(model: keras.Model, x: Nest) -> None:
 
     The noise of an example is drawn from its first position on, so padding must be at
     the end where a layer draws. A model some of whose noise depends on the cut anyway
-    is not tried.
+    is not checked.
 
     Args:
         model: the model.

@@ -78,7 +78,7 @@ class Update:
         micro_batch_tokens: maximum number of positions per pass, in place of a number
             of examples, for ragged inputs; see `accumulate_gradients`. Each replica
             gets a share of about as many tokens, and cuts it. The gradient noise is
-            then not measured: sorted micro-batches are no random samples.
+            then not measured: sorted micro-batches are not random samples.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
         xla_lengths: with `micro_batch_tokens`, the lengths for which XLA compiles the

@@ -286,7 +286,9 @@ class _Stored:
         return again_command(name, parent_id, self.uri)
 
     def sync_command(self, run_dir: Path, summary: JournalSummary) -> str:
-        """Return the command that uploads a run, with its store if it is another one."""
+        """Return the command that uploads a run, with its store if that is a different
+        one.
+        """
         uri = self.uri if self.is_store_of(summary) else summary.store
         return sync_command(str(run_dir), uri)
 
@@ -401,9 +403,9 @@ class _Columns:
 
     @classmethod
     def of_list(cls, runs: Sequence[ListedRun]) -> "_Columns":
-        """Return the columns of a list: as wide as needed, or as the terminal has.
+        """Return the columns of a list: as wide as needed, or as the terminal allows.
 
-        Without a terminal, as where the list is piped, nothing is cut.
+        Without a terminal, for example if the list is piped, nothing is cut.
         """
         experiment = max((len(run.experiment) for run in runs), default=0)
         name = max((len(run.name) for run in runs), default=0)

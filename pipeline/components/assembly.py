@@ -462,7 +462,7 @@ def _batches(
     if stream is not None:
         return stream_batches(stream, first_update, weigh)
     if not isinstance(plan, Plan):
-        raise ValueError("a user's loader is read by its stream alone")
+        raise ValueError("a user's loader is read only by its stream")
     return effective_batches(
         spec.dataset,
         data,

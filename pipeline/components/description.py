@@ -47,7 +47,7 @@ def first_lines(parts: Parts) -> list[str]:
 
 
 def xla_scope_note(hardware: HardwareConfig, batching: Batching, on_gpu: bool) -> str:
-    """Return a line if `hardware.xla_scope` has not its full effect, or else ""."""
+    """Return a line if `hardware.xla_scope` does not have its full effect, or else ""."""
     scope = hardware.xla_scope.name
     effect = "has no effect"
     reason = ""

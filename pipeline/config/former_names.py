@@ -109,7 +109,9 @@ def with_current_key(text: str) -> str:
 
 
 def current_links(links: Mapping[str, str]) -> dict[str, str]:
-    """Return recorded links by key. Names of keys are current, also in the links."""
+    """Return recorded links by key. Names of keys are current, including those in the
+    links.
+    """
     return {with_current_key(key): _current_link(link) for key, link in links.items()}
 
 

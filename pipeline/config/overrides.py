@@ -64,7 +64,7 @@ def hydra_quoted(text: object) -> str:
     """Return `text` as a quoted value in Hydra's grammar.
 
     In this grammar, a backslash is an escape only before a quote. So backslashes before
-    a quote are doubled, also those before the closing quote.
+    a quote are doubled, including those before the closing quote.
     """
 
     def escape(match: re.Match[str]) -> str:

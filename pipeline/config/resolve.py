@@ -290,7 +290,7 @@ def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
 
 
 def check_fused_attention(spec: RunSpec) -> None:
-    """Reject `hardware.fused_attention=true` beside a value that rules it out."""
+    """Reject `hardware.fused_attention=true` if another value rules it out."""
     hardware = spec.config.hardware
     if hardware.fused_attention is not True:
         return

@@ -181,7 +181,7 @@ def _asked_stage(key: str, stage: Any) -> ScheduledStage:
     if isinstance(stage, Mapping) and {*stage} == {"start", "effective_batch_size"}:
         start = stage["start"]
     if not isinstance(start, Mapping) or len(start) != 1:
-        rule = "must be as {start: {updates: 400}, effective_batch_size: 128}"
+        rule = "must have the form {start: {updates: 400}, effective_batch_size: 128}"
         raise ConfigError(key, rule, stage)
 
     ((unit, value),) = start.items()

@@ -220,7 +220,7 @@ def _check_address(uri: str, scheme: str) -> None:
         except ValueError:  # the port is not a number below 65536
             has_address = False
     if not has_address:
-        rule = f"must be as {scheme}://HOST:PORT"
+        rule = f"must have the form {scheme}://HOST:PORT"
         if "@" in uri:
             rule += ", with special characters in a password percent-encoded"
         raise ConfigError("tracking.uri", rule, uri)

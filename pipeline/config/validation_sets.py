@@ -1,4 +1,4 @@
-"""Reads `dataset.validations`: validation sets beside the dataset's own split.
+"""Reads `dataset.validations`: validation sets besides the dataset's own split.
 
     validations:
       late: "test[50%:]"                            # a split of the same dataset
@@ -90,7 +90,7 @@ def _parsed(name: str, entry: Any) -> ValidationSet:
 
 
 def check_names(sets: Sequence[ValidationSet], metrics: Collection[str]) -> None:
-    """Reject names of sets that are no plain words, or could be those of metrics.
+    """Reject names of sets that are not plain words, or could be those of metrics.
 
     Args:
         sets: the sets.

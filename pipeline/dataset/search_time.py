@@ -1,4 +1,4 @@
-"""Limits the time of a search for what cannot be read."""
+"""Limits the time of a search for data that cannot be read."""
 
 import time
 

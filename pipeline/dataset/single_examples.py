@@ -18,7 +18,7 @@ def check_split(dataset: Any, split: str, unbatched: bool = False) -> None:
     """Check that a split is a dataset of single examples.
 
     Args:
-        dataset: what the user's function gave as the split.
+        dataset: what the user's function returned as the split.
         split: the name of the split.
         unbatched: whether its elements are known not to be batches.
 

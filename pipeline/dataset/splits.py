@@ -81,7 +81,7 @@ class Data:
         loaders: with `dataset.batched`, the loader of each split, by the split's name.
             The split itself then has only the examples of the first batch.
         decode: a function from the tokens of one example, an array of integers, to its
-            text, for `tracking.show`. None if the inputs are no tokens.
+            text, for `tracking.show`. None if the inputs are not tokens.
         notes: a line for the user about a split, by the split's name.
         unbatched: names of splits whose elements are known to be single examples, even
             if all of them have the same length and so look like batches.

@@ -102,7 +102,7 @@ def split_key(parts: "Parts", name: str) -> str:
     """
     keys = split_keys(parts)
     if name not in keys:
-        raise ConfigError("--split", "must be of the dataset", name, list(keys))
+        raise ConfigError("--split", "must be a split of the dataset", name, list(keys))
     return keys[name]
 
 

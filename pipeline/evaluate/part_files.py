@@ -1,4 +1,4 @@
-"""A Parquet file that is written in parts, so that a killed command can go on.
+"""A Parquet file that is written in parts, so that a killed command can continue.
 
     OUT.parts/identity.json     what the rows are of
     OUT.parts/BATCHES.parquet   rows up to that number of batches, since the part before
@@ -105,7 +105,8 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
-    """Yield the parts of a file; create their folder, or go on with the parts in it.
+    """Yield the parts of a file; create their folder, or continue after the parts in
+    it.
 
     Args:
         out: the file to write.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # importing this takes seconds
 def predict(arguments: Sequence[str]) -> int:
     """Write the outputs, the label and the loss of each example of a split of RUN.
 
-    The same command goes on if it was interrupted. RUN is trusted as by `pipeline
+    If it was interrupted, the same command continues. RUN is trusted as by `pipeline
     evaluate`.
     """
     options = _parse(arguments)

@@ -367,7 +367,7 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
             text += f" With {result.diverged} it diverged."
         else:
             text += (
-                " It is the largest that could be judged, so the limit may lie beyond."
+                " It is the largest that could be judged, so the limit may be higher."
             )
     seeds = {job.seed for job in sweep.jobs} - {None}
     if len(seeds) < 2:

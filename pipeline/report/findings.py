@@ -190,6 +190,6 @@ def shared_device_caveat(sweep: SweepResult) -> str:
     if most_at_once < 2:
         return ""
     return (
-        f" Up to {most_at_once} jobs ran at the same time: where they shared a device, "
-        "their seconds say less."
+        f" Up to {most_at_once} jobs ran at the same time: if they shared a device, "
+        "their times are less reliable."
     )

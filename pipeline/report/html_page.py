@@ -155,7 +155,7 @@ def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str
 
 @dataclass(frozen=True)
 class PageParts:
-    """The parts of a page beside its plots.
+    """The parts of a page other than its plots.
 
     Attributes:
         findings: the findings, each with its `topic`, `text`, `figures` and `plot`.

@@ -118,7 +118,7 @@ class LargestBatch(Result):
 
     @property
     def open(self) -> bool:
-        """Whether no batch was too large, so the limit may lie beyond."""
+        """Whether no batch was too large, so the limit may be higher."""
         return self.largest == self.largest_tried
 
     def figures(self) -> dict[str, Any]:
@@ -379,5 +379,5 @@ def _what_larger_ones_cost(costs: BatchCosts, largest: int) -> str:
         if batch > largest and batch not in costs.examples:
             clauses.append(f"{batch} did not reach it")
     if not clauses:
-        return " It is the largest that was tried, so the limit may lie beyond."
+        return " It is the largest that was tried, so the limit may be higher."
     return f" {joined(clauses)}."

@@ -40,7 +40,7 @@ def beside_measured(scale: float, low: float, high: float) -> str:
     if scale < low:
         return (
             "It is below the critical batch that was measured here, as Merrill et al. "
-            "2025 (arXiv:2505.23971) found too: take it for a lower bound."
+            "2025 (arXiv:2505.23971) also found: treat it as a lower bound."
         )
     if scale > high:
         return (

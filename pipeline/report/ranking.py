@@ -122,7 +122,7 @@ class Ranking:
 
     @property
     def means(self) -> dict[str, float]:
-        """The mean of each group, also of those that were merged, in order."""
+        """The mean of each group, including those that were merged, in order."""
         means = {}
         for group in self.groups:
             for name in (group.name, *group.same):

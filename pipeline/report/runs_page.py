@@ -1,4 +1,4 @@
-"""The page of one run, or of several runs beside each other."""
+"""The page of one run, or of several runs side by side."""
 
 import math
 from collections.abc import Sequence
@@ -256,8 +256,8 @@ def _ranking_sentences(result: LastValues, lower_is_better: bool) -> str:
     else:
         text += (
             f"{names[0]} is best, at {number(values[0])}, and {names[-1]} worst, at "
-            f"{number(values[-1])}. Whether chance explains that takes several seeds of "
-            "each, as a sweep has them."
+            f"{number(values[-1])}. To tell whether chance explains that takes several "
+            "seeds of each, as in a sweep."
         )
     examples = result.examples
     if len(set(examples)) > 1 and not np.isnan(examples).any():

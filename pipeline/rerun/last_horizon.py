@@ -1,4 +1,4 @@
-"""The horizon to which a run is rerun that was resumed with another one.
+"""The horizon of a rerun, if the run was resumed with a different horizon.
 
 The record has the horizon with which the run began, and the tag `horizons` all of them.
 """

@@ -1,4 +1,4 @@
-"""The lines that a run prints at its end: results, times, and the commands to go on."""
+"""The lines that a run prints at its end: results, times, and the next commands."""
 
 from __future__ import annotations
 

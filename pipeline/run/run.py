@@ -463,7 +463,10 @@ def _resume_line(run_dir: Path) -> str:
     updates = saved_updates(run_dir / "checkpoints")
     if not updates:
         command = resume_command(run_dir, from_start=True)
-        return f"interrupted before the first checkpoint; from the start: {command}"
+        return (
+            "interrupted before the first checkpoint; to train from the start: "
+            f"{command}"
+        )
     return f"resume from update {updates[-1]}: {resume_command(run_dir)}"
 
 

@@ -68,7 +68,7 @@ class ClassForm:
         return None
 
     def labels_of(self, y: tf.Tensor) -> tf.Tensor:
-        """Return the class of each label, int32. A last axis of size 1 may be left."""
+        """Return the class of each label, int32. A last axis of size 1 may remain."""
         if self.labels is Labels.ONE_HOT:
             return tf.argmax(y, -1, tf.int32)
         if self.labels is Labels.BINARY:

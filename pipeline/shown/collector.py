@@ -1,4 +1,4 @@
-"""Collects the examples that are shown while an evaluation passes by."""
+"""Collects the examples that are shown, during an evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows what there is to be looked at after each evaluation."""
+"""Shows pictures and tables after each evaluation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Show:
             self._report(error)
 
     def finish(self) -> None:
-        """End an evaluation, while the model still has the weights of it."""
+        """End an evaluation, while the model still has the evaluated weights."""
         if self._functions is not None:
             self._functions.compute_outputs()
 

@@ -237,7 +237,7 @@ class SweepLauncher(Launcher):
         """
 
     def _prepare(self) -> None:
-        """Start slow preparations, which go on while this process opens the sweep."""
+        """Start slow preparations, which continue while this process opens the sweep."""
 
     @abstractmethod
     def _backend(

@@ -9,7 +9,7 @@ which a separate process ships to the store.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
 - `journal_summary` reads what a list of runs shows. `horizons` records and reads those
-  of a run that was resumed with another one.
+  of a run that was resumed with a different one.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.

@@ -1,4 +1,4 @@
-"""The horizons of a run that was resumed with another one than it began with.
+"""The horizons of a run that was resumed with a horizon other than its first.
 
 The params of a run in MLflow cannot change, so they keep the first horizon. The tag
 `horizons` has all of them, as JSON, each with the update after which it began:
@@ -150,8 +150,9 @@ def current_params(
 def current_name(name: str, tags: Mapping[str, str]) -> str:
     """Return the name of a run, in which the first horizon is followed by the last.
 
-    `digits epochs=600` becomes `digits epochs=600→70`, or `digits epochs=600→updates=840`
-    if the unit is another one. Other names are returned unchanged.
+    `digits epochs=600` becomes `digits epochs=600→70`, or `digits
+    epochs=600→updates=840` if the unit is different. Other names are returned
+    unchanged.
     """
     horizons = of_tags(tags)
     if len(horizons) < 2:

@@ -413,8 +413,8 @@ class Journal:
             return ConfigError(failure.key, failure.rule, run_dir)
         command = foreign_store.sync_command(run_dir, self.uri)
         return RuntimeError(
-            f"the store did not take the run ({failure.error}); "
-            f"what it has of it: {command}"
+            f"the store did not accept the run ({failure.error}); to upload what its "
+            f"directory has: {command}"
         )
 
     def _replace_shipper(self) -> None:

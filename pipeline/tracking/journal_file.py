@@ -226,8 +226,8 @@ class LineWriter:
     space again.
 
     A signal such as Ctrl-C may interrupt any method at any point. A line is then kept
-    or not, but never damaged or doubled: `write` adds it to the buffer in one step, and
-    a line that was written in part is written again at the same position.
+    or not, but never damaged or duplicated: `write` adds it to the buffer in one step,
+    and a line that was written in part is written again at the same position.
 
     Args:
         descriptor: the file, opened for writing and locked.

@@ -71,7 +71,7 @@ class OomRetry:
             self._batch_queue.enqueue(self._no_batch)
 
     def hold_batch(self, iterator: Any, step: Step) -> tf.Tensor:
-        """Read the next batch, hold it for a retry, and return the results of `step`.
+        """Read the next batch, keep it for a retry, and return the results of `step`.
 
         Call it inside the function that is passed to `run`.
         """

@@ -79,13 +79,13 @@ def test_a_count_is_limited_also_in_a_mapping_or_list(override):
     [
         ("SQLITE:///a.db", "must name a file: sqlite:///PATH"),
         ("Sqlite:///", "must name a file: sqlite:///PATH"),
-        ("http", "must be as http://HOST:PORT"),
-        ("https:", "must be as https://HOST:PORT"),
-        ("http://", "must be as http://HOST:PORT"),
-        ("http:/host:5000", "must be as http://HOST:PORT"),
-        ("http://host:port", "must be as http://HOST:PORT"),
-        ("http://host:99999", "must be as http://HOST:PORT"),
-        ("postgresql", "must be as postgresql://HOST:PORT"),
+        ("http", "must have the form http://HOST:PORT"),
+        ("https:", "must have the form https://HOST:PORT"),
+        ("http://", "must have the form http://HOST:PORT"),
+        ("http:/host:5000", "must have the form http://HOST:PORT"),
+        ("http://host:port", "must have the form http://HOST:PORT"),
+        ("http://host:99999", "must have the form http://HOST:PORT"),
+        ("postgresql", "must have the form postgresql://HOST:PORT"),
     ],
 )
 def test_an_address_of_a_store_is_whole(uri, rule):

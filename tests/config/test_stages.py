@@ -284,7 +284,7 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             ["accumulation.batch_schedule=[32]"],
-            "accumulation.batch_schedule[0] must be as "
+            "accumulation.batch_schedule[0] must have the form "
             "{start: {updates: 400}, effective",
         ),
         (
@@ -294,7 +294,7 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             [RAMP.replace("epochs:12", "epochs:12,updates:3")],
-            "accumulation.batch_schedule[2] must be as {start: {updates",
+            "accumulation.batch_schedule[2] must have the form {start: {updates",
         ),
         (
             [RAMP.replace("updates:0", "updates:1")],

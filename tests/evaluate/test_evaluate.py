@@ -282,7 +282,7 @@ def test_a_further_validation_set_is_predicted(made, made_by_id):
 
     answer = made_by_id["no such set"]
     assert answer["status"] == 2
-    assert "--split must be of the dataset. Received: 'lat'" in answer["err"]
+    assert "--split must be a split of the dataset. Received: 'lat'" in answer["err"]
     assert answer["changed"] == []
 
 

@@ -447,7 +447,7 @@ def test_a_noise_scale_is_a_lower_bound_only_where_it_is_one():
             curve = Curve(steps, np.full(len(steps), scale))
             job.curves["train/gradient_noise_scale"] = curve
         text_by_scale[scale] = first_on(sweep, "noise_scale").text
-    assert "take it for a lower bound" in text_by_scale[40.0]
+    assert "treat it as a lower bound" in text_by_scale[40.0]
     assert "It agrees with the critical batch" in text_by_scale[400.0]
     assert "so it is no lower bound" in text_by_scale[4000.0]
 

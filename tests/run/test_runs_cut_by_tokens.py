@@ -270,7 +270,7 @@ def test_a_cut_that_does_not_fit_is_repeated_with_half_the_tokens(folder):
 
     run("roomy", 1000)
     done = run("scarce", 60)
-    assert "in micro-batches of 50 tokens in place of 100" in done.stderr
+    assert "with micro-batches of 50 tokens instead of 100" in done.stderr
     rows = histories(folder, "scarce")
     assert_same_updates(rows, histories(folder, "roomy"))
     assert set(rows["perf/micro_batch_tokens"].values()) == {50}

@@ -83,7 +83,7 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     journal.ready()
     run = RunStart(**RUN | {"params": {"a//b": "1"}})
     with pytest.raises(
-        RuntimeError, match=r"the store did not take the run .*: pipeline sync "
+        RuntimeError, match=r"the store did not accept the run .*: pipeline sync "
     ):
         journal.start(tmp_path / JOURNAL_NAME, run)
     assert Store(tmp_path).run().info.status == "FAILED"

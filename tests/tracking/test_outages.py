@@ -188,7 +188,7 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
     journal.ready()
     proxy.harm(mode)
     with pytest.raises(
-        RuntimeError, match=r"the store did not take the run .*: pipeline sync "
+        RuntimeError, match=r"the store did not accept the run .*: pipeline sync "
     ):
         begin(journal, tmp_path)
     assert not journal.shipper.alive()

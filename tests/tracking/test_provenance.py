@@ -978,7 +978,10 @@ def test_no_error_speaks_to_the_terminal():
 
 @pytest.mark.slow
 def test_a_record_that_was_changed_after_the_fact_is_said(refused):
-    said = "  differs: the record: its config is not the one from which its tag config.hash was computed"
+    said = (
+        "  differs: the record: its config is not the one from which its tag "
+        "config.hash was computed"
+    )
     _, answers, _, _ = refused
     assert said in answers["changed since"]["err"].splitlines()
     assert said not in answers["terminal"]["err"].splitlines()

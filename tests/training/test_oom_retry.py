@@ -190,9 +190,7 @@ def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(
     assert min(halved["perf/micro_batch_size"]) == int(sizes[1]) + 1
     assert run.data.tags["micro_batch_size.validation"] == "4"
     assert "perf/micro_batch_size" not in whole
-    retried = (
-        "does not fit into memory: retrying with micro-batches of 8 in place of 16"
-    )
+    retried = "does not fit into memory: retrying with micro-batches of 8 instead of 16"
     assert retried in printed
     steps = list(halved["train/micro_steps"].values())
     assert steps == sorted(steps)
@@ -271,7 +269,7 @@ def test_a_limit_of_tokens_is_halved_down_to_single_examples(capsys):
     line = (
         "update 3 does not fit into memory: retrying with micro-batches of 50 tokens "
     )
-    assert f"{line}in place of 100" in capsys.readouterr().err
+    assert f"{line}instead of 100" in capsys.readouterr().err
     # Each example is padded to at least 16, so all are alone by now.
     with pytest.raises(OutOfMemoryError, match="not even a micro-batch of one example"):
         halve(step, "update 3", error)

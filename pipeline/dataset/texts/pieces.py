@@ -1,7 +1,7 @@
 """Cuts tokenized texts into pieces, counts them, and makes examples of them.
 
 A piece of n + 1 tokens is one example: n inputs, and as labels the tokens that follow
-them. The next piece of a text begins with the last token of the piece before, so that
+them. The next piece of a text begins with the last token of the previous piece, so that
 every token of a text but the first is a label exactly once.
 """
 
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """The numbers of what is in a group of texts.
+    """The numbers of texts, pieces and tokens in a group of texts.
 
     Attributes:
         texts, short: see `Chunk`.

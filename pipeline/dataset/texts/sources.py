@@ -36,12 +36,12 @@ class Text(NamedTuple):
 
 
 class Group(Protocol):
-    """Texts that are read one after the other, in a fixed order, and can be again."""
+    """Texts that are read one after the other, in a fixed order, and can be read again."""
 
     def __iter__(self) -> Iterator[Text]: ...
 
     def identity(self, checksums: Mapping[Path, str]) -> object:
-        """Return what decides the texts, as a value of JSON.
+        """Return what determines the texts, as a JSON value.
 
         Args:
             checksums: the checksums of all files.

@@ -1,12 +1,12 @@
-"""Keeps the tokens of texts in a folder on disk, so that they are made once.
+"""Keeps the tokens of texts in a folder on disk, so that they are computed only once.
 
     PARENT/tokens-<key>/index.json             numbers of texts and pieces
     PARENT/tokens-<key>/train-00000.tfrecord   pieces of the first group, and so on
 
-The key is a checksum of all that decides the tokens. The files are written to a
-temporary folder, which gets its name when it is complete. So a process that is killed
-leaves nothing that looks complete. Of several processes, one writes the files, and the
-others wait for it.
+The key is a checksum of everything that determines the tokens. The files are written to
+a temporary folder, which gets its final name when it is complete. So a process that is
+killed leaves nothing that looks complete. Of several processes, one writes the files,
+and the others wait for it.
 """
 
 import hashlib
