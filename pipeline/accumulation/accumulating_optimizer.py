@@ -425,7 +425,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         """
         sets = self.accumulator.groups_beside(present)
         if len(sets) > MOST_SETS:
-            received = f"{len(sets)} sets of variables that had theirs apart"
+            received = (
+                f"{len(sets)} sets of variables that had theirs in different parts"
+            )
             raise ValueError(f"{ZERO}. Received: {received}")
         return sets
 

@@ -39,7 +39,7 @@ _CROSS_ENTROPIES = (
 )
 _PADDED_REDUCTION = (
     "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the "
-    "model has no mask: this one divides by the padding as well"
+    "model has no mask: this one also counts the padding"
 )
 
 

@@ -150,10 +150,10 @@ def check_open_ports(allowed: bool) -> None:
     addresses = reachable()
     if addresses:
         rule = (
-            "must be true for several workers: TensorFlow opens a port of each on "
-            f"{', '.join(addresses[:5])} without a password, and whoever reaches it "
-            "can read and write your files. hardware=multi_worker sets it, for a "
-            "private network; a namespace without one needs none"
+            "must be true for several workers: TensorFlow opens a port for each on "
+            f"{', '.join(addresses[:5])} without a password, and anyone who can reach "
+            "it can read and write your files. hardware=multi_worker sets it, for a "
+            "private network; a namespace without a network does not need it"
         )
         raise ConfigError("hardware.open_ports", rule, False)
 

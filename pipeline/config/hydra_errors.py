@@ -314,7 +314,7 @@ def _merge_error(
         other = "mapping"
     rule = f"must be {_NAMED.get(key, _KINDS[wanted])}"
     if key not in _NAMED and f"{key}.".startswith(_BELOW_ANY_TYPE):
-        rule += f", as what it is merged with; a {other} needs {key}=null before it"
+        rule += f", like what it is merged with; a {other} needs {key}=null before it"
 
     # OmegaConf's error does not contain the value, so look for it in the overrides.
     for value in values_at(overrides, key):

@@ -329,7 +329,8 @@ def of_batches(
     micro = accumulation["micro_batch_size"]
     if EFFECTIVE in named and effective is not None:
         rule = (
-            f"must be left out with {BATCHED}=true, whose batches and {FACTOR} give it"
+            f"must be left out with {BATCHED}=true: the batches and {FACTOR} determine "
+            "it"
         )
         raise ConfigError(EFFECTIVE, rule, effective)
     if scaled:

@@ -163,7 +163,7 @@ def check_settings(config: DictConfig) -> None:
         rule = "must be a run directory with several workers"
         raise ConfigError("start.run", rule, config.start.run)
     if config.start.weights_only and config.start.run is None:
-        rule = "must come with start.run, whose weights are meant"
+        rule = "must come with start.run, which provides the weights"
         raise ConfigError("start.weights_only", rule, True)
     trust_entries.check_allowed(config.trust.allow)
 

@@ -105,7 +105,7 @@ def check_names(sets: Sequence[ValidationSet], metrics: Collection[str]) -> None
     for validation_set in sets:
         name = validation_set.name
         if not _NAME.fullmatch(name):
-            rule = "must have a plain word for its name: letters, digits and _"
+            rule = "must have a plain word as its name: letters, digits and _"
             raise ConfigError(validation_set.key, rule, name)
         if name in taken:
             rule = "must have another name: metrics of the dataset's own split have it"

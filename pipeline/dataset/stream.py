@@ -129,8 +129,8 @@ class Loader:
         effect = "its evaluations do not use the same examples"
         if self._split == "train":
             effect = (
-                "a schedule that depends on the horizon follows the number "
-                "planned from that"
+                "a schedule that depends on the horizon still follows the planned "
+                "number of updates"
             )
         say(
             f"the {self._split} split has {count} batches in this epoch, and had "

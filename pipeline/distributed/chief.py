@@ -271,8 +271,8 @@ def _say_open_ports(workers: cluster.Cluster) -> None:
     if hosts:
         addresses = ", ".join(workers.addresses)
         say(
-            f"TensorFlow listens without a password at {addresses}, "
-            f"and at the same ports of {', '.join(hosts)}"
+            f"TensorFlow listens without a password at {addresses}, and on the same "
+            f"ports of {', '.join(hosts)}"
         )
 
 

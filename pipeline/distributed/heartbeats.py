@@ -149,7 +149,7 @@ class Heartbeats:
         if straggler is None or straggler not in self._others:
             return
         self._others.pop(straggler).socket.close()
-        failed = f"it has let the others wait for {TIMEOUT:.0f} s"
+        failed = f"it has kept the others waiting for {TIMEOUT:.0f} s"
         self._on_lost(LostWorker(straggler, failed=failed, late=True))
 
 

@@ -394,7 +394,8 @@ class Client:
                 raise ConfigError(KEY, rule)
         where = "in PIPELINE_SECRET or in hardware.secret_file"
         rule = (
-            f"must all know the same secret, {where}; the chief knows another, or none"
+            f"must all know the same secret, {where}; the chief knows a different one, "
+            "or none"
         )
         raise ConfigError(KEY, rule)
 

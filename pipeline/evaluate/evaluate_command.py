@@ -39,7 +39,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     request = command_line.request_of(options)
     logs = not options.no_log
     if logs and options.name is None and command_line.changes_data(request):
-        rule = "must be given where an override of dataset selects other data"
+        rule = "must be given if an override of dataset selects other data"
         raise ConfigError("--name", f"{rule}, or --no-log")
     if logs and request.values.get("dataset.checksum") == "none":
         rule = "must be full to compare evaluations, or come with --no-log"

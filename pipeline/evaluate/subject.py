@@ -201,7 +201,7 @@ def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
     else:
         update = int(selected)
     if update not in models:
-        rule = "must be of a logged model, as the run directory is not here"
+        rule = "must be the update of a logged model, as the run directory is not here"
         raise ConfigError("RUN", rule, selected, list(models))
     return models[update]
 

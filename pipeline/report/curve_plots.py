@@ -33,11 +33,11 @@ FALLS = 20.0
 CAPTIONS = {
     "updates": "Equal effective batches lie on one line where accumulation is exact.",
     "examples": (
-        "What it costs in data: a line further left learns more from each example."
+        "The cost in data: a line further left learns more from each example."
     ),
     "seconds": (
-        "What it costs in time; evaluation, start-up and the tracing of the first "
-        "update are left out."
+        "The cost in time; evaluation, start-up and the tracing of the first update "
+        "are left out."
     ),
 }
 

@@ -214,8 +214,8 @@ def losses_at_budget(
             unit = "of training"
             amount = number(budget, wording.SECONDS)
         reason = (
-            f"{joined(without)} had no {metric}, or none that is finite, by then: the "
-            f"shortest run ends after {amount} {unit}"
+            f"{joined(without)} had no finite {metric} by then: the shortest run ends "
+            f"after {amount} {unit}"
         )
         return Losses(reason=reason)
     return Losses(budget, settings, without)

@@ -318,8 +318,8 @@ def _sentence(drift: Drift) -> str:
         for batch, edge in drift.edges.items():
             edges.append(f"the {edge} rate is the best at {batch}")
         return (
-            f"{prefix}No drift of the best rate is claimed: of the rates that every "
-            f"seed ended with, {joined(edges)}."
+            f"{prefix}No drift of the best rate is reported: of the rates at which "
+            f"every seed finished, {joined(edges)}."
         )
 
     known = "one seed"
@@ -377,7 +377,7 @@ def _least_drift(judged: Sequence[Drift]) -> SweepFinding:
     chance = "" if told_apart else ", though not by more than chance can explain"
     text = (
         f"The best rate moves least with {names[0]}{chance}: in octaves per doubling "
-        f"of the batch, {joined(texts)}. Within the seeds it stays where it is with "
-        f"{joined(still) or 'none of them'}."
+        f"of the batch, {joined(texts)}. Within the variation over seeds, it does not "
+        f"move with {joined(still) or 'none of them'}."
     )
     return SweepFinding("rate_drift", text, LeastDrift(names, still))

@@ -458,8 +458,8 @@ def _what_differs(pairs: list[TrajectoryPair]) -> str:
         named = ", ".join(sorted(layers))
         return f"what these layers do depends on the micro-batch: {named}"
     return (
-        "the jobs compute different things, as with dropout, of which each micro-batch "
-        "draws its own"
+        "the jobs compute different things, for example dropout, which each "
+        "micro-batch draws anew"
     )
 
 
@@ -485,7 +485,7 @@ def _jump(pair: TrajectoryPair) -> str:
 def _why_unknown(pair: TrajectoryPair) -> str:
     """Return a sentence on a pair that differed before its first common row."""
     return (
-        f" What set {pair.base.name} and {pair.other.name} apart is not known, as not "
-        "every update before was logged: tracking.log_every=1 shows whether rounding "
-        "did."
+        f" Why {pair.base.name} and {pair.other.name} differ is not known, because not "
+        "every earlier update was logged: tracking.log_every=1 shows whether it is "
+        "rounding."
     )

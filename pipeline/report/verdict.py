@@ -377,7 +377,7 @@ def _clause(contrast: BudgetContrast, metric: str) -> str:
     without = ""
     if contrast.without:
         names = joined(contrast.without)
-        without = f", without {names}, which had no loss then, or none that is finite"
+        without = f", without {names}, which had no finite loss then"
     certainty = f"{_interval(contrast)}{_consequence(contrast)}"
     return f"{best} is {direction} by {difference} ({certainty}){without}"
 

@@ -196,7 +196,7 @@ def _check_rate(recorded: RecordedRun, request: Request) -> None:
     if any(key.startswith("sched") for key in request.values):
         return
     rule = (
-        "must come with an override of the schedule: "
-        "this record does not say what follows it"
+        "must come with an override of the schedule: this record does not say what "
+        "depends on it"
     )
     raise ConfigError(_RATE, rule, request.values[_RATE])

@@ -34,9 +34,9 @@ def requested(recorded: RecordedRun, request: Request) -> Request:
     is_repeatable = len(in_force) == 1
     if not is_repeatable and horizons.decides_rates(recorded.config, recorded.links):
         rule = (
-            "must have one horizon to be repeated, as its learning rates depend on it, "
-            f"and had {horizons.described(in_force)}; to train it with the last one "
-            f"alone: {_command(recorded, request, last)}"
+            "must have one horizon to be repeated, as its learning rates depend on "
+            f"it, but had {horizons.described(in_force)}; to train it with the last "
+            f"one alone: {_command(recorded, request, last)}"
         )
         raise ConfigError("RUN_ID", rule)
     say(f"  the run was resumed with {last}, which the rerun uses")

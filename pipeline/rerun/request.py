@@ -127,7 +127,7 @@ class Request:
         default = f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
         folder = self.values.get("hydra.run.dir", default)
         if not isinstance(folder, str) or "${" in folder:
-            rule = "must be a folder, named as it is"
+            rule = "must be the plain path of a folder"
             raise ConfigError("hydra.run.dir", rule, folder)
         return Path(folder).absolute()
 

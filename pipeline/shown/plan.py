@@ -192,7 +192,7 @@ def _why_no_curve(form: ClassForm | None, terms: int) -> str:
 
 def _why_no_classes(terms: int) -> str:
     if terms > 1:
-        return f"it is of one output with a loss, and there are {terms}"
+        return f"it needs one output with a loss, and there are {terms}"
     return "the labels are not classes"
 
 

@@ -70,7 +70,7 @@ class StoredModel:
         except Exception as error:
             rule = f"must have a model that can be downloaded ({first_line(error)})"
             raise ConfigError(key, rule, self.name) from error
-        rule = f"must have a model with Keras' {ARCHIVE}; another one holds code"
+        rule = f"must have a model with Keras' {ARCHIVE}; any other kind contains code"
         raise ConfigError(key, rule, self.name)
 
 

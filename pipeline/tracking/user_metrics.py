@@ -166,7 +166,7 @@ def checked_value(name: str, value: Any) -> float:
     if isinstance(value, str) or not isinstance(number, float):
         raise ValueError(
             f"the value of {name!r} must be one number; in the graph of a layer it is "
-            f"known within tf.py_function only. Received: {value!r}"
+            f"known only within tf.py_function. Received: {value!r}"
         )
     return number
 

@@ -200,7 +200,10 @@ def check_size(config: Mapping[str, Any]) -> None:
     """
     for count, node in enumerate(_nodes(dict(config))):
         if count > _MOST_VALUES or len(node.parents) > _DEEPEST:
-            rule = f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep"
+            rule = (
+                f"must have at most {_MOST_VALUES} values, nested at most "
+                f"{_DEEPEST} deep"
+            )
             raise ConfigError(node.key.partition(".")[0], rule)
 
 
@@ -395,7 +398,7 @@ def _check_reader(node: dict[Any, Any], key: str, target: str, gate: Gate) -> No
     for name in trusted_names.READERS.get(target, ()):
         path = node.get(name)
         if isinstance(path, dict):  # the built object could be any text
-            rule = f"of {target} must be given as it is"
+            rule = f"of {target} must be given literally"
             raise ConfigError(_join(key, name), rule, path)
         # A vocabulary may be a list; null is the reader's default.
         if type(path) is str:

@@ -198,7 +198,7 @@ def _check_complete(
         rule = f"must be given: {node._target_} has no default for it"
         is_function = key.startswith(("training.", "dataset.lengths"))
         if is_function and not inspect.isclass(target):
-            rule += f"; where the function itself is meant, {key}._partial_ is true"
+            rule += f"; if the function itself is meant, set {key}._partial_ to true"
         raise ConfigError(f"{key}.{name}", rule)
 
 

@@ -139,12 +139,12 @@ def _check(spec: RunSpec) -> None:
         size = spec.config.accumulation.micro_batch_size
         raise ConfigError(sizes.MICRO, rule, size)
     if spec.times_xla:
-        rule = "must be true, false or auto: nothing is timed to verify"
+        rule = "must be true, false or auto: verify does not time anything"
         raise ConfigError(XLA, rule, spec.config.hardware.xla)
     if spec.dataset.get("batched"):
         rule = (
-            "must be false to verify: "
-            "a whole batch to compare with would join the loader's own"
+            "must be false for verify: the whole batch for the comparison would have "
+            "to join the loader's batches"
         )
         raise ConfigError(sizes.BATCHED, rule, True)
 
@@ -250,7 +250,7 @@ def _compare(
     if other_weights:
         subjects.append(f"{subjects[-1]}, other weights")
 
-    rule = f"must compute an update in {precision}, in which it is verified"
+    rule = f"must be able to compute an update in {precision}, which verify uses"
     comparisons = []
     with (
         layers.without_noise(parts.model, parts.forward.drawing_by_position) as quiet,
@@ -343,7 +343,7 @@ def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]
                 cause = error.rule
                 if error.__cause__:
                     cause = described(error.__cause__)
-                rule = f"must run in float64, in which it is verified ({cause})"
+                rule = f"must run in float64, which verify uses ({cause})"
                 raise ConfigError(error.key, rule) from error
             spec = remaining
             left_out.append(error.key)

@@ -227,7 +227,7 @@ def test_what_no_run_can_begin_with_is_rejected(folder):
     best_f1 += "training.keep_best.metric=val/f1 training.keep_best.mode=max"
     rule_by_line = {
         "train start.weights_only=true": "start.weights_only must come with start.run, "
-        "whose weights are meant.",
+        "which provides the weights.",
         best_f1: "training.keep_best.metric must be a metric of the validation split. "
         "Received: 'val/f1'. Choices: val/loss, val/accuracy.",
     }

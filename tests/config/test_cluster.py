@@ -227,8 +227,8 @@ def test_workers_open_no_port_to_others_unasked(addresses, reached, monkeypatch)
             resolve(composed(overrides), overrides, {})
         assert str(refused.value).startswith(
             "hardware.open_ports must be true for several workers: TensorFlow opens a "
-            f"port of each on {reached[0]} without a password, and whoever reaches it "
-            "can read and write "
+            f"port for each on {reached[0]} without a password, and anyone who can "
+            "reach it can read and write "
         )
     else:
         resolve(composed(overrides), overrides, {})

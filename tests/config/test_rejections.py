@@ -123,7 +123,7 @@ LOSSES = "[{_target_: keras.losses.Huber}]"
         ("tracking.tags=[1]", "tracking.tags must be a mapping. Received: [1]."),
         (
             "model.hidden={a: 1}",
-            "model.hidden must be a list, as what it is merged with; a mapping needs "
+            "model.hidden must be a list, like what it is merged with; a mapping needs "
             "model.hidden=null before it. Received: {a: 1}.",
         ),
         ("hardware=[1]", "hardware must be the name of an option of its group."),

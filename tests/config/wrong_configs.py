@@ -104,7 +104,7 @@ CONFIG = {
         "Received: true."
     ),
     "verify hardware.xla=fastest": (
-        "hardware.xla must be true, false or auto: nothing is timed to verify. "
+        "hardware.xla must be true, false or auto: verify does not time anything. "
         "Received: 'fastest'."
     ),
     "train hardware.fused_attention=fast": (
@@ -187,7 +187,7 @@ CONFIG = {
         f"training.callbacks must be {NAMED}. Received: []."
     ),
     "train model.hidden={}": (
-        "model.hidden must be a list, as what it is merged with; a mapping needs "
+        "model.hidden must be a list, like what it is merged with; a mapping needs "
         "model.hidden=null before it. Received: {}."
     ),
     "train training.loss=mse": (
@@ -408,7 +408,7 @@ CONFIG = {
         "dataset.validations.loss must have another name: …"
     ),
     "train 'dataset.validations={a-b: test}'": (
-        "dataset.validations.a-b must have a plain word for its name: letters, digits "
+        "dataset.validations.a-b must have a plain word as its name: letters, digits "
         "and _. Received: 'a-b'."
     ),
     "train 'dataset.validations={late: {_target_: pipeline.dataset.digits, pad: 4}}'": (
@@ -586,7 +586,7 @@ CONFIG = {
     ),
     "train start.run=[used]": "start.run must be text, or null. Received: ['used'].",
     "train start.weights_only=true": (
-        "start.weights_only must come with start.run, whose weights are meant. "
+        "start.weights_only must come with start.run, which provides the weights. "
         "Received: true."
     ),
     "train training.keep_best.metric=loss": (

@@ -58,8 +58,8 @@ PREPARED = {
     ),
     "train experiment=text training.loss.reduction=sum_over_batch_size": (
         "training.loss.reduction must be mean_with_sample_weight or sum where "
-        "dataset.pad pads the labels and the model has no mask: this one divides by "
-        "the padding as well. Received: 'sum_over_batch_size'."
+        "dataset.pad pads the labels and the model has no mask: this one also counts "
+        "the padding. Received: 'sum_over_batch_size'."
     ),
     "train accumulation.micro_batch_tokens=512": (
         "accumulation.micro_batch_tokens must come with dataset.pad, such as "
@@ -168,8 +168,8 @@ PREPARED = {
         f"{NO_LOGITS}"
     ): (
         "training.loss.y_true must be given: "
-        "keras.losses.sparse_categorical_crossentropy has no default for it; where the "
-        "function itself is meant, training.loss._partial_ is true."
+        "keras.losses.sparse_categorical_crossentropy has no default for it; if the "
+        "function itself is meant, set training.loss._partial_ to true."
     ),
     f"train {MLP} dataset._target_=mine.unlabelled +model.classes=3": (
         "training.loss needs labels, but the dataset has none: set it to null if the "

@@ -230,7 +230,7 @@ REJECTED = [
     (
         {"length": {"_target_": f"{HERE}.two"}, "parts": ["y.next"]},
         f"dataset.lengths.length.x must be given: {HERE}.two has no default for it; "
-        "where the function itself is meant, dataset.lengths.length._partial_ is true.",
+        "if the function itself is meant, set dataset.lengths.length._partial_ to true.",
     ),
     (
         {"length": "x.length", "parts": ["x.tokens", "y"]},

@@ -439,7 +439,7 @@ def test_a_worker_that_hangs_is_ended(tmp_path):
     )
     stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 1
-    why = "worker 1 no longer takes part: it has let the others wait for 15 s"
+    why = "worker 1 no longer takes part: it has kept the others waiting for 15 s"
     assert why in last_word(stderr)
     assert Store(tmp_path).run().info.status == "FAILED"
     assert workers_in(tmp_path) == []

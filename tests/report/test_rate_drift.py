@@ -106,7 +106,7 @@ def test_a_best_rate_at_an_edge_claims_no_drift():
     assert finding.figures["drift"] is None
     assert finding.figures["edges"] == {16: "smallest", 256: "largest"}
     assert (
-        "of the rates that every seed ended with, the smallest rate is the best at 16, "
+        "of the rates at which every seed finished, the smallest rate is the best at 16, "
         "the largest"
     ) in finding.text
 

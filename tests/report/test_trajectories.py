@@ -213,7 +213,7 @@ def test_a_difference_whose_begin_was_not_logged_has_no_known_cause():
     finding = pair_of(np.full(6, 0.01), steps=steps)
     assert finding.figures["rounding"] is None
     assert finding.figures["by_rounding"] == 0
-    assert "is not known, as not every update before was logged" in finding.text
+    assert "is not known, because not every earlier update was logged" in finding.text
     # Rows that are missing later hide no jump.
     amplified = pair_of(1e-7 * 1.15**steps, steps=steps)
     assert amplified.figures["rounding"] is True

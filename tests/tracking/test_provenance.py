@@ -211,8 +211,8 @@ def test_the_runs_with_secrets_did_what_they_should(told):
             .startswith(
                 (
                     "pipeline: tracking.uri must be a store that ",
-                    "pipeline: tracking.uri must be as http://HOST:PORT, with special characters "
-                    "in a password percent-encoded. Received: 'http://***@127.0.0.1:9'",
+                    "pipeline: tracking.uri must have the form http://HOST:PORT, with "
+                    "special characters in a password percent-encoded. Received: 'http://***@127.0.0.1:9'",
                 )
             )
         )
@@ -911,7 +911,7 @@ def test_nothing_was_created_for_what_was_refused(refused):
         ),
         ("no such key", "nonsense must be a key of the config"),
         ("not a value", "hardware.replicas must be at least 1"),
-        ("interpolated", "hydra.run.dir must be a folder, named as it is"),
+        ("interpolated", "hydra.run.dir must be the plain path of a folder"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(refused, name, message):

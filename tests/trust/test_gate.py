@@ -658,10 +658,10 @@ def test_a_small_file_of_a_huge_config_is_refused(gate):
     endless: list = []
     endless.append(endless)
     for value in (bomb, endless):
-        with pytest.raises(ConfigError, match="model must be of at most"):
+        with pytest.raises(ConfigError, match="model must have at most"):
             check_config({"model": value}, gate)
         for key in ("hydra", "defaults"):
-            with pytest.raises(ConfigError, match=f"{key} must be of at most"):
+            with pytest.raises(ConfigError, match=f"{key} must have at most"):
                 check_config({key: value}, gate)
     check_size(recorded())
 

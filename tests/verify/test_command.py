@@ -155,7 +155,7 @@ def test_a_layer_that_does_not_run_in_float64_is_rejected_by_its_name(tmp_path):
         "verify", "model=mlp", *own, "training.epochs=1", cwd=tmp_path, status=2
     )
     assert done.stderr == (
-        "pipeline: model must run in float64, in which it is verified "
+        "pipeline: model must run in float64, which verify uses "
         "(InvalidArgumentError: Value for attr 'T' of double is not in the list of "
         "allowed values: half, bfloat16, float (in MaxPooling3D)).\n"
     )
