@@ -132,8 +132,8 @@ def _parser() -> argparse.ArgumentParser:
         lines.append(f"  {verb:9}{description}")
     lines.append("")
     lines.append(
-        "Overrides, such as training.epochs=20, are in Hydra's grammar: "
-        "pipeline train --help lists the first ones."
+        "Overrides, such as training.epochs=20, are in Hydra's grammar: pipeline "
+        "train --help lists the most common keys."
     )
     parser = argparse.ArgumentParser(
         prog="pipeline",

@@ -256,7 +256,7 @@ def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
     for name, split in splits.items():
         if (len(split.element_spec) > 1) != labelled:
             rule = (
-                f"must return its {name} split {with_or_without} labels, as its "
+                f"must return its {name} split {with_or_without} labels, like its "
                 "training split"
             )
             raise ConfigError(elements.TARGET, rule, str(split.element_spec))

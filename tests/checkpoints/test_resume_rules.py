@@ -269,7 +269,7 @@ def test_data_of_ones_own_go_on_as_they_were(tmp_path, name):
     assert "continues after update 6" in err
     assert "test/accuracy" in err
     rejected = pipeline("train", *common, "dataset=unlabeled", cwd=folder, status=2)
-    rule = "dataset._target_ must return its test split with labels, as its training split."
+    rule = "dataset._target_ must return its test split with labels, like its training split."
     assert rule in rejected.stderr
 
 
