@@ -44,6 +44,9 @@ if TYPE_CHECKING:  # only for annotations: importing these modules takes seconds
 
     from pipeline.accumulation import Update
 
+# The config key of the run directory, which names it in errors.
+RUN_DIR = "hydra.run.dir"
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -152,7 +155,7 @@ class Continuation:
 
 
 def find_continuation(
-    run_dir: Path, spec: RunSpec, *, required: bool
+    run_dir: Path, spec: RunSpec, *, required: bool, key: str = RUN_DIR
 ) -> Continuation | None:
     """Return the run in `run_dir`, to be resumed with `spec`.
 
@@ -161,6 +164,8 @@ def find_continuation(
         spec: the spec of the current config.
         required: whether to raise an error if there is no run, no usable checkpoint or
             nothing left to train.
+        key: the argument or config key by which the user named the directory. A job of
+            a sweep has `hydra.sweep.dir` in place of `hydra.run.dir`.
 
     Returns:
         The run, or None if `run_dir` has no run, so that a new run may begin there.
@@ -171,13 +176,8 @@ def find_continuation(
     if not required and not has_begun(run_dir / JOURNAL_NAME):
         return None
 
-    # Name the run in errors as the user did: by an argument or by a config key.
-    if required:
-        key = "RUN"
-    elif spec.config.tracking.sweep is not None:
+    if key == RUN_DIR and spec.config.tracking.sweep is not None:
         key = "hydra.sweep.dir"
-    else:
-        key = "hydra.run.dir"
     if not required and spec.config.training.resume is None:
         # Reject a new run here: the journal would then hold two runs, and the second
         # one would never be shipped.

@@ -43,6 +43,6 @@ def resume(arguments: Sequence[str]) -> int:
     recorded_job.run_recorded(
         config,
         [*overrides, f"hydra.run.dir={hydra_quoted(run_dir)}"],
-        partial(run_one, resume=needs_checkpoint),
+        partial(run_one, resume=needs_checkpoint, key="RUN"),
     )
     return 0

@@ -309,9 +309,16 @@ def _config_of_place(file: Sequence[str], overrides: Sequence[str]) -> DictConfi
 
 
 def run_one(
-    config: DictConfig, overrides: list[str], run_dir: Path, resume: bool = False
+    config: DictConfig, overrides: list[str], run_dir: Path, **how: Any
 ) -> float:
-    """Train or resume the run of a composed config, and return its last loss."""
+    """Train or resume the run of a composed config, and return its last loss.
+
+    Args:
+        config: the config.
+        overrides: the overrides on the command line.
+        run_dir: the run directory.
+        how: further arguments of `pipeline.run.run`: `resume` and `key`.
+    """
     if config.hardware.device.name == "gpu" and not nvidia.visible():
         # Fail now, as the import of TensorFlow below takes seconds.
         raise nvidia.no_gpu_error()
@@ -322,5 +329,5 @@ def run_one(
     if config.tracking.confined:
         locations = artifact_locations.confined(config.tracking.uri, places)
     with locations:
-        _, loss = run.run(config, overrides, run_dir, resume=resume)
+        _, loss = run.run(config, overrides, run_dir, **how)
     return loss

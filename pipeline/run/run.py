@@ -64,6 +64,7 @@ def run(
     tags: Mapping[str, str] = MappingProxyType({}),
     check_dataset: CheckDataset | None = None,
     resume: bool = False,
+    key: str = resume_rules.RUN_DIR,
 ) -> tuple[str, float]:
     """Train and record the run that a config describes.
 
@@ -77,6 +78,7 @@ def run(
             data.
         resume: whether to require and continue the run in `run_dir`. With
             `training.resume=auto`, a run is also continued if there is one.
+        key: the argument or config key that names `run_dir` in errors.
 
     Returns:
         The ID of the run in MLflow, and its last validation loss, or its last training
@@ -93,7 +95,9 @@ def run(
             worker.run(spec)
             return "", math.inf
         with Chief(spec) as workers, exits_as_failures():
-            before = resume_rules.find_continuation(run_dir, spec, required=resume)
+            before = resume_rules.find_continuation(
+                run_dir, spec, required=resume, key=key
+            )
             if before is not None and before.finished:
                 return before.run_id, _finished(before, workers)
             job = _prepare(spec, run_dir, tags, before, check_dataset, workers)

@@ -350,6 +350,9 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         "trained to a longer horizon.",
         "torn": "RUN must have an intact checkpoint after at most 2 updates, of which "
         "journal.jsonl has the rows (line ",
+        # The user names the run directory by an argument, also with `auto`.
+        "run training.resume=auto training.updates=5": "RUN must be resumed with its "
+        "own horizon, as ",
         "done": "RUN has finished: a longer horizon continues it, and pipeline sync uploads what "
         "its store lacks.",
         "old": "RUN must have a journal of format 1 (it was written by an earlier "
