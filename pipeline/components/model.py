@@ -19,8 +19,9 @@ from pipeline.trust import instantiate
 # Errors for parameters of a model that the dataset cannot provide.
 _NOT_OFFERED = {
     "classes": (
-        "must be given: return a pipeline.dataset.Data with classes=10 from the "
-        "dataset's function, or train with +model.classes=10"
+        "must be given: return pipeline.dataset.Data(…, …, classes=10), with the "
+        "model's number of classes, from the dataset's function, also for examples "
+        "without labels; or train with +model.classes=10"
     ),
     "input_shape": (
         "must be given, or the model must not need it: the dataset has several inputs"

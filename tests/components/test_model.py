@@ -36,8 +36,12 @@ def build(target, shape, classes=10, **arguments):
 
 
 def test_what_a_dataset_does_not_say_is_named_with_the_way_to_give_it():
-    with pytest.raises(ConfigError, match=r"model\.classes must be given.*classes=10"):
+    with pytest.raises(ConfigError) as error:
         build("pipeline.components.model.mlp", (4,), classes=None)
+    assert str(error.value).startswith("model.classes must be given: return pipeline.")
+    # Who predicts meets it, too.
+    assert "Data(…, …, classes=10)" in str(error.value)
+    assert "also for examples without labels" in str(error.value)
 
 
 @pytest.mark.parametrize(
