@@ -30,6 +30,8 @@ _OF_NO_UPDATE = (
     "training.evaluate_at_start",
     "dataset.validations",
 )
+# Names of params that stand for what the user has set.
+_NAMES = {"derived.effective_batch_size": "effective batch"}
 # The largest growth of a difference in one update that training may cause. It doubled
 # rounding in each of 20 updates, see `rounding.Rounding`; single updates do more.
 _GROWTH = 100.0
@@ -213,10 +215,7 @@ def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:
     """
     pairs = trajectory_pairs(sweep)
     if not pairs:
-        why = "it takes two runs"
-        if len(jobs_with(sweep.jobs, LOSS)) > 1:
-            why = "no two jobs share effective batch, seed and the rest of the config"
-        text = f"Trajectories cannot be compared: {why}."
+        text = f"Trajectories cannot be compared: {_why_no_pair(sweep.jobs)}."
         return [SweepFinding("trajectories", text)]
 
     pairs_by_precision: dict[str, list[TrajectoryPair]] = {}
@@ -227,6 +226,35 @@ def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:
         differences = PairDifferences(precision, pairs_of_precision)
         findings.append(_trajectory_finding(differences))
     return findings
+
+
+def _why_no_pair(jobs: list[JobResult]) -> str:
+    """Return why no two jobs of a sweep can be compared, with what they differ in."""
+    logged = jobs_with(jobs, LOSS)
+    if len(logged) < 2:
+        return (
+            "it takes two jobs with a training loss, and the sweep has "
+            f"{len(logged)} in {count(len(jobs), 'job')}"
+        )
+    trajectories = [_trajectory(job) for job in logged]
+    if len(set(trajectories)) < len(trajectories):
+        return "no update was logged by two jobs that share config and seed"
+
+    settings_of_jobs = [dict(trajectory or ()) for trajectory in trajectories]
+    keys: dict[str, None] = {}  # an ordered set
+    for settings in settings_of_jobs:
+        keys.update(dict.fromkeys(settings))
+    differing = []
+    for key in keys:
+        values = dict.fromkeys(
+            settings.get(key, "none") for settings in settings_of_jobs
+        )
+        if len(values) > 1:
+            differing.append(f"{_NAMES.get(key, key)} ({joined([*values])})")
+    return (
+        f"no two of {count(len(logged), 'job')} share effective batch, seed and the "
+        f"rest of the config; they differ in {joined(differing)}"
+    )
 
 
 @dataclass(frozen=True)

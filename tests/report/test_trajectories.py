@@ -80,22 +80,54 @@ def test_what_differs_at_the_first_update_is_not_called_rounding(store):
 
 
 @pytest.mark.parametrize(
-    "differs",
+    ("differs", "named"),
     [
-        {"seed": 1},
-        {"batch": 32},
-        {"params": {"optimizer.learning_rate": 0.2}},
-        {"params": {"accumulation.same_noise": 0.2}},
+        ({"seed": 1}, "seed (0, 1)"),
+        ({"batch": 32}, "effective batch (64, 32)"),
+        (
+            {"params": {"optimizer.learning_rate": 0.2}},
+            "optimizer.learning_rate (0.1, 0.2)",
+        ),
+        (
+            {
+                "params": {
+                    "optimizer.learning_rate": 0.1,
+                    "accumulation.same_noise": 0.2,
+                }
+            },
+            "accumulation.same_noise (none, 0.2)",
+        ),
     ],
 )
-def test_only_equal_configs_are_compared(store, differs):
+def test_only_equal_configs_are_compared(store, differs, named):
     sweep = PlantedSweep(store, ["one", "other"])
     common = {"params": {"optimizer.learning_rate": 0.1}}
     sweep.job("one", {"train/loss": [2, 1]}, **common)
     sweep.job("other", {"train/loss": [2, 1]}, **(common | differs))
     finding = finding_of(sweep)
     assert finding.figures == {}
-    assert "cannot be compared: no two jobs share effective batch, seed" in finding.text
+    assert finding.text == (
+        "Trajectories cannot be compared: no two of 2 jobs share effective batch, seed "
+        f"and the rest of the config; they differ in {named}."
+    )
+
+
+def test_why_a_sweep_without_two_losses_is_not_compared_has_figures(store):
+    sweep = PlantedSweep(store, ["one", "other"])
+    sweep.job("one", {"train/loss": [2, 1]})
+    assert finding_of(sweep).text == (
+        "Trajectories cannot be compared: it takes two jobs with a training loss, and "
+        "the sweep has 1 in 2 jobs."
+    )
+    sweep.job("other", {"val/loss": {1: 2}}, factor=2)
+    assert finding_of(sweep).text.endswith("the sweep has 1 in 2 jobs.")
+
+
+def test_jobs_of_one_config_without_a_common_update_are_not_compared(store):
+    sweep = PlantedSweep(store, ["one", "other"])
+    sweep.job("one", {"train/loss": {1: 2}})
+    sweep.job("other", {"train/loss": {2: 1}}, factor=2)
+    assert "no update was logged by two jobs that share" in finding_of(sweep).text
 
 
 def test_hardware_and_logging_do_not_keep_jobs_apart(store):
