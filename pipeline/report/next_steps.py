@@ -157,7 +157,11 @@ def _take_fastest(
         if batches.family == recommended_job.family:
             largest = batches.largest
     if largest and largest > (recommended_job.effective_batch_size or 0):
-        text += f" With more devices, an effective batch of up to {largest} still pays."
+        text += (
+            " With more devices, enlarge the batch by replicas and not by the factor: "
+            f"an effective batch of up to {largest} takes fewer updates to the target, "
+            "at the price of more examples."
+        )
     return SweepFinding("next", text, Recommendation(recommended, largest))
 
 
