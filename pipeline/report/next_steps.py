@@ -96,15 +96,13 @@ def _run_missing_jobs(sweep: SweepResult) -> Iterable[SweepFinding]:
 def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
     """Yield the recommended settings, if any.
 
-    These are the best settings of a search. Otherwise, if several groups were ranked by
-    their time to the target and no time is only an upper bound, they are those of
-    `_take_fastest`. Otherwise, they are those of the only verdict that recommends a
-    setting.
+    These are the best settings of a search, see `_take_best_of_search`. Otherwise, if
+    several groups were ranked by their time to the target and no time is only an upper
+    bound, they are those of `_take_fastest`. Otherwise, they are those of the only
+    verdict that recommends a setting.
     """
     if sweep.best:
-        text = f"Take {sweep.best}: the lowest loss of the search."
-        text += _better_final(sweep, earlier, sweep.best)
-        yield SweepFinding("next", text, BestOfSearch(sweep.best))
+        yield _take_best_of_search(sweep, earlier)
         return
 
     for times in results_of(earlier, TargetTimes):
@@ -125,6 +123,27 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
         ((group, text),) = texts.items()
         text += _better_final(sweep, earlier, group)
         yield SweepFinding("next", text, Recommendation(group, None))
+
+
+def _take_best_of_search(
+    sweep: SweepResult, earlier: list[SweepFinding]
+) -> SweepFinding:
+    """Recommend the best settings of a search.
+
+    They are the ones that end best by the metric of `training.keep_best`. Without one,
+    they are those of the lowest loss, which the search has looked for.
+    """
+    finals = results_of(earlier, FinalResult)
+    if sweep.keeps_best_by is not None and finals and not finals[0].equal:
+        final = finals[0]
+        best = final.ranking.best.name
+        extreme = "lowest" if final.ranking.lower_is_better else "highest"
+        text = f"Take {best}: the {extreme} final {final.metric} of the search."
+        return SweepFinding("next", text, BestOfSearch(best))
+
+    text = f"Take {sweep.best}: the lowest loss of the search."
+    text += _better_final(sweep, earlier, sweep.best)
+    return SweepFinding("next", text, BestOfSearch(sweep.best))
 
 
 def _take_fastest(

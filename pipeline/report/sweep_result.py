@@ -160,18 +160,30 @@ class SweepResult:
         return losses + ((validation + of_sets) or training)
 
     @property
+    def keeps_best_by(self) -> str | None:
+        """The metric of `training.keep_best`, or None if there is none.
+
+        It is None, too, if not all jobs that ran have the same one, or if it was not
+        logged.
+        """
+        kept = {kept_metric(job.params) for job in self.jobs if job.status != NO_RUN}
+        if len(kept) != 1:
+            return None
+        metric_of_all = kept.pop()
+        if metric_of_all is None or metric_of_all.name not in self.metrics:
+            return None
+        return metric_of_all.name
+
+    @property
     def quality(self) -> str | None:
         """The metric that ranks the jobs, or None if there are no metrics.
 
-        It is the metric of `training.keep_best` if all jobs that ran have the same one,
-        and it was logged. Otherwise, it is the first metric that is not a loss. If all
-        are losses, it is the validation loss, or the last one.
+        It is `keeps_best_by`, if that is a metric. Otherwise, it is the first metric
+        that is not a loss. If all are losses, it is the validation loss, or the last
+        one.
         """
-        kept = {kept_metric(job.params) for job in self.jobs if job.status != NO_RUN}
-        if len(kept) == 1:
-            metric_of_all = kept.pop()
-            if metric_of_all is not None and metric_of_all.name in self.metrics:
-                return metric_of_all.name
+        if self.keeps_best_by is not None:
+            return self.keeps_best_by
         for metric in self.metrics:
             if not metric.endswith("/loss"):
                 return metric

@@ -243,6 +243,44 @@ def test_what_is_fast_and_what_ends_best_are_both_named(store):
     assert text.endswith(" By its final val/accuracy factor=2 is better.")
 
 
+@pytest.mark.parametrize(
+    ("keep_best", "advice"),
+    [
+        (
+            {"metric": "val/accuracy", "mode": "max"},
+            "Take rate=2: the highest final val/accuracy of the search.",
+        ),
+        (
+            {"metric": "val/error", "mode": "min"},
+            "Take rate=2: the lowest final val/error of the search.",
+        ),
+        (
+            {"metric": "val/loss", "mode": "min"},
+            "Take rate=1: the lowest final val/loss of the search.",
+        ),
+        (
+            {},
+            "Take rate=1: the lowest loss of the search. By its final val/accuracy "
+            "rate=2 is better.",
+        ),
+    ],
+)
+def test_the_best_of_a_search_is_that_of_keep_best(store, keep_best, advice):
+    sweep = PlantedSweep(store, ["rate=1", "rate=2"], ["optimizer.learning_rate"])
+    params = {f"training.keep_best.{key}": value for key, value in keep_best.items()}
+    for name, loss, accuracy in (("rate=1", 1.0, 0.7), ("rate=2", 1.2, 0.9)):
+        curves = {
+            "train/loss": [2, loss],
+            "val/loss": {2: loss},
+            "val/accuracy": {2: accuracy},
+            "val/error": {2: 1 - accuracy},
+        }
+        sweep.job(name, curves, params=params)
+    best = {"loss": 1.0, "overrides": ["optimizer.learning_rate=1"]}
+    sweep.tag(sweep.run_id, **{"sweep.best": json.dumps(best)})
+    assert first_by_topic(sweep)["next"].text == advice
+
+
 def test_what_to_try_next(by_batch):
     assert "10 ± 0 ms → 160 ± 0 ms" in by_batch["cost"].text
     expected = {"recommended": "factor=1 batch=32", "batch": 256}
