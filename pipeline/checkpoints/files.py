@@ -247,6 +247,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.journal = journal
         self._writer: threading.Thread | None = None
         self._next_auto = time.monotonic() + AUTO_SECONDS
+        self._is_announced = False  # whether the first one in time was announced
         if writes:
             for incomplete in [*folder.glob(".*"), *folder.glob(f"{BEST}/.*")]:
                 _remove(incomplete)
@@ -277,7 +278,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Capture a snapshot now, and write it in a thread.
 
         If the snapshot does not fit into memory or cannot be written, print a message,
-        so that training can continue. Other errors of `capture` are raised.
+        so that training can continue. Other errors of `capture` are raised. With
+        `auto`, the first checkpoint that is due by the time is announced.
 
         Args:
             update: the number of completed updates.
@@ -297,18 +299,28 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         position = None
         if self.journal is not None:
             position = self.journal.position()
+        ended = time.monotonic()
+        pause = max(AUTO_SECONDS, STALLS * (ended - started))
+        # A run that ends before has its only checkpoint at its end.
+        is_in_time = self.every == "auto" and started >= self._next_auto
+        announcement = ""
+        if is_in_time and not best and not self._is_announced:
+            self._is_announced = True
+            announcement = (
+                f"first checkpoint, after update {update}: a crash loses what follows "
+                f"the latest one; the next comes in {pause / 60:.0f} min "
+                "(training.checkpoint_every)"
+            )
+        if not best:
+            self._next_auto = ended + pause
         # Do not use a daemon thread, so that the interpreter waits until the thread has
         # written everything.
         self._writer = threading.Thread(
             target=self._write,
-            args=(update, snapshot, position, best),
+            args=(update, snapshot, position, best, announcement),
             name="checkpoint",
         )
         self._writer.start()
-        if not best:
-            ended = time.monotonic()
-            pause = max(AUTO_SECONDS, STALLS * (ended - started))
-            self._next_auto = ended + pause
 
     def best(self, update: int) -> Checkpoint | None:
         """Return the checkpoint of the best evaluation: the one after `update` updates.
@@ -327,7 +339,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._writer.join()
 
     def _write(
-        self, update: int, snapshot: Snapshot, position: Position | None, best: bool
+        self,
+        update: int,
+        snapshot: Snapshot,
+        position: Position | None,
+        best: bool,
+        announcement: str,
     ) -> None:
         folder = self.folder / BEST if best else self.folder
         incomplete = folder / f".{update}"
@@ -355,6 +372,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             reason = described(error)
             say(f"the checkpoint of update {update} was not written: {reason}")
             return
+        if announcement:
+            say(announcement)
         if best:
             self._remove_old_best(just_written=update)
         else:

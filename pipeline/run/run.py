@@ -23,6 +23,7 @@ from pipeline.common import imports
 from pipeline.common.errors import (
     ConfigError,
     NotShippedError,
+    count,
     exits_as_failures,
     first_line,
     say,
@@ -45,6 +46,7 @@ from pipeline.tracking.tracker import Tracker
 if TYPE_CHECKING:  # Importing these takes seconds; do it while the store opens.
     from pipeline.accumulation import Update
     from pipeline.components.assembly import Parts
+    from pipeline.config.schema import Config
     from pipeline.dataset.checksums import DataFiles
     from pipeline.run.xla_choice import Choice
     from pipeline.training.recorder import Recorder
@@ -280,10 +282,10 @@ def _train(job: _Job, interruption: Interruption, workers: Chief) -> float:
 
     tracker = job.tracker
     recorder = fitting.recorder(job.parts, tracker)
-    is_job_of_sweep = job.parts.spec.config.tracking.sweep is not None
-    log_model = job.parts.spec.config.tracking.log_model
+    config = job.parts.spec.config
+    log_model = config.tracking.log_model
     with (
-        _closing(tracker, recorder, is_job_of_sweep) as closing,
+        _closing(tracker, recorder, config) as closing,
         fitting.checkpoints(job.parts, tracker.run_dir, tracker.journal) as checkpoints,
     ):
         _begin(job)
@@ -412,7 +414,7 @@ class _Closing:
 
 @contextmanager
 def _closing(
-    tracker: Tracker, recorder: Recorder, is_job_of_sweep: bool
+    tracker: Tracker, recorder: Recorder, config: Config
 ) -> Iterator[_Closing]:
     """Close the run when the block ends.
 
@@ -422,6 +424,7 @@ def _closing(
     the command that resumes all of its jobs.
     """
     closing = _Closing()
+    is_job_of_sweep = config.tracking.sweep is not None
     status = "FINISHED"
     failure = None
     try:
@@ -459,19 +462,30 @@ def _closing(
         if status != "FAILED" and not is_job_of_sweep:
             say(*ending_lines.results_and_times(tracker.run_dir, recorder))
         if status == "KILLED" and not is_job_of_sweep:
-            say(_resume_line(tracker.run_dir))
+            every = config.training.checkpoint_every
+            say(_resume_line(tracker.run_dir, every, recorder.updates))
 
 
-def _resume_line(run_dir: Path) -> str:
-    """Return a line about how an interrupted run can be resumed."""
-    updates = saved_updates(run_dir / "checkpoints")
-    if not updates:
-        command = resume_command(run_dir, from_start=True)
-        return (
-            "interrupted before the first checkpoint; to train from the start: "
-            f"{command}"
+def _resume_line(run_dir: Path, every: int | str | None, trained: int) -> str:
+    """Return a line about how an interrupted run can be resumed, and what it lost.
+
+    Args:
+        run_dir: the run directory.
+        every: the value of `training.checkpoint_every`.
+        trained: the number of updates that this process has completed.
+    """
+    saved = saved_updates(run_dir / "checkpoints")
+    if saved:
+        return f"resume from update {saved[-1]}: {resume_command(run_dir)}"
+    command = resume_command(run_dir, from_start=True)
+    lost = ""
+    if trained:
+        value = "null" if every is None else every
+        lost = (
+            f", by training.checkpoint_every={value}: {count(trained, 'update')} "
+            "will be trained again"
         )
-    return f"resume from update {updates[-1]}: {resume_command(run_dir)}"
+    return f"interrupted before the first checkpoint{lost}; to train from the start: {command}"
 
 
 def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:

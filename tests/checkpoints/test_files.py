@@ -947,6 +947,30 @@ def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
         assert snapshot.read(found).arrays["v"].tolist() == [update]
 
 
+def test_the_first_one_that_is_due_by_the_time_is_announced(tmp_path, capsys):
+    def captured():
+        return Snapshot({"v": np.zeros(1)}, LEAST)
+
+    def save(checkpoints, update, *, best=False):
+        checkpoints.save(update, captured, best=best)
+        checkpoints.wait()
+        return capsys.readouterr().err
+
+    with Checkpoints(tmp_path / "auto", "auto", PLAN) as checkpoints:
+        assert save(checkpoints, 1) == ""  # that at the end of a short run
+        checkpoints._next_auto = 0
+        assert save(checkpoints, 2, best=True) == ""
+        assert save(checkpoints, 3) == (
+            "first checkpoint, after update 3: a crash loses what follows the latest "
+            "one; the next comes in 5 min (training.checkpoint_every)\n"
+        )
+        checkpoints._next_auto = 0
+        assert save(checkpoints, 4) == ""
+    with Checkpoints(tmp_path / "each", 1, PLAN) as checkpoints:
+        checkpoints._next_auto = 0
+        assert save(checkpoints, 1) == ""
+
+
 def test_when_one_is_due(tmp_path):
     def due(every, last=False):
         checkpoints = Checkpoints(tmp_path, every, PLAN)

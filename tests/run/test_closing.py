@@ -9,8 +9,17 @@ import pytest
 
 from pipeline.common.signals import Terminated
 from pipeline.run import run
+from pipeline.tracking.journal_file import JOURNAL_NAME
 
 INTERRUPTIONS = [KeyboardInterrupt(), Terminated("SIGTERM")]
+
+
+def config_of(sweep="1", every="auto"):
+    """The keys of a config that decide what is printed at the end."""
+    return SimpleNamespace(
+        tracking=SimpleNamespace(sweep=sweep),
+        training=SimpleNamespace(checkpoint_every=every),
+    )
 
 
 def parts_of(error):
@@ -28,7 +37,7 @@ def parts_of(error):
 @pytest.mark.parametrize("error", INTERRUPTIONS, ids=repr)
 def test_a_run_that_has_trained_is_not_killed_by_an_interruption_of_its_upload(error):
     """It is FINISHED in the store once `sync` has shipped the rest: exit status 4."""
-    with run._closing(*parts_of(error), True) as closing:
+    with run._closing(*parts_of(error), config_of()) as closing:
         pass
     line = "not all of the run is in the store (interrupted): pipeline sync run"
     assert closing.unshipped.startswith(line)
@@ -36,14 +45,35 @@ def test_a_run_that_has_trained_is_not_killed_by_an_interruption_of_its_upload(e
 
 @pytest.mark.parametrize("error", INTERRUPTIONS, ids=repr)
 def test_a_run_that_was_killed_stays_so(error):
-    with pytest.raises(type(error)), run._closing(*parts_of(error), True):
+    with pytest.raises(type(error)), run._closing(*parts_of(error), config_of()):
         raise KeyboardInterrupt
 
 
 def test_another_error_stays_an_error(capsys):
     with (
         pytest.raises(OSError, match="no"),
-        run._closing(*parts_of(OSError("no")), True),
+        run._closing(*parts_of(OSError("no")), config_of()),
     ):
         pass
     assert "not all of the run is in the store: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("every", "value"), [("auto", "auto"), (None, "null")])
+def test_an_interruption_before_the_first_checkpoint_says_what_is_lost(
+    every, value, tmp_path, capsys
+):
+    tracker, recorder = parts_of(None)
+    tracker.run_dir = tmp_path
+    tracker.begun = False
+    (tmp_path / JOURNAL_NAME).touch()
+    recorder.updates = 37
+    with (
+        pytest.raises(KeyboardInterrupt),
+        run._closing(tracker, recorder, config_of(sweep=None, every=every)),
+    ):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == (
+        "interrupted before the first checkpoint, by training.checkpoint_every="
+        f"{value}: 37 updates will be trained again; from the start: pipeline resume "
+        f"{tmp_path} training.resume=auto\n"
+    )
