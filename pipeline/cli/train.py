@@ -57,44 +57,72 @@ def _command_of_multirun(arguments: Sequence[str], run_id: str) -> list[str]:
         run_id: the ID of the sweep.
     """
     options = compose.read_command_line(arguments).options
-    if options.config_name:  # the sweep has its name, which is none of a sweep file
+    name = options.config_name or MULTIRUN
+    if name == "config":  # the default of --config-name
+        name = MULTIRUN
+    if options.config_path or name in sweep_files():
+        # `pipeline sweep` would look for the config elsewhere.
         return ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"]
-    command = ["sweep", MULTIRUN, "--again", run_id]
-    file: list[str] = []
-    if options.config_dir:
-        file = ["--config-dir", options.config_dir]
-    if options.config_dir != compose.own_folder():
-        command += file
-    overrides = _repeatable(options.overrides)
-    if "tracking.sweep" in keys_set(options.overrides):
-        # The sweep was begun by an earlier command, whose overrides it has recorded.
-        return [*command, *overrides]
-    config = _config_of_place(file, again.unrecorded(overrides))
-    return [*command, *again.to_repeat(overrides, config)]
+    file = _config_arguments(name, options.config_dir)
+    # A reopened sweep has recorded the overrides of the command that began it.
+    is_recorded = "tracking.sweep" not in keys_set(options.overrides)
+    overrides = _to_repeat(file, options.overrides, is_recorded=is_recorded)
+    return [*_again_arguments(name, run_id, options.config_dir), *overrides]
+
+
+def _again_arguments(name: str, run_id: str, config_dir: str | None) -> list[str]:
+    """Return `sweep NAME --again RUN_ID`, with the config folder if it must be named.
+
+    The user's own folder `conf` is found by itself.
+    """
+    command = ["sweep", name, "--again", run_id]
+    if config_dir and config_dir != compose.own_folder():
+        command += ["--config-dir", config_dir]
+    return command
+
+
+def _to_repeat(
+    file: list[str], overrides: Sequence[str], *, is_recorded: bool
+) -> list[str]:
+    """Return the overrides that the command with --again repeats.
+
+    Args:
+        file: Hydra's arguments that select the config of the sweep.
+        overrides: the overrides on the command line.
+        is_recorded: whether the sweep's record is of these overrides. If not, all are
+            repeated.
+    """
+    overrides = _repeatable(overrides)
+    if not is_recorded:
+        return overrides
+    try:
+        config = _config_of_place(file, again.unrecorded(overrides))
+    except ConfigError:  # The config has changed since the sweep began.
+        return overrides
+    return again.to_repeat(overrides, config)
 
 
 def sweep(arguments: Sequence[str]) -> int:
     """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package.
 
-    With --again, NAME may also be `multirun`: a sweep of `pipeline train -m`.
+    With --again, NAME may also name a sweep of `pipeline train -m`: it is `multirun`,
+    or the name that --config-name has given.
     """
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
     # Convert the overrides to the form in which a sweep records them.
     rest = compose.as_text(rest)
     path = files.get(options.name)
-    has_no_file = path is None and options.name == MULTIRUN and options.again
-    if path is None and not has_no_file:
+    config_dir = options.config_dir or compose.own_folder()
+    if path is None and not (options.again and _is_config(options.name, config_dir)):
         raise ConfigError("NAME", "must name a sweep", options.name, files)
 
-    config_dir = options.config_dir or compose.own_folder()
     if config_dir:
         compose.check_config_dir(config_dir)
-    file: list[str] = []
     if path is not None:
         file = _sweep_file_arguments(options.name, path, config_dir)
-    elif config_dir:
-        file = ["--config-dir", config_dir]
+    else:
+        file = _config_arguments(options.name, config_dir)
     overrides = rest
     if options.again:
         overrides = _recorded_overrides(options, file, rest)
@@ -103,10 +131,8 @@ def sweep(arguments: Sequence[str]) -> int:
         say(*_lines_of_kept_keys(path, rest))
 
     def command_again(run_id: str) -> list[str]:
-        command = ["sweep", options.name, "--again", run_id]
-        if config_dir:
-            command += ["--config-dir", config_dir]
-        command += _repeatable(rest)
+        command = _again_arguments(options.name, run_id, config_dir)
+        command += _to_repeat(file, rest, is_recorded=not options.again)
         command += [f"--allow={entry}" for entry in options.allow]
         return command
 
@@ -137,6 +163,30 @@ def _sweep_parser(files: Any) -> Parser:
         help="a folder with config groups of your own",
     )
     return parser
+
+
+def _is_config(name: str, config_dir: str | None) -> bool:
+    """Return whether `train -m` may have named its sweep so: by a config, or not."""
+    if name == MULTIRUN:
+        return True
+    path = Path(f"{name.removesuffix('.yaml')}.yaml")
+    # The name may have been copied from a store, which must not lead out of the folders.
+    if path.is_absolute() or ".." in path.parts:
+        return False
+    folders = compose.config_folders()
+    if config_dir:
+        folders.append(config_dir)
+    return any(Path(folder, path).is_file() for folder in folders)
+
+
+def _config_arguments(name: str, config_dir: str | None) -> list[str]:
+    """Return Hydra's arguments for the config of a sweep of `train -m`."""
+    arguments = []
+    if config_dir:
+        arguments += ["--config-dir", config_dir]
+    if name != MULTIRUN:
+        arguments += ["--config-name", name]
+    return arguments
 
 
 def _sweep_file_arguments(name: str, file: Path, config_dir: str | None) -> list[str]:

@@ -61,17 +61,30 @@ def test_the_command_repeats_what_the_record_lacks_or_does_not_vouch_for():
     assert again.to_repeat(untrusted, config) == untrusted
 
 
-def test_a_multirun_has_the_command_of_the_list_of_runs():
+def test_a_multirun_has_the_command_of_the_list_of_runs(tmp_path):
     command = ["sweep", "multirun", "--again", "ab12"]
     first = ["-m", "model=mlp", "seed=0,1", "hydra.sweep.dir=jobs"]
     assert train._command_of_multirun(first, "ab12") == command
     # The record has the overrides of the command that began the sweep.
     later = [*first, "tracking.sweep=ab12"]
     assert train._command_of_multirun(later, "ab12") == [*command, *first[1:3]]
-    # No sweep file has this name.
-    named = ["-m", "--config-name", "mine", "seed=0,1"]
-    again_named = ["train", *named, "tracking.sweep=ab12"]
+    default = ["-m", "--config-name", "config", "seed=0,1"]
+    assert train._command_of_multirun(default, "ab12") == command
+    # A config of a folder of one's own; `seeds` is a sweep file.
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\n")
+    folder = ["--config-dir", str(tmp_path)]
+    named = [
+        "-m",
+        "--config-name=mine",
+        *folder,
+        "seed=0,1",
+        "tracking.uri=sqlite:///x",
+    ]
+    again_named = ["sweep", "mine", "--again", "ab12", *folder, named[-1]]
     assert train._command_of_multirun(named, "ab12") == again_named
+    of_file = ["-m", "--config-name", "seeds", "seed=0,1"]
+    again_of_file = ["train", *of_file, "tracking.sweep=ab12"]
+    assert train._command_of_multirun(of_file, "ab12") == again_of_file
 
 
 def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
@@ -294,6 +307,38 @@ def test_a_sweep_without_a_file_gets_further_seeds_and_no_job_twice(tmp_path):
     # It is no name of a sweep to begin.
     refused = pipeline("sweep", "multirun", cwd=tmp_path, status=2)
     assert "NAME must name a sweep" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_sweep_of_a_named_config_and_one_of_a_file_have_short_commands(tmp_path):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "wide.yaml").write_text(
+        "_target_: pipeline.model.mlp\nhidden: [8]\n"
+    )
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "defaults: [config, _self_, {override model: wide}]\ntraining: {epochs: 1}\n"
+    )
+    common = ["tracking.log_model=false", "tracking.system_metrics=false"]
+    # Both end with status 1, as the loss of the second job is not finite.
+    rates = "optimizer.learning_rate=0.1,1e30"
+    named = ["train", "-m", "--config-name", "mine", *common, rates]
+    of_file = ["sweep", "seeds", "model=wide", "training.epochs=1", *common, rates]
+    of_file += ["hydra.sweeper.params.seed=0"]
+    for name, command in (("mine", named), ("seeds", of_file)):
+        printed = pipeline(*command, cwd=tmp_path, status=1).stderr
+        parents = [
+            run
+            for run in Store(tmp_path).runs()
+            if run.data.tags.get("sweep.name") == name
+        ]
+        again_command = f"pipeline sweep {name} --again {parents[0].info.run_id}"
+        assert printed.count(f"run what is missing with: {again_command}\n") == 1
+        listed = pipeline("runs", cwd=tmp_path).stdout
+        assert f"    {again_command}\n" in listed
+        # It does not repeat the job that has finished.
+        verb, *arguments = again_command.split(" ")[1:]
+        rest = pipeline(verb, *arguments, cwd=tmp_path, status=1).stderr
+        assert "1 of 2 jobs finished" in rest
 
 
 # Configs of one's own
