@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,15 +12,18 @@ from typing import Any
 
 from pipeline.checkpoints import files, run_dirs
 from pipeline.checkpoints.run_dirs import resume_command
+from pipeline.cli.runs_order import COLUMNS, STARTED, Entry, sorted_runs
 from pipeline.common import imports, sqlite_uri
 from pipeline.common.errors import ConfigError, Parser, count, first_line, say
 from pipeline.common.secrets import mask, remember
 from pipeline.common.sqlite_uri import absolute
 from pipeline.config import compose
+from pipeline.config.overrides import named_experiment, names_and_overrides
 from pipeline.sweep import sweep_file
 from pipeline.tracking import horizons
 from pipeline.tracking.foreign_store import (
     CRITICAL,
+    MOST_RUNS,
     RUN_ID,
     ForeignStore,
     again_command,
@@ -88,6 +90,69 @@ def runs(arguments: Sequence[str]) -> int:
 
     By default, the folder is the working directory.
     """
+    query = _query(arguments)
+    summaries = _summaries(run_dirs.run_dirs(query.folders))
+    # For 200 runs, this takes 0.5 s, and collecting garbage would take 1.4 s more.
+    with imports.without_collections():
+        stored = _Stored.read(query, summaries.values())
+    entries = []
+    for path, each in summaries.items():
+        if query.filter is None or stored.selects(each):
+            run = _local_run(path, each, stored)
+            entries.append(Entry(run, each.last, each.start.params))
+    local_ids = {entry.run.run_id for entry in entries}
+    for run_id in stored.newest:
+        if run_id not in local_ids:
+            entries.append(stored.entry(run_id))
+    listed = sorted_runs(entries, query.sort)[: query.limit]
+
+    if query.json:
+        texts = [asdict(run) for run in listed]
+        say(json.dumps(texts), to=sys.stdout, always=True)
+        return 0
+    if not listed:
+        say(query.nothing)
+    columns = _Columns.of_list(listed)
+    for run in listed:
+        say(*_lines(run, columns), to=sys.stdout, always=True)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Query:
+    """The arguments of the command line.
+
+    Attributes:
+        folders: run directories, or folders that contain them.
+        filter: MLflow's filter string for runs, or None.
+        experiment: the experiment that the filter string is for, or None for all.
+        sort: a column or a metric.
+        limit: the largest number of runs that are listed.
+        json: whether to print JSON.
+        uri: the URI of the store.
+    """
+
+    folders: list[str]
+    filter: str | None
+    experiment: str | None
+    sort: str
+    limit: int
+    json: bool
+    uri: str
+
+    @property
+    def fetched(self) -> int:
+        """The largest number of runs to read from the store."""
+        return self.limit if self.sort == STARTED else MOST_RUNS
+
+    @property
+    def nothing(self) -> str:
+        """The message if there are no runs to list."""
+        return "there is no run yet" if self.filter is None else "no run matches"
+
+
+def _query(arguments: Sequence[str]) -> _Query:
+    """Parse the command line."""
     parser = Parser(prog="pipeline runs", description=runs.__doc__, allow_abbrev=False)
     parser.add_argument(
         "folders",
@@ -96,11 +161,24 @@ def runs(arguments: Sequence[str]) -> int:
         help="run directories, or folders that contain them",
     )
     parser.add_argument(
+        "--filter",
+        metavar="TEXT",
+        help="only the runs that MLflow's filter string selects in the store, such as "
+        "\"tags.team='vision'\"",
+    )
+    parser.add_argument(
+        "--sort",
+        metavar="METRIC_OR_COLUMN",
+        default=STARTED,
+        help="a metric, such as val/loss, the best run first; or a column: "
+        f"{', '.join(COLUMNS)}; default {STARTED}, the newest run first",
+    )
+    parser.add_argument(
         "--limit",
         type=int,
         default=_LIMIT,
         metavar="N",
-        help=f"list the newest N runs; default {_LIMIT}",
+        help=f"list the first N runs; default {_LIMIT}",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the list as JSON to standard output"
@@ -111,35 +189,21 @@ def runs(arguments: Sequence[str]) -> int:
         metavar="DIR",
         help="a folder with config groups of your own",
     )
-    overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
-    options = parser.parse_args([text for text in arguments if text not in overrides])
+    options = parser.parse_intermixed_args(list(arguments))
+    folders, overrides = names_and_overrides(options.folders)
     if options.limit < 1:
         raise ConfigError("--limit", "must be at least 1", options.limit)
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
-    uri = compose.composed([*config_dir, *overrides]).tracking.uri
-
-    summaries = _summaries(run_dirs.run_dirs(options.folders))
-    # For 200 runs, this takes 0.5 s, and collecting garbage would take 1.4 s more.
-    with imports.without_collections():
-        stored = _Stored.read(uri, options.limit, summaries.values())
-    listed = [_local_run(path, each, stored) for path, each in summaries.items()]
-    local_ids = {run.run_id for run in listed}
-    for run_id in stored.newest:
-        if run_id not in local_ids:
-            listed.append(stored.listed(run_id))
-    listed.sort(key=lambda run: run.started_at, reverse=True)
-    newest = listed[: options.limit]
-
-    if options.json:
-        entries = [asdict(run) for run in newest]
-        say(json.dumps(entries), to=sys.stdout, always=True)
-        return 0
-    if not newest:
-        say("there is no run yet")
-    columns = _Columns.of_list(newest)
-    for run in newest:
-        say(*_lines(run, columns), to=sys.stdout, always=True)
-    return 0
+    config = compose.composed([*config_dir, *overrides])
+    return _Query(
+        folders=folders,
+        filter=options.filter,
+        experiment=named_experiment(overrides, config.tracking.experiment),
+        sort=options.sort,
+        limit=options.limit,
+        json=options.json,
+        uri=config.tracking.uri,
+    )
 
 
 def _summaries(folders: Iterable[Path]) -> dict[Path, JournalSummary]:
@@ -178,7 +242,7 @@ class _Stored:
     Attributes:
         uri: the URI of the store.
         answers: whether the store was read.
-        newest: MLflow's newest runs by ID.
+        newest: MLflow's newest runs, or those that the query's filter selects, by ID.
         others: further runs of the folder, and the sweeps of its jobs, by ID.
         experiments: the names of the experiments by ID.
     """
@@ -190,33 +254,51 @@ class _Stored:
     experiments: Mapping[str, str]
 
     @classmethod
-    def read(
-        cls, uri: str, limit: int, summaries: Collection[JournalSummary]
-    ) -> "_Stored":
-        """Read the newest runs, and those of the folder.
+    def read(cls, query: _Query, summaries: Collection[JournalSummary]) -> "_Stored":
+        """Read the runs that the query asks for, and those of the folder.
 
         If the store does not answer, print why.
+
+        Raises:
+            ConfigError: the query has a filter, which is wrong, or the store does not
+                answer.
         """
         try:
-            client = ForeignStore.open(uri).client()
+            store = ForeignStore.open(query.uri)
+            client = store.client()
             from pipeline.tracking.store import all_experiments  # imports MLflow
 
             experiments = {}
             for experiment in all_experiments(client):
                 experiments[experiment.experiment_id] = experiment.name
-            newest = {}
-            for run in client.search_runs(
-                list(experiments), max_results=limit, order_by=["start_time DESC"]
-            ):
-                newest[run.info.run_id] = run
+            if query.filter is not None:
+                runs = store.listed_by(query.filter, query.experiment)
+            else:
+                runs = client.search_runs(
+                    list(experiments),
+                    max_results=query.fetched,
+                    order_by=["start_time DESC"],
+                )
+            newest = {run.info.run_id: run for run in runs}
             others = _with_ids(client, _ids_of(summaries) - newest.keys())
         except Exception as error:
+            if query.filter is not None:
+                raise
             say(f"the runs of the store are left out: {first_line(error)}")
-            return cls(uri, False, {}, {}, {})
-        return cls(uri, True, newest, others, experiments)
+            return cls(query.uri, False, {}, {}, {})
+        return cls(query.uri, True, newest, others, experiments)
 
-    def listed(self, run_id: str) -> ListedRun:
+    def selects(self, summary: JournalSummary) -> bool:
+        """Return whether the filter of the query has selected a run of the folder."""
+        run = self._run(summary)
+        return run is not None and run.info.run_id in self.newest
+
+    def entry(self, run_id: str) -> Entry:
         """Return a run of the store whose directory is not below the folders."""
+        data = self.newest[run_id].data
+        return Entry(self._listed(run_id), data.metrics, data.params)
+
+    def _listed(self, run_id: str) -> ListedRun:
         run = self.newest[run_id]
         tags = run.data.tags
         metric = ranked_metric(run.data.params)

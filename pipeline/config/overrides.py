@@ -1,5 +1,6 @@
 """Reads the keys of Hydra's overrides, and quotes values in their grammar."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -7,6 +8,23 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+
+_OVERRIDE = re.compile(r"(\+{0,2}|~)[\w.@/-]+=.*|~[\w.@/-]+", re.DOTALL)
+
+
+def names_and_overrides(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command line that are names, and those that are overrides.
+
+    A word that is a path of an existing file is a name.
+    """
+    names = []
+    overrides = []
+    for word in words:
+        if _OVERRIDE.fullmatch(word) and not os.path.exists(word):
+            overrides.append(word)
+        else:
+            names.append(word)
+    return names, overrides
 
 
 def keys_set(overrides: Iterable[str]) -> set[str]:
@@ -25,6 +43,18 @@ def keys_set(overrides: Iterable[str]) -> set[str]:
         except (HydraException, ValueError):  # such as an integer of too many digits
             keys.add(text.lstrip("+~").partition("=")[0])
     return keys
+
+
+def named_experiment(overrides: Iterable[str], experiment: object) -> str | None:
+    """Return the experiment to search: that of the command line, or None for all.
+
+    Args:
+        overrides: the overrides of the command line.
+        experiment: `tracking.experiment` of the composed config.
+    """
+    if "tracking.experiment" in keys_set(overrides):
+        return str(experiment)
+    return None
 
 
 def values_at(overrides: Iterable[str], key: str) -> Iterator[Any]:

@@ -6,8 +6,6 @@ two SWEEPs ────► reading ─► sweep_changes ──┴► one HTML fi
 """
 
 import argparse
-import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +14,13 @@ from typing import Any
 
 from pipeline.common.errors import ConfigError, Parser, as_config_error, say
 from pipeline.config import compose, trust_entries
-from pipeline.config.overrides import keys_set
+from pipeline.config.overrides import named_experiment, names_and_overrides
 from pipeline.report import run_results, runs_page, sweep_changes, writer
 from pipeline.report.findings import FindingsPage
 from pipeline.report.html_page import plot_key
 from pipeline.report.job_results import JobResult
 from pipeline.tracking.foreign_store import ForeignStore
 
-_OVERRIDE = re.compile(r"(\+{0,2}|~)[\w.@/-]+=.*|~[\w.@/-]+", re.DOTALL)
 _OUT = Path("outputs")  # the folder of pages without `--out`
 
 
@@ -77,13 +74,7 @@ def report(arguments: Sequence[str]) -> int:
 
 def _request(arguments: Sequence[str]) -> _Request:
     options, unknown = _parser().parse_known_intermixed_args(list(arguments))
-    overrides = []
-    names = []
-    for word in options.names:
-        if _OVERRIDE.fullmatch(word) and not os.path.exists(word):
-            overrides.append(word)
-        else:
-            names.append(word)
+    names, overrides = names_and_overrides(options.names)
     if options.config_dir is not None:
         overrides += ["--config-dir", options.config_dir]
     config = compose.composed([*overrides, *unknown])
@@ -96,16 +87,13 @@ def _request(arguments: Sequence[str]) -> _Request:
         raise ConfigError("SWEEP or RUN", rule, names)
     allow = [*config.trust.allow, *options.allow]
     trust_entries.check_allowed(allow)
-    experiment = None
-    if "tracking.experiment" in keys_set(overrides):
-        experiment = config.tracking.experiment
     return _Request(
         names=names,
         filter=options.filter,
         out=options.out,
         uri=config.tracking.uri,
         allow=allow,
-        experiment=experiment,
+        experiment=named_experiment(overrides, config.tracking.experiment),
     )
 
 

@@ -1,7 +1,7 @@
 """Whether lower or higher values of a metric are better."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.report.job_results import JobResult
 
@@ -104,6 +104,17 @@ def lower_is_better(metric: str, jobs: Sequence[JobResult]) -> bool:
             if word in _COSTS or word.endswith(_COST_ENDINGS):
                 return True
     return False
+
+
+def lower_by_params(metric: str, params_of_runs: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether lower values of a metric are better, as `lower_is_better` does.
+
+    Args:
+        metric: the metric.
+        params_of_runs: the params of the runs that may have logged it.
+    """
+    runs = [JobResult("", params=dict(params)) for params in params_of_runs]
+    return lower_is_better(metric, runs)
 
 
 def _without_set(name: str, jobs: Sequence[JobResult]) -> str:

@@ -28,7 +28,7 @@ LONGEST_TAG = 5000  # maximum number of characters of a tag in all MLflow stores
 RUN_ID = re.compile("[0-9a-f]{32}")
 _RUN_ID_START = re.compile("[0-9a-f]{4,32}")
 _IS_SWEEP = "tags.`sweep.name` != ''"  # MLflow's filter string for parents of sweeps
-_MOST_RUNS = 50_000  # MLflow's maximum number of results per search
+MOST_RUNS = 50_000  # MLflow's maximum number of results per search
 _MOST_CHOICES = 10  # maximum number of runs that an error lists
 
 
@@ -129,15 +129,28 @@ class ForeignStore:
         return self._only("SWEEP or RUN", "sweep or run", start, named, sweeps)
 
     def matching(self, condition: str, experiment: str | None = None) -> list[Any]:
+        """Return the runs that `listed_by` returns, after a check of each.
+
+        Raises:
+            ConfigError: as in `listed_by`, or a run is rejected as in `run`.
+        """
+        matches = self.listed_by(condition, experiment)
+        for run in matches:
+            self._check(run, "--filter", "run")
+        return matches
+
+    def listed_by(self, condition: str, experiment: str | None = None) -> list[Any]:
         """Return the active runs that match a filter string, without sweeps' parents.
+
+        The runs are not checked: nothing but their entries may be used.
 
         Args:
             condition: a filter string of MLflow.
             experiment: the name of the experiment that is searched, or None for all.
 
         Raises:
-            ConfigError: the filter string is not valid, the store has no such
-                experiment, or a run is rejected as in `run`.
+            ConfigError: the filter string is not valid, or the store has no such
+                experiment.
         """
         from mlflow.exceptions import MlflowException
 
@@ -146,10 +159,7 @@ class ForeignStore:
         except MlflowException as error:
             rule = f"must be a filter string of MLflow ({first_line(error)})"
             raise ConfigError("--filter", rule, condition) from error
-        matches = [run for run in runs if "sweep.name" not in run.data.tags]
-        for run in matches:
-            self._check(run, "--filter", "run")
-        return matches
+        return [run for run in runs if "sweep.name" not in run.data.tags]
 
     def check_experiment(self, name: str) -> None:
         """Reject an experiment whose artifacts lie outside the allowed locations.
@@ -168,7 +178,7 @@ class ForeignStore:
     def _search(self, condition: str, name: str | None = None) -> list[Any]:
         """Return the active runs that match an MLflow filter string.
 
-        At most `_MOST_RUNS` runs are returned.
+        At most `MOST_RUNS` runs are returned.
 
         Args:
             condition: the filter string.
@@ -188,7 +198,7 @@ class ForeignStore:
                 raise ConfigError("tracking.experiment", rule, name, names)
             experiments = [experiments[names.index(name)]]
         ids = [experiment.experiment_id for experiment in experiments]
-        return list(client.search_runs(ids, condition, max_results=_MOST_RUNS))
+        return list(client.search_runs(ids, condition, max_results=MOST_RUNS))
 
     def _unknown(self, kind: str) -> str:
         """Return the rule for a run or sweep that the store does not have."""
@@ -311,7 +321,7 @@ class SweepRecord:
         runs = self.client().search_runs(
             [self.experiment_id],
             f"tags.sweep = '{self.run_id}'",
-            max_results=_MOST_RUNS,
+            max_results=MOST_RUNS,
             order_by=["start_time ASC"],
         )
         latest = {}

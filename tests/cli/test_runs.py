@@ -12,7 +12,9 @@ import pytest
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from pipeline.cli.runs import ListedRun
 from pipeline.cli.runs import runs as runs_command
+from pipeline.cli.runs_order import Entry, sorted_runs
 from pipeline.run.ending_lines import results_and_times
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import JOURNAL_NAME
@@ -230,6 +232,109 @@ def test_a_resumed_run_is_not_complete_by_the_status_of_an_earlier_segment(tmp_p
     listed = pipeline("runs", "--json", cwd=tmp_path)
     missing = {run["name"]: run["not_shipped"] for run in json.loads(listed.stdout)}
     assert missing == {"once": 0, "resumed": 1}
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """A folder with runs of 2, 4 and 6 updates, in this order; one is elsewhere."""
+    folder = tmp_path_factory.mktemp("several")
+    place_store(folder)
+    client = MlflowClient(f"sqlite:///{folder}/mlruns/mlflow.db")
+    for began, updates in enumerate((2, 4, 6), start=1):
+        name = f"run {updates}"
+        run_id = stored(client, name, began, "FINISHED", updates, width=updates)
+        params = {"width": updates, "training.keep_best.metric": "null"}
+        planted(folder, name, began, run_id, "FINISHED", updates, params)
+    stored(client, "elsewhere", 4, "FAILED", 3, width=4)
+    planted(folder, "offline", 5, "", "FINISHED", 8)
+    sweep = stored(client, "sweep", 6, "FINISHED", width=4)
+    client.set_tag(sweep, "sweep.name", "made")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        # The loss is 0.5 + the updates, and the accuracy falls with them.
+        ("val/loss", ["run 2", "run 4", "run 6", "offline", "sweep", "elsewhere"]),
+        ("val/accuracy", ["run 2", "run 4", "run 6", "offline", "sweep", "elsewhere"]),
+        ("train/loss", ["offline", "run 6", "run 4", "elsewhere", "run 2", "sweep"]),
+        ("name", ["elsewhere", "offline", "run 2", "run 4", "run 6", "sweep"]),
+        ("status", ["elsewhere", "sweep", "offline", "run 6", "run 4", "run 2"]),
+        ("started_at", ["sweep", "offline", "elsewhere", "run 6", "run 4", "run 2"]),
+        # That of each run is the loss of update 2.
+        ("best", ["offline", "run 6", "run 4", "run 2", "sweep", "elsewhere"]),
+    ],
+)
+def test_runs_are_sorted_with_the_best_one_first(several, key, names):
+    runs = listed(several, "--sort", key)
+    assert list(runs) == names
+    if key == "val/accuracy":
+        assert runs["run 2"]["metric"] == "val/accuracy"
+        assert runs["run 2"]["last"] == pytest.approx(0.7)
+        assert runs["elsewhere"]["last"] is None
+
+
+def test_the_best_runs_are_found_among_all(several):
+    assert list(listed(several, "--sort", "val/loss", "--limit", "2")) == [
+        "run 2",
+        "run 4",
+    ]
+
+
+def test_the_direction_of_a_metric_is_that_of_keep_best():
+    kept = {"training.keep_best.metric": "val/f", "training.keep_best.mode": "min"}
+    for params, best in ((kept, "low"), ({}, "high")):
+        entries = []
+        for name, value in (("low", 1.0), ("high", 2.0), ("none", float("nan"))):
+            run = ListedRun("", "finished", 1, "e", name, "val/f", None, value)
+            entries.append(Entry(run, {"val/f": value}, params))
+        names = [run.name for run in sorted_runs(entries, "val/f")]
+        assert names[0] == best
+        assert names[-1] == "none"
+
+
+def test_a_filter_selects_runs_as_that_of_reports(several):
+    assert list(listed(several, "--filter", "params.width = '4'")) == [
+        "elsewhere",
+        "run 4",
+    ]
+    none = pipeline("runs", "--filter", "params.width = '5'", cwd=several)
+    assert (none.stdout, none.stderr) == ("", "no run matches\n")
+    arguments = ("--filter", "metrics.`train/loss` < 0.4", "--sort", "train/loss")
+    assert list(listed(several, *arguments)) == ["run 6", "run 4", "elsewhere"]
+    of_experiment = ("--filter", "params.width = '4'", "tracking.experiment=pipeline")
+    assert len(listed(several, *of_experiment)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--filter", "width"], "--filter must be a filter string of MLflow ("),
+        (
+            ["--filter", "params.width = '4'", "tracking.experiment=none"],
+            "tracking.experiment must be an experiment of the store.",
+        ),
+        (
+            ["--sort", "val/los"],
+            "--sort must be a column, or a metric that a run of the list has. Received: "
+            "'val/los'. Choices: started_at, status, experiment, name, last, best, ",
+        ),
+        (
+            ["--sort", "last"],
+            "--sort must be a metric: the runs of the list have results of several. "
+            "Received: 'last'. Choices: train/loss, val/loss.",
+        ),
+        (
+            ["--filter", "params.width = '4'", "tracking.uri=sqlite:///none.db"],
+            "tracking.uri must be a store that exists",
+        ),
+    ],
+)
+def test_a_wrong_query_is_rejected(several, arguments, rule):
+    refused = pipeline("runs", *arguments, cwd=several, status=2)
+    assert refused.stderr.startswith(f"pipeline: {rule}")
+    assert refused.stdout == ""
 
 
 def test_a_run_that_its_store_has_lost_is_absent(tmp_path):
