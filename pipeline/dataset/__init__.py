@@ -18,6 +18,7 @@ __all__ = [
     "load",
     "longest_batch",
     "non_finite",
+    "padding",
     "single_examples",
     "source",
     "splits",

@@ -12,7 +12,9 @@ from pipeline.evaluate.part_files import PartFiles
 from pipeline.evaluate.split_checksum import checksum_of
 from pipeline.evaluate.subject import Subject
 
-if TYPE_CHECKING:  # importing this takes seconds
+if TYPE_CHECKING:  # importing these takes seconds
+    import tensorflow as tf
+
     from pipeline.components.assembly import Parts
 
 
@@ -78,6 +80,22 @@ def _identity(run: Subject, parts: "Parts", split: str) -> dict[str, Any]:
     }
 
 
+def _with_and_without_padding(parts: "Parts", split: str) -> "tf.data.Dataset":
+    """Return the batches of a split, each as the examples are and as the model's.
+
+    The two differ by the padding of `dataset.pad`.
+    """
+    from pipeline.dataset import padding
+
+    batches = parts.evaluation_batches(split, padded=False)
+    assert batches is not None
+    pad = parts.spec.dataset.get("pad")
+    if pad is None:
+        return batches.map(lambda *batch: (batch, batch))
+    padder = padding.padder(pad, parts.data.splits[split].element_spec)
+    return batches.map(lambda *batch: (batch, padder(*batch)))
+
+
 def _write(parts: "Parts", split: str, files: PartFiles) -> None:
     """Predict the batches that the parts do not have yet, one after the other.
 
@@ -89,17 +107,23 @@ def _write(parts: "Parts", split: str, files: PartFiles) -> None:
     from pipeline.dataset.bad_example import errors_located
     from pipeline.evaluate import predicted_rows
 
-    batches = parts.evaluation_batches(split, padded=True)
-    assert batches is not None
+    batches = _with_and_without_padding(parts, split)
     prediction = parts.prediction()
     predict_batch = tf.function(
-        lambda batch: prediction(batch), [batches.element_spec], autograph=False
+        lambda batch: prediction(batch), [batches.element_spec[1]], autograph=False
     )
     with as_config_error("model", "must predict", parts.model.name):
-        predict_batch.get_concrete_function()
+        traced = predict_batch.get_concrete_function().structured_outputs
+    sequences = predicted_rows.sequences_among(traced.outputs)
     first = files.rows_done
     with errors_located(parts.data, parts.files):
-        for batch in batches.skip(files.batches_done):
-            table = predicted_rows.table_of(batch, predict_batch(batch), first)
+        for batch, padded in batches.skip(files.batches_done):
+            predicted = predict_batch(padded)
+            outputs = predicted_rows.without_padding(
+                predicted.outputs, batch, padded, sequences
+            )
+            table = predicted_rows.table_of(
+                batch, predicted._replace(outputs=outputs), first
+            )
             files.add(table)
             first += table.num_rows

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from tests.run.test_runs_cut_by_tokens import EXACT
@@ -185,7 +187,17 @@ def test_it_is_evaluated_predicted_and_verified(folder):
     loss = histories(folder, "padded")["val/loss"][12]
     assert f"{loss:.6g}" in printed
     pipeline("predict", "tokens", "--out", "rows.parquet", cwd=folder)
-    assert (folder / "rows.parquet").exists()
+    rows = pq.read_table(folder / "rows.parquet").to_pylist()
+    lengths = [len(row["label"]) for row in rows]
+    assert [len(row["output"]) for row in rows] == lengths
+    assert {len(row["output"][0]) for row in rows} == {12}  # classes
+    # The same texts are padded to one size in the run that knows no lengths.
+    pipeline("predict", "padded", "--out", "padded.parquet", cwd=folder)
+    padded = pq.read_table(folder / "padded.parquet").to_pylist()
+    assert {len(row["output"]) for row in padded} == {48}
+    assert lengths == [np.count_nonzero(row["label"]) for row in padded]
+    for row, row_of_padded in zip(rows, padded, strict=True):
+        assert row["label"] == row_of_padded["label"][: len(row["label"])]
     done = pipeline("verify", *CONFIG, *LENGTHS, TOKENS, cwd=folder)
     assert "are equal within rounding" in done.stdout
 
