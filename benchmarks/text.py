@@ -55,6 +55,17 @@ FIT = "fit"
 FIT_BY_LENGTH = "fit, by length"
 BUCKETS = 8  # of `bucket_by_sequence_length`, up to the longest text
 
+# Cases of the largest effective batch. At factor 1, its long texts as one micro-batch
+# would take tens of GiB.
+LARGEST = 512
+LARGEST_CASES = (
+    ("help texts", 16),
+    ("pieces of 512 bytes", 4),
+    ("pieces of 512 bytes", 16),
+    ("log-normal", 4),
+    ("log-normal", 16),
+)
+
 Turn = Callable[[], int]  # returns the tokens that it has computed
 
 
@@ -64,6 +75,8 @@ def all_cases() -> list[Case]:
     for name, effective, factor in itertools.product(LONGEST, (32, 128), (1, 4, 16)):
         with_peers = effective == 128 and factor == 16
         cases.append(Case(name, effective, factor, with_peers))
+    for name, factor in LARGEST_CASES:
+        cases.append(Case(name, LARGEST, factor))
     return cases
 
 
